@@ -238,10 +238,10 @@ class DynatrainConfig(_Block):
     """How far copies of a tensor that pipeline stages or tensor ranks compute each for itself (norms, tied weights) may
     have drifted apart, as a share of its largest value. Within it those of one rank are taken for all and the event has
     a warning; beyond it the switch is rolled back. A 16-bit weight may be off by one step of its type."""
-    transport: Literal["auto", "ipc", "gloo"] = "auto"
+    transport: Literal["auto", "ipc", "nccl", "gloo"] = "auto"
     """How bytes travel. "auto": members on one machine read each other's memory, also on their accelerators, where that
-    is permitted, else gloo; "ipc": a switch is rolled back where accelerators' memory cannot be read; "gloo": nobody
-    reads a member's memory."""
+    is permitted; other accelerators' memory goes by NCCL where they have it, all else by gloo. "ipc" and "nccl": so
+    for all memory on accelerators, and a switch is rolled back where it cannot be. "gloo": nobody reads any memory."""
     timeout_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False), Said("seconds")] = 60.0
     """How long one member waits for another in a switch. Collectives of the training keep DeepSpeed's own limit of 30
     minutes."""

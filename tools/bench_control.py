@@ -34,11 +34,12 @@ from ds_dynatrain.engine.agreement import Proposal, SwitchRequest
 from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.digests import SideDigests
 from ds_dynatrain.engine.packing import pack
-from ds_dynatrain.engine.preparation import BACKGROUND_POLL_SECONDS, joined_readiness, why_unready
+from ds_dynatrain.engine.preparation import joined_readiness, why_unready
 from ds_dynatrain.engine.transaction.certify import SIDES, certify, joined_sides
 from ds_dynatrain.engine.transaction.meeting import over_all
 from ds_dynatrain.engine.transaction.session import Decision, Join, Session, joined_requests
 from ds_dynatrain.engine.transaction.shares import Shares, shares
+from ds_dynatrain.engine.ways import POLL_SECONDS
 from ds_dynatrain.space import Layout, LogicalTensor, VirtualParameterSpace, ZeroRules, standard_kinds
 
 LAYERS, WIDTH, FEED, KEYS, WORDS = 80, 8192, 28672, 1024, 32000
@@ -187,14 +188,14 @@ def prepare(mine: Control, proposal: Proposal) -> None:
     """What is said in the background: by all, and by those of one node, who may read each other's memory."""
     key, node = f"machine/{proposal.generation}/{mine.member // PER_NODE}", f"near/{proposal.generation}"
     mine.add_to_list(key, mine.member)
-    session = Session(mine, f"prepare/{proposal.generation}", proposal.union, "bench", longest=BACKGROUND_POLL_SECONDS)
+    session = Session(mine, f"prepare/{proposal.generation}", proposal.union, "bench", longest=POLL_SECONDS)
     said = {"errors": [], "own_groups": [[mine.member, 0]]}
     session.reduce("building", said, joined_readiness, why_unready)
     near = mine.read_list(key)
     for step in ("cards", "readable"):
         mine.post(f"{node}/{step}/{mine.member}", {"machine": "x" * 40, "probe": list(range(16))})
         keys = {member: f"{node}/{step}/{member}" for member in near}
-        mine.wait(keys, "finding neighbors", longest=BACKGROUND_POLL_SECONDS, is_there=False)
+        mine.wait(keys, "finding neighbors", longest=POLL_SECONDS, is_there=False)
     agreement.say_prepared(mine, proposal)
 
 

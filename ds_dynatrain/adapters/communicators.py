@@ -64,6 +64,11 @@ class Communicator:
     since: int = field(default_factory=time.monotonic_ns)
     _ending: threading.Lock = field(default_factory=threading.Lock)
 
+    @property
+    def is_ended(self) -> bool:
+        """Whether it was ended, or is about to be."""
+        return self._ending.locked()
+
     def is_first_to_end(self) -> bool:
         """Whether nobody has ended it, in whichever thread."""
         return self._ending.acquire(blocking=False)
@@ -72,6 +77,10 @@ class Communicator:
         """Let a group of these members send the device's tensors by it."""
         group.bound_device_id = self.device  # before it is registered: the back-end is told
         group._register_backend(self.device, self.kind, self.backend)
+
+    def serve_anew(self, group: td.ProcessGroup, store: Store) -> None:
+        """In place of one that was aborted; a `Pair`."""
+        group.renew(store, self.device, self.kind, self.backend)  # type: ignore[attr-defined]
 
 
 def ends_with_its_members() -> bool:

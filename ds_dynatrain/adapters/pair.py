@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as td
+from torch._C._distributed_c10d import Store
 from torch.distributed.distributed_c10d import GroupName
 
+from ds_dynatrain.adapters.device import HOST
 from ds_dynatrain.adapters.torch_versions import COLLECTIVES
 
 
@@ -32,6 +34,22 @@ class Pair(td.ProcessGroup):
     def group_name(self) -> GroupName:
         """Its own, whatever its back-ends are called by now."""
         return GroupName(self._name)
+
+    def renew(self, store: Store, device: torch.device, kind: td.ProcessGroup.BackendType, backend: Any) -> None:
+        """Serve a device by another back-end from here on: torch's groups keep the first one of a kind. store: of a
+        prefix that nobody has used.
+        """
+        behind = td.ProcessGroup(store, self.rank(), self.size())
+        behind._set_default_backend(td.ProcessGroup.BackendType.GLOO)
+        behind._register_backend(HOST, td.ProcessGroup.BackendType.GLOO, self._group._get_backend(HOST))
+        behind.bound_device_id = self.bound_device_id
+        behind._register_backend(device, kind, backend)
+        behind._set_group_name(GroupName(self._name))
+        self._group = behind
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """The one that serves a device now."""
+        return self._group._get_backend(device)
 
     def _register_backend(self, device: torch.device, kind: td.ProcessGroup.BackendType, backend: Any) -> None:
         """For another device, which the group behind it has to serve, too."""

@@ -10,6 +10,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import torch.distributed as td
+from torch._C._distributed_c10d import PrefixStore
 
 from ds_dynatrain.adapters import parallel_state
 from ds_dynatrain.adapters.communicators import Communicator, Connections, Endpoint, end, go_on, make_communicator
@@ -36,7 +37,8 @@ class World:
     sets of pipeline stages that share tied weights, each of which has a group in every pipeline. status: of its
     groups, if members come and go; None in a job of fixed size. engine: number of the engine in this process
     whose world it is. has_sequence: whether its model can have a sequence axis, also while that has size 1.
-    communicators: what `connect` has made or kept, by members.
+    communicators: what `connect` has made or kept, by members. moves_by_device: whether moves need one of all members
+    of both worlds, which all know alike.
     """
 
     generation: int
@@ -50,6 +52,7 @@ class World:
     transfer: td.ProcessGroup | None = None
     transfer_members: tuple[int, ...] = ()
     communicators: dict[Between, Communicator] = field(default_factory=dict)
+    moves_by_device: bool = False
     _held: HeldGroups = field(default_factory=HeldGroups)
     _of_user: set[str] = field(default_factory=set)
 
@@ -138,6 +141,8 @@ class World:
 
     def between(self, kind: str) -> Between:
         """Whom the group of a kind connects."""
+        if kind == "transfer":
+            return (kind, self.transfer_members)
         members = tuple(self.members[rank] for rank in self.ranks(kind))
         return (kind if kind in self._of_user else "", members)
 
@@ -158,17 +163,16 @@ class World:
         for kind in kinds:
             held, between, found = self._held[kind], self.between(kind), self._known(kind, previous)
             if found is None:
-                ranks = self._held.ranks(kind)
-                place = Endpoint(str(held.group.group_name), ranks, ranks.index(self.rank or 0), held.store)
+                place = Endpoint(str(held.group.group_name), self._held.ranks(kind), held.group.rank(), held.store)
                 found = make_communicator(place, seconds, stop)
                 if self.status is not None:
                     self.communicators[between] = found
                     found.users += 1
                     self.status.gate.take_in(found)
-            if between not in self.communicators:
+            if between not in self.communicators and found not in self.communicators.values():
                 self.communicators[between] = found
                 found.users += 1
-            if held.group.bound_device_id is None:
+            if held.group.bound_device_id is None and kind != "transfer":
                 found.serve(held.group)
         new = [each for between, each in self.communicators.items() if between not in there]
         kept = sum(each.users > 1 for each in new)
@@ -176,26 +180,55 @@ class World:
 
     def _served(self) -> list[str]:
         """Kinds of the groups that serve the accelerator, or are to; none where there is none."""
-        if self.rank is None or not is_accelerated():
+        if not is_accelerated():
             return []
-        return [kind for kind in self.kinds if kind != "transfer" and len(self._held.ranks(kind)) > 1]
+        served = {kind for kind in self.kinds if kind != "transfer" or self.moves_by_device}
+        return [kind for kind in self.kinds if kind in served and len(self._held.ranks(kind)) > 1]
 
     def _known(self, kind: str, previous: World | None) -> Communicator | None:
         """The communicator that there is for a group, in this world or in one that may hand it on."""
         handed_on = {} if previous is None or previous.status is not None else previous.communicators
-        between = self.between(kind)
-        return self.communicators.get(between) or handed_on.get(between)
+        alike = [self.between(kind)] + ([("", self.transfer_members)] if kind == "transfer" else [])
+        return next((known[each] for known in (self.communicators, handed_on) for each in alike if each in known), None)
+
+    @property
+    def moving(self) -> Communicator | None:
+        """What moves between devices go by, once all are connected: of all members of both worlds."""
+        members = self.transfer_members
+        return self.communicators.get(("transfer", members)) or self.communicators.get(("", members))
+
+    def renew(self, ended: Communicator, again: str, seconds: float, stop: Callable[[], None] = go_on) -> None:
+        """Make a communicator anew that was aborted while its members live; all of them call it. RuntimeError where
+        that does not come about: nothing of the world can be used on the device then.
+
+        again: of no other time.
+        """
+        between = next(each for each, found in self.communicators.items() if found is ended)
+        kinds = [kind for kind in self._served() if self.between(kind) == between]
+        held = self._held[kinds[0]]
+        store = PrefixStore(f"{again}/", held.store)
+        place = Endpoint(str(held.group.group_name), self._held.ranks(kinds[0]), held.group.rank(), store)
+        found = make_communicator(place, seconds, stop)
+        self.communicators[between], found.users = found, 1
+        ended.users -= 1
+        for group in {id(each.group): each.group for each in map(self.held, kinds)}.values():
+            found.serve_anew(group, store)
 
     def disconnect(self, is_broken: bool) -> Callable[[], None]:
         """Let its communicators go; what ends those that no other world has kept, as all their members have to."""
         gone = [*self.communicators.values()]
         self.communicators.clear()
+        return self._ending(gone, is_broken)
+
+    def _ending(self, gone: Collection[Communicator], is_broken: bool) -> Callable[[], None]:
+        """What ends those of communicators that no other world has."""
         for each in gone:
             each.users -= 1
         unused = [each for each in gone if each.users == 0]
         if self.status is not None:
             is_broken |= self.status.failure is not None or self.status.is_lost or self.status.gate.is_torn
-            self.status.gate.communicators.clear()
+            held = self.status.gate.communicators
+            held[:] = [each for each in held if each not in gone]
         return partial(end, unused, is_broken=is_broken)
 
     def agree(self) -> None:
@@ -209,8 +242,9 @@ class World:
 
     def retire_transfer(self) -> threading.Thread:
         """Take down a group that was made for the moves alone; see `drop`."""
+        moving = self.communicators.pop(("transfer", self.transfer_members), None)
         self.transfer, self.transfer_members = None, ()
-        return tear_down(self.give_up(["transfer"]))
+        return tear_down(self.give_up(["transfer"]), self._ending([moving] if moving else [], False))
 
     def register(self) -> None:
         """Make all groups of the world's own known to `torch.distributed`."""

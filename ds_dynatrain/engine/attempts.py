@@ -44,7 +44,9 @@ def parts_in_use(engine: EngineCore, proposal: Proposal) -> list[str]:
     """The parts of `support.proved` that a switch of this job goes through."""
     layouts = (proposal.source_layout, proposal.layout)
     wide = {axis for layout in layouts for axis, size in layout.axes().items() if size > 1}
+    transport, machines = engine.settings.transport, set(engine.candidates.nodes.values())
     used = {
+        "batches": transport == "nccl" or (transport == "auto" and len(machines) > 1),
         "members": len(engine.candidates) > min(layout.world_size for layout in layouts),
         "offload": engine.deepspeed.zero_use_cpu_optimizer(),
         "compile": bool(engine.host.compiled_modules),

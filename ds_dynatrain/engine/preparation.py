@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import astuple, dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ import torch.distributed as td
 
 from ds_dynatrain.adapters.children import Made
 from ds_dynatrain.adapters.communicators import Connections
-from ds_dynatrain.adapters.device import compute_device, is_accelerated, start_thread
+from ds_dynatrain.adapters.device import HOST, is_accelerated, start_thread
 from ds_dynatrain.adapters.memory import is_one_memory, provide, reusable, zeros
 from ds_dynatrain.adapters.placement import HERE, Memory
 from ds_dynatrain.adapters.state import Buffers
@@ -31,27 +31,15 @@ from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.groups import BUDDIES
 from ds_dynatrain.engine.sides import Side
 from ds_dynatrain.engine.transaction.session import Session
+from ds_dynatrain.engine.ways import POLL_SECONDS, Ways
 from ds_dynatrain.errors import DynatrainError, SwitchFailed, SwitchRefused
 from ds_dynatrain.plan import SwitchPlan, estimate, plan_switch
 from ds_dynatrain.space import HOST_GRAD, MASTER, STALE_GRAD, WEIGHT, BufferId, Layout, VirtualParameterSpace
-from ds_dynatrain.transfer import (
-    GroupTransport,
-    Neighbors,
-    ReadyPlan,
-    RoutedTransport,
-    Sharing,
-    Transport,
-    allocate,
-    device_memory,
-    prefault,
-)
-from ds_dynatrain.transfer.cross_memory import machine
+from ds_dynatrain.transfer import ReadyPlan, allocate, prefault
 
 LIMITS = (*map(os.strerror, (errno.EMFILE, errno.ENFILE, errno.ENOMEM)), "can't allocate memory")
 """What errors say, also torch's and gloo's, where the operating system gives no more."""
 ABANDON_SECONDS = 5.0
-BACKGROUND_POLL_SECONDS = 0.05
-"""Nobody stands still meanwhile."""
 MOST_ERRORS = 4
 """Those of so many members are told to all."""
 IN_BACKWARD = frozenset({STALE_GRAD, HOST_GRAD})
@@ -124,7 +112,6 @@ class Preparation:
     connections: Connections | None = None
     number: int = 1
     has_sequence: bool = False
-    neighbors: Neighbors | None = None
     buffers: Buffers = field(default_factory=dict)
     kept: set[tuple[str, BufferId]] = field(default_factory=set)
     plans: dict[tuple[str, ...], SwitchPlan] = field(default_factory=dict)
@@ -137,13 +124,16 @@ class Preparation:
     _has_said: bool = False
 
     @cached_property
+    def ways(self) -> Ways:
+        """How bytes get from member to member."""
+        return Ways(self.way, self.control, self.proposal, self._stop_if_abandoned)
+
+    @cached_property
     def session(self) -> Session:
         """What the members do together while they prepare."""
         what = f"preparing the switch to {self.proposal.layout}"
         key = f"prepare/{self.proposal.generation}"
-        return Session(
-            self.control, key, self.proposal.union, what, stop=self._stop_if_abandoned, longest=BACKGROUND_POLL_SECONDS
-        )
+        return Session(self.control, key, self.proposal.union, what, stop=self._stop_if_abandoned, longest=POLL_SECONDS)
 
     @property
     def own_error(self) -> BaseException | None:
@@ -193,17 +183,9 @@ class Preparation:
             early = tuple(kind for kind in kinds if kind not in late)
             mine = self.plan(kinds if is_late else early).for_member(self.control.member)
             mine = mine.only(late) if is_late else mine
-            on_host, sharing = not is_accelerated(), self._sharing
-            self.mine[kinds, is_late] = ReadyPlan.of(mine, self.budget_bytes, on_host, sharing)
+            sharing, batching = self.ways.sharing(self.on_device), None if is_late else self.ways.batching
+            self.mine[kinds, is_late] = ReadyPlan.of(mine, self.budget_bytes, not is_accelerated(), sharing, batching)
         return self.mine[kinds, is_late]
-
-    @property
-    def _sharing(self) -> Sharing | None:
-        """Whose memory on accelerators this member reads, and who reads its own; None before neighbors are known."""
-        memory = device_memory(compute_device())
-        if memory is None or self.neighbors is None or not self.neighbors.lenders:
-            return None
-        return Sharing(memory, self.neighbors.lenders, self.on_device)
 
     def late_kinds(self, kinds: tuple[str, ...]) -> tuple[str, ...]:
         """Those of the kinds that nothing reads or writes before an optimizer step; none of a switch that is not late.
@@ -240,28 +222,12 @@ class Preparation:
         """Whether the next world needs communicators that the old one does not have; on this member."""
         return self.world is not None and self.world.lacks(old_world)
 
-    def transport(self) -> Transport:
-        """Between all members of both worlds; after `join`. SwitchFailed if there is none."""
-        if self.world is None or self.world.transfer is None:
-            raise SwitchFailed("the groups of the next world are not there")
-        group = GroupTransport(self.world.transfer, self.world.transfer_members)
-        if self.neighbors is None:
-            return group
-        self.neighbors.permit()
-        return RoutedTransport(self.neighbors, group)
-
-    def end_neighbors(self) -> None:
-        """Let no neighbor read this member any more."""
-        if self.neighbors is not None:
-            self.neighbors.close()
-            self.neighbors = None
-
     def abandon(self) -> None:
         """Let go of groups and memory of a switch that does not come about."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(self.control.timeout_seconds + ABANDON_SECONDS)  # a peer may die while groups are built
-        self.end_neighbors()
+        self.ways.end()
         if self.world is not None:
             self.control.track_teardown(drop(self.world, is_broken=True))
             self.world = None
@@ -274,17 +240,14 @@ class Preparation:
             own = self.own()
             if not self.is_lean:
                 self._make_target()
-            if self.way != "gloo" and not self.is_lean:
-                self.control.add_to_list(self._machine, self.control.member)
+                self.ways.announce()
             anew = self._wait_for_all()
             with self.building() as note:
                 self.world = self._build(own, anew, note)
-            if self.way != "gloo" and not self.is_lean:
-                self.neighbors = self._meet_neighbors()
-            if not self.is_lean and is_accelerated():
-                self._make_moves()  # it depends on the neighbors
+            if not self.is_lean:
+                self._find_ways(self.world)
             if self._stop.is_set():
-                self.end_neighbors()
+                self.ways.end()
                 self.control.track_teardown(drop(self.world))
                 self.world = None
         except Exception as error:
@@ -306,6 +269,14 @@ class Preparation:
         self._look_ahead()
         if self.target_rank is not None:
             self.made = self.make(self.proposal.layout, self.target_rank)
+
+    def _find_ways(self, world: World) -> None:
+        self.ways.meet()
+        stays_there = {kind for kind, held in self.memory.items() if held.place.device != HOST}
+        plan = partial(self.plan(self.vps.present_kinds()).for_member, self.control.member)
+        self.ways.agree_on_batching(plan, self.on_device & stays_there, self.budget_bytes, self.session, world)
+        if is_accelerated():
+            self._make_moves()  # they depend on it
 
     def _make_moves(self) -> None:
         self.moves(self.vps.present_kinds())
@@ -369,39 +340,6 @@ class Preparation:
             "building", said, joined_readiness, judged_readiness, "building the next world's groups"
         )
         return wrong, anew
-
-    def _meet_neighbors(self) -> Neighbors:
-        """Those on this machine whose memory may be read."""
-        board, device = self.control, compute_device()
-        stop = self._stop_if_abandoned
-        near = Neighbors.meet(board.member, self._share, board.timeout_seconds, stop, device)
-        far = sorted({*self.proposal.union} - {board.member} - near.lenders)
-        if self.way == "ipc" and far:
-            near.close()
-            raise SwitchRefused(
-                f'dynatrain.transport is "ipc", and member {board.member} on {device} and members {far} cannot read '
-                "each other's accelerator memory",
-                'set it to "auto", which takes host memory between these',
-            )
-        return near
-
-    def _share(self, what: str, record: Any) -> dict[int, Any]:
-        """Tell all members on this machine a record, and read theirs."""
-        board, key = self.control, f"{what}/{self.proposal.generation}"
-        board.post(f"{key}/{board.member}", record)
-        keys = {member: f"{key}/{member}" for member in self._on_machine}
-        stop, longest = self._stop_if_abandoned, BACKGROUND_POLL_SECONDS
-        return board.wait(keys, "finding neighbors", stop=stop, longest=longest, is_there=False)
-
-    @cached_property
-    def _on_machine(self) -> list[int]:
-        """The members on this machine, this one too."""
-        return self.control.read_list(self._machine)
-
-    @property
-    def _machine(self) -> str:
-        """Where those on this machine are listed; the list is whole once all have said that they are ready."""
-        return f"machine/{self.proposal.generation}/{machine()}"
 
     def _stop_if_abandoned(self) -> None:
         if self._stop.is_set():

@@ -28,6 +28,7 @@ PARTS: Mapping[str, str] = {
     "digests": "digests and packing of device memory",
     "groups": "process groups of the accelerator's own back-end",
     "stages": "starts and switches of ZeRO stage and data size",
+    "batches": "moves by NCCL, in batches",
     "members": "idle members that come in, and leave",
     "offload": "`offload_optimizer`, `offload_param`",
     "checkpoints": "checkpoints, saved and loaded",
@@ -65,6 +66,7 @@ _MEMORY = "tests/device/test_switch_memory.py"
 ON_TEST_DEVICE: Mapping[str, str] = {
     "groups": "tests/device/test_collectives.py",
     "stages": _CORE,
+    "batches": "tests/device/test_batched.py",
     "members": _CORE,
     "offload": f"{_MEMORY}::test_no_third_copy_is_made",
     "checkpoints": _CORE,

@@ -4,6 +4,7 @@
 certificate compares; `allocate` and `prefault` make memory ready before it is needed.
 """
 
+from ds_dynatrain.transfer.batched import Batching, DeviceLink
 from ds_dynatrain.transfer.device_memory import device_memory
 from ds_dynatrain.transfer.digest import digest, digest_on_device
 from ds_dynatrain.transfer.executor import TransferStats, execute
@@ -19,7 +20,9 @@ from ds_dynatrain.transfer.transport import GroupTransport, Handle, Transport
 from ds_dynatrain.transfer.weighing import is_compiled
 
 __all__ = [
+    "Batching",
     "Buffers",
+    "DeviceLink",
     "Form",
     "GroupTransport",
     "Handle",

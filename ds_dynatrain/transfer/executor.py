@@ -13,6 +13,7 @@ import torch
 from ds_dynatrain.errors import TransferError
 from ds_dynatrain.plan import MemberPlan
 from ds_dynatrain.space import BufferId
+from ds_dynatrain.transfer.batched import BatchedMoves, DeviceLink
 from ds_dynatrain.transfer.pulling import Pulling
 from ds_dynatrain.transfer.ready import Cast, ReadyPlan, concurrent, copies, lengths
 from ds_dynatrain.transfer.regions import Buffers, Regions, check_disjoint
@@ -49,14 +50,17 @@ def execute(
     deadline_seconds: float,
     budget_bytes: int,
     on_host: bool = True,
+    link: DeviceLink | None = None,
 ) -> TransferStats:
-    """Fill the target buffers: local moves, reads of other accelerators, the plan's exchanges in order, derived moves.
+    """Fill the target buffers: local moves, reads of other accelerators, batches between them, the plan's exchanges in
+    order, derived moves.
 
     Exchanges are started as far ahead as the budget allows, and waited for in order: of all that are not done, the two
     members of the first one are in it, so nobody waits in a circle.
 
     `deadline_seconds` bounds the whole call; `budget_bytes` bounds staging. It must be the same on every member, and so
-    must `on_host`: whether no member has a buffer on an accelerator. A plan that was made ready knows that.
+    must `on_host`: whether no member has a buffer on an accelerator. A plan that was made ready knows that. link: for a
+    plan that has batches.
     Target buffers may be the source's own where an element keeps its place; any other sharing of memory is refused,
     so source buffers are unchanged until the derived moves. Elements that no move writes (padding) are left alone.
 
@@ -70,14 +74,16 @@ def execute(
     read, written = ready.local[0].among(source), ready.local[1].among(target)
     exchanges = [(sends.places.among(source), got.places.among(target)) for _, sends, got in ready.exchanges]
     pulling = _pulling(ready, source, target, transport)
+    batched = BatchedMoves(ready.batches, source, target, transport, link)
     for places in ready.derived:
         places.among(target)
     moved = np.flatnonzero(read.addresses() != written.addresses())
     check_disjoint(
-        [read, *(sends for sends, _ in exchanges), *pulling.lent],
-        [written.rows(moved), *(receives for _, receives in exchanges), *pulling.into],
+        [read, *(sends for sends, _ in exchanges), *pulling.lent, *batched.lent],
+        [written.rows(moved), *(receives for _, receives in exchanges), *pulling.into, *batched.into],
     )
     pulling.start()
+    batched.start()
     streams = [_streams(ready, number, *both, transport) for number, both in enumerate(exchanges)]
     at_once = concurrent(budget_bytes, ready.chunk)
     for stream in chain.from_iterable(streams[:at_once]):  # the wire works while this member copies
@@ -86,6 +92,7 @@ def execute(
     read.copy_to(written, ready.copies if is_all else copies(*ready.local, moved))
     local_done = time.monotonic()
     pulling.run(deadline)
+    batched.run(deadline)
     _exchange_all(streams, at_once, deadline)
     exchange_done = time.monotonic()
     for cast in ready.casts:
@@ -96,7 +103,7 @@ def execute(
         bytes_sent=ready.bytes_sent,
         bytes_local=bytes_moved,
         bytes_in_place=int(read.length.sum()) - bytes_moved,
-        staging_peak=ready.staging.peak,
+        staging_peak=ready.staging.peak + ready.batches.staging_bytes,
         seconds_local=local_done - begin,
         seconds_exchange=exchange_done - local_done,
         seconds_derived=derived_done - exchange_done,
@@ -110,7 +117,7 @@ def _ready(plan: MemberPlan | ReadyPlan, budget_bytes: int, on_host: bool) -> Re
     if not isinstance(plan, ReadyPlan):
         return ReadyPlan.of(plan, budget_bytes, on_host)
     fits = (plan.chunk, plan.longest) == lengths(budget_bytes, plan.on_host)
-    return plan if fits else ReadyPlan.of(plan.plan, budget_bytes, plan.on_host, plan.sharing)
+    return plan if fits else ReadyPlan.of(plan.plan, budget_bytes, plan.on_host, plan.sharing, plan.batching)
 
 
 def _pulling(ready: ReadyPlan, source: Buffers, target: Buffers, transport: Transport) -> Pulling:

@@ -15,7 +15,8 @@ import numpy.typing as npt
 import torch
 
 from ds_dynatrain.errors import TransferError
-from ds_dynatrain.plan import Exchange, MemberPlan, Moves
+from ds_dynatrain.plan import MemberPlan, Moves
+from ds_dynatrain.transfer.apart import split
 from ds_dynatrain.transfer.device_memory import HANDLE_BYTES, DeviceMemory
 from ds_dynatrain.transfer.regions import Buffers, Key, Places, Regions
 from ds_dynatrain.transfer.series import Matrix, pairs
@@ -45,22 +46,8 @@ class Sharing:
 
     def split(self, plan: MemberPlan) -> tuple[MemberPlan, tuple[Pull, ...]]:
         """What is left for messages, and what is read."""
-        rest, pulls = [], []
-        for each in plan.rounds:
-            if each.peer not in self.members:
-                rest.append(each)
-                continue
-            (sent, lent), (received, read) = self._parts(each.sends), self._parts(each.receives)
-            if len(sent) or len(received):
-                rest.append(Exchange(each.peer, sent, received))
-            if len(lent) or len(read):
-                pulls.append(Pull.of(each.peer, lent, read))
-        return MemberPlan(plan.member, plan.local, plan.derived, tuple(rest)), tuple(pulls)
-
-    def _parts(self, moves: Moves) -> tuple[Moves, Moves]:
-        """Those of buffers on the host, those of buffers on an accelerator."""
-        is_there = np.array([kind.name in self.kinds for kind in moves.kinds], dtype=bool)[moves.source_kind]
-        return moves.select(np.flatnonzero(~is_there)), moves.select(np.flatnonzero(is_there))
+        rest, apart = split(plan, self.members, self.kinds)
+        return rest, tuple(Pull.of(each.peer, each.sends, each.receives) for each in apart)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ Nothing here depends on where memory is, so the pause is left with the copies th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +13,8 @@ import numpy as np
 from ds_dynatrain.plan import Exchange, MemberPlan, Moves
 from ds_dynatrain.space import BufferId
 from ds_dynatrain.space.tensor import Ints
-from ds_dynatrain.transfer.messages import messages
+from ds_dynatrain.transfer.batched import Batches, Batching
+from ds_dynatrain.transfer.outline import Outline
 from ds_dynatrain.transfer.pulling import Pull, Sharing
 from ds_dynatrain.transfer.regions import Places
 from ds_dynatrain.transfer.series import Matrix, pairs, series
@@ -24,51 +25,6 @@ CHUNK_BYTES = 4 * 1024 * 1024
 """Longest staged message; all slots of both directions full are 32 MiB."""
 _BUFFERS = ("kind", "source_kind", "source_buffer", "target_buffer")
 """What two moves must have in common to be parts of one copy."""
-
-
-@dataclass(frozen=True)
-class Parcel:
-    """A message, and where its bytes lie: in matrices, one after another."""
-
-    nbytes: int
-    matrices: tuple[Matrix, ...]
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether the bytes must be put together in memory of their own."""
-        return len(self.matrices) > 1 or self.matrices[0].number > 1
-
-
-@dataclass(frozen=True)
-class Outline:
-    """One direction of an exchange."""
-
-    places: Places
-    parcels: tuple[Parcel, ...]
-
-    @staticmethod
-    def of(places: Places, chunk: int, longest: int) -> Outline:
-        """The messages of moves, the same at both ends; which of them are packed is each end's own affair."""
-        parcels = []
-        for message in messages(places.length.tolist(), chunk, longest):
-            if len(message.rows) > 1:
-                parcels.append(Parcel(message.nbytes, tuple(places.matrices(message.rows))))
-            else:
-                (row,) = message.rows
-                begin = int(places.begin[row]) + message.start
-                part = Matrix(int(places.which[row]), begin, message.nbytes, 1, message.nbytes)
-                parcels.append(Parcel(message.nbytes, (part,)))
-        return Outline(places, tuple(parcels))
-
-    @property
-    def longest(self) -> int:
-        """Bytes of its longest message."""
-        return max((parcel.nbytes for parcel in self.parcels), default=0)
-
-    @property
-    def slots(self) -> int:
-        """How many slots of staging it can use."""
-        return min(SLOTS, sum(parcel.is_packed for parcel in self.parcels))
 
 
 class Cast(NamedTuple):
@@ -89,7 +45,8 @@ class ReadyPlan:
     local: what is read and what is written by local moves; copies: the same as matrices. exchanges: (peer, sends,
     receives). derived: the places that casts read and write, all of them in target buffers. staging: touched already,
     as far as it will be used; a slot is no longer than the longest message here. sharing: who reads whose memory on
-    accelerators, and pulls: what is read so, which is in no exchange.
+    accelerators, and pulls: what is read so; batches: what goes by the library of the accelerators' collectives.
+    Neither is in any exchange.
     """
 
     plan: MemberPlan
@@ -104,13 +61,22 @@ class ReadyPlan:
     staging: Staging
     sharing: Sharing | None = None
     pulls: tuple[Pull, ...] = ()
+    batching: Batching | None = None
+    batches: Batches = field(default_factory=Batches)
 
     @staticmethod
-    def of(plan: MemberPlan, budget_bytes: int, on_host: bool = True, sharing: Sharing | None = None) -> ReadyPlan:
+    def of(
+        plan: MemberPlan,
+        budget_bytes: int,
+        on_host: bool = True,
+        sharing: Sharing | None = None,
+        batching: Batching | None = None,
+    ) -> ReadyPlan:
         """Make a plan ready for buffers whose addresses are not known yet."""
         chunk, longest = lengths(budget_bytes, on_host)
         read, written = Places.of(plan.local, "source"), Places.of(plan.local, "target")
         sent, pulls = (plan, ()) if sharing is None else sharing.split(plan)
+        sent, batches = (sent, Batches()) if batching is None else batching.split(sent)
         exchanges = tuple((each.peer, *_outlines(each, chunk, longest)) for each in sent.rounds)
         staging = Staging(min(chunk, max((outline.longest for _, *both in exchanges for outline in both), default=0)))
         at_once = concurrent(budget_bytes, chunk)
@@ -129,12 +95,15 @@ class ReadyPlan:
             staging,
             sharing,
             pulls,
+            batching,
+            batches,
         )
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that go to others, in messages or because they read them."""
+        """Bytes that go to others, in messages of either kind or because they read them."""
         places = [*(sends.places for _, sends, _ in self.exchanges), *(pull.lent for pull in self.pulls)]
+        places += [each.sends.places for each in self.batches.exchanges]
         return sum(int(each.length.sum()) for each in places)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ds_dynatrain.transfer.ready import Parcel
+from ds_dynatrain.transfer.outline import Parcel
 from ds_dynatrain.transfer.regions import Regions
 from ds_dynatrain.transfer.staging import SLOTS, Staging
 from ds_dynatrain.transfer.transport import Handle, Transport

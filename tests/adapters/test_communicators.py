@@ -124,7 +124,11 @@ def log(accelerator: None, monkeypatch: pytest.MonkeyPatch) -> Log:
         group.bound_device_id = self.device
         found.rows.append(("serves", str(group.group_name), group.rank()))
 
+    def serve_anew(self: Communicator, group: td.ProcessGroup, store: Store) -> None:
+        found.rows.append(("serves anew", str(group.group_name), group.rank()))
+
     monkeypatch.setattr(Communicator, "serve", serve)
+    monkeypatch.setattr(Communicator, "serve_anew", serve_anew)
     return found
 
 
@@ -371,6 +375,96 @@ def test_stand_ins_serve_both(log: Log) -> None:
     drop(world).join()
 
 
+# ---- for the moves between devices -----------------------------------------------------------------------------------
+
+ALL = ("", (0, 1, 2, 3))
+
+
+def moving(job: Job, old: list[World], layout: Layout, members: Sequence[int]) -> tuple[list[World], list[Connections]]:
+    """The next world of each member, connected for moves; and what that took."""
+    new = job.build(layout, members, old)
+    for world in new:
+        world.moves_by_device = True
+    before = {member: world for world in old for member in [world.members[world.rank or 0]]}
+    union = sorted({*before, *members})
+    return new, each(len(new), lambda place: new[place].connect(SECONDS, before.get(union[place])))
+
+
+def test_moves_of_a_world_that_grows_go_by_its_own(log: Log) -> None:
+    job = Job()
+    old = job.start(Layout(data=2, zero_stage=1))
+    new, found = moving(job, old, Layout(data=4, zero_stage=1), (0, 1, 2, 3))
+    assert [(one.built, one.kept) for one in found] == [(1, 0)] * 4
+    assert all(world.moving is world.communicators[ALL] for world in new)
+    ended([*old, *new])
+
+
+def test_moves_among_the_same_members_go_by_what_they_have(log: Log) -> None:
+    job = Job()
+    old = job.start(Layout(data=4, zero_stage=1))
+    new, found = moving(job, old, Layout(data=4, zero_stage=3), (0, 1, 2, 3))
+    assert [(one.built, one.kept) for one in found] == [(0, 1)] * 4
+    assert all(world.moving is before.communicators[ALL] for world, before in zip(new, old, strict=True))
+    for world in new:
+        world.retire_transfer().join()
+    ended(old)
+    assert not log.of("shutdown"), "the new world has it"
+    ended(new)
+    assert len(log.of("shutdown")) == 4
+
+
+def test_moves_to_those_who_stay_go_by_that_of_all(log: Log) -> None:
+    """Those who leave hold no rank in the next world, and are in it for the moves."""
+    job = Job()
+    old = job.start(Layout(data=4, zero_stage=1))
+    new, found = moving(job, old, Layout(data=2, zero_stage=1), (0, 1))
+    assert [(one.built, one.kept) for one in found] == [(1, 1), (1, 1), (0, 1), (0, 1)]
+    assert all(world.moving is before.communicators[ALL] for world, before in zip(new, old, strict=True))
+    ended(old)
+    assert not log.of("shutdown")
+    for world in new[:2]:
+        world.retire_transfer().join()
+    ended(new[2:])
+    assert log.of("shutdown") == ["dynatrain_1_1_default_0"] * 4
+    ended(new[:2])
+
+
+def test_moves_between_others_have_one_of_their_own(log: Log) -> None:
+    job = Job()
+    old = job.start(Layout(data=2, zero_stage=1))
+    new, found = moving(job, old, Layout(data=2, zero_stage=1), (1, 2))
+    assert [(one.built, one.kept) for one in found] == [(1, 0), (2, 0), (2, 0)]
+    assert [world.moving is world.communicators["transfer", (0, 1, 2)] for world in new] == [True] * 3
+    for world in new[1:]:
+        world.retire_transfer().join()
+    ended([*old, new[0]])
+    assert log.of("shutdown").count("dynatrain_1_2_transfer_0") == 3
+    ended(new[1:])
+
+
+def test_moves_where_members_come_and_go_share_with_no_world(log: Log) -> None:
+    job = Job(status=GroupStatus)
+    old = job.start(Layout(data=4, zero_stage=1))
+    new, found = moving(job, old, Layout(data=2, zero_stage=1), (0, 1))
+    assert [(one.built, one.kept) for one in found] == [(2, 0), (2, 0), (1, 0), (1, 0)]
+    for world in new:
+        assert world.status is not None and world.moving in world.status.gate.communicators
+    ended([*old, *new])
+
+
+def test_one_that_was_aborted_is_made_anew_for_all_its_groups(log: Log) -> None:
+    worlds = Job().start(Layout(data=2, tensor=2, zero_stage=1))
+    lost = [world.communicators[ALL] for world in worlds]
+    for one in lost:
+        communicators.end([one], is_broken=True)
+    each(4, lambda place: worlds[place].renew(lost[place], "anew/2", SECONDS))
+    assert all(world.communicators[ALL] is not one for world, one in zip(worlds, lost, strict=True))
+    assert set(log.of("serves anew")) == {"dynatrain_1_1_default_0"} and len(log.of("serves anew")) == 4
+    assert len(log.of("abort")) == 4
+    ended(worlds)
+    assert len(log.of("shutdown")) == 3 * 4, "of all three, and nothing of those that were aborted"
+
+
 # ---- in a switch -----------------------------------------------------------------------------------------------------
 
 
@@ -470,6 +564,24 @@ def test_a_group_is_a_pair(accelerator: None, default: None, is_watched: bool) -
     each(2, lambda place: worlds[place].default._get_backend(DEVICE).allreduce([found[place]]).wait())
     each(2, lambda place: worlds[place].default.allreduce([found[place]]).wait())
     assert [tensor.tolist() for tensor in found] == [[6.0, 6.0]] * 2
+    ended(worlds)
+
+
+def test_a_group_goes_on_over_another_back_end(accelerator: None, default: None) -> None:
+    """As after moves that failed: the same group, which others have kept, and another communicator behind it."""
+    offer(over_gloo)
+    worlds = Job().build(Layout(data=2, zero_stage=1), (0, 1))
+    each(2, lambda place: worlds[place].connect(SECONDS))
+    groups = [world.default for world in worlds]
+    before = [group._get_backend(DEVICE) for group in groups]
+    each(2, lambda place: worlds[place].renew(worlds[place].communicators["", (0, 1)], "anew/2", SECONDS))
+    assert [world.default for world in worlds] == groups
+    assert not any(group._get_backend(DEVICE) is backend for group, backend in zip(groups, before, strict=True))
+    for device in (CPU, DEVICE):
+        found = [torch.full((2,), float(place + 1)) for place in range(2)]
+        each(2, lambda place, on=device, held=found: groups[place]._get_backend(on).allreduce([held[place]]).wait())
+        assert [tensor.tolist() for tensor in found] == [[3.0, 3.0]] * 2
+    assert str(groups[0].group_name) == "dynatrain_1_1_default_0" and groups[0].bound_device_id == DEVICE
     ended(worlds)
 
 

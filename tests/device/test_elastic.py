@@ -39,8 +39,9 @@ SCRIPT = Path(__file__).with_name("elastic_training.py")
 QUICK = ((3, "norm of stage 3"),)
 
 
-def test_nodes_join_and_the_first_one_leaves(train: Callable[..., Job], static: Static) -> None:
-    job = train(nodes="1:4", stage=2, script=SCRIPT)
+@pytest.mark.parametrize("way", ["nccl", pytest.param("auto", marks=pytest.mark.full)])
+def test_nodes_join_and_the_first_one_leaves(train: Callable[..., Job], static: Static, way: str) -> None:
+    job = train(nodes="1:4", stage=2, block={"transport": way}, script=SCRIPT)
     first_leaves(job, second_joins(job))
     check_history(job, static)
 
@@ -107,15 +108,20 @@ KILLS = [
     for role, stage in (("joiner", 1), ("other", 1), ("other", 0), ("first", 0))
     for phases in (("prepare", "meet", "drain"), ("connect", "rebuild", "move"), ("verify", "commit"))
 ]
+IN_BATCHES = [("joiner", 1, ("move",)), ("other", 1, ("move",))]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("role", "stage", "phases"), KILLS)
+@pytest.mark.parametrize(
+    ("role", "stage", "phases", "way"),
+    [*((*kill, "auto") for kill in KILLS), *((*kill, "nccl") for kill in IN_BATCHES)],
+)
 def test_one_is_killed_in_a_switch(
-    train: Callable[..., Job], static: Static, tmp_path: Path, role: str, stage: int, phases: tuple[str, ...]
+    train: Callable[..., Job], static: Static, tmp_path: Path, role: str, stage: int, phases: tuple[str, ...], way: str
 ) -> None:
-    fallback = {"path": str(tmp_path / "fallback"), "every_steps": 2}
-    job = train(nodes="1:9", stage=stage, block={"fallback": fallback} if stage else {}, script=SCRIPT)
+    """The others wait for its part, on the device, until they hear of it."""
+    fallback = {"fallback": {"path": str(tmp_path / "fallback"), "every_steps": 2}} if stage else {}
+    job = train(nodes="1:9", stage=stage, block={"transport": way, **fallback}, script=SCRIPT)
     go_through(job, role, [f"{role} {phase} kill" for phase in phases])
     finish(job)
     check_history(job, static, kills=len(phases))

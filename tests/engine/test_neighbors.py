@@ -7,7 +7,8 @@ from unittest.mock import patch
 
 import pytest
 
-from ds_dynatrain.engine.preparation import Preparation
+from ds_dynatrain.adapters.world import World
+from ds_dynatrain.engine.ways import Ways
 from ds_dynatrain.errors import TransferError
 from ds_dynatrain.transfer import Transport, neighbors
 from tests.engine import jobs
@@ -25,15 +26,15 @@ def walked(transport: str, can_read: bool) -> tuple[jobs.Record, list[set[int]]]
     """A job, and whose memory this rank read at each of its switches."""
     config, seen = jobs.config(start=(2, 1)), list[set[int]]()
     config["dynatrain"]["transport"] = transport
-    own = Preparation.transport
+    own = Ways.transport
 
-    def noted(self: Preparation) -> Transport:
+    def noted(self: Ways, world: World | None) -> Transport:
         seen.append(set(self.neighbors.members) if self.neighbors is not None else set())
-        return own(self)
+        return own(self, world)
 
     reading = neighbors.read_memory if can_read else forbidden
     with (
-        patch.object(Preparation, "transport", noted),
+        patch.object(Ways, "transport", noted),
         patch.object(neighbors, "read_memory", reading),
     ):
         return jobs.run(config, 4, SCHEDULE), seen

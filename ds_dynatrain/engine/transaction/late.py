@@ -100,7 +100,7 @@ class LateTransaction(Transaction):
         begin = time.perf_counter()
         try:
             moves = self.preparation.moves(self.kinds, is_late=True)
-            self.outcome.late_stats = self._execute(moves, self.preparation.transport())
+            self.outcome.late_stats = self._execute(moves, self.preparation.ways.transport(self.preparation.world))
             self._digest_late()
         except BaseException as error:
             self._error = error
@@ -152,6 +152,11 @@ class LateTransaction(Transaction):
     def _go_back(self, place: Place) -> None:
         """To what was before `enter`."""
         self.engine.world, self.engine.layout, self.engine.members = place
+
+    def _mend_communicator(self) -> None:
+        """Where the new world was entered, all moves over it had gone well."""
+        if not self.has_entered:
+            super()._mend_communicator()
 
     def _roll_back(self) -> None:
         """As if nobody had asked; what the thread still waits for will not come."""

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as td
 
+from ds_dynatrain.adapters.communicators import end
+from ds_dynatrain.adapters.device_link import END_SECONDS
 from ds_dynatrain.adapters.memory import provide, release, zeros
 from ds_dynatrain.adapters.state import Buffers, Scalars
 from ds_dynatrain.adapters.support import refuse_at_boundary, refuse_changes
@@ -45,9 +47,9 @@ from ds_dynatrain.engine.transaction.meeting import Meeting, Outcome
 from ds_dynatrain.engine.transaction.session import Decision, Session
 from ds_dynatrain.engine.transaction.shares import Doubts, Shares, differing, explained, shares
 from ds_dynatrain.engine.transaction.swap import Swap
-from ds_dynatrain.errors import CensusError, CertificateError, DynatrainError, OutcomeUnknown
+from ds_dynatrain.errors import CensusError, CertificateError, DynatrainError, OutcomeUnknown, SwitchFailed
 from ds_dynatrain.plan import MemberPlan
-from ds_dynatrain.transfer import ReadyPlan, TransferStats, Transport, execute
+from ds_dynatrain.transfer import DeviceLink, ReadyPlan, TransferStats, Transport, execute
 
 CARRY_TAG = 2
 
@@ -213,7 +215,7 @@ class Transaction(Meeting):
         if not drifting:
             return
         self.swap.on_undo(self.settlement.undo)
-        transport = self.preparation.transport()
+        transport = self.preparation.ways.transport(self.preparation.world)
         self.settlement.take_owners(vps, rank, self.source, drifting, transport, self.control.timeout_seconds)
         found = session.reduce("distances", self.settlement.distances, furthest)
         types = self.engine.host.element_types
@@ -266,16 +268,28 @@ class Transaction(Meeting):
         put_back(self.engine, self.before)
 
     def _move(self) -> None:
-        transport = self.preparation.transport()
-        self.outcome.stats = self._execute(self.preparation.moves(self.kinds), transport)
+        transport = self.preparation.ways.transport(self.preparation.world)
+        self.outcome.stats = self._execute(self.preparation.moves(self.kinds), transport, self._link())
         self._send_rest(transport)
         self.outcome.layer_bytes = self.layers.exchange(transport, self.control.timeout_seconds)
 
-    def _execute(self, plan: MemberPlan | ReadyPlan, transport: Transport) -> TransferStats:
-        engine = self.engine
-        return execute(
-            plan, self.source, self.target, transport, self.control.timeout_seconds, engine.settings.memory_budget_bytes
-        )
+    def _execute(
+        self, plan: MemberPlan | ReadyPlan, transport: Transport, link: DeviceLink | None = None
+    ) -> TransferStats:
+        seconds, budget = self.control.timeout_seconds, self.engine.settings.memory_budget_bytes
+        return execute(plan, self.source, self.target, transport, seconds, budget, link=link)
+
+    def _link(self) -> DeviceLink | None:
+        """Between devices, where the plan needs one; SwitchFailed if somebody has gone back without having used it."""
+        link = self.preparation.ways.link(self.preparation.world, self.session.stop)
+        is_lent = link is not None and link.communicator is self.preparation.ways.may_lend(self.old_world)
+        if is_lent and not self._decides(begins=True):
+            raise SwitchFailed("another member has given the switch up before the moves")
+        return link
+
+    def _decides(self, begins: bool) -> bool:
+        """Whether moves over a communicator of the old world begin: what any member has said first counts for all."""
+        return bool(self.control.decide(f"batches/{self.proposal.generation}", {"begin": begins})["begin"])
 
     def _send_rest(self, transport: Transport) -> None:
         """Tensors of the carry (module buffers, the user's objects) from rank 0 to the members that start to work."""
@@ -402,7 +416,7 @@ class Transaction(Meeting):
         self.acknowledge(self.session)
         if self.target_rank is not None:
             engine.host.forget_steps()
-        self.preparation.end_neighbors()
+        self.preparation.ways.end()
         self.target, self.preparation.buffers, self.preparation.sides = {}, {}, {}
         self.control.track_teardown(release(self.source))
         if self.old_world is not None:
@@ -417,11 +431,24 @@ class Transaction(Meeting):
 
     def _roll_back(self) -> None:
         """As if nobody had asked: the old optimizer over the old memory, the old groups, the old streams."""
+        self._mend_communicator()
         self.swap.undo()
         self._measure()
         self.source = {}
         self.target = {}
         self.preparation.abandon()
+
+    def _mend_communicator(self) -> None:
+        """Moves that failed over a communicator of the old world have left it in any state: all make it anew.
+
+        RuntimeError if that fails: the old world cannot compute without it.
+        """
+        old, lent = self.old_world, self.preparation.ways.may_lend(self.old_world)
+        if old is None or lent is None or self.outcome.is_uncertain or not self._decides(begins=False):
+            return
+        end([lent], is_broken=True)
+        seconds = self.control.timeout_seconds + END_SECONDS  # another one may have waited for its device so long
+        old.renew(lent, f"anew/{self.proposal.generation}", seconds)
 
     # ---- small things --------------------------------------------------------------------------------------------
 

@@ -1,0 +1,195 @@
+"""Moves by the library of the accelerators' collectives: messages between devices, in batches that go all at once.
+
+Batch j of a member has the j-th bundle of messages to, and from, each of its peers, for whom that is batch j, too. All
+go through their batches in order, so nobody waits in a circle. What is queued on a device has no time limit and does
+not say who is missing: so before the first batch any two tell each other over the host that they have come this far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from ds_dynatrain.errors import TransferError
+from ds_dynatrain.plan import Exchange, MemberPlan
+from ds_dynatrain.transfer.apart import split
+from ds_dynatrain.transfer.outline import Outline, Parcel
+from ds_dynatrain.transfer.regions import Buffers, Places, Regions
+from ds_dynatrain.transfer.transport import Handle, Transport
+
+BUNDLE_BYTES = 64 * 1024 * 1024
+"""Most that one member sends another in a batch: long enough that starting a batch costs next to nothing."""
+READY = 4
+"""Tag: that a member has come to its batches."""
+
+
+Message = tuple[torch.Tensor, int]
+"""Bytes on the device (uint8, 1-D, contiguous), and the member that they go to or come from."""
+
+
+class DeviceLink(Protocol):
+    """A library that sends between devices."""
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        """Queue messages that go all at once, after what is queued in this thread, and before what will be."""
+
+    def run(self, work: Callable[[], None], deadline: float, what: str, members: Sequence[int]) -> None:
+        """Do `work`, which queues, and wait until the device has done it all; `deadline` is a `time.monotonic()` value.
+
+        After an error the link is of no use, and nothing of it is under way: MemberMissing, which names `members`, when
+        the deadline passes; TransferError if a message failed, or the link was ended meanwhile.
+        """
+
+
+@dataclass(frozen=True)
+class Batching:
+    """What goes in batches: the same on all members, but for `members`, where each has those who have it.
+
+    kinds: the state kinds that are on accelerators, before the switch and after it. most_peers: that any member has.
+    """
+
+    members: frozenset[int]
+    kinds: frozenset[str]
+    most_peers: int
+    budget_bytes: int
+
+    @property
+    def bundle_bytes(self) -> int:
+        """Most that one member sends another in a batch, so that what a member stages stays within the budget."""
+        return max(1, min(BUNDLE_BYTES, self.budget_bytes // (2 * max(1, self.most_peers))))
+
+    def split(self, plan: MemberPlan) -> tuple[MemberPlan, Batches]:
+        """What is left for other messages, and what goes in batches."""
+        rest, apart = split(plan, self.members, self.kinds, self.kinds)
+        return rest, Batches(tuple(Bundles.of(each, self.bundle_bytes) for each in apart))
+
+
+@dataclass(frozen=True)
+class Bundles:
+    """Of one peer: `outgoing` and `incoming` have the messages of each batch."""
+
+    peer: int
+    sends: Outline
+    receives: Outline
+    outgoing: tuple[tuple[Parcel, ...], ...]
+    incoming: tuple[tuple[Parcel, ...], ...]
+
+    @staticmethod
+    def of(exchange: Exchange, most: int) -> Bundles:
+        """Cut at `most` bytes, alike at both ends."""
+        sends = Outline.of(Places.of(exchange.sends, "source"), most, most)
+        receives = Outline.of(Places.of(exchange.receives, "target"), most, most)
+        return Bundles(exchange.peer, sends, receives, bundled(sends.parcels, most), bundled(receives.parcels, most))
+
+    def batch(self, number: int) -> tuple[tuple[Parcel, ...], tuple[Parcel, ...]]:
+        """What goes out, and what comes in; either may have ended before the other."""
+        out, into = self.outgoing, self.incoming
+        return out[number] if number < len(out) else (), into[number] if number < len(into) else ()
+
+
+@dataclass(frozen=True)
+class Batches:
+    """All that a member sends and receives in batches."""
+
+    exchanges: tuple[Bundles, ...] = ()
+
+    @property
+    def count(self) -> int:
+        """How many batches there are."""
+        return max((max(len(each.outgoing), len(each.incoming)) for each in self.exchanges), default=0)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Device memory for messages that are put together."""
+        return max((sum(self._staged(number)) for number in range(self.count)), default=0)
+
+    def _staged(self, number: int) -> Iterator[int]:
+        for each in self.exchanges:
+            for parcels in each.batch(number):
+                yield from (parcel.nbytes for parcel in parcels if parcel.is_packed)
+
+
+def bundled(parcels: Sequence[Parcel], most: int) -> tuple[tuple[Parcel, ...], ...]:
+    """The messages in order, as many in each bundle as `most` bytes have room for; none is longer."""
+    found, room = list[list[Parcel]](), 0
+    for parcel in parcels:
+        if parcel.nbytes > room or not found:
+            found.append([])
+            room = most
+        found[-1].append(parcel)
+        room -= parcel.nbytes
+    return tuple(tuple(bundle) for bundle in found)
+
+
+@dataclass
+class BatchedMoves:
+    """This member's side of all its batches, of which there are none without a peer.
+
+    lent, into: the regions that it sends from, and those that it receives into.
+    """
+
+    batches: Batches
+    source: Buffers
+    target: Buffers
+    transport: Transport
+    link: DeviceLink | None
+    lent: list[Regions] = field(init=False)
+    into: list[Regions] = field(init=False)
+    _hellos: list[Handle] = field(default_factory=list)
+    _room: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.lent = [each.sends.places.among(self.source) for each in self.batches.exchanges]
+        self.into = [each.receives.places.among(self.target) for each in self.batches.exchanges]
+        if self.batches.exchanges and self.link is None:
+            peers = [each.peer for each in self.batches.exchanges]
+            raise TransferError(f"moves from and to members {peers} go by a link between devices, and there is none")
+
+    def start(self) -> None:
+        """Tell each peer that this member has come, and listen for them."""
+        for each in self.batches.exchanges:
+            for begin in (self.transport.send, self.transport.receive):
+                self._hellos.append(begin(torch.zeros(1, dtype=torch.uint8), each.peer, READY))
+
+    def run(self, deadline: float) -> None:
+        """Wait for each peer, and do all batches. Raises as `Handle` and as `DeviceLink.run`."""
+        for hello in self._hellos:
+            hello.wait(deadline)
+        if self.link is not None and self.batches.exchanges:
+            peers = [each.peer for each in self.batches.exchanges]
+            self.link.run(self._queue, deadline, f"{self.batches.count} batches between devices", peers)
+
+    def _queue(self) -> None:
+        device = next(data.device for regions in (*self.lent, *self.into) for data in regions.data)
+        self._room = torch.empty(self.batches.staging_bytes, dtype=torch.uint8, device=device)
+        for number in range(self.batches.count):
+            self._exchange(number)
+
+    def _exchange(self, number: int) -> None:
+        """Queue one batch; the staging of the one before is free by then, in the order of the queue."""
+        sends, receives, landing, at = list[Message](), list[Message](), [], 0
+        for each, lent, into in zip(self.batches.exchanges, self.lent, self.into, strict=True):
+            outgoing, incoming = each.batch(number)
+            for parcel in outgoing:
+                data, at = self._memory(parcel, lent, at)
+                if parcel.is_packed:
+                    lent.pack(parcel.matrices, data)
+                sends.append((data, each.peer))
+            for parcel in incoming:
+                data, at = self._memory(parcel, into, at)
+                receives.append((data, each.peer))
+                if parcel.is_packed:
+                    landing.append((into, parcel, data))
+        if self.link is not None:
+            self.link.exchange(sends, receives)
+        for regions, parcel, data in landing:
+            regions.unpack(parcel.matrices, data)
+
+    def _memory(self, parcel: Parcel, regions: Regions, at: int) -> tuple[torch.Tensor, int]:
+        """Where a message lies, in its buffer or in the staging from `at` on; where the next may begin there."""
+        if not parcel.is_packed or self._room is None:
+            return regions.view(parcel.matrices[0]), at
+        return self._room[at : at + parcel.nbytes], at + parcel.nbytes
