@@ -178,19 +178,19 @@ def _followed(method: str, by_generation: Mapping[int, str]) -> Iterator[None]:
 def _other_execution(by_generation: Mapping[int, str], stale: Stale) -> Iterator[None]:
     own = Transaction._execute
 
-    def wrapped(self: Transaction, plan: ReadyPlan, transport: Transport) -> Any:
+    def wrapped(self: Transaction, plan: ReadyPlan, transport: Transport, *link: Any) -> Any:
         name = by_generation.get(self.proposal.generation)
         if name == "dropped piece":
-            how = self.engine.settings.memory_budget_bytes, plan.on_host, plan.sharing
-            return own(self, ReadyPlan.of(without_a_piece(self, plan.plan), *how), transport)
+            how = self.engine.settings.memory_budget_bytes, plan.on_host, plan.sharing, plan.batching
+            return own(self, ReadyPlan.of(without_a_piece(self, plan.plan), *how), transport, *link)
         if name == "stale moment" and self.control.member == WHERE:
             moved = {key: held for key, held in stale.items() if key not in self.preparation.kept}
             with patch.object(self, "source", {**self.source, **moved}):
-                return own(self, plan, transport)
+                return own(self, plan, transport, *link)
         if name == "corrupted message":
             with corrupted(plan, transport):
-                return own(self, plan, transport)
-        return own(self, plan, transport)
+                return own(self, plan, transport, *link)
+        return own(self, plan, transport, *link)
 
     with patch.object(Transaction, "_execute", wrapped):
         yield

@@ -111,7 +111,7 @@ def injected(names: list[str]) -> Iterator[None]:
     """Inside the block the job's first late switch fails by the first name, its second by the second, and so on."""
     own = LateTransaction._execute
 
-    def wrapped(self: LateTransaction, plan: ReadyPlan, transport: Transport) -> TransferStats:
+    def wrapped(self: LateTransaction, plan: ReadyPlan, transport: Transport, *link: Any) -> TransferStats:
         number = self.proposal.generation - FIRST_GENERATION
         name = names[number] if number < len(names) else ""
         is_late = threading.current_thread().name.startswith("dynatrain-late")
@@ -119,8 +119,8 @@ def injected(names: list[str]) -> Iterator[None]:
             raise RuntimeError("injected")
         if name == "corrupted message" and is_late and any(len(each.sends) for each in plan.plan.rounds):
             with faults.corrupted(plan, transport):
-                return own(self, plan, transport)
-        stats = own(self, plan, transport)
+                return own(self, plan, transport, *link)
+        stats = own(self, plan, transport, *link)
         is_due = (name == "bit flip" and is_late) or (name == "bit flip in the pause" and not is_late)
         if is_due and self.target_rank == WHERE:
             moved = [
