@@ -472,7 +472,8 @@ def meeting(job: Job, world: World, old: World | None, member: int, union: Seque
     """One member's part of a switch, as far as it connects."""
     board = Control(job.store, "board", member, SECONDS)
     proposal = SimpleNamespace(source_members=() if old is None else old.members)
-    known = {"proposal": proposal, "board": board, "target_rank": world.rank, "connections": None}
+    ranks = {"source_rank": None if old is None else old.rank, "target_rank": world.rank}
+    known = {"proposal": proposal, "board": board, **ranks, "connections": None}
     preparation: Any = SimpleNamespace(world=world, **known)
     engine: Any = SimpleNamespace(world=old)
     return Meeting(engine, preparation, "here"), Session(board, "switch/2", tuple(union), "the switch")
