@@ -25,25 +25,27 @@ STEPS, SKIPPED = 60, 10
 """That are measured in one world; the first ones compile."""
 
 
-def elastic(script: Path = SCRIPT, accelerator: str = "cuda", stage: int = 1, **variables: str) -> Found:
+def elastic(
+    script: Path = SCRIPT, accelerator: str = "cuda", stage: int = 1, transport: str = "auto", **variables: str
+) -> Found:
     """Two members, a third one joins, one is killed, one is told to go; and steps without what such a job adds to them.
 
-    variables: of the environment. exit: 0 where all went as it should.
+    transport: as `dynatrain.transport`. variables: of the environment. exit: 0 where all went as it should.
     """
     try:
-        with _job(script, accelerator, stage, variables) as job:
+        with _job(script, accelerator, stage, transport, variables) as job:
             found = _walk(job)
-        with _job(script, accelerator, stage, {**variables, "GATE_IS": "off"}) as job:
+        with _job(script, accelerator, stage, transport, {**variables, "GATE_IS": "off"}) as job:
             return {**found, "step without the gate, ms": _step_ms(job, _two(job))}
     except TimeoutError as error:
         return {"exit": 1, "error": str(error)[-2500:]}
 
 
 @contextmanager
-def _job(script: Path, accelerator: str, stage: int, variables: Mapping[str, str]) -> Iterator[Job]:
+def _job(script: Path, accelerator: str, stage: int, transport: str, variables: Mapping[str, str]) -> Iterator[Job]:
     with tempfile.TemporaryDirectory() as folder:
         given = {"DS_ACCELERATOR": accelerator, **variables}
-        job = training(Path(folder), stage, BLOCK, "1:4", STEP_SECONDS, **given)
+        job = training(Path(folder), stage, BLOCK | {"transport": transport}, "1:4", STEP_SECONDS, **given)
         job.script, job.seconds = script, 120.0
         try:
             yield job

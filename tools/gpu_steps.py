@@ -326,9 +326,35 @@ def elastic(collectives: str) -> Found:
 
     if collectives != NCCL:
         return walk()
+    if missing := _sharing_nccl():
+        return {"error": missing}
+    return walk(transport=NCCL, COLLECTIVES=NCCL, NCCL_MULTI_RANK_GPU_ENABLE="1")
+
+
+def batches(size: str = "125M", device: str = "cuda", repeats: int = 5) -> Found:
+    """Moves between devices in batches, by NCCL, beside a raw group call of the same bytes; bar: 1.25 times that, and
+    100 ms. On one card its ranks share that, which NCCL permits from 2.30 on.
+    """
+    if device != "lab" and torch.cuda.device_count() < RANKS and (missing := _sharing_nccl()):
+        return {"error": missing}
+    os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+    accelerator = device if device != "lab" else "cpu"
+    given = {"device": device, "size": size, "repeats": repeats}
+    notes = launch("gpu_batches_ranks.py", RANKS, LAUNCH_SECONDS, accelerator=accelerator, **given)
+    found: Found = {}
+    for rows in zip(*notes.values(), strict=True):
+        moves, raw = (max(row[name] for row in rows) for name in ("ms", "raw_ms"))
+        is_met = "" if moves <= 1.25 * raw + 100 else ", above the bar"
+        sent = sum(row["bytes"] for row in rows) / 1e6
+        found[rows[0]["change"]] = f"{moves:.1f} ms, raw {raw:.1f} ms, {sent:.0f} MB in all{is_met}"
+    return {**found, "exit": 0 if all(row["has_arrived"] for rows in notes.values() for row in rows) else 1}
+
+
+def _sharing_nccl() -> str:
+    """Why ranks cannot share a card under the NCCL that is there, or nothing."""
     if (version := torch.cuda.nccl.version()) < SHARING_NCCL:
-        return {"error": f"NCCL {'.'.join(map(str, version))} takes a card once; from 2.30 on ranks may share one"}
-    return walk(COLLECTIVES=NCCL, NCCL_MULTI_RANK_GPU_ENABLE="1")
+        return f"NCCL {'.'.join(map(str, version))} takes a card once; from 2.30 on ranks may share one"
+    return ""
 
 
 def _pytest(path: str, arguments: list[str]) -> Found:
@@ -344,7 +370,7 @@ def proved(found: dict[str, Found], torch_version: str, card: str) -> str:
     from ds_dynatrain.support.proved import PARTS
 
     today = time.strftime("%Y-%m-%d")
-    steps = {part: part if part == "elastic" else f"core {part}" for part in PARTS}
+    steps = {part: part if part in ("elastic", "batches") else f"core {part}" for part in PARTS}
     passed = {part: step for part, step in steps.items() if found.get(step, {}).get("exit") == 0}
     return "\n".join(
         f'("cuda", "{part}"): Proof("1 × {card}", "{today}", "torch {torch_version}", '
@@ -364,6 +390,7 @@ STEPS: dict[str, Callable[[], Found]] = {
     "builds": builds,
     "tests": tests,
     **{f"core {part}": partial(core, part) for part in CORE},
+    "batches": batches,
     "elastic": partial(elastic, "gloo"),
     "elastic nccl": partial(elastic, NCCL),
 }

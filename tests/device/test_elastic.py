@@ -119,8 +119,11 @@ IN_BATCHES = [("joiner", 1, ("move",)), ("other", 1, ("move",))]
 def test_one_is_killed_in_a_switch(
     train: Callable[..., Job], static: Static, tmp_path: Path, role: str, stage: int, phases: tuple[str, ...], way: str
 ) -> None:
-    """The others wait for its part, on the device, until they hear of it."""
-    fallback = {"fallback": {"path": str(tmp_path / "fallback"), "every_steps": 2}} if stage else {}
+    """The others wait for its part, on the device, until they hear of it. While a switch is prepared they train, so a
+    death may leave a replica in doubt, too.
+    """
+    can_lose = stage > 0 or "prepare" in phases
+    fallback = {"fallback": {"path": str(tmp_path / "fallback"), "every_steps": 2}} if can_lose else {}
     job = train(nodes="1:9", stage=stage, block={"transport": way, **fallback}, script=SCRIPT)
     go_through(job, role, [f"{role} {phase} kill" for phase in phases])
     finish(job)

@@ -51,6 +51,16 @@ def test_switches_are_measured(steps: Any, lab_pool: RankPool) -> None:
 
 
 @pytest.mark.full
+def test_batches_are_measured(steps: Any, lab_built: None) -> None:
+    found = steps.batches("tiny", "lab", 1)
+    assert found["exit"] == 0 and set(steps_changes()) < set(found), found
+
+
+def steps_changes() -> Any:
+    return importlib.import_module("gpu_batches_ranks").CHANGES
+
+
+@pytest.mark.full
 def test_members_come_go_and_die(steps: Any, lab_built: None) -> None:
     """What a card is tried with, on the device."""
     script = Path(__file__).with_name("elastic_training.py")

@@ -103,7 +103,8 @@ def growth(config: dict[str, Any], rounds: int, path: list[jobs.Sizes]) -> list[
 def test_switches_leave_nothing(lab_pool: RankPool, rounds: int) -> None:
     """Sixteen, and a hundred."""
     path = [(4, 2), (4, 3), (4, 0), (4, 1)]
-    for found in lab_pool.run(growth, config=settings("bf16", 1) | {"dynatrain": FOUR}, rounds=rounds, path=path):
+    config = settings("bf16", 1) | {"dynatrain": FOUR}
+    for found in lab_pool.run(growth, seconds=60 + 8 * rounds, config=config, rounds=rounds, path=path):
         first, last = found[1], found[-1]
         assert last[0] <= first[0], "memory of the device"
         assert last[1:] <= first[1:], "threads, descriptors"
