@@ -34,7 +34,9 @@ class ExitBlock(Block):
 
     def forward(self, given: Any) -> Any:
         """Two of them: (batch, length, width); (batch, length), 1 for the tokens that are left. The first gets one."""
-        hidden, left = given if isinstance(given, tuple) else (given, torch.ones(given.shape[:2], dtype=torch.int64))
+        if not isinstance(given, tuple):
+            given = given, torch.ones(given.shape[:2], dtype=torch.int64, device=given.device)
+        hidden, left = given
         batch, length, width = hidden.shape
         places = left.nonzero()[:, 1].view(batch, -1)  # as many in each sample
         index = places[..., None].expand(-1, -1, width)

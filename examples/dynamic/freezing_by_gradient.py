@@ -38,7 +38,7 @@ class WatchedBlock(Block):
     def look(self) -> float:
         """By what share the sum has changed since the last look."""
         now, before = map(float, self.norms)
-        self.norms = torch.tensor([0.0, now])
+        self.norms = self.norms.new_tensor([0.0, now])
         return abs(now - before) / max(before, 1e-12)
 
 

@@ -41,7 +41,7 @@ class SparseBlock(Block):
             return super().mix(query, key, value)[..., :-1]
         blocks = [each.flatten(0, 1).unflatten(1, (BLOCKS, SIDE)) for each in (query, key, value)]
         keys, values = (each[:, self.kept].flatten(2, 3) for each in blocks[1:])
-        places = torch.arange(LENGTH).view(BLOCKS, SIDE)
+        places = torch.arange(LENGTH, device=key.device).view(BLOCKS, SIDE)
         seen = places[self.kept].flatten(1)[None, :, None] <= places[..., None]
         return F.scaled_dot_product_attention(blocks[0], keys, values, seen).view_as(query)[..., :-1]
 
@@ -63,7 +63,8 @@ def change(layers: Layers, progress: float, gather: Gather, count: int) -> str:
         held = own.sort(dim=1, descending=True).values.cumsum(1).mean(0) - 1
         sizes.append(int((held < 1 - progress * (1 - MASS) - 1e-4).sum()) + 1)
         if number in blocks:
-            blocks[number].kept, blocks[number].mass = own.topk(sizes[-1]).indices, torch.zeros(0)
+            block = blocks[number]
+            block.kept, block.mass = own.topk(sizes[-1]).indices.to(block.kept), block.mass.new_zeros(0)
     return f"{min(sizes)} to {max(sizes)} of {BLOCKS} blocks of keys are kept"
 
 

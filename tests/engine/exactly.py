@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -18,6 +19,7 @@ from tests.engine.models import LENGTH, WORDS, SmallGPT, decay_groups, small_gpt
 
 STEPS = 6
 LEAVES = 7
+NOT_ON_DEVICE = pytest.mark.not_on_device("exact jobs are refused there: its kernels' bits were not measured")
 Place = tuple[int, int]
 """(step, leaf)."""
 

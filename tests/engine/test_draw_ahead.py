@@ -74,7 +74,7 @@ def divided_case(data: int, is_divided: bool) -> oracle.State | None:
         engine = job.engine
         for window in job.loader.windows():
             labels = [ragged(one).masked_fill(torch.tensor(one.is_borrowed), -100) for one in window]
-            mine = torch.tensor([sum(int((each != -100).sum()) for each in labels)])
+            mine = torch.tensor([sum(int((each != -100).sum()) for each in labels)], device=engine.device)
             torch.distributed.all_reduce(mine)
             for one, wanted in zip(window, labels, strict=True):
                 count, total = int((wanted != -100).sum()), int(mine) / engine.data
@@ -96,6 +96,7 @@ def token_losses(engine: Any, one: Any, wanted: torch.Tensor) -> torch.Tensor:
     hook = head.register_forward_hook(lambda module, inputs, output: logits.append(output))
     engine(*one.data)
     hook.remove()
+    wanted = wanted.to(logits[0].device)
     return F.cross_entropy(logits[0].flatten(0, -2), wanted.flatten(), ignore_index=-100, reduction="sum")
 
 
@@ -126,6 +127,13 @@ def refusals_case() -> None:
         with pytest.raises(DataError, match=r"generation 1 dealt it, and this is generation 2"):
             with engine.micro_batch(first[0]):
                 pass
+
+
+def test_what_cannot_be(pool: RankPool) -> None:
+    pool.run(refusals_case)
+
+
+def exact_refusal_case() -> None:
     with jobs.job(exactly.settings((2, 2)), small_gpt()) as job:
         one = next(iter(job.loader.windows()))[0]
         with pytest.raises(UnsupportedError, match=r"the share of a leaf is what its mean loss is multiplied by"):
@@ -133,8 +141,9 @@ def refusals_case() -> None:
                 pass
 
 
-def test_what_cannot_be(pool: RankPool) -> None:
-    pool.run(refusals_case)
+@exactly.NOT_ON_DEVICE
+def test_an_exact_job_divides_by_leaves(pool: RankPool) -> None:
+    pool.run(exact_refusal_case)
 
 
 def exact_case(at_once: bool) -> oracle.State | None:
@@ -153,6 +162,7 @@ def exact_case(at_once: bool) -> oracle.State | None:
     return None
 
 
+@exactly.NOT_ON_DEVICE
 def test_an_exact_job_draws_for_the_leaf_that_is_trained(pool: RankPool) -> None:
     one_by_one, at_once = (pool.run(exact_case, at_once=each)[0] for each in (False, True))
     for key, tensor in one_by_one.tensors.items():

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.engine import exactly, jobs
-from tests.engine.exactly import STEPS, Bits, differences, sparing, together, with_several_uses
+from tests.engine.exactly import NOT_ON_DEVICE, STEPS, Bits, differences, sparing, together, with_several_uses
 from tests.engine.pool import RankPool
 
 WORLDS: tuple[jobs.Sizes, ...] = tuple((data, stage) for data in (1, 2, 3, 4) for stage in (1, 2, 3))
@@ -22,10 +22,12 @@ def alone(pool: RankPool, **arguments: Any) -> Bits:
     return together(pool.once(exactly.run, start=(1, 1), **arguments))
 
 
+@NOT_ON_DEVICE
 def test_every_world_has_the_same_bits(pool: RankPool) -> None:
     hold_against(pool, ((3, 2), (2, 3), (4, 1)))
 
 
+@NOT_ON_DEVICE
 @FULL
 def test_all_worlds_have_the_same_bits(pool: RankPool) -> None:
     hold_against(pool, WORLDS[1:])
@@ -48,12 +50,14 @@ def test_without_it_they_have_not(pool: RankPool) -> None:
 SWITCHES: dict[int, jobs.Sizes] = {1: (4, 2), 2: (3, 3), 3: (1, 1), 4: (4, 3), 5: (2, 1)}
 
 
+@NOT_ON_DEVICE
 @pytest.mark.parametrize("late", [False, pytest.param(True, marks=FULL)])
 def test_live_switches_change_no_bit(pool: RankPool, late: bool) -> None:
     found = together(pool.run(exactly.run, start=(2, 1), schedule=SWITCHES, dynatrain={"late": late}))
     assert differences(alone(pool), found) == []
 
 
+@NOT_ON_DEVICE
 @FULL
 @pytest.mark.parametrize("seed", range(6))
 def test_random_chains_change_no_bit(pool: RankPool, seed: int) -> None:
@@ -71,11 +75,13 @@ def six(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
     ranks.stop()
 
 
+@NOT_ON_DEVICE
 @FULL
 def test_worlds_of_five_and_six_have_the_same_bits(six: RankPool) -> None:
     hold_against(six, [(data, stage) for data in (5, 6) for stage in (1, 2, 3)])
 
 
+@NOT_ON_DEVICE
 @FULL
 @pytest.mark.parametrize("seed", range(20))
 def test_long_random_chains_change_no_bit(six: RankPool, seed: int) -> None:
@@ -89,6 +95,7 @@ def test_long_random_chains_change_no_bit(six: RankPool, seed: int) -> None:
     assert differences(alone(six, steps=200), found) == []
 
 
+@NOT_ON_DEVICE
 def test_a_job_that_goes_on_in_another_world(pool: RankPool, tmp_path: Path) -> None:
     """Under another seed of the process: that of the job is what counts."""
     pool.run(exactly.run, start=(3, 3), steps=2, save=str(tmp_path))
@@ -113,6 +120,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+@NOT_ON_DEVICE
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == "tokens" else FULL) for name in KINDS])
 def test_kinds_of_jobs(pool: RankPool, name: str) -> None:
     kind = KINDS[name]
@@ -131,6 +139,7 @@ def with_stage(kind: dict[str, Any], stage: int) -> dict[str, Any]:
     return {**kind, "zero_optimization": {**zero, "stage": stage}} if zero else kind
 
 
+@NOT_ON_DEVICE
 @pytest.mark.parametrize("start", [(1, 3), pytest.param((3, 2), marks=FULL), pytest.param((4, 3), marks=FULL)])
 def test_tensors_with_several_uses(pool: RankPool, start: jobs.Sizes) -> None:
     """ZeRO-3 has nodes in the graph, with which autograd adds their gradients in another order."""
@@ -138,6 +147,7 @@ def test_tensors_with_several_uses(pool: RankPool, start: jobs.Sizes) -> None:
     assert differences(first, together(pool.run(exactly.run, start=start, steps=2, model=with_several_uses))) == []
 
 
+@NOT_ON_DEVICE
 @FULL
 def test_parameters_that_ranks_do_not_share(pool: RankPool) -> None:
     """Some are used in some leaves alone: their gradients are zeros in the others, whoever trains these.

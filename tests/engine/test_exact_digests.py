@@ -15,7 +15,7 @@ from ds_dynatrain.report.difference import Comparison, compare
 from ds_dynatrain.report.exact import ExactRun, read_exact
 from ds_dynatrain.space import Layout
 from tests.engine import exact_pipelines, exactly, jobs
-from tests.engine.exactly import Bits, together
+from tests.engine.exactly import NOT_ON_DEVICE, Bits, together
 from tests.engine.pipeline_walks import layout
 from tests.engine.pool import RankPool
 from tests.engine.test_exact_precision import KINDS
@@ -54,6 +54,7 @@ def identical(one: ExactRun, other: ExactRun, steps: int = STEPS) -> bool:
     return found == Comparison(tuple(range(1, steps + 1)), tuple(range(1, steps + 1)))
 
 
+@NOT_ON_DEVICE
 def test_every_world_has_the_same_digests(pool: RankPool, tmp_path: Path) -> None:
     first = reported(pool, tmp_path / "first", start=(1, 1))
     assert len({step.digest for step in first.steps.values()}) == STEPS
@@ -63,6 +64,7 @@ def test_every_world_has_the_same_digests(pool: RankPool, tmp_path: Path) -> Non
     assert len(read_events(tmp_path / "switches")) == len(SWITCHES)
 
 
+@NOT_ON_DEVICE
 @FULL
 def test_all_worlds_have_the_same_digests(pool: RankPool, tmp_path: Path) -> None:
     first = reported(pool, tmp_path / "first", start=(1, 1))
@@ -74,6 +76,7 @@ def test_all_worlds_have_the_same_digests(pool: RankPool, tmp_path: Path) -> Non
     assert identical(first, by_loss)
 
 
+@NOT_ON_DEVICE
 def test_less_often(pool: RankPool, tmp_path: Path) -> None:
     """Losses and norms of all steps are there, and digests of some; a job that goes on is one with that before it."""
     folder, file = tmp_path / "saved", tmp_path / "lines"
@@ -84,6 +87,7 @@ def test_less_often(pool: RankPool, tmp_path: Path) -> None:
     assert compare(whole, read_exact(file)) == Comparison((1, 2, 3, 4), (2, 4))
 
 
+@NOT_ON_DEVICE
 @FULL
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
 def test_half_precision(pool: RankPool, tmp_path: Path, name: str) -> None:
@@ -98,6 +102,7 @@ def test_half_precision(pool: RankPool, tmp_path: Path, name: str) -> None:
 PIPELINES = (layout(2, 2, boundaries=(0, 5, 9)), layout(4, 1))
 
 
+@NOT_ON_DEVICE
 @pytest.mark.parametrize("start", [PIPELINES[0], pytest.param(PIPELINES[1], marks=FULL)])
 def test_pipelines_have_the_same_digests(pool: RankPool, tmp_path: Path, start: Layout) -> None:
     """With ties between stages; and through a switch of their number."""
@@ -145,6 +150,7 @@ def flipping(
         return run(**arguments)
 
 
+@NOT_ON_DEVICE
 @pytest.mark.parametrize("where", ["weight", pytest.param("exp_avg", marks=FULL)])
 def test_a_bit_that_flips_is_named(pool: RankPool, tmp_path: Path, where: str) -> None:
     """On rank 1, which at stage 1 holds all weights, and whose copy is not the one that counts."""
@@ -158,6 +164,7 @@ def test_a_bit_that_flips_is_named(pool: RankPool, tmp_path: Path, where: str) -
     assert only.kind == where and only.name in {repr(name) for name, _ in first.job.tensors}
 
 
+@NOT_ON_DEVICE
 @FULL
 def test_a_bit_that_flips_in_a_tie_is_named(pool: RankPool, tmp_path: Path) -> None:
     """On the last stage; what the first one has of it counts."""

@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from tests.engine import exactly, jobs, language_models
-from tests.engine.exactly import Bits, differences, together
+from tests.engine.exactly import NOT_ON_DEVICE, Bits, differences, together
 from tests.engine.models import WORDS, Block
 from tests.engine.pool import RankPool
 from tests.engine.test_exact import SWITCHES, WORLDS
@@ -104,6 +104,7 @@ STYLES: dict[str, dict[str, Any]] = {
 }
 
 
+@NOT_ON_DEVICE
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == "deepspeed" else FULL) for name in STYLES])
 def test_what_is_computed_again_has_the_masks_of_its_leaf(pool: RankPool, name: str) -> None:
     style = STYLES[name]
@@ -111,6 +112,7 @@ def test_what_is_computed_again_has_the_masks_of_its_leaf(pool: RankPool, name: 
     assert differences(plain(pool, style["tracked"]), found) == []
 
 
+@NOT_ON_DEVICE
 @FULL
 @pytest.mark.parametrize("precision", [{}, BF16, FP16], ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", ["torch", "torch, reentrant", "deepspeed"])
@@ -159,12 +161,14 @@ FAMILIES = ("llama", "llama tied", "gpt2")
 RUN: Callable[..., Any] = language_case
 
 
+@NOT_ON_DEVICE
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == "llama" else FULL) for name in FAMILIES])
 def test_live_switches_of_language_models(pool: RankPool, name: str) -> None:
     found = together(pool.run(RUN, name=name, start=(2, 1), schedule=SWITCHES, again=True))
     assert differences(together(pool.once(RUN, name=name, start=(1, 1))), found) == []
 
 
+@NOT_ON_DEVICE
 @FULL
 @pytest.mark.parametrize("precision", [{}, BF16, FP16], ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", FAMILIES)

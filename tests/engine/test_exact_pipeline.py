@@ -24,7 +24,7 @@ from ds_dynatrain.errors import SwitchRefused, UnsupportedError
 from ds_dynatrain.space import Layout
 from tests.engine import exact_pipelines, jobs
 from tests.engine.exact_pipelines import LEAVES, SAMPLES
-from tests.engine.exactly import STEPS, Bits, differences, together
+from tests.engine.exactly import NOT_ON_DEVICE, STEPS, Bits, differences, together
 from tests.engine.models import decay_groups
 from tests.engine.pipeline_walks import layout
 from tests.engine.pool import RankPool
@@ -50,6 +50,7 @@ def hold_against(pool: RankPool, worlds: Iterable[Layout], steps: int = STEPS, *
         assert differences(first, found) == [], start
 
 
+@NOT_ON_DEVICE
 def test_worlds_have_the_same_bits(pool: RankPool) -> None:
     hold_against(pool, (layout(2, 2), layout(4, 1)))
 
@@ -62,16 +63,19 @@ def twelve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
     ranks.stop()
 
 
+@NOT_ON_DEVICE
 @FULL
 def test_all_worlds_have_the_same_bits(twelve: RankPool) -> None:
     hold_against(twelve, WORLDS[1:])
 
 
+@NOT_ON_DEVICE
 def test_live_switches_change_no_bit(pool: RankPool) -> None:
     found = pool.run(exact_pipelines.run, start=layout(2, 1), schedule=SWITCHES, seconds=120)
     assert differences(alone(pool), together(found)) == []
 
 
+@NOT_ON_DEVICE
 @FULL
 @pytest.mark.parametrize("seed", range(3))
 def test_random_chains_of_all_worlds_change_no_bit(twelve: RankPool, seed: int) -> None:
@@ -81,6 +85,7 @@ def test_random_chains_of_all_worlds_change_no_bit(twelve: RankPool, seed: int) 
     assert differences(alone(twelve, steps=18), together(found)) == []
 
 
+@NOT_ON_DEVICE
 @FULL
 @pytest.mark.parametrize("seed", range(4))
 def test_random_chains_change_no_bit(pool: RankPool, seed: int) -> None:
@@ -91,6 +96,7 @@ def test_random_chains_change_no_bit(pool: RankPool, seed: int) -> None:
     assert differences(alone(pool, steps=18), together(found)) == []
 
 
+@NOT_ON_DEVICE
 @FULL
 def test_a_job_that_goes_on_in_another_world(pool: RankPool, tmp_path: Path) -> None:
     pool.run(exact_pipelines.run, start=layout(2, 2), steps=2, save=str(tmp_path))
@@ -123,12 +129,14 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+@NOT_ON_DEVICE
 @FULL
 @pytest.mark.parametrize("name", KINDS)
 def test_kinds_of_jobs(pool: RankPool, name: str) -> None:
     hold_against(pool, (layout(2, 2), layout(4, 1), layout(1, 3), layout(3, 1)), steps=3, **KINDS[name])
 
 
+@NOT_ON_DEVICE
 @FULL
 def test_stages_on_which_nothing_goes_backward(pool: RankPool) -> None:
     one, *others = (
@@ -144,12 +152,14 @@ def test_stages_on_which_nothing_goes_backward(pool: RankPool) -> None:
         assert differences(one, other) == []
 
 
+@NOT_ON_DEVICE
 @FULL
 def test_recomputing_changes_no_bit(pool: RankPool) -> None:
     recomputed = pool.run(exact_pipelines.run, start=layout(2, 2), seconds=120, **KINDS["recomputed"])
     assert differences(alone(pool), together(recomputed)) == []
 
 
+@NOT_ON_DEVICE
 @FULL
 def test_a_module_that_was_built_in_stages(pool: RankPool) -> None:
     given = {"groups": decay_groups, "seconds": 120}
@@ -165,6 +175,7 @@ def freeze(engine: Any, bits: Bits) -> None:
         assert engine.update_param_groups()
 
 
+@NOT_ON_DEVICE
 @FULL
 def test_layers_that_are_frozen_and_trained_again(pool: RankPool) -> None:
     changes = ((layout(1, 1), {}), (layout(2, 2), {3: layout(4, 1), 5: layout(1, 3)}), (layout(1, 3), {3: CUT}))
@@ -176,6 +187,7 @@ def test_layers_that_are_frozen_and_trained_again(pool: RankPool) -> None:
         assert differences(one, other) == []
 
 
+@NOT_ON_DEVICE
 @FULL
 def test_borrowed_leaves_leave_no_trace(pool: RankPool) -> None:
     ranks = pool.run(exact_pipelines.run, start=layout(1, 3), steps=2)
@@ -204,10 +216,12 @@ def reentrant_case() -> None:
         job.engine.train_batch()
 
 
+@NOT_ON_DEVICE
 def test_reentrant_checkpointing(pool: RankPool) -> None:
     pool.run(reentrant_case)
 
 
+@NOT_ON_DEVICE
 def test_a_loop_of_ones_own(pool: RankPool) -> None:
     pool.run(own_iterator_case)
 
@@ -296,6 +310,7 @@ def broken_case(rule: str, start: Layout) -> Bits:
         return exact_pipelines.run(start, steps=2)
 
 
+@NOT_ON_DEVICE
 @FULL
 @pytest.mark.parametrize("rule", BROKEN)
 def test_a_broken_rule_is_seen(pool: RankPool, rule: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from tests.engine import exactly, jobs
-from tests.engine.exactly import Bits, differences, together
+from tests.engine.exactly import NOT_ON_DEVICE, Bits, differences, together
 from tests.engine.pool import RankPool
 from tests.engine.test_exact import SWITCHES, WORLDS
 
@@ -46,6 +46,7 @@ def alone(pool: RankPool, name: str, **arguments: Any) -> Bits:
     return together(pool.once(exactly.run, start=(1, 1), **KINDS[name], **arguments))
 
 
+@NOT_ON_DEVICE
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in ("bf16", "fp16") else FULL) for name in KINDS])
 def test_live_switches_change_no_bit(pool: RankPool, name: str) -> None:
     found = together(pool.run(exactly.run, start=(2, 1), schedule=SWITCHES, **KINDS[name]))
@@ -53,6 +54,7 @@ def test_live_switches_change_no_bit(pool: RankPool, name: str) -> None:
     assert {"torch.float32"} == {str(held.dtype) for key, held in found.state.tensors.items() if key[1] != "weight"}  # type: ignore[union-attr]
 
 
+@NOT_ON_DEVICE
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == "fp16" else FULL) for name in EXPLODE])
 def test_steps_are_skipped(pool: RankPool, name: str) -> None:
     """Those that the case means, and no others; and the scale follows from them."""
@@ -73,6 +75,7 @@ def test_without_it_they_have_not(pool: RankPool) -> None:
     assert any("weight" in each for each in differences(*runs))
 
 
+@NOT_ON_DEVICE
 @FULL
 @pytest.mark.parametrize("name", KINDS)
 def test_all_worlds_have_the_same_bits(pool: RankPool, name: str) -> None:
@@ -81,6 +84,7 @@ def test_all_worlds_have_the_same_bits(pool: RankPool, name: str) -> None:
         assert differences(first, together(pool.run(exactly.run, start=start, **KINDS[name]))) == [], start
 
 
+@NOT_ON_DEVICE
 @FULL
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
 @pytest.mark.parametrize("seed", range(3))
@@ -115,6 +119,7 @@ def optimizers_case(name: str) -> list[type]:
     return found
 
 
+@NOT_ON_DEVICE
 @FULL
 def test_stages_1_and_2_have_one_optimizer(pool: RankPool) -> None:
     """Not BF16_Optimizer, which DeepSpeed takes at stage 1 for bf16 whose gradients are accumulated in fp32."""

@@ -23,7 +23,7 @@ from ds_dynatrain.engine.initialize import _refuse_beside_exact
 from ds_dynatrain.errors import ConfigError, SwitchRefused, UnsupportedError
 from ds_dynatrain.space import Layout
 from tests.engine import exactly, jobs
-from tests.engine.exactly import Bits, differences, together
+from tests.engine.exactly import NOT_ON_DEVICE, Bits, differences, together
 from tests.engine.models import small_gpt
 from tests.engine.pool import RankPool
 
@@ -215,6 +215,7 @@ def threads() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+@NOT_ON_DEVICE
 def test_a_loop_of_ones_own(pool: RankPool) -> None:
     pool.run(own_loop_case)
 
@@ -227,6 +228,7 @@ def parts_case() -> None:
             job.engine.backward(job.engine(*batch))
 
 
+@NOT_ON_DEVICE
 def test_a_gradient_in_several_parts(pool: RankPool) -> None:
     pool.run(parts_case)
 
@@ -269,6 +271,7 @@ def broken_case(rule: str, start: jobs.Sizes) -> Bits:
         return exactly.run(start, steps=3, model=exactly.with_several_uses if rule == "graph" else None)
 
 
+@NOT_ON_DEVICE
 @pytest.mark.parametrize(
     "rule", [pytest.param(rule, marks=[] if rule == "order" else pytest.mark.full) for rule in BROKEN]
 )
