@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-import torch
 import torch.distributed as td
 from torch._C._distributed_c10d import HashStore
 
 from ds_dynatrain.adapters.communicators import NCCL, Communicator, end
 from ds_dynatrain.adapters.device import device_backend, is_accelerated, start_thread, synchronize
 from ds_dynatrain.errors import MemberMissing, TransferError
+from ds_dynatrain.transfer.batched import Message
 
 GROUPING = (NCCL,)
 """Back-ends of which it is known that they send and receive in groups."""
@@ -19,10 +19,6 @@ LOOK_SECONDS = 0.05
 """Between two looks whether somebody else has given up."""
 END_SECONDS = 5.0
 """So long an aborted batch is waited for."""
-
-
-Message = tuple[torch.Tensor, int]
-"""Bytes on the device (uint8, 1-D, contiguous), and the member that they go to or come from."""
 
 
 def can_send_between_devices() -> bool:

@@ -7,7 +7,7 @@ not say who is missing: so before the first batch any two tell each other over t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -64,7 +64,7 @@ class Batching:
     def split(self, plan: MemberPlan) -> tuple[MemberPlan, Batches]:
         """What is left for other messages, and what goes in batches."""
         rest, apart = split(plan, self.members, self.kinds, self.kinds)
-        return rest, Batches(tuple(Bundles.of(each, self.bundle_bytes) for each in apart))
+        return rest, Batches.of(Bundles.of(each, self.bundle_bytes) for each in apart)
 
 
 @dataclass(frozen=True)
@@ -89,27 +89,28 @@ class Bundles:
         out, into = self.outgoing, self.incoming
         return out[number] if number < len(out) else (), into[number] if number < len(into) else ()
 
+    def staged(self, number: int) -> int:
+        """Bytes of its messages that are put together."""
+        return sum(parcel.nbytes for parcels in self.batch(number) for parcel in parcels if parcel.is_packed)
+
 
 @dataclass(frozen=True)
 class Batches:
-    """All that a member sends and receives in batches."""
+    """All that a member sends and receives in batches, of which there are `count`. staging_bytes: device memory for
+    messages that are put together.
+    """
 
     exchanges: tuple[Bundles, ...] = ()
+    count: int = 0
+    staging_bytes: int = 0
 
-    @property
-    def count(self) -> int:
-        """How many batches there are."""
-        return max((max(len(each.outgoing), len(each.incoming)) for each in self.exchanges), default=0)
-
-    @property
-    def staging_bytes(self) -> int:
-        """Device memory for messages that are put together."""
-        return max((sum(self._staged(number)) for number in range(self.count)), default=0)
-
-    def _staged(self, number: int) -> Iterator[int]:
-        for each in self.exchanges:
-            for parcels in each.batch(number):
-                yield from (parcel.nbytes for parcel in parcels if parcel.is_packed)
+    @staticmethod
+    def of(exchanges: Iterable[Bundles]) -> Batches:
+        """With what is known of them before any byte is touched."""
+        found = tuple(exchanges)
+        count = max((max(len(each.outgoing), len(each.incoming)) for each in found), default=0)
+        staged = (sum(each.staged(number) for each in found) for number in range(count))
+        return Batches(found, count, max(staged, default=0))
 
 
 def bundled(parcels: Sequence[Parcel], most: int) -> tuple[tuple[Parcel, ...], ...]:

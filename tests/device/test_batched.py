@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch.distributed as td
 
 from ds_dynatrain.adapters import device_link
 from ds_dynatrain.adapters.device_link import CommunicatorLink
+from ds_dynatrain.adapters.world import World
 from ds_dynatrain.engine.transaction.switch import Transaction
 from ds_dynatrain.transfer import RoutedTransport, batched
 from ds_dynatrain.transfer.batched import BatchedMoves
@@ -130,7 +131,10 @@ def test_what_is_offloaded_goes_over_the_host(lab_pool: RankPool) -> None:
 
 @contextmanager
 def fails(how: str) -> Iterator[None]:
-    """Inside the block the next moves of this member do: before their batches, in the middle of them, or never end."""
+    """Inside the block the next moves of this member do: before their batches, in the middle of them, or never end.
+
+    "late": it is another one that fails, and goes back before this one comes to its moves.
+    """
     queue, faults, ended = BatchedMoves._exchange, [how] if how else [], threading.Event()
     move = Transaction._link
 
@@ -138,10 +142,13 @@ def fails(how: str) -> Iterator[None]:
         if faults == ["before"]:
             faults.clear()
             raise RuntimeError("out of memory before the moves")
+        if faults == ["late"]:
+            faults.clear()
+            self.control.wait({0: f"batches/{self.proposal.generation}"}, "the end of the switch", is_there=False)
         return move(self)
 
     def exchange(self: BatchedMoves, number: int) -> None:
-        if faults:
+        if faults and faults != ["before"]:
             if faults.pop() == "hangs":
                 ended.wait(4 * SECONDS)
             raise RuntimeError("out of memory in the moves")
@@ -159,12 +166,16 @@ def fails(how: str) -> Iterator[None]:
 
 def broken(
     how: str, start: jobs.Sizes, target: jobs.Sizes, asked_at: tuple[int, ...] = ASKED_AT
-) -> tuple[Any, list[str], list[str]]:
-    """A switch whose moves fail on member 1, and the same once more: its outcomes and reasons, and the state after."""
+) -> tuple[Any, list[str], list[str], int]:
+    """A switch whose moves fail on member 1, and the same once more: its outcomes and reasons, the state after, and how
+    often a communicator was made anew.
+    """
     settings, outcomes, reasons, record = jobs.config("fp32", start), list[str](), list[str](), jobs.Record()
     settings["dynatrain"] |= {"transport": "nccl", "timeout_seconds": SECONDS}
-    is_here = td.get_rank() == 1
-    with counted(), jobs.job(settings) as made, fails(how if is_here else ""):
+    here, there = ("before", "late") if how == "first" else (how, "")
+    fault, renew = here if td.get_rank() == 1 else there, Mock(side_effect=World.renew)
+    renewing = patch.object(World, "renew", lambda self, *given: renew(self, *given))
+    with counted(), renewing, jobs.job(settings) as made, fails(fault):
         engine = made.engine
         for step in range(STEPS):
             jobs.one_micro_batch(engine, next(iter(made.loader)), record)
@@ -174,10 +185,11 @@ def broken(
                 outcomes.append(engine.last_switch.outcome)
                 reasons.append(engine.last_switch.reason)
         state = oracle.gather(engine)
-    return state, outcomes, reasons
+    return state, outcomes, reasons, renew.call_count
 
 
 WORDS = {
+    "first": "out of memory before the moves",
     "before": "out of memory before the moves",
     "raises": "out of memory in the moves",
     "hangs": "batches between devices",
@@ -187,17 +199,22 @@ WORDS = {
 @pytest.mark.parametrize(
     ("how", "start", "target"),
     [
+        pytest.param("first", (4, 1), (4, 3), id="gone back before the others begin"),
         pytest.param("before", (4, 1), (4, 3), id="before, all stay"),
         pytest.param("raises", (4, 1), (4, 3), id="raises, all stay"),
         pytest.param("hangs", (4, 3), (4, 1), id="hangs, all stay", marks=pytest.mark.full),
     ],
 )
 def test_moves_that_fail_undo_the_switch(lab_pool: RankPool, how: str, start: jobs.Sizes, target: jobs.Sizes) -> None:
-    """Training goes on in the old world, over a communicator that is made anew; the same switch comes about later."""
+    """Training goes on in the old world, over a communicator that is made anew if any member has used it.
+
+    The same switch comes about later.
+    """
     expected = lab_pool.run(broken, how="", start=start, target=target, asked_at=ASKED_AT[1:])
     begin = time.monotonic()
     found = lab_pool.run(broken, how=how, start=start, target=target)
     assert time.monotonic() - begin < 20 * SECONDS
-    for _, outcomes, reasons in found:
+    for _, outcomes, reasons, renewed in found:
+        assert renewed == (0 if how == "first" else 1)
         assert outcomes == ["rolled_back", "committed"] and WORDS[how] in reasons[0], reasons
     assert oracle.differences(found[0][0], expected[0][0]) == []

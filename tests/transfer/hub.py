@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -23,6 +24,24 @@ class Call:
     def wait(self, deadline: float) -> None:
         if not self.done.wait(max(0.0, deadline - time.monotonic())):
             raise MemberMissing("call", [self.peer], 0.0)
+
+
+def all_at_once(members: Iterable[int], part: Callable[[int], object]) -> None:
+    """Every member's part in a thread of its own; AssertionError with what they have raised."""
+    errors: list[Exception] = []
+
+    def run(number: int) -> None:
+        try:
+            part(number)
+        except Exception as error:  # a thread has no other way
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in members]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
 
 
 class Hub:

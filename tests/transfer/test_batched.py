@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from ds_dynatrain.transfer import Batching, Buffers, DeviceLink, ReadyPlan, Tran
 from ds_dynatrain.transfer.batched import READY, bundled
 from ds_dynatrain.transfer.outline import Parcel
 from ds_dynatrain.transfer.series import Matrix
-from tests.transfer.hub import Hub
+from tests.transfer.hub import Hub, all_at_once
 from tests.transfer.states import buffers_of, differences, logical_state, space
 from tests.transfer.test_executor import BUFFER, CHANGES, SMALL_BUDGET, moves_of
 
@@ -54,23 +53,15 @@ def run_all(
     plan: SwitchPlan, sources: dict[int, Buffers], targets: dict[int, Buffers], far: Callable[[int], Batching]
 ) -> tuple[dict[int, TransferStats], Hub, dict[int, HubLink]]:
     """Every member of a plan in a thread of its own: what each has done, and what went over the host."""
-    over, between, stats, errors = Hub(), Hub(), dict[int, TransferStats](), list[Exception]()
+    over, between, stats = Hub(), Hub(), dict[int, TransferStats]()
     links = {member: HubLink(between, member) for member in plan.members}
 
     def member(number: int) -> None:
-        try:
-            ready = ReadyPlan.of(plan.for_member(number), HOST, batching=far(number))
-            ends = sources[number], targets[number]
-            stats[number] = execute(ready, *ends, over.transport(number), SECONDS, HOST, link=links[number])
-        except Exception as error:  # reported below: a thread has no other way
-            errors.append(error)
+        ready = ReadyPlan.of(plan.for_member(number), HOST, batching=far(number))
+        ends = sources[number], targets[number]
+        stats[number] = execute(ready, *ends, over.transport(number), SECONDS, HOST, link=links[number])
 
-    threads = [threading.Thread(target=member, args=(number,)) for number in plan.members]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    all_at_once(plan.members, member)
     return stats, over, links
 
 

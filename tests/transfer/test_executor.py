@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from itertools import accumulate
@@ -18,7 +17,7 @@ from ds_dynatrain.plan import Exchange, MemberPlan, Moves, SwitchPlan, plan_swit
 from ds_dynatrain.space import BufferId, Kind, Layout
 from ds_dynatrain.transfer import Buffers, ReadyPlan, TransferStats, Transport, execute
 from ds_dynatrain.transfer.messages import messages
-from tests.transfer.hub import Hub
+from tests.transfer.hub import Hub, all_at_once
 from tests.transfer.states import buffers_of, differences, logical_state, space
 
 BUFFER = BufferId("group", 0)
@@ -56,22 +55,14 @@ def run_all(
     plan: SwitchPlan, sources: dict[int, Buffers], targets: dict[int, Buffers], budget: int
 ) -> dict[int, TransferStats]:
     """Every member of a plan in a thread of its own; some have made it ready, one of these for another budget."""
-    hub, stats, errors = Hub(), {}, []
+    hub, stats = Hub(), dict[int, TransferStats]()
 
     def member(number: int) -> None:
-        try:
-            mine, ends = plan.for_member(number), (sources[number], targets[number])
-            ready = {0: mine, 1: ReadyPlan.of(mine, budget), 2: ReadyPlan.of(mine, 2 * SMALL_BUDGET)}
-            stats[number] = execute(ready[number % 3], *ends, hub.transport(number), 30, budget)
-        except Exception as error:  # reported below: a thread has no other way
-            errors.append(error)
+        mine, ends = plan.for_member(number), (sources[number], targets[number])
+        ready = {0: mine, 1: ReadyPlan.of(mine, budget), 2: ReadyPlan.of(mine, 2 * SMALL_BUDGET)}
+        stats[number] = execute(ready[number % 3], *ends, hub.transport(number), 30, budget)
 
-    threads = [threading.Thread(target=member, args=(number,)) for number in plan.members]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    all_at_once(plan.members, member)
     assert sum(hub.sizes) == plan.bytes_sent
     return stats
 

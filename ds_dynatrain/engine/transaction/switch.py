@@ -431,24 +431,32 @@ class Transaction(Meeting):
 
     def _roll_back(self) -> None:
         """As if nobody had asked: the old optimizer over the old memory, the old groups, the old streams."""
-        self._mend_communicator()
-        self.swap.undo()
-        self._measure()
-        self.source = {}
-        self.target = {}
-        self.preparation.abandon()
+        try:
+            self._mend_communicator()
+        finally:
+            self.swap.undo()
+            self._measure()
+            self.source = {}
+            self.target = {}
+            self.preparation.abandon()
 
     def _mend_communicator(self) -> None:
         """Moves that failed over a communicator of the old world have left it in any state: all make it anew.
 
-        RuntimeError if that fails: the old world cannot compute without it.
+        SwitchFailed if that does not come about: the old world cannot compute without it, and the job has to end.
         """
         old, lent = self.old_world, self.preparation.ways.may_lend(self.old_world)
         if old is None or lent is None or self.outcome.is_uncertain or not self._decides(begins=False):
             return
         end([lent], is_broken=True)
         seconds = self.control.timeout_seconds + END_SECONDS  # another one may have waited for its device so long
-        old.renew(lent, f"anew/{self.proposal.generation}", seconds)
+        try:
+            old.renew(lent, f"anew/{self.proposal.generation}", seconds)
+        except RuntimeError as error:
+            raise SwitchFailed(
+                f"the switch to {self.proposal.layout} was rolled back ({self.outcome.reason}), and the communicator "
+                f"that its moves had used could not be made anew: {error}. Start the job again from a checkpoint"
+            ) from error
 
     # ---- small things --------------------------------------------------------------------------------------------
 
