@@ -183,7 +183,7 @@ class Preparation:
             early = tuple(kind for kind in kinds if kind not in late)
             mine = self.plan(kinds if is_late else early).for_member(self.control.member)
             mine = mine.only(late) if is_late else mine
-            sharing, batching = self.ways.sharing(self.on_device), None if is_late else self.ways.batching
+            sharing, batching = self.ways.sharing(self.on_device), self.ways.batching
             self.mine[kinds, is_late] = ReadyPlan.of(mine, self.budget_bytes, not is_accelerated(), sharing, batching)
         return self.mine[kinds, is_late]
 

@@ -83,6 +83,7 @@ def undone_case() -> Told:
     return found
 
 
+@pytest.mark.not_on_device("late switches are refused on a device (docs/gpu.md)")
 def test_a_world_that_was_entered_and_left_again(pool: RankPool) -> None:
     for rank, found in enumerate(pool.run(undone_case, seconds=120)):
         there, back, again = ((before[0], after[0]) for *_, before, after in found)

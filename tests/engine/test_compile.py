@@ -208,6 +208,7 @@ def test_a_model_that_only_some_have_compiled(pool: RankPool) -> None:
     assert "differs from rank 0's before them in: compiled modules" in event.reason
 
 
+@pytest.mark.not_on_device("inductor has no back-end for that device")
 @pytest.mark.full
 @pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler")
 def test_inductor(pool: RankPool) -> None:

@@ -77,6 +77,7 @@ def test_beside_an_optimizer_that_knows_neither(pool: RankPool) -> None:
     walks.compare(pool, config, [(2, 1), (3, 2), (4, 1), (2, 2), (3, 3), (4, 2)], WIDE)
 
 
+@pytest.mark.not_on_device("the walk goes through stage 0, where offload is refused on a device (docs/gpu.md)")
 @pytest.mark.full
 @pytest.mark.usefixtures("cpu_adam")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

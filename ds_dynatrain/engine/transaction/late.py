@@ -153,11 +153,6 @@ class LateTransaction(Transaction):
         """To what was before `enter`."""
         self.engine.world, self.engine.layout, self.engine.members = place
 
-    def _mend_communicator(self) -> None:
-        """Where the new world was entered, all moves over it had gone well."""
-        if not self.has_entered:
-            super()._mend_communicator()
-
     def _roll_back(self) -> None:
         """As if nobody had asked; what the thread still waits for will not come."""
         super()._roll_back()
