@@ -133,22 +133,22 @@ def test_what_is_offloaded_goes_over_the_host(lab_pool: RankPool) -> None:
 def fails(how: str) -> Iterator[None]:
     """Inside the block the next moves of this member do: before their batches, in the middle of them, or never end.
 
-    "late": it is another one that fails, and goes back before this one comes to its moves.
+    "first": before anyone has begun; "before": once another one has. "late": it is another one that fails, and goes
+    back before this one comes to its moves.
     """
     queue, faults, ended = BatchedMoves._exchange, [how] if how else [], threading.Event()
     move = Transaction._link
 
     def link(self: Transaction) -> Any:
-        if faults == ["before"]:
-            faults.clear()
+        fault = faults.pop() if faults and faults[0] in ("first", "before", "late") else ""
+        if fault in ("before", "late"):
+            self.control.wait({0: f"batches/{self.proposal.generation}"}, "what has begun", is_there=False)
+        if fault in ("first", "before"):
             raise RuntimeError("out of memory before the moves")
-        if faults == ["late"]:
-            faults.clear()
-            self.control.wait({0: f"batches/{self.proposal.generation}"}, "the end of the switch", is_there=False)
         return move(self)
 
     def exchange(self: BatchedMoves, number: int) -> None:
-        if faults and faults != ["before"]:
+        if faults:
             if faults.pop() == "hangs":
                 ended.wait(4 * SECONDS)
             raise RuntimeError("out of memory in the moves")
@@ -172,7 +172,7 @@ def broken(
     """
     settings, outcomes, reasons, record = jobs.config("fp32", start), list[str](), list[str](), jobs.Record()
     settings["dynatrain"] |= {"transport": "nccl", "timeout_seconds": SECONDS}
-    here, there = ("before", "late") if how == "first" else (how, "")
+    here, there = (how, "late" if how == "first" else "")
     fault, renew = here if td.get_rank() == 1 else there, Mock(side_effect=World.renew)
     renewing = patch.object(World, "renew", lambda self, *given: renew(self, *given))
     with counted(), renewing, jobs.job(settings) as made, fails(fault):

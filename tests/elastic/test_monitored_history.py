@@ -97,6 +97,21 @@ def test_a_late_switch_is_told_of_after_its_pause() -> None:
     assert lost(told)["ELASTIC_SCALE_UP"] == pytest.approx(0.2)
 
 
+def test_two_joins_at_once_cost_a_pause_each() -> None:
+    """The second generation is published before rank 0 tells that it has entered the first, and nobody enters one."""
+    told = started("a/0")
+    told.come("b/0", "c/0", "d/0")
+    told.publish("a/0", "b/0", survivors=1)
+    told.publish("a/0", "b/0", "c/0", survivors=2)
+    newest = told.publish("a/0", "b/0", "c/0", "d/0", survivors=3)
+    for generation, held in ((2, 0.25), (4, 0.5)):
+        told.world = newest.model_copy(update={"generation": generation})
+        told.go_on(held=held)
+        told.steps(1, 1.0)
+    stood = {change.generation: change.still for change in told.history.changes if change.kind == "join"}
+    assert stood == {2: 0.25, 3: None, 4: 0.5}
+
+
 def test_a_death_costs_the_recovery_and_the_steps_that_are_made_again() -> None:
     told = started("a/0", "b/0")
     told.publish("a/0", change="failure", survivors=1, lost=("b/0",), reason="b/0 lost")

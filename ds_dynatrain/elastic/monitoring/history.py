@@ -47,7 +47,7 @@ class Point:
 @dataclass(frozen=True)
 class Change:
     """A generation as it was published. still: how long training stood still for it, in seconds; None until that is
-    known."""
+    known, and for good where the next one came before anyone had entered it."""
 
     generation: int
     kind: Kind
@@ -186,9 +186,13 @@ class History:
         self._note(Point(now, said.step, len(world.members), made.steps, samples, made.stepping, made.stepping + still))
         if said.tally.generation >= world.generation:
             self.goodput.over()
-            last = self.changes[-1] if self.changes else None
-            if last is not None and last.still is None:
-                self.changes[-1] = replace(last, still=still, lost_steps=made.lost_steps)
+        self._entered(said.tally.generation, still, made.lost_steps)
+
+    def _entered(self, generation: int, still: float, lost_steps: int) -> None:
+        """What that one has cost, also where the next one is published by now."""
+        place = next((at for at, one in enumerate(self.changes) if one.generation == generation), None)
+        if place is not None and self.changes[place].still is None:
+            self.changes[place] = replace(self.changes[place], still=still, lost_steps=lost_steps)
 
     def _note(self, point: Point) -> None:
         self._open = point if self._open is None else self._open.then(point)

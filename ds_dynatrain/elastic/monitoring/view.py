@@ -25,7 +25,8 @@ class PointView(Record):
 
 
 class ChangeView(Record):
-    """A generation. still_seconds: how long training stood still for it; None until that is known."""
+    """A generation. still_seconds: how long training stood still for it; None until that is known, and for good where
+    the next one came before anyone had entered it."""
 
     generation: Count
     kind: str
