@@ -150,19 +150,25 @@ def packing() -> Found:
 
 
 LENDER = """
-import sys, torch
+import os, sys, torch
+from ds_dynatrain.transfer.cross_memory import permit_readers
 from ds_dynatrain.transfer.device_memory import device_memory
 held = torch.arange({numel}, dtype=torch.int32, device="cuda")
 torch.cuda.synchronize()
 shared = device_memory(held.device).share(held)
-print(shared.handle.hex(), shared.offset, flush=True)
+pinned = held[:1024].cpu().pin_memory()
+permit_readers()
+print(shared.handle.hex(), shared.offset, os.getpid(), pinned.data_ptr(), flush=True)
 sys.stdin.read()
 """
-"""A process whose memory on the card another one reads, until its input ends."""
+"""A process whose memory another one reads, on the card and pinned on the host, until its input ends."""
 
 
 def sharing() -> Found:
-    """GB/s of another process's memory on this card, read by CUDA IPC: in one run, and in rows of a cut matrix."""
+    """GB/s of another process's memory on this card, read by CUDA IPC: in one run, and in rows of a cut matrix; whether
+    the kernel reads its pinned memory.
+    """
+    from ds_dynatrain.transfer.cross_memory import read_memory
     from ds_dynatrain.transfer.device_memory import device_memory
     from ds_dynatrain.transfer.series import Matrix
 
@@ -175,7 +181,7 @@ def sharing() -> Found:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as lender:
         if lender.stdout is None or lender.stdin is None:
             return {"error": "no pipes to it"}
-        handle, offset = lender.stdout.readline().split()
+        handle, offset, process, pinned = lender.stdout.readline().split()
         begin = time.perf_counter()
         opened = memory.open(bytes.fromhex(handle))
         found["open, ms"] = round(1e3 * (time.perf_counter() - begin), 2)
@@ -194,6 +200,9 @@ def sharing() -> Found:
             )
         )
         memory.close(opened)
+        few = torch.zeros(1024, dtype=torch.int32)
+        read_memory(int(process), int(pinned), few.view(torch.uint8))
+        found["pinned memory equal"] = bool(torch.equal(few, torch.arange(1024, dtype=torch.int32)))
         lender.stdin.close()
     return found
 
@@ -237,10 +246,14 @@ Note = dict[str, Any]
 """What a rank says of one switch: see `gpu_switch_ranks.py`."""
 
 
-def pauses(dtype: str, size: str = "125M", device: str = "cuda") -> Found:
-    """Switches of four ranks that share the card: pauses, communicators, and what is allocated at the peak."""
+def pauses(dtype: str, size: str = "125M", device: str = "cuda", way: str = "auto") -> Found:
+    """Switches of four ranks that share the card: pauses, communicators, and what is allocated at the peak.
+
+    way: `dynatrain.transport`; "gloo" has all bytes pass through the host's pinned memory.
+    """
     walk = [{"name": name, "target": to, "mode": mode} for mode in ("now", "ahead") for name, to in CHANGES.items()]
     given = {"device": device, "size": size, "dtype": dtype, "walk": walk, "start": START, "budget": BUDGET_BYTES}
+    given["transport"] = way
     accelerator = device if device != "lab" else "cpu"
     notes = launch("gpu_switch_ranks.py", RANKS, LAUNCH_SECONDS, accelerator=accelerator, **given)
     return pauses_of([note for member in notes.values() for note in member])
@@ -387,6 +400,7 @@ STEPS: dict[str, Callable[[], Found]] = {
     "sharing": sharing,
     "nccl": nccl,
     **{f"pauses {dtype}": partial(pauses, dtype) for dtype in ("fp32", "bf16")},
+    "pauses gloo": partial(pauses, "bf16", way="gloo"),
     "builds": builds,
     "tests": tests,
     **{f"core {part}": partial(core, part) for part in CORE},

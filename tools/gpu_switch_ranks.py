@@ -92,6 +92,7 @@ def main() -> None:
     notes, shape, walk = Notes(folder, td.get_rank()), SIZES[wanted["size"]], wanted["walk"]
     settings = config(wanted["dtype"], wanted["start"]["zero_stage"], BATCH)
     ours = {"layout": wanted["start"], "timeout_seconds": 120, "memory_budget_bytes": wanted["budget"]}
+    ours["transport"] = wanted["transport"]
     engine, *_ = ds_dynatrain.initialize(model=GPT(**shape), config={**settings, "dynatrain": ours})
     watch = Watch(get_accelerator())
     watch.install()

@@ -78,7 +78,8 @@ class ReadyPlan:
         sent, pulls = (plan, ()) if sharing is None else sharing.split(plan)
         sent, batches = (sent, Batches()) if batching is None else batching.split(sent)
         exchanges = tuple((each.peer, *_outlines(each, chunk, longest)) for each in sent.rounds)
-        staging = Staging(min(chunk, max((outline.longest for _, *both in exchanges for outline in both), default=0)))
+        slot = min(chunk, max((outline.longest for _, *both in exchanges for outline in both), default=0))
+        staging = Staging(slot, is_pinned=not on_host)
         at_once = concurrent(budget_bytes, chunk)
         used = [sends.slots + receives.slots for _, sends, receives in exchanges]
         staging.reserve(max((sum(used[at : at + at_once]) for at in range(len(used))), default=0))

@@ -100,22 +100,27 @@ class Regions:
     length: Ints
 
     def pack(self, found: Sequence[Matrix], staged: torch.Tensor) -> None:
-        """Copy matrices of bytes, one after another, into host memory."""
+        """Copy matrices of bytes, one after another, into `staged`; on an accelerator that is queued."""
         if not self.is_on_host:
             for runs, room in self._views(found, staged):
-                room.copy_(runs)
+                room.copy_(runs, non_blocking=True)
             return
         for matrix, place in _placed(found, staged.numpy()):
             place[:] = self._runs(matrix)
 
     def unpack(self, found: Sequence[Matrix], staged: torch.Tensor) -> None:
-        """Copy host memory into matrices of bytes, one after another."""
+        """Copy `staged` into matrices of bytes, one after another; on an accelerator that is queued."""
         if not self.is_on_host:
             for runs, room in self._views(found, staged):
-                runs.copy_(room)
+                runs.copy_(room, non_blocking=True)
             return
         for matrix, place in _placed(found, staged.numpy()):
             self._runs(matrix)[:] = place
+
+    def wait(self) -> None:
+        """Until what an accelerator was to copy is there."""
+        if not self.is_on_host:
+            torch.accelerator.current_stream().synchronize()
 
     def copy_to(self, other: Regions, both: Sequence[tuple[Matrix, Matrix]]) -> None:
         """Copy matrices of bytes into those of the other; nothing overlaps."""

@@ -69,6 +69,7 @@ class Stream:
             return
         if not self.is_send:
             self.regions.unpack(oldest.parcel.matrices, oldest.staged)
+            self.regions.wait()  # the slot is another message's next
         self.staging.give(oldest.staged)
         self._slots += 1
 
@@ -76,6 +77,7 @@ class Stream:
         staged = self.staging.take(parcel.nbytes)
         if self.is_send:
             self.regions.pack(parcel.matrices, staged)
+            self.regions.wait()  # the host sends it, and reads what is there by now
         self._start(parcel, staged, staged)
 
     def _start(self, parcel: Parcel, data: torch.Tensor, staged: torch.Tensor | None) -> None:

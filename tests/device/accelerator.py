@@ -29,6 +29,12 @@ def use() -> None:
     fused_adam.FusedAdamBuilder = get_accelerator().get_op_builder("FusedAdamBuilder")  # taken at its import
 
 
+def share() -> None:
+    """Let the workers of a node compute on the one device, whatever their local ranks."""
+    LabAccelerator.device_name = lambda self, index=None: lab.NAME if index is None else f"{lab.NAME}:0"  # type: ignore[method-assign]
+    LabAccelerator.set_device = lambda self, index: None  # type: ignore[method-assign]
+
+
 class LabAccelerator(DeepSpeedAccelerator):
     """What DeepSpeed asks a device."""
 

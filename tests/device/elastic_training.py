@@ -1,4 +1,4 @@
-"""`tests/elastic/training.py` on the device without hardware: a user's script, which knows nothing of it."""
+"""A user's script on the device without hardware, of which it knows nothing: `$SCRIPT`, or `elastic/training.py`."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ def break_down() -> None:
 
 if __name__ == "__main__":
     accelerator.use()
+    accelerator.share()
     communicators.ABORTING = device_link.GROUPING = (lab.BACKEND,)  # as under NCCL; see lab.cpp
     move_batches()
     gate_clock.install()
     faulted.ACTS["break"] = break_down
-    sys.argv[0] = str(Path(__file__).parents[1] / "elastic" / "training.py")
+    sys.argv[0] = os.environ.get("SCRIPT", str(Path(__file__).parents[1] / "elastic" / "training.py"))
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -44,8 +44,9 @@ def test_memory_is_held_against_what_was_there_and_what_the_target_adds(steps: A
 
 
 @pytest.mark.full
-def test_switches_are_measured(steps: Any, lab_pool: RankPool) -> None:
-    found = steps.pauses("bf16", "tiny", "lab")
+@pytest.mark.parametrize("way", ["auto", "gloo"])
+def test_switches_are_measured(steps: Any, lab_pool: RankPool, way: str) -> None:
+    found = steps.pauses("bf16", "tiny", "lab", way)
     assert found["memory at the peak"] == "within the bound"
     assert found["stage 1→3, communicators"].startswith("0 built, ") and "1 built" in found["2→4, communicators"]
 

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch.distributed as td
 
 from ds_dynatrain.errors import TransferError
-from ds_dynatrain.transfer.executor import TAG
+from ds_dynatrain.transfer.executor import MINIMUM_BUDGET_BYTES, TAG
 from ds_dynatrain.transfer.neighbors import RoutedTransport
 from tests.device.sharing import LabMemory
 from tests.engine import jobs, oracle
@@ -24,10 +24,13 @@ OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
 
 @dataclass
 class Count:
-    """Bytes that this member has read, and those that it has sent in messages of a plan."""
+    """Bytes that this member has read, and those that it has sent in messages of a plan, from which memory of the
+    host that may be.
+    """
 
     read: int = 0
     sent: int = 0
+    pinned: int = 0
 
 
 @contextmanager
@@ -39,7 +42,9 @@ def counted() -> Iterator[Count]:
         read(self, address, matrix, into, place)
 
     def sending(self: Any, tensor: Any, member: int, tag: int) -> Any:
-        found.sent += tensor.numel() * tensor.element_size() if tag == TAG else 0
+        nbytes = tensor.numel() * tensor.element_size() if tag == TAG else 0
+        found.sent += nbytes
+        found.pinned += nbytes if tensor.is_pinned() else 0
         return send(self, tensor, member, tag)
 
     with patch.object(LabMemory, "read", reading), patch.object(RoutedTransport, "send", sending):
@@ -60,10 +65,12 @@ def unable(member: int | None) -> Iterator[None]:
         yield
 
 
-def case(way: str, zero: dict[str, Any], path: list[jobs.Sizes], cannot: int | None = None) -> tuple[Any, Count]:
-    """The state at the end, if this member trains there, and what it has read and sent."""
+def case(
+    way: str, zero: dict[str, Any], path: list[jobs.Sizes], cannot: int | None = None, **block: Any
+) -> tuple[Any, Count]:
+    """The state at the end, if this member trains there, and what it has read and sent. block: more for ours."""
     settings = jobs.config("bf16", (2, 1))
-    settings["dynatrain"] |= {"transport": way}
+    settings["dynatrain"] |= {"transport": way, **block}
     settings["zero_optimization"] |= zero
     state = None
     with counted() as count, unable(cannot), jobs.job(settings) as made:
@@ -73,10 +80,12 @@ def case(way: str, zero: dict[str, Any], path: list[jobs.Sizes], cannot: int | N
 
 
 def test_all_bytes_are_read(lab_pool: RankPool) -> None:
-    by_messages = lab_pool.run(case, way="gloo", zero={}, path=PATH)
+    few = {"memory_budget_bytes": MINIMUM_BUDGET_BYTES}  # of staging, so that each slot has several messages
+    by_messages = lab_pool.run(case, way="gloo", zero={}, path=PATH, **few)
     found = lab_pool.run(case, way="ipc", zero={}, path=PATH)
     assert sum(count.read for _, count in found) > 0 == sum(count.sent for _, count in found)
     assert not any(count.read for _, count in by_messages)
+    assert all(count.pinned == count.sent for _, count in by_messages), "an accelerator copies there by itself"
     assert oracle.differences(found[0][0], by_messages[0][0]) == []
 
 

@@ -10,7 +10,15 @@ import pytest
 
 from tests.elastic.agents import Job
 from tests.elastic.deaths import Undisturbed
-from tests.elastic.runs import Static, training
+from tests.elastic.runs import Static, on_device, training
+
+
+@pytest.fixture(autouse=True, scope="session")
+def jobs_on_device(request: pytest.FixtureRequest) -> None:
+    """With `--on-device` jobs compute there."""
+    if request.config.option.on_device:
+        request.getfixturevalue("lab_built")
+        on_device.set(True)
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,7 @@ KINDS: Mapping[str, Kind] = {
     "tensor": Kind({"data": 1, "tensor": 2}),
     "experts": Kind({"data": 2, "expert": 2}, {"data": 1}, {"expert_parallel": {"enabled": True}}),
     "pipeline": Kind({"data": 1, "pipe": 2}),
+    "sequence": Kind({"data": 1, "sequence": 2}),
 }
 
 

@@ -9,6 +9,7 @@ import signal
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,10 +20,14 @@ from tests.elastic.warm import Warm, WarmJob, nursery
 from tools.history import Losses, Samples, history
 
 SCRIPT = Path(__file__).with_name("training.py")
+RUN_ON_DEVICE = Path(__file__).parents[1] / "device" / "elastic_training.py"
+"""Runs the script `$SCRIPT` on the device without hardware."""
 STATIC_STEPS = 200
 STATIC_LAYOUTS = ({"data": 1}, {"data": 3})
 SECONDS = 120.0
 """How long anything may take on a busy machine: a worker imports DeepSpeed, and that alone takes a while."""
+on_device: ContextVar[bool] = ContextVar("on_device", default=False)
+"""Whether jobs compute on the device without hardware; what they are held against does not."""
 
 
 def training(
@@ -36,8 +41,11 @@ def training(
     """A job of `training.py`; own, block: see `settings`; given: see `Job`. kind: `Job` for new processes."""
     variables = {"SETTINGS": json.dumps(settings(stage, own, **(block or {}))), "DS_ACCELERATOR": "cpu"}
     variables |= {"STEP_SECONDS": "0.8", **given.pop("variables", {})}
+    script = given.pop("script", SCRIPT)
+    if on_device.get() and script != RUN_ON_DEVICE:
+        variables["SCRIPT"], script = str(script), RUN_ON_DEVICE
     times = {**TIMES, "silent_seconds": 5.0}  # the default: other tests compile for minutes beside this one
-    return kind(folder, variables=variables, seconds=SECONDS, **{"script": SCRIPT, "times": times, **given})
+    return kind(folder, variables=variables, seconds=SECONDS, script=script, **{"times": times, **given})
 
 
 class Static:

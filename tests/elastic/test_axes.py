@@ -1,4 +1,4 @@
-"""Nodes of two workers come, go and die in jobs with tensor parallelism, experts and pipelines."""
+"""Nodes of two workers come, go and die in jobs with tensor and sequence parallelism, experts and pipelines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ds_dynatrain.balance.profile import LayerCost, Profile
 from ds_dynatrain.elastic.messages import Status
 from tests.elastic.agents import Job, processes
 from tests.elastic.kinds import KINDS
-from tests.elastic.runs import Static, check_history, finish_together, gated, open_gate, steps_on
+from tests.elastic.runs import Static, check_history, finish_together, gated, on_device, open_gate, steps_on
 
 pytestmark = pytest.mark.full
 
@@ -48,18 +48,22 @@ def test_nodes_join_leave_and_are_killed(train: Callable[..., Job], tmp_path: Pa
     assert processes(last) == processes(left) and last.changes[-1].change == "failure"
     finish_together(job)
     check_history(job, static, kills=1)
-    check_groups(job, kind)
+    if kind != "sequence":  # whose ranks hold what data ranks hold, and so may be anywhere
+        check_groups(job, kind)
 
 
 def check_groups(job: Job, kind: str) -> None:
-    """The node that stays from the second world on keeps the group of its own two workers in the planned changes."""
-    axis = {"tensor": "tensor", "experts": "expert", "pipeline": "pipe"}[kind]
+    """The node that stays from the second world on keeps the group of its own two workers in the planned changes; on a
+    device each world has communicators of its own.
+    """
+    axis = {"experts": "expert", "pipeline": "pipe"}.get(kind, kind)
     switches = [row for row in job.rows("switch") if row["groups"]]
     names = {
         pid: [row["groups"][axis] for row in switches if row["pid"] == pid] for pid in {row["pid"] for row in switches}
     }
     stayed = [each for each in names.values() if len(each) > 2]
-    assert len(stayed) == 2 and all(len({*each[:3]}) == 1 for each in stayed), names
+    different = 3 if on_device.get() else 1
+    assert len(stayed) == 2 and all(len({*each[:3]}) == different for each in stayed), names
 
 
 @pytest.mark.parametrize("shares", [(4, 8), (8, 4)])

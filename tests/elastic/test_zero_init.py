@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+import ds_dynatrain.engine.initialize as start
+from ds_dynatrain.errors import UnsupportedError
 from tests.elastic.agents import ROOT, Job, Row, processes
 from tests.elastic.cut_models import MEGABYTE, digests, layers, save_pretrained
 from tests.elastic.runs import finish
@@ -43,6 +45,13 @@ def run(train: Callable[..., Job], how: str, workers: int, own: dict[str, Any]) 
     assert processes(joined)[: len(first) * workers] == processes(began)
     finish(job, *first, "later", "coordinator")
     return job
+
+
+def test_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would cut parameters there, over a group that is not there for it."""
+    monkeypatch.setattr(start, "is_accelerated", lambda: True)
+    with pytest.raises(UnsupportedError, match=r"zero\.Init on accelerators .* build the model whole"):
+        start._join_before_engines()
 
 
 def test_from_pretrained(train: Callable[..., Job], tmp_path: Path) -> None:

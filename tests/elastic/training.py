@@ -28,6 +28,7 @@ from torch.utils.data import default_collate
 import ds_dynatrain
 from ds_dynatrain.engine.process import PROCESS
 from tests.elastic import faulted
+from tests.engine import ulysses
 from tests.engine.models import WORDS, Sequences, decay_groups, small_gpt
 from tests.engine.pipelines import pipeline
 
@@ -39,7 +40,7 @@ WORKERS = int(os.environ.get("WORKERS", "0"))
 STEP_SECONDS = float(os.environ.get("STEP_SECONDS", "0.02"))
 HOW = os.environ.get("HOW", "")
 KIND = os.environ.get("KIND", "gpt")
-"""Of the model: "gpt", "pipeline", "tensor", "experts", or "meta" for a large one without memory."""
+"""Of the model: "gpt", "pipeline", "tensor", "experts", "sequence", or "meta" for a large one without memory."""
 FEED = os.environ.get("FEED", "")
 """Of a pipeline: "own" for an iterator of the user's own, which the second pipeline never gets anything from once
 `$OUT/hold` is there."""
@@ -83,6 +84,9 @@ def built() -> tuple[torch.nn.Module, Any]:
         from tests.engine.mixtures import autoep_model, with_loss
 
         model = autoep_model("mixtral") if KIND == "experts" else with_loss(MODELS["llama of 4 kv"]())
+        return model, list(model.parameters())
+    if KIND == "sequence":
+        model = ulysses.long_gpt()
         return model, list(model.parameters())
     if KIND == "meta":
         with torch.device("meta"):
@@ -162,6 +166,8 @@ class Script:
 
     def samples(self) -> torch.utils.data.Dataset[Any]:
         """What it trains on."""
+        if KIND == "sequence":
+            return Numbered(tokens=ulysses.LENGTH, words=ulysses.WORDS)
         return Sequences() if KIND == "pipeline" else Numbered()
 
     def run(self) -> None:
@@ -174,9 +180,10 @@ class Script:
         parts: list[tuple[float, list[int]]] = []
         for inputs, targets, numbers in self.loader:
             engine, step, micro_steps = self.engine, int(self.engine.global_steps), int(self.engine.micro_steps)
-            loss = engine(inputs, targets)
-            parts.append((loss.item(), numbers.tolist() if self.counts else []))
-            engine.backward(loss)
+            loss = engine(*(ulysses.own_part(engine, (inputs, targets)) if KIND == "sequence" else (inputs, targets)))
+            mean = engine.mean(loss.detach(), len(numbers)) if KIND == "sequence" else loss  # of all parts
+            parts.append((mean.item(), numbers.tolist() if self.counts else []))
+            engine.backward(loss / engine.sequence)
             engine.step()
             if engine.micro_steps != micro_steps + 1:  # the global batch is discarded
                 parts = []
@@ -235,7 +242,8 @@ class Script:
     @property
     def counts(self) -> bool:
         """Whether the samples of this rank are its own."""
-        shares = self.engine.layout.coordinate(self.engine.rank)["tensor"] > 0
+        place = self.engine.layout.coordinate(self.engine.rank)
+        shares = place["tensor"] > 0 or place["sequence"] > 0
         return not shares and not self.engine.slot_is_borrowed
 
     @property

@@ -151,7 +151,8 @@ def differences(one: State, other: State, counters: bool = True, last_gradients:
     for key in mine & theirs:
         unequal = int((_bits(one.tensors[key]) != _bits(other.tensors[key])).sum())
         if unequal:
-            found.append(f"{key}: {unequal} of {one.tensors[key].numel()} elements differ")
+            furthest = (one.tensors[key].double() - other.tensors[key].double()).abs().max().item()
+            found.append(f"{key}: {unequal} of {one.tensors[key].numel()} elements differ, by {furthest:.1e} at most")
     for name in ("steps", "groups") + (("counters",) if counters else ()):
         if getattr(one, name) != getattr(other, name):
             found.append(f"{name}: {getattr(one, name)} and {getattr(other, name)}")
