@@ -21,9 +21,11 @@ import sys
 import threading
 import traceback
 from collections.abc import Sequence
+from functools import cache
 from multiprocessing.connection import Connection
 from typing import Any
 
+import cpuinfo
 import deepspeed
 import deepspeed.runtime.zero.muon.original_muon  # slow and imported late by DeepSpeed: paid once, here
 import numpy as np
@@ -55,6 +57,8 @@ def main(descriptor: int, modules: Sequence[str], backend: str = "gloo") -> None
     deepspeed.utils.nvtx.enable_nvtx = False  # for a profiler that nobody runs: two calls around each of DeepSpeed's
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # unused, and a killed rank leaves its build lock
     torch.set_num_threads(1)
+    cpuinfo.get_cpu_info = cache(cpuinfo.get_cpu_info)  # a process of its own, each time an operator is loaded
+    cpuinfo.get_cpu_info()
     gc.collect()
     gc.freeze()  # half a million objects of torch and DeepSpeed, that each collection in each rank would visit again
     with socket.socket(fileno=descriptor) as control:
