@@ -119,8 +119,8 @@ class Regions:
 
     def wait(self) -> None:
         """Until what an accelerator was to copy is there."""
-        if not self.is_on_host:
-            torch.accelerator.current_stream().synchronize()
+        for device in {data.device for data in self.data if data.device.type != "cpu"}:
+            torch.accelerator.current_stream(device).synchronize()
 
     def copy_to(self, other: Regions, both: Sequence[tuple[Matrix, Matrix]]) -> None:
         """Copy matrices of bytes into those of the other; nothing overlaps."""

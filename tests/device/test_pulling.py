@@ -11,8 +11,8 @@ from unittest.mock import patch
 import torch.distributed as td
 
 from ds_dynatrain.errors import TransferError
-from ds_dynatrain.transfer.executor import MINIMUM_BUDGET_BYTES, TAG
-from ds_dynatrain.transfer.neighbors import RoutedTransport
+from ds_dynatrain.transfer.executor import MINIMUM_BUDGET_BYTES
+from ds_dynatrain.transfer.stream import Stream
 from tests.device.sharing import LabMemory
 from tests.engine import jobs, oracle
 from tests.engine.pool import RankPool
@@ -24,8 +24,8 @@ OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
 
 @dataclass
 class Count:
-    """Bytes that this member has read, and those that it has sent in messages of a plan, from which memory of the
-    host that may be.
+    """Bytes that this member has read, that it has sent in messages of a plan, and how many of these from pinned
+    memory.
     """
 
     read: int = 0
@@ -35,19 +35,19 @@ class Count:
 
 @contextmanager
 def counted() -> Iterator[Count]:
-    found, read, send = Count(), LabMemory.read, RoutedTransport.send
+    found, read, start = Count(), LabMemory.read, Stream._start
 
     def reading(self: Any, address: int, matrix: Any, into: Any, place: Any) -> None:
         found.read += matrix.nbytes
         read(self, address, matrix, into, place)
 
-    def sending(self: Any, tensor: Any, member: int, tag: int) -> Any:
-        nbytes = tensor.numel() * tensor.element_size() if tag == TAG else 0
-        found.sent += nbytes
-        found.pinned += nbytes if tensor.is_pinned() else 0
-        return send(self, tensor, member, tag)
+    def starting(self: Any, parcel: Any, data: Any, staged: Any) -> None:
+        if self.is_send:
+            found.sent += data.numel()
+            found.pinned += data.numel() if data.is_pinned() else 0
+        start(self, parcel, data, staged)
 
-    with patch.object(LabMemory, "read", reading), patch.object(RoutedTransport, "send", sending):
+    with patch.object(LabMemory, "read", reading), patch.object(Stream, "_start", starting):
         yield found
 
 
@@ -85,6 +85,7 @@ def test_all_bytes_are_read(lab_pool: RankPool) -> None:
     found = lab_pool.run(case, way="ipc", zero={}, path=PATH)
     assert sum(count.read for _, count in found) > 0 == sum(count.sent for _, count in found)
     assert not any(count.read for _, count in by_messages)
+    assert sum(count.sent for _, count in by_messages) > 0
     assert all(count.pinned == count.sent for _, count in by_messages), "an accelerator copies there by itself"
     assert oracle.differences(found[0][0], by_messages[0][0]) == []
 
