@@ -170,6 +170,20 @@ def test_one_dies_beside_other_axes(train: Callable[..., Job], kind: str, axis: 
         assert len(made) - len(set(made)) <= 2, made
 
 
+@pytest.mark.full
+def test_a_model_without_memory(train: Callable[..., Job]) -> None:
+    """It is drawn where the job starts; who joins has its values from there."""
+    block = {"layout": {"data": 1, "zero_stage": 3}}
+    job = train(nodes="1:2", stage=3, block=block, variables={"KIND": "meta"}, script=SCRIPT)
+    joined = second_joins(job)
+    steps_on(job)
+    finish_together(job)
+    steps = [row for row in job.rows("step") if row["generation"] >= joined.generation]
+    assert len({row["pid"] for row in steps}) == 2
+    losses = [loss for row in job.rows("step") for loss, _ in row["parts"]]
+    assert losses and all(0 < loss < 2 * losses[0] for loss in losses), losses
+
+
 def test_a_device_that_takes_nothing_any_more(train: Callable[..., Job]) -> None:
     """Its process ends with a code of its own, and its agent starts another one, which comes in its place."""
     job = train(nodes="1:2", stage=0, variables={"STEP_SECONDS": "0.3"}, script=SCRIPT)
