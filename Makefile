@@ -66,7 +66,7 @@ test: $(STAMP)  ## run the tests, the long sets apart
 test-all: $(STAMP)  ## run all tests: every combination, long chains
 	$(BIN)/python -m pytest -m '' $(ARGS)
 
-test-device: $(STAMP)  ## run what has ranks on a device without hardware: tests/device, and all of tests/engine; one to two hours
+test-device: $(STAMP)  ## run what has ranks on a device without hardware: tests/device, all of tests/engine, elastic jobs of every axis; two hours
 	$(BIN)/python -m pytest -m '' tests/device $(ARGS)
 	$(BIN)/python -m pytest -m '' --on-device tests/engine tests/elastic/test_axes.py tests/elastic/test_together.py $(ARGS)
 
