@@ -12,7 +12,10 @@ without an index lacks (Python 3.12, x86-64): install them there with
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -21,9 +24,12 @@ from typing import Any
 
 import gpu_steps
 from figures import table
+from processes import with_variable
 
-LIMIT_SECONDS = 300
-"""Of one step."""
+LIMIT_SECONDS, SPARE_SECONDS = 300.0, 10.0
+"""Of one step; how much less it is told, so that it can say itself what has not come."""
+MARK = "GPU_CHECK_STEP"
+"""A variable of the environment by which a step's processes are found."""
 CARRIED = {
     "deepspeed==0.19.8": "wheel",
     "hjson==3.1.0": "wheel",
@@ -47,14 +53,22 @@ def carry(folder: Path) -> None:
 
 
 def run(name: str, out: Path, seconds: float) -> dict[str, Any]:
-    """One step, in a process of its own: what it found, or why it found nothing."""
-    path, begin = out / f"{name}.json", time.monotonic()
-    command = [sys.executable, gpu_steps.__file__, name, str(path)]
+    """One step, in a process of its own: what it found, or why it found nothing. What it printed is beside it.
+
+    Whoever is left of its processes is killed: they would go on computing on the card beside the next step's.
+    """
+    path, log, mark, begin = out / f"{name}.json", out / f"{name}.log", f"{os.getpid()} {name}", time.monotonic()
+    command = [sys.executable, gpu_steps.__file__, name, str(path), str(max(seconds - SPARE_SECONDS, 1))]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
-        error = "" if done.returncode == 0 else f"exit {done.returncode}: {(done.stderr or done.stdout)[-2000:]}"
+        with log.open("wb") as output:
+            environment = {**os.environ, MARK: mark}
+            done = subprocess.run(command, stdout=output, stderr=output, timeout=seconds, env=environment)
+        error = "" if done.returncode == 0 else f"exit {done.returncode}: {log.read_text(errors='replace')[-2000:]}"
     except subprocess.TimeoutExpired:
-        error = f"not done in {seconds:.0f} s"
+        error = f"not done in {seconds:.0f} s: {log.read_text(errors='replace')[-2000:]}"
+    for process in with_variable(MARK, mark):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     found |= {"error": error} if error else {}
     found["seconds"] = round(time.monotonic() - begin, 1)

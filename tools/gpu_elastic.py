@@ -6,7 +6,7 @@ import json
 import signal
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -21,32 +21,35 @@ BLOCK = {"buddies": {"mode": "copy"}, "timeout_seconds": 60}
 SCRIPT = ROOT / "tests" / "gpu" / "elastic_training.py"
 STEP_SECONDS = 0.02
 """That the script waits after each step."""
+WAIT_SECONDS, CLEAN_UP_SECONDS = 120.0, 10.0
+"""For each thing that has to come, at most; for ending a job."""
 STEPS, SKIPPED = 60, 10
 """That are measured in one world; the first ones compile."""
 
 
 def elastic(
-    script: Path = SCRIPT, accelerator: str = "cuda", stage: int = 1, transport: str = "auto", **variables: str
+    script: Path = SCRIPT, accelerator: str = "cuda", stage: int = 1, transport: str = "auto", seconds: float = 280.0
 ) -> Found:
     """Two members, a third one joins, one is killed, one is told to go; and steps without what such a job adds to them.
 
-    transport: as `dynatrain.transport`. variables: of the environment. exit: 0 where all went as it should.
+    transport: as `dynatrain.transport`. seconds: for all of it. exit: 0 where all went as it should.
     """
+    end = time.monotonic() + seconds
     try:
-        with _job(script, accelerator, stage, transport, variables) as job:
+        with _job(script, accelerator, stage, transport, end) as job:
             found = _walk(job)
-        with _job(script, accelerator, stage, transport, {**variables, "GATE_IS": "off"}) as job:
+        with _job(script, accelerator, stage, transport, end, GATE_IS="off") as job:
             return {**found, "step without the gate, ms": _step_ms(job, _two(job))}
     except TimeoutError as error:
         return {"exit": 1, "error": str(error)[-2500:]}
 
 
 @contextmanager
-def _job(script: Path, accelerator: str, stage: int, transport: str, variables: Mapping[str, str]) -> Iterator[Job]:
+def _job(script: Path, accelerator: str, stage: int, transport: str, end: float, **variables: str) -> Iterator[Job]:
     with tempfile.TemporaryDirectory() as folder:
         given = {"DS_ACCELERATOR": accelerator, **variables}
         job = training(Path(folder), stage, BLOCK | {"transport": transport}, "1:4", STEP_SECONDS, **given)
-        job.script, job.seconds = script, 120.0
+        job.script, job.seconds = script, min(WAIT_SECONDS, max(end - time.monotonic() - CLEAN_UP_SECONDS, 1.0))
         try:
             yield job
         finally:

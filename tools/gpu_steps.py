@@ -1,8 +1,11 @@
-"""The steps of `gpu_check.py`: each returns what it found as values for JSON. Run as `gpu_steps.py STEP FILE`."""
+"""The steps of `gpu_check.py`: each returns what it found as values for JSON. Run as
+`gpu_steps.py STEP FILE SECONDS`.
+"""
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import os
 import platform
@@ -17,7 +20,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from launch import launch
+from launch import ENVIRONMENT, HERE, launch
 
 Found = dict[str, Any]
 NBYTES = 1 << 30
@@ -55,12 +58,14 @@ def rate(work: Callable[[], object], nbytes: int = NBYTES) -> float:
 
 def environment() -> Found:
     """Card, driver, versions, and what the package can import here."""
+    from ds_dynatrain.adapters.communicators import nccl_version
+
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     found: Found = {
         "card": subprocess.run(query, capture_output=True, text=True).stdout.strip(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "nccl": ".".join(map(str, nccl_version())),
         "python": platform.python_version(),
         "cores": os.cpu_count(),
         "kernel": platform.release(),
@@ -241,7 +246,35 @@ def nccl() -> Found:
     return found
 
 
-RANKS, LAUNCH_SECONDS = 4, 280
+def shared_nccl(device: str = "cuda", seconds: float = 120.0) -> Found:
+    """By two and by four processes of one card: collectives, a process that is killed, and aborting for its sake."""
+    from torch._C._distributed_c10d import TCPStore
+
+    if device != "lab" and (missing := _share_by_nccl()):
+        return {"error": missing}
+    found, end = Found(), time.monotonic() + seconds
+    names = {**os.environ, **ENVIRONMENT, "DS_ACCELERATOR": device if device != "lab" else "cpu"}
+    for ranks in (2, 4):
+        store = TCPStore("127.0.0.1", 0, is_master=True)
+        command = [sys.executable, str(HERE / "gpu_nccl_ranks.py")]
+        started = [
+            subprocess.Popen(
+                [*command, *map(str, (rank, ranks, store.port)), device], stdout=subprocess.PIPE, env=names
+            )
+            for rank in range(ranks)
+        ]
+        try:
+            said = [each.communicate(timeout=max(end - time.monotonic(), 1))[0] for each in started[:-1]]
+            rows = [json.loads(line.splitlines()[-1]) for line in said]
+            found |= {f"{ranks} ranks, {name}": max(row[name] for row in rows) for name in rows[0]}
+        finally:
+            for each in started:
+                each.kill()
+    return found
+
+
+RANKS, SECONDS = 4, 280.0
+"""How long a step may take, where nobody says it."""
 BUDGET_BYTES = SPARE_BYTES = 64 << 20
 START = {"data": 2, "zero_stage": 1}
 CHANGES = {"2→4": {"data": 4}, "4→2": {"data": 2}, "stage 1→3": {"zero_stage": 3}, "stage 3→1": {"zero_stage": 1}}
@@ -250,17 +283,37 @@ Note = dict[str, Any]
 """What a rank says of one switch: see `gpu_switch_ranks.py`."""
 
 
-def pauses(dtype: str, size: str = "125M", device: str = "cuda", way: str = "auto") -> Found:
+def pauses(dtype: str, size: str = "125M", device: str = "cuda", way: str = "auto", seconds: float = SECONDS) -> Found:
     """Switches of four ranks that share the card: pauses, communicators, and what is allocated at the peak.
 
-    way: `dynatrain.transport`; "gloo" has all bytes pass through the host's pinned memory.
+    way: `dynatrain.transport`; "gloo" has all bytes pass through the host's pinned memory, "nccl" has collectives go
+    over NCCL, too.
     """
+    if way == NCCL and (missing := _share_by_nccl()):
+        return {"error": missing}
     walk = [{"name": name, "target": to, "mode": mode} for mode in ("now", "ahead") for name, to in CHANGES.items()]
-    given = {"device": device, "size": size, "dtype": dtype, "walk": walk, "start": START, "budget": BUDGET_BYTES}
-    given["transport"] = way
+    return pauses_of(_switches(walk, size, device, seconds, dtype=dtype, transport=way))
+
+
+def _switches(walk: list[dict[str, Any]], size: str, device: str, seconds: float, **given: Any) -> list[Note]:
     accelerator = device if device != "lab" else "cpu"
-    notes = launch("gpu_switch_ranks.py", RANKS, LAUNCH_SECONDS, accelerator=accelerator, **given)
-    return pauses_of([note for member in notes.values() for note in member])
+    given |= {"device": device, "size": size, "walk": walk, "start": START, "budget": BUDGET_BYTES}
+    notes = launch("gpu_switch_ranks.py", RANKS, seconds, accelerator=accelerator, **given)
+    return [note for member in notes.values() for note in member]
+
+
+def many(size: str = "8M", device: str = "cuda", rounds: int = 25, seconds: float = SECONDS) -> Found:
+    """Four switches a round: what stays on the device, as its allocator counts it and as its driver does."""
+    walk = [{"name": name, "target": to, "mode": "now"} for _ in range(rounds) for name, to in CHANGES.items()]
+    notes = _switches(walk, size, device, seconds, dtype="bf16", transport="auto")
+    last = [note for note in notes if note["change"]["name"] == walk[-1]["name"]]  # all of them in the same layout
+    each = len(last) // rounds
+    found: Found = {"switches": len(walk)}
+    for at, name in ((1, "second"), (rounds // 2, "middle"), (rounds - 1, "last")):
+        of_round = [note for place, note in enumerate(last) if place % rounds == at]
+        allocated, free = max(note["after"] for note in of_round), min(note["free"] for note in of_round)
+        found[f"{name} round, of {each} members"] = f"{allocated / 2**20:.1f} MiB allocated, {free / 2**20:.0f} free"
+    return found
 
 
 def pauses_of(notes: list[Note]) -> Found:
@@ -307,9 +360,9 @@ def builds() -> Found:
     return found
 
 
-def tests() -> Found:
+def tests(seconds: float = SECONDS) -> Found:
     """The tests of tests/gpu on the device's memory, and their speeds."""
-    return _pytest("tests/gpu/test_cuda.py", ["-s"])
+    return _pytest("tests/gpu/test_cuda.py", ["-s"], seconds)
 
 
 CORE = {
@@ -332,32 +385,33 @@ CORE = {
 NCCL, SHARING_NCCL = "nccl", (2, 30, 0)
 
 
-def core(part: str) -> Found:
-    """Four ranks on the one card, collectives staged on gloo."""
-    return _pytest("tests/gpu/core", ["-k", CORE[part]])
+def core(part: str, collectives: str = "gloo", seconds: float = SECONDS) -> Found:
+    """Four ranks on the one card: collectives staged on gloo, or NCCL's own."""
+    if collectives == NCCL and (missing := _share_by_nccl()):
+        return {"error": missing}
+    return _pytest("tests/gpu/core", ["-k", CORE[part]], seconds)
 
 
-def elastic(collectives: str) -> Found:
+def elastic(collectives: str, seconds: float = SECONDS) -> Found:
     """Members that share the card come, go and are killed: collectives staged on gloo, or NCCL's own."""
     from gpu_elastic import elastic as walk
 
     if collectives != NCCL:
-        return walk()
-    if missing := _sharing_nccl():
+        return walk(seconds=seconds)
+    if missing := _share_by_nccl():
         return {"error": missing}
-    return walk(transport=NCCL, COLLECTIVES=NCCL, NCCL_MULTI_RANK_GPU_ENABLE="1")
+    return walk(transport=NCCL, seconds=seconds)
 
 
-def batches(size: str = "125M", device: str = "cuda", repeats: int = 5) -> Found:
+def batches(size: str = "125M", device: str = "cuda", repeats: int = 5, seconds: float = SECONDS) -> Found:
     """Moves between devices in batches, by NCCL, beside a raw group call of the same bytes; bar: 1.25 times that, and
     100 ms. On one card its ranks share that, which NCCL permits from 2.30 on.
     """
-    if device != "lab" and torch.cuda.device_count() < RANKS and (missing := _sharing_nccl()):
+    if device != "lab" and torch.cuda.device_count() < RANKS and (missing := _share_by_nccl()):
         return {"error": missing}
-    os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
     accelerator = device if device != "lab" else "cpu"
     given = {"device": device, "size": size, "repeats": repeats}
-    notes = launch("gpu_batches_ranks.py", RANKS, LAUNCH_SECONDS, accelerator=accelerator, **given)
+    notes = launch("gpu_batches_ranks.py", RANKS, seconds, accelerator=accelerator, **given)
     found: Found = {}
     for rows in zip(*notes.values(), strict=True):
         moves, raw = (max(row[name] for row in rows) for name in ("ms", "raw_ms"))
@@ -367,18 +421,28 @@ def batches(size: str = "125M", device: str = "cuda", repeats: int = 5) -> Found
     return {**found, "exit": 0 if all(row["has_arrived"] for rows in notes.values() for row in rows) else 1}
 
 
-def _sharing_nccl() -> str:
-    """Why ranks cannot share a card under the NCCL that is there, or nothing."""
-    if (version := torch.cuda.nccl.version()) < SHARING_NCCL:
+def _share_by_nccl() -> str:
+    """Let ranks share a card and communicate by NCCL; or why those that share one cannot under the one that is there.
+
+    Their kernels take turns on the card: such a collective takes tens of milliseconds, which says nothing of NCCL.
+    """
+    from ds_dynatrain.adapters.communicators import nccl_version
+
+    if (version := nccl_version()) < SHARING_NCCL:
         return f"NCCL {'.'.join(map(str, version))} takes a card once; from 2.30 on ranks may share one"
+    os.environ |= {"COLLECTIVES": NCCL, "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
     return ""
 
 
-def _pytest(path: str, arguments: list[str]) -> Found:
+def _pytest(path: str, arguments: list[str], seconds: float) -> Found:
     command = [sys.executable, "-m", "pytest", path, "-q", "-p", "no:cacheprovider", "--no-header", *arguments]
     root = Path(__file__).parents[1]
     names = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=root, env=names)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, cwd=root, env=names, timeout=seconds)
+    except subprocess.TimeoutExpired as late:
+        shown = (late.stdout or b"").decode(errors="replace")
+        return {"exit": 124, "error": f"not done in {seconds:.0f} s", "last lines": shown[-3000:]}
     return {"exit": done.returncode, "last lines": done.stdout[-3000:], "errors": done.stderr[-1000:]}
 
 
@@ -403,11 +467,15 @@ STEPS: dict[str, Callable[[], Found]] = {
     "packing": packing,
     "sharing": sharing,
     "nccl": nccl,
+    "nccl shared": shared_nccl,
     **{f"pauses {dtype}": partial(pauses, dtype) for dtype in ("fp32", "bf16")},
     "pauses gloo": partial(pauses, "bf16", way="gloo"),
+    "pauses nccl": partial(pauses, "bf16", way=NCCL),
+    "many": many,
     "builds": builds,
     "tests": tests,
     **{f"core {part}": partial(core, part) for part in CORE},
+    **{f"core {part} nccl": partial(core, part, NCCL) for part in CORE},
     "batches": batches,
     "elastic": partial(elastic, "gloo"),
     "elastic nccl": partial(elastic, NCCL),
@@ -416,4 +484,6 @@ STEPS: dict[str, Callable[[], Found]] = {
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    Path(sys.argv[2]).write_text(json.dumps(STEPS[sys.argv[1]]()))
+    step = STEPS[sys.argv[1]]
+    given = {"seconds": float(sys.argv[3])} if "seconds" in inspect.signature(step).parameters else {}
+    Path(sys.argv[2]).write_text(json.dumps(step(**given)))

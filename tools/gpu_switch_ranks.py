@@ -1,4 +1,4 @@
-"""One rank of the steps "pauses" of `gpu_steps.py`: all share the one card, with collectives staged on gloo.
+"""One rank of the steps "pauses" of `gpu_steps.py`: all share the one card, with collectives staged on gloo, or NCCL's.
 
 torchrun ... gpu_switch_ranks.py FOLDER '{"device": "cuda", "size": "125M", "dtype": "bf16", "walk": [...], ...}'
 
@@ -21,15 +21,13 @@ from launch import Notes
 BATCH, LENGTH = 12, 8
 
 
-def stage_collectives(device: str) -> str:
-    """Let DeepSpeed's accelerator communicate over the host, before anything else is imported; the back-end's name."""
+def choose_collectives(device: str) -> str:
+    """How DeepSpeed's accelerator communicates, before anything else is imported; the back-end's name."""
     sys.path.insert(0, str(Path(__file__).parents[1]))
     if device == "lab":
         importlib.import_module("tests.device.accelerator").use()
         return str(importlib.import_module("tests.device.lab").BACKEND)
-    ranks = importlib.import_module("tests.gpu.rank_process")
-    ranks.stage_collectives()
-    return str(ranks.BACKEND)
+    return str(importlib.import_module("tests.gpu.staging").chosen_backend())
 
 
 def storages(*sides: Any) -> int:
@@ -71,14 +69,16 @@ class Watch:
     def found(self) -> dict[str, int]:
         """Since `begin`."""
         self._device.synchronize()
-        return {"before": self.before, "peak": int(self._device.max_memory_allocated()), **self.state}
+        peak, after = self._device.max_memory_allocated(), self._device.memory_allocated()
+        free = int(self._device.available_memory())
+        return {"before": self.before, "peak": int(peak), "after": int(after), "free": free, **self.state}
 
 
 def main() -> None:
     """Walk."""
     folder, wanted = sys.argv[1], json.loads(sys.argv[2])
     os.environ["LOCAL_RANK"] = "0"  # they share the card
-    backend = stage_collectives(wanted["device"])
+    backend = choose_collectives(wanted["device"])
     import deepspeed
     import torch.distributed as td
     from deepspeed.accelerator import get_accelerator

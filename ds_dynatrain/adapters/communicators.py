@@ -7,6 +7,8 @@ and it is handed on from world to world while they stay. To make one beside runn
 
 from __future__ import annotations
 
+import ctypes
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -35,6 +37,16 @@ LOOK_SECONDS = 0.1
 """Between two looks whether another member has failed."""
 SPARE_SECONDS = 5.0
 """How much longer a library looks for its peers than it is waited for: the words for who is missing are ours."""
+
+
+def nccl_version() -> tuple[int, ...]:
+    """Of the library that this process has loaded; torch itself tells of the one it was built with."""
+    try:
+        library, found = ctypes.CDLL("libnccl.so.2", os.RTLD_NOLOAD | os.RTLD_NOW), ctypes.c_int()
+        library.ncclGetVersion(ctypes.byref(found))
+    except (OSError, AttributeError):  # it is a part of torch's own library
+        return torch.cuda.nccl.version()  # type: ignore[no-any-return]
+    return found.value // 10000, found.value // 100 % 100, found.value % 100
 
 
 def go_on() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_dynatrain.adapters.communicators import OLDEST_NCCL, ends_with_its_members, is_watched
+from ds_dynatrain.adapters.communicators import OLDEST_NCCL, ends_with_its_members, is_watched, nccl_version
 from ds_dynatrain.adapters.compiled import compiled_by_wrapping
 from ds_dynatrain.adapters.device import HOST, compute_device, device_backend, is_accelerated, is_capturing
 from ds_dynatrain.adapters.experts import is_on
@@ -51,7 +51,7 @@ def check_elastic_launch() -> None:
     if not ends_with_its_members():
         row = usage("an elastic launch on an accelerator without NCCL")
         raise row.error(f"an elastic launch on {compute_device().type!r} with {device_backend()}")
-    if is_watched() and (version := torch.cuda.nccl.version()) < OLDEST_NCCL:
+    if is_watched() and (version := nccl_version()) < OLDEST_NCCL:
         have = ".".join(map(str, version))
         raise usage("an elastic launch with an old NCCL").error(f"an elastic launch with NCCL {have}")
 

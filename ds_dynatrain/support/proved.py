@@ -55,7 +55,8 @@ _ON_H200 = {
 """Part -> what ran there. Four ranks shared the card, so collectives went over gloo, and moves by CUDA IPC."""
 
 HARDWARE: Mapping[tuple[str, str], Proof] = {
-    ("cuda", part): Proof(_H200, _DAY, _TORCH, command) for part, command in _ON_H200.items()
+    **{("cuda", part): Proof(_H200, _DAY, _TORCH, command) for part, command in _ON_H200.items()},
+    ("cuda", "pipe"): Proof("1 × H100", "2026-11-27", _TORCH, "python tools/gpu_check.py --only 'core pipe'"),
 }
 """(accelerator, part) -> the run. A pair that is not here never ran."""
 

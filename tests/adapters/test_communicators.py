@@ -649,3 +649,19 @@ def test_those_of_torch_s_own_get_their_options(accelerator: None, monkeypatch: 
     options = {"_timeout": communicators.default_pg_timeout, "global_ranks_in_group": [4, 6], "group_name": "here"}
     assert seen == [(1, 2, options), "sequence", DEVICE]
     assert made.kind == td.ProcessGroup.BackendType.NCCL and made.device == DEVICE
+
+
+def test_the_version_is_that_of_the_library_that_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that of the one torch was built with, unless it has it inside."""
+
+    def tell(into: Any) -> None:
+        into._obj.value = 23102
+
+    def refuse(name: str, mode: int) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    monkeypatch.setattr(communicators.ctypes, "CDLL", lambda name, mode: SimpleNamespace(ncclGetVersion=tell))
+    assert communicators.nccl_version() == (2, 31, 2)
+    monkeypatch.setattr(communicators.ctypes, "CDLL", refuse)
+    assert communicators.nccl_version() == (2, 28, 9)

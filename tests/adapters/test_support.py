@@ -342,7 +342,7 @@ def test_an_elastic_launch_without_nccl(accelerated: None, monkeypatch: pytest.M
 
 def test_an_elastic_launch_with_an_old_nccl(accelerated: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(communicators, "device_backend", lambda: "nccl")
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 25, 1))
+    monkeypatch.setattr(support, "nccl_version", lambda: (2, 25, 1))
     with pytest.raises(UnsupportedError, match=r"an elastic launch with NCCL 2.25.1: .*newer"):
         check_elastic_launch()
 
@@ -351,7 +351,7 @@ def test_an_elastic_launch_with_nccl(accelerated: None, monkeypatch: pytest.Monk
     """torch's watchdog is told to do nothing, before anything is made."""
     settled = list[str]()
     monkeypatch.setattr(communicators, "device_backend", lambda: "nccl")
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    monkeypatch.setattr(support, "nccl_version", lambda: (2, 28, 9))
     monkeypatch.setattr(initialize, "settle_watchdog", lambda: settled.append("once"))
     initialize._settle_elastic_launch()
     assert settled == ["once"]

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.conftest import RANKS
+from tests.engine import test_members, test_sequence
 from tests.engine.pool import RankPool
 
 TOOLS = Path(__file__).parents[2] / "tools"
@@ -52,6 +56,34 @@ def test_switches_are_measured(steps: Any, lab_pool: RankPool, way: str) -> None
 
 
 @pytest.mark.full
+def test_what_stays_after_many_switches(steps: Any, lab_pool: RankPool) -> None:
+    found = steps.many("tiny", "lab", 3)
+    kept = {held for name, held in found.items() if name != "switches"}
+    assert found["switches"] == 12 and len(kept) == 1, found
+
+
+@pytest.mark.full
+def test_collectives_of_a_shared_card_are_measured_and_aborted(steps: Any, lab_built: None) -> None:
+    found = steps.shared_nccl("lab")
+    assert found["2 ranks, abort both, ms"] > 0 and found["4 ranks, connect and all-reduce without it, ms"] > 0
+
+
+@pytest.fixture(scope="module")
+def staged_pool(lab_built: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    """Ranks that talk as those do that share a card."""
+    ranks = RankPool(RANKS, tmp_path_factory.mktemp("staged"), accelerator="cpu", module="tests.device.staged_process")
+    yield ranks
+    ranks.stop()
+
+
+@pytest.mark.full
+def test_what_ranks_of_one_card_send_is_not_written_to(staged_pool: RankPool) -> None:
+    """Else stage 3 would go on with each rank's own gradients."""
+    test_members.test_dropout_goes_on_as_if_nothing_had_happened(staged_pool)
+    test_sequence.test_every_layout_computes_the_same(staged_pool)
+
+
+@pytest.mark.full
 def test_batches_are_measured(steps: Any, lab_built: None) -> None:
     found = steps.batches("tiny", "lab", 1)
     assert found["exit"] == 0 and set(steps_changes()) < set(found), found
@@ -81,3 +113,23 @@ def test_without_a_card_nothing_is_checked(tmp_path: Path) -> None:
     command = [sys.executable, str(TOOLS / "gpu_check.py"), "--out", str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "no accelerator" in done.stdout and not (tmp_path / "out").exists()
+
+
+HANGING = """
+import subprocess, sys, time
+print("it began", flush=True)
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+time.sleep(60)
+"""
+
+
+def test_a_step_that_hangs_leaves_its_words_and_no_process(
+    steps: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check, script = importlib.import_module("gpu_check"), tmp_path / "hanging.py"
+    script.write_text(HANGING)
+    monkeypatch.setattr(steps, "__file__", str(script))
+    found = check.run("nccl", tmp_path, 1.5)
+    assert "not done in 2 s" in found["error"] and "it began" in found["error"]
+    left = importlib.import_module("processes").with_variable(check.MARK, f"{os.getpid()} nccl")
+    assert all(Path(f"/proc/{process}/stat").read_text().split()[2] == "Z" for process in left)

@@ -18,8 +18,8 @@ from tests.engine.models import Sequences, small_gpt
 from tests.engine.pool import RankPool
 
 
-def holdings(engine: Any, largest: int) -> dict[str, int]:
-    """Bytes of parameters and gradients, entries of the state, tensors above `largest` elements anywhere."""
+def holdings(engine: Any, largest: int) -> dict[str, Any]:
+    """Bytes of parameters and gradients, entries of the state, tensors above `largest` elements anywhere, in words."""
     parameters = list(engine.module.parameters())
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     gc.collect()
@@ -28,9 +28,19 @@ def holdings(engine: Any, largest: int) -> dict[str, int]:
         "parameters": sum(parameter.data.untyped_storage().nbytes() for parameter in parameters),
         "gradients": sum(gradient.untyped_storage().nbytes() for gradient in gradients),
         "states": len(engine.basic_optimizer.state),
-        "large": sum(held.untyped_storage().nbytes() > 4 * largest for held in found if not held.is_meta),
+        "large": [
+            in_words(held) for held in found if not held.is_meta and held.untyped_storage().nbytes() > 4 * largest
+        ],
         "resident": jobs.resident_bytes(),
     }
+
+
+def in_words(held: torch.Tensor) -> str:
+    """What it is, and who has it."""
+    holders = [f"{type(holder).__name__} {str(holder)[:200]}" for holder in gc.get_referrers(held)]
+    return (
+        f"{tuple(held.shape)} {held.dtype} on {held.device}, held by {[each for each in holders if 'list' != each[:4]]}"
+    )
 
 
 def idling_case(start: jobs.Sizes, target: jobs.Sizes, width: int) -> Any:
@@ -68,7 +78,7 @@ def test_idle_member_holds_nothing(pool: RankPool, start: jobs.Sizes) -> None:
             "parameters": 0,
             "gradients": 0,
             "states": 0,
-            "large": 0,
+            "large": [],
         }, rank
         state = {0: 12, 1: 4 + 8 // 4, 3: 12 // 4}[start[1]] * numel
         assert notes["working"]["resident"] - idle["resident"] > 0.6 * state, rank
@@ -78,7 +88,7 @@ def test_idle_member_holds_nothing(pool: RankPool, start: jobs.Sizes) -> None:
 def test_member_that_starts_idle_holds_nothing(pool: RankPool) -> None:
     seen = pool.run(idling_case, start=(2, 3), target=(2, 1), width=160, seconds=120)
     for notes, _ in seen[2:]:
-        assert [notes["idle"][name] for name in ("parameters", "gradients", "states", "large")] == [0, 0, 0, 0]
+        assert [notes["idle"][name] for name in ("parameters", "gradients", "states", "large")] == [0, 0, 0, []]
         assert "working" not in notes and notes["calls"] > 2
 
 

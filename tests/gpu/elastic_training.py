@@ -6,20 +6,18 @@ staged on gloo, so that members may share the card.
 
 from __future__ import annotations
 
-import os
 import runpy
 import sys
 from pathlib import Path
 
-from tests.gpu.rank_process import BACKEND, stage_collectives
+from tests.gpu.staging import BACKEND, chosen_backend
 
 if __name__ == "__main__":
     from ds_dynatrain.adapters import communicators
     from tests.device.batches import move_batches
     from tests.elastic import gate_clock
 
-    if os.environ.get("COLLECTIVES") != "nccl":
-        stage_collectives()
+    if chosen_backend() == BACKEND:
         communicators.ABORTING = (BACKEND,)
     move_batches()
     gate_clock.install()
