@@ -68,7 +68,7 @@ test-all: $(STAMP)  ## run all tests: every combination, long chains
 
 test-device: $(STAMP)  ## run what has ranks on a device without hardware: tests/device, all of tests/engine, elastic jobs of every axis; two hours
 	$(BIN)/python -m pytest -m '' tests/device $(ARGS)
-	$(BIN)/python -m pytest -m '' --on-device tests/engine tests/elastic/test_axes.py tests/elastic/test_together.py $(ARGS)
+	$(BIN)/python -m pytest -m '' --on-device tests/engine $(addprefix tests/elastic/test_,axes.py together.py zero_init.py) $(ARGS)
 
 test-deepspeed: $(OTHER)/.installed  ## run the core of the tests with another DeepSpeed: VERSION=0.18.9
 	PATH="$(abspath $(BIN)):$$PATH" $(OTHER)/bin/python -m pytest $(CORE) $(ARGS)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as td
@@ -19,6 +20,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d as c10d
 
 from ds_dynatrain.adapters import parallel_state
+from ds_dynatrain.adapters.communicators import Endpoint, end, make_communicator
 from ds_dynatrain.adapters.device import is_accelerated
 from ds_dynatrain.adapters.forwarded_store import ForwardedStore
 from ds_dynatrain.adapters.held_groups import HeldGroup
@@ -217,11 +219,13 @@ def _unregister(groups: Iterable[td.ProcessGroup]) -> None:
 
 @dataclass(frozen=True)
 class LaunchWorld:
-    """The group that the launcher's processes formed; idle members stand in it."""
+    """The group that the launcher's processes formed; idle members stand in it. store, status: of one of `formed`."""
 
     group: Any
     member: int
     size: int
+    store: Store | None = None
+    status: GroupStatus | None = None
 
     @staticmethod
     def current() -> LaunchWorld:
@@ -229,15 +233,37 @@ class LaunchWorld:
         return LaunchWorld(c10d._get_default_group(), td.get_rank(), td.get_world_size())
 
     @staticmethod
-    def around(made: Made, member: int, size: int) -> LaunchWorld:
-        """A group that was made by hand, known to `torch.distributed` from here on."""
-        register(*made, range(size))
-        return LaunchWorld(made[0], member, size)
+    def formed(store: Store, name: str, member: int, size: int, seconds: float, status: GroupStatus) -> LaunchWorld:
+        """A group of `make_group`, watched, and known to `torch.distributed` from here on."""
+        is_apart = size == 1 and is_accelerated()  # as in a world: one that needs nothing to serve both devices
+        made = make_fake_group(name, 0, 1) if is_apart else make_group(store, name, member, size, seconds)
+        group, store = made if is_apart else watched(made, status)
+        register(group, store, range(size))
+        return LaunchWorld(group, member, size, store, status)
+
+    def connect(self, seconds: float, stop: Callable[[], None]) -> None:
+        """Let a group of `formed` serve the accelerator's device, too; all that stand in it call it, for what asks for
+        that before there is a world. Nothing where there is no accelerator, and the second time.
+
+        seconds, stop: see `make_communicator`, which also says what it raises.
+        """
+        is_served = self.size == 1 or not is_accelerated() or self.group.bound_device_id is not None
+        if self.store is None or self.status is None or is_served:
+            return
+        place = Endpoint(str(self.group.group_name), range(self.size), self.member, self.store)
+        found = make_communicator(place, seconds, stop)
+        self.status.gate.take_in(found)
+        found.serve(self.group)
+        unregister(self.group)  # torch notes by what a group communicates
+        register(self.group, self.store, range(self.size))
 
     def retire(self) -> threading.Thread:
-        """Take down a group of `around`, in which nobody stands any more; see `drop`."""
+        """Take down a group of `formed`, in which nobody stands any more; all its processes do. See `drop`."""
+        gone, is_broken = [], False
+        if self.status is not None:
+            gone, is_broken = list(self.status.gate.communicators), self.status.gate.is_torn
         unregister(self.group)
-        return tear_down([self.group])
+        return tear_down([self.group], partial(end, gone, is_broken=is_broken))
 
     def install(self) -> None:
         """Speak of the launch group again: on a member that trains in no world."""

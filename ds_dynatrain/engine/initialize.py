@@ -13,7 +13,7 @@ import torch.distributed as td
 from torch import nn
 
 from ds_dynatrain.adapters.communicators import is_watched
-from ds_dynatrain.adapters.device import is_accelerated, take_own
+from ds_dynatrain.adapters.device import take_own
 from ds_dynatrain.adapters.exact_job import exact_config, machine, refuse_inexact_job, refuse_inexact_model
 from ds_dynatrain.adapters.forward import OptimizerForwarder
 from ds_dynatrain.adapters.incoming import Incoming
@@ -150,9 +150,10 @@ def join_at_zero_init() -> None:
 def _join_before_engines() -> bool:
     if PROCESS.engines:
         raise usage("zero.Init beside an engine where members come and go").error()
-    if is_accelerated():
-        raise usage("zero.Init on accelerators where members come and go").error()
-    return init_distributed()
+    joins = init_distributed()
+    if PROCESS.early is not None:
+        PROCESS.early.connect()  # DeepSpeed sends parameters from device to device
+    return joins
 
 
 def _settle_elastic_launch() -> None:

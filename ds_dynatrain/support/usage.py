@@ -122,12 +122,6 @@ USAGE = (
         "build all models before the first initialize, or this one whole",
         "tests/elastic/test_zero_init.py::test_under_init",
     ),
-    _start(
-        "zero.Init on accelerators where members come and go",
-        "before initialize the processes that start a job have a group for host memory alone",
-        "build the model whole, or on the meta device; or launch with a fixed number of nodes",
-        "tests/elastic/test_zero_init.py::test_on_an_accelerator",
-    ),
     Row(
         "meta device",
         Verdict.NOTE,

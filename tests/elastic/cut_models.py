@@ -80,6 +80,6 @@ def layers(**sizes: int) -> Layers:
 def digests(values: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Of the bytes of each, by name."""
     return {
-        name: hashlib.blake2b(held.detach().flatten().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+        name: hashlib.blake2b(held.detach().cpu().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
         for name, held in values.items()
     }

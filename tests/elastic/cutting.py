@@ -1,12 +1,15 @@
 """`training.py` with a model that is built under `deepspeed.zero.Init`, and a word on what that took.
 
 $HOW: "pretrained" and "config" of transformers, which do it by themselves at stage 3; "init" for one of torch's; "late"
-is "init" in a script that does not come into the job first, and "two" one that has another engine, and ends.
+is "init" in a script that does not come into the job first, "two" one that has another engine, and ends, "killed" one
+whose second process dies while the others cut.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -14,6 +17,7 @@ from typing import Any
 
 import deepspeed
 import torch
+import torch.distributed as td
 
 import ds_dynatrain
 from ds_dynatrain.errors import UnsupportedError
@@ -88,6 +92,8 @@ class Cutting(Script):
 
     def under_init(self) -> torch.nn.Module:
         with Peak() as peak, deepspeed.zero.Init(config_dict_or_path=SETTINGS):
+            if HOW == "killed" and td.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
             model = layers()
             self.other = layers(width=64, depth=3)
         self.cut: dict[str, Any] = {"peak": peak.bytes, "files": peak.of_files}

@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 
-import ds_dynatrain.engine.initialize as start
-from ds_dynatrain.errors import UnsupportedError
 from tests.elastic.agents import ROOT, Job, Row, processes
 from tests.elastic.cut_models import MEGABYTE, digests, layers, save_pretrained
-from tests.elastic.runs import finish
+from tests.elastic.runs import finish, on_device
 
 SCRIPT = ROOT / "tests" / "elastic" / "cutting.py"
 BF16 = {"bf16": {"enabled": True}}
@@ -26,10 +24,16 @@ def cut(job: Job) -> tuple[list[Row], list[Row]]:
     return [row for row in rows if not row["joins"]], [row for row in rows if row["joins"]]
 
 
+def check_peak(row: Row, most: float) -> None:
+    """In bytes; not with `--on-device`, whose memory is given back when its queue comes to that."""
+    assert on_device.get() or row["peak"] < most
+
+
 def check_joined(rows: list[Row], buffers: Any) -> None:
     """They had no memory for parameters, and have the buffers of the others."""
     for row in rows:
-        assert row["meta"] and row["peak"] < SLACK and row["buffers"] == buffers, row
+        assert row["meta"] and row["buffers"] == buffers, row
+        check_peak(row, SLACK)
 
 
 def run(train: Callable[..., Job], how: str, workers: int, own: dict[str, Any]) -> Job:
@@ -47,13 +51,6 @@ def run(train: Callable[..., Job], how: str, workers: int, own: dict[str, Any]) 
     return job
 
 
-def test_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would cut parameters there, over a group that is not there for it."""
-    monkeypatch.setattr(start, "is_accelerated", lambda: True)
-    with pytest.raises(UnsupportedError, match=r"zero\.Init on accelerators .* build the model whole"):
-        start._join_before_engines()
-
-
 def test_from_pretrained(train: Callable[..., Job], tmp_path: Path) -> None:
     """Transformers' own call at stage 3: the values of the files, to the bit."""
     save_pretrained(tmp_path / "small", num_hidden_layers=0)
@@ -64,7 +61,7 @@ def test_from_pretrained(train: Callable[..., Job], tmp_path: Path) -> None:
     for row in started:
         assert row["weight"] == digests(weights)
         assert row["master"] == digests({name: held.float() for name, held in weights.items()})
-        assert row["peak"] < size / 2 + LARGEST + SLACK, "its part, and what is gathered"
+        check_peak(row, size / 2 + LARGEST + SLACK)  # its part, and what is gathered
     check_joined(joined, started[0]["buffers"])
     assert joined[0]["files"] < size / 10, "it has read none of them"
 
@@ -79,7 +76,7 @@ def test_under_init(train: Callable[..., Job]) -> None:
     assert size > 70 * MEGABYTE
     for row in started:
         assert row["weight"] == row["master"] == digests(weights)
-        assert row["peak"] < size / 3 + 2 * LARGEST + SLACK
+        check_peak(row, size / 3 + 2 * LARGEST + SLACK)
         assert "build all models before the first initialize" in row["refused"]
     check_joined(joined, started[0]["buffers"])
 
@@ -112,3 +109,14 @@ def test_it_needs_the_world_of_the_job(train: Callable[..., Job]) -> None:
     said = job.logs()
     assert "was built under deepspeed.zero.Init, over the world of this node alone" in said
     assert "call ds_dynatrain.init_distributed() first" in said
+
+
+@pytest.mark.full
+def test_a_death_while_it_is_cut(train: Callable[..., Job]) -> None:
+    """Nobody waits for the dead, also on a device, and nobody goes on with what an abort has left."""
+    job = train(nodes="2:4", stage=3, script=SCRIPT, variables={"HOW": "killed"})
+    job.coordinator("coordinator")
+    for node in ("a", "b"):
+        job.node(node, is_host=0)
+    assert job.code("a") != 0 and job.code("b") != 0
+    assert "WorldChanged: " in job.logs() and not job.rows("cut")

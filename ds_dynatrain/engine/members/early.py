@@ -6,8 +6,7 @@ import atexit
 from dataclasses import dataclass, field
 
 from ds_dynatrain.adapters.device import warm
-from ds_dynatrain.adapters.process_groups import make_group
-from ds_dynatrain.adapters.watched import GroupStatus, watched
+from ds_dynatrain.adapters.watched import GroupStatus
 from ds_dynatrain.adapters.worlds import LaunchWorld
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.elastic.environment import WorkerPlace, token_from
@@ -45,6 +44,14 @@ class Early:
         """Let `torch.distributed`, DeepSpeed and the environment variables speak of its group."""
         self.launch.install()
         atexit.register(self.end)
+
+    def connect(self) -> None:
+        """Let tensors of an accelerator go over the group of those that start a job: all of them call it.
+
+        WorldChanged where one of them is lost meanwhile.
+        """
+        if self.entry is not None:
+            self.launch.connect(self.membership.elastic.timeout_seconds, self.entry.stop)
 
     def take_over(self, settings: DynatrainConfig) -> Entry:
         """On into the job, with an engine; as `with_members`."""
@@ -121,5 +128,4 @@ def _node_of(elastic: Elastic) -> LaunchWorld:
     """The world of this process's node; its workers wait for each other."""
     place = elastic.member.place
     store = elastic.member.node_store(START_SECONDS)
-    made = make_group(store, "node", place.local_rank, place.local_size, START_SECONDS)
-    return LaunchWorld.around(watched(made, GroupStatus()), place.local_rank, place.local_size)
+    return LaunchWorld.formed(store, "node", place.local_rank, place.local_size, START_SECONDS, GroupStatus())

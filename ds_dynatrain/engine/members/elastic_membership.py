@@ -91,7 +91,7 @@ class ElasticMembership:
         if settings.safety == "lean":
             raise usage("lean switches where members come and go").error()
 
-    def new_status(self) -> GroupStatus | None:
+    def new_status(self) -> GroupStatus:
         """One that makes WorldChanged of a lost peer."""
         made = GroupStatus()
         self._first.add(made)

@@ -12,8 +12,7 @@ import torch.distributed as td
 from torch._C._distributed_c10d import HashStore
 
 from ds_dynatrain.adapters.device import warm
-from ds_dynatrain.adapters.process_groups import make_group, serve_host
-from ds_dynatrain.adapters.watched import GroupStatus, watched
+from ds_dynatrain.adapters.process_groups import serve_host
 from ds_dynatrain.adapters.worlds import LaunchWorld, Note, launch_store
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.elastic.environment import WorkerPlace
@@ -188,9 +187,9 @@ def into(
             board.member = mine
         elastic.is_newcomer, elastic.restores = False, world.begun
         with elastic.building(world.generation, engine):
-            made = watched(make_group(boards[1].store, "start", mine, size, seconds), GroupStatus())
+            launch = LaunchWorld.formed(boards[1].store, "start", mine, size, seconds, membership.new_status())
         elastic.settle(engine)
-        return Entry(LaunchWorld.around(made, mine, size), *boards, mine, size, membership, engine, world, alone)
+        return Entry(launch, *boards, mine, size, membership, engine, world, alone)
     except (td.DistError, RuntimeError, OSError) as error:
         logger.warning("generation %d could not be formed (%s); another one follows", world.generation, error)
         elastic.member.broken(world)
