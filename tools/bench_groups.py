@@ -36,7 +36,7 @@ from torch._C._distributed_c10d import TCPStore
 from ds_dynatrain.adapters.traffic import joined, unfit
 from ds_dynatrain.adapters.watched import GroupStatus
 from ds_dynatrain.adapters.world import World
-from ds_dynatrain.adapters.worlds import build_world, drop, install
+from ds_dynatrain.adapters.worlds import WorldSpec, build_world, drop, install
 from ds_dynatrain.elastic.abort import WorldSockets
 from ds_dynatrain.elastic.store import serve_store
 from ds_dynatrain.engine.control import Control
@@ -116,9 +116,9 @@ class Light:
         layout, given = Layout(zero_stage=1, tensor=2, data=len(order.members) // 2), dict[str, Any]()
         if order.keeps:
             given |= {"present": self.world, "unfit": anew}
-        sides = self.number, order.members, order.members, SECONDS, layout
+        spec = WorldSpec(order.generation, self.number, order.members, order.members, layout)
         with coming.building() as note:
-            made = build_world(self.control.store, order.generation, *sides, status=GroupStatus(), note=note, **given)
+            made = build_world(self.control.store, spec, SECONDS, GroupStatus(), note=note, **given)
         before, stay = self.world, 0
         if before is not None:
             kinds = [kind for kind in made.kinds if len(made.ranks(kind)) > 1]

@@ -24,12 +24,12 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 
 from ds_dynatrain.adapters.device import HOST, compute_device
+from ds_dynatrain.adapters.launch_world import LaunchWorld
 from ds_dynatrain.adapters.meta import ParamInit, draw, drawing_modules, refuse_meta_buffers, refuse_undrawable, swap_in
 from ds_dynatrain.adapters.no_alloc import stand_in
 from ds_dynatrain.adapters.process_groups import is_known, is_ours
 from ds_dynatrain.adapters.stage3 import forget_module, forget_parameter, reset_counters, restore_linear
 from ds_dynatrain.adapters.state import Buffers
-from ds_dynatrain.adapters.worlds import LaunchWorld
 from ds_dynatrain.errors import ConfigError, UnsupportedError
 from ds_dynatrain.space import MASTER, WEIGHT, BufferId, Layout, VirtualParameterSpace
 

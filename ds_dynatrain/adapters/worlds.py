@@ -10,20 +10,18 @@ import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
-from typing import Any
 
 import torch.distributed as td
 from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d as c10d
 
 from ds_dynatrain.adapters import parallel_state
-from ds_dynatrain.adapters.communicators import Endpoint, end, make_communicator
 from ds_dynatrain.adapters.device import is_accelerated
 from ds_dynatrain.adapters.forwarded_store import ForwardedStore
 from ds_dynatrain.adapters.held_groups import HeldGroup
+from ds_dynatrain.adapters.launch_world import LaunchWorld
 from ds_dynatrain.adapters.pair import Pair
 from ds_dynatrain.adapters.patient import patient
 from ds_dynatrain.adapters.peers import KINDS, SAME_AS, peers, tied_peers
@@ -33,7 +31,6 @@ from ds_dynatrain.adapters.process_groups import (
     is_ours,
     make_fake_group,
     make_group,
-    register,
     tear_down,
     unregister,
 )
@@ -41,7 +38,6 @@ from ds_dynatrain.adapters.watched import GroupStatus, watched
 from ds_dynatrain.adapters.world import World
 from ds_dynatrain.space import Layout
 
-NOTHING: Mapping[str, tuple[int, ...]] = {}
 Note = Callable[[str], None]
 """Called with the name of a group that was made just now."""
 GROUP_COUNT = 1000
@@ -52,37 +48,58 @@ def ignore(name: str) -> None:
     """Where nobody asks what belongs to a group."""
 
 
+@dataclass(frozen=True)
+class WorldSpec:
+    """Which world a member makes groups for: it is in `members`, in `previous`, or in both.
+
+    previous: members of the world before. own: groups of the user's that this member is in, kind -> ranks; every member
+    has to name them in the same order. ties, engine, has_sequence: see `World`. moves_apart: whether the moves have a
+    group of their own, as training runs beside them.
+    """
+
+    generation: int
+    member: int
+    members: Sequence[int]
+    previous: Sequence[int]
+    layout: Layout
+    ties: Sequence[tuple[int, ...]] = ()
+    own: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    engine: int = 1
+    has_sequence: bool = False
+    moves_apart: bool = False
+
+    @property
+    def union(self) -> tuple[int, ...]:
+        """Members of either world, in order."""
+        return tuple(sorted({*self.members, *self.previous}))
+
+    def world(self, status: GroupStatus | None) -> World:
+        """Without groups so far."""
+        rank = self.members.index(self.member) if self.member in self.members else None
+        of_engine = self.engine, self.has_sequence
+        return World(
+            self.generation, tuple(self.members), rank, self.layout, tuple(map(tuple, self.ties)), status, *of_engine
+        )
+
+
 def build_world(
     store: Store,
-    generation: int,
-    member: int,
-    members: Sequence[int],
-    previous: Sequence[int],
+    spec: WorldSpec,
     seconds: float,
-    layout: Layout,
-    ties: Sequence[tuple[int, ...]] = (),
     status: GroupStatus | None = None,
-    own: Mapping[str, tuple[int, ...]] = NOTHING,
-    engine: int = 1,
-    has_sequence: bool = False,
-    moves_apart: bool = False,
     present: World | None = None,
     unfit: Collection[str] = (),
     note: Note = ignore,
 ) -> World:
-    """The groups of generation `generation` for `member`, which is in `members`, in `previous`, or in both.
+    """The groups of a world for one member.
 
-    Blocks until every member of both has built all of its groups (`seconds` at most for each); store keys carry the
-    generation and are never used again. The groups serve the CPU; `World.connect` does the rest. One of one rank costs
-    no connection and no thread. own: groups of the user's that this member is in, kind -> ranks; every member has to
-    name them in the same order. engine, has_sequence: see `World`. moves_apart: whether the moves have a group of
-    their own, as training runs beside them. present: the world of `previous`, on a member that trains in it,
-    if groups whose members stay in their order are to be taken over; all members do so, or none. unfit: names of
-    those that are not, equal on all. note: called with the name of each group that was made.
+    Blocks until every member of both worlds has built all of its groups (`seconds` at most for each); store keys carry
+    the generation and are never used again. The groups serve the CPU; `World.connect` does the rest. One of one rank
+    costs no connection and no thread. present: the world of `previous`, on a member that trains in it, if groups whose
+    members stay in their order are to be taken over; all members do so, or none. unfit: names of those that are not,
+    equal on all. note: called with the name of each group that was made.
     """
-    union = tuple(sorted({*members, *previous}))
-    rank = members.index(member) if member in members else None
-    world = World(generation, tuple(members), rank, layout, tuple(ties), status, engine, has_sequence)
+    union, world = spec.union, spec.world(status)
 
     def make(kind: str, ranks: tuple[int, ...], place: int) -> HeldGroup:
         stays = None
@@ -95,11 +112,11 @@ def build_world(
     try:
         if world.rank is not None:
             _fill(world, world.rank, make)
-            _hold_own(world, own, make)
-        if set(union) == set(members) and not moves_apart and world.held("default").users == 1:
-            world.transfer, world.transfer_members = world.default, tuple(members)
+            _hold_own(world, spec.own, make)
+        if {*union} == {*spec.members} and not spec.moves_apart and world.held("default").users == 1:
+            world.transfer, world.transfer_members = world.default, world.members
         else:  # moves that fail leave messages behind, and the present world has to go on with groups that stay
-            world.hold("transfer", union, make("transfer", union, union.index(member)))
+            world.hold("transfer", union, make("transfer", union, union.index(spec.member)))
             world.transfer, world.transfer_members = world.group("transfer"), union
         world.transfer.barrier().wait(timedelta(seconds=seconds))  # who drops it at once breaks nobody's build off
     except BaseException:
@@ -215,68 +232,6 @@ def _unregister(groups: Iterable[td.ProcessGroup]) -> None:
     """In a frame of its own, so that no name keeps the last of them."""
     for group in groups:
         unregister(group)
-
-
-@dataclass(frozen=True)
-class LaunchWorld:
-    """The group that the launcher's processes formed; idle members stand in it. store, status: of one of `formed`."""
-
-    group: Any
-    member: int
-    size: int
-    store: Store | None = None
-    status: GroupStatus | None = None
-
-    @staticmethod
-    def current() -> LaunchWorld:
-        """The present default group, before any world of ours is installed."""
-        return LaunchWorld(c10d._get_default_group(), td.get_rank(), td.get_world_size())
-
-    @staticmethod
-    def formed(store: Store, name: str, member: int, size: int, seconds: float, status: GroupStatus) -> LaunchWorld:
-        """A group of `make_group`, watched, and known to `torch.distributed` from here on."""
-        is_apart = size == 1 and is_accelerated()  # as in a world: one that needs nothing to serve both devices
-        made = make_fake_group(name, 0, 1) if is_apart else make_group(store, name, member, size, seconds)
-        group, store = made if is_apart else watched(made, status)
-        register(group, store, range(size))
-        return LaunchWorld(group, member, size, store, status)
-
-    def connect(self, seconds: float, stop: Callable[[], None]) -> None:
-        """Let a group of `formed` serve the accelerator's device, too; all that stand in it call it, for what asks for
-        that before there is a world. Nothing where there is no accelerator, and the second time.
-
-        seconds, stop: see `make_communicator`, which also says what it raises.
-        """
-        is_served = self.size == 1 or not is_accelerated() or self.group.bound_device_id is not None
-        if self.store is None or self.status is None or is_served:
-            return
-        place = Endpoint(str(self.group.group_name), range(self.size), self.member, self.store)
-        found = make_communicator(place, seconds, stop)
-        self.status.gate.take_in(found)
-        found.serve(self.group)
-        unregister(self.group)  # torch notes by what a group communicates
-        register(self.group, self.store, range(self.size))
-
-    def retire(self) -> threading.Thread:
-        """Take down a group of `formed`, in which nobody stands any more; all its processes do. See `drop`."""
-        gone, is_broken = [], False
-        if self.status is not None:
-            gone, is_broken = list(self.status.gate.communicators), self.status.gate.is_torn
-        unregister(self.group)
-        return tear_down([self.group], partial(end, gone, is_broken=is_broken))
-
-    def install(self) -> None:
-        """Speak of the launch group again: on a member that trains in no world."""
-        c10d._update_default_pg(self.group)
-        parallel_state.forget()
-        os.environ.update(RANK=str(self.member), WORLD_SIZE=str(self.size))
-
-
-def launch_store() -> Store:
-    """A client of its own of the key-value store that the launch group was formed over."""
-    store: Any = c10d._get_default_store()
-    own: Store = store.clone()
-    return own
 
 
 @contextmanager

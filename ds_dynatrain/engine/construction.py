@@ -16,7 +16,7 @@ from ds_dynatrain.adapters.settings import layout_config
 from ds_dynatrain.adapters.shaper import Shaper
 from ds_dynatrain.adapters.start import engine_around
 from ds_dynatrain.adapters.world import World
-from ds_dynatrain.adapters.worlds import build_world, drop, install, installed, stand_in_world
+from ds_dynatrain.adapters.worlds import WorldSpec, build_world, drop, install, installed, stand_in_world
 from ds_dynatrain.engine.context import Context
 from ds_dynatrain.engine.ending import open_for_work
 from ds_dynatrain.engine.engine import DynatrainEngine
@@ -87,10 +87,10 @@ class Construction:
         job, entry, members = self.job, self.entry, self._members
         with entry.building() as note:
             status = entry.membership.new_status()
-            sides = members, members, job.settings.timeout_seconds, self.layout, ties, status
-            store, number = entry.background.store, job.number
             own = OwnGroups(job.settings).kinds(self.layout, members, {}, entry.mine)
-            world = build_world(store, 1, entry.mine, *sides, own, number, job.has_sequence, note=note)
+            sides = entry.mine, members, members, self.layout, ties
+            spec = WorldSpec(1, *sides, own, job.number, job.has_sequence)
+            world = build_world(entry.background.store, spec, job.settings.timeout_seconds, status, note=note)
         try:
             world.connect(job.settings.timeout_seconds, stop=entry.stop)
             install(world)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ds_dynatrain.adapters.worlds import LaunchWorld
+from ds_dynatrain.adapters.launch_world import LaunchWorld
 from ds_dynatrain.engine.control import Control
 
 Boards = tuple[Control, Control]

@@ -24,7 +24,7 @@ from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.adapters.traffic import joined, unfit
 from ds_dynatrain.adapters.watched import GroupStatus
 from ds_dynatrain.adapters.world import World
-from ds_dynatrain.adapters.worlds import Note, build_world, drop, ignore
+from ds_dynatrain.adapters.worlds import Note, WorldSpec, build_world, drop, ignore
 from ds_dynatrain.engine import agreement
 from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.control import Control
@@ -285,24 +285,19 @@ class Preparation:
 
     def _build(self, own: Mapping[str, tuple[int, ...]], anew: Collection[str], note: Note) -> World:
         board, proposal = self.control, self.proposal
-        return build_world(
-            board.store,
+        spec = WorldSpec(
             proposal.generation,
             board.member,
             proposal.members,
             proposal.source_members,
-            board.timeout_seconds,
             proposal.layout,
             self.vps.ties(proposal.layout),
-            self.status,
             own,
             self.number,
             self.has_sequence,
-            moves_apart=self.proposal.late,
-            present=self._handing_on,
-            unfit=anew,
-            note=note,
+            moves_apart=proposal.late,
         )
+        return build_world(board.store, spec, board.timeout_seconds, self.status, self._handing_on, anew, note)
 
     @property
     def _handing_on(self) -> World | None:

@@ -28,7 +28,7 @@ from ds_dynatrain.adapters.group_of_one import GroupOfOne
 from ds_dynatrain.adapters.process_groups import make_fake_group, make_group, register, serve_host, unregister
 from ds_dynatrain.adapters.watched import GroupStatus
 from ds_dynatrain.adapters.world import World
-from ds_dynatrain.adapters.worlds import add_groups, build_world, drop, stand_in_world
+from ds_dynatrain.adapters.worlds import WorldSpec, add_groups, build_world, drop, stand_in_world
 from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.transaction.meeting import Meeting, over_all
 from ds_dynatrain.engine.transaction.session import Decision, Session
@@ -156,8 +156,8 @@ class Job:
         union = sorted({*members, *source})
 
         def build(place: int) -> World:
-            sides = union[place], tuple(members), tuple(source), SECONDS, layout
-            return build_world(self.store, self.generation, *sides, status=self.status(), own=own or {})
+            spec = WorldSpec(self.generation, union[place], tuple(members), tuple(source), layout, own=own or {})
+            return build_world(self.store, spec, SECONDS, self.status())
 
         return each(len(union), build)
 

@@ -9,9 +9,10 @@ import pytest
 import torch.distributed as td
 from torch._C._distributed_c10d import Store
 
+from ds_dynatrain.adapters.launch_world import LaunchWorld, launch_store
 from ds_dynatrain.adapters.process_groups import is_known
 from ds_dynatrain.adapters.world import World
-from ds_dynatrain.adapters.worlds import LaunchWorld, build_world, drop, install, launch_store
+from ds_dynatrain.adapters.worlds import WorldSpec, build_world, drop, install
 from ds_dynatrain.space import Layout
 from tests.adapters.test_worlds import (
     ALONE,
@@ -48,8 +49,8 @@ class Builder:
         self, generation: int, layout: Layout, members: tuple[int, ...], present: World | None = None, **more: Any
     ) -> World:
         """A world of all four members. present: the one that hands its groups on."""
-        place = generation, self.member, members, EVERYONE, SECONDS, layout
-        return build_world(self.store, *place, present=present, has_sequence=True, **more)
+        spec = WorldSpec(generation, self.member, members, EVERYONE, layout, has_sequence=True, **more)
+        return build_world(self.store, spec, SECONDS, present=present)
 
 
 def taken(world: World, before: World) -> set[str]:

@@ -28,19 +28,12 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d as c10d
 
 from ds_dynatrain.adapters.autotp import partition
+from ds_dynatrain.adapters.launch_world import LaunchWorld, launch_store
 from ds_dynatrain.adapters.shaping import Children
 from ds_dynatrain.adapters.template import Template
 from ds_dynatrain.adapters.tensor import TensorShaper
 from ds_dynatrain.adapters.torch_versions import attends_without_heads
-from ds_dynatrain.adapters.worlds import (
-    LaunchWorld,
-    build_world,
-    drop,
-    install,
-    installed,
-    launch_store,
-    stand_in_world,
-)
+from ds_dynatrain.adapters.worlds import WorldSpec, build_world, drop, install, installed, stand_in_world
 from ds_dynatrain.errors import LayoutError, UnsupportedError
 from ds_dynatrain.space import WHOLE, AxisCuts, DimCut, Layout
 from tests.engine.language_models import MODELS, tokens, transformers
@@ -75,7 +68,7 @@ def world_of(size: int, name: str) -> Iterator[int | None]:
     launch = LaunchWorld.current()
     if launch.member < size:
         store, members = PrefixStore(name, launch_store()), range(size)
-        world = build_world(store, 1, launch.member, members, members, SECONDS, layout(size))
+        world = build_world(store, WorldSpec(1, launch.member, members, members, layout(size)), SECONDS)
         install(world)
         try:
             yield world.rank

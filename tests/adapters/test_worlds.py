@@ -16,11 +16,12 @@ import torch.distributed as td
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.utils import groups
 
+from ds_dynatrain.adapters.launch_world import LaunchWorld, launch_store
 from ds_dynatrain.adapters.peers import KINDS
 from ds_dynatrain.adapters.process_groups import make_fake_group, register, unregister
 from ds_dynatrain.adapters.watched import GroupStatus
 from ds_dynatrain.adapters.world import World
-from ds_dynatrain.adapters.worlds import LaunchWorld, build_world, drop, install, launch_store, stand_in_world
+from ds_dynatrain.adapters.worlds import WorldSpec, build_world, drop, install, stand_in_world
 from ds_dynatrain.space import Layout
 from tests.engine.pool import RankPool
 
@@ -171,8 +172,8 @@ def visit(path: list[tuple[dict[str, int], Table]], generation: int) -> None:
     before, world, buried = used(), None, []
     for number, (sizes, table) in enumerate(path):
         layout = Layout(zero_stage=1, **sizes)
-        place = generation + number, launch.member, everyone, everyone, SECONDS, layout
-        following = build_world(store, *place, has_sequence=True)
+        spec = WorldSpec(generation + number, launch.member, everyone, everyone, layout, has_sequence=True)
+        following = build_world(store, spec, SECONDS)
         install(following)
         check_getters(layout, table)
         if world is not None:
@@ -202,8 +203,8 @@ def go_back(generation: int) -> None:
     (first, table), (second, _) = LAYOUTS[3], LAYOUTS[6]
     layouts = [Layout(zero_stage=1, **first), Layout(zero_stage=1, **second)]
     old, new = (
-        build_world(store, generation + number, launch.member, everyone, everyone, SECONDS, layout, has_sequence=True)
-        for number, layout in enumerate(layouts)
+        build_world(store, WorldSpec(number, launch.member, everyone, everyone, layout, has_sequence=True), SECONDS)
+        for number, layout in enumerate(layouts, generation)
     )
     install(old)
     install(new)
@@ -221,7 +222,8 @@ def test_a_world_that_was_installed_before_is_there_again(pool: RankPool) -> Non
 def join(generation: int) -> tuple[int | None, list[str]]:
     """Members 0 and 3 become members 3, 1 and 2 on the tensor axis; member 0 has the group for the moves alone."""
     launch, store = LaunchWorld.current(), launch_store()
-    world = build_world(store, generation, launch.member, (3, 1, 2), (0, 3), SECONDS, Layout(zero_stage=1, tensor=3))
+    spec = WorldSpec(generation, launch.member, (3, 1, 2), (0, 3), Layout(zero_stage=1, tensor=3))
+    world = build_world(store, spec, SECONDS)
     assert world.transfer is not None and world.transfer.size() == 4 and world.transfer_members == (0, 1, 2, 3)
     kinds = world.kinds
     if world.rank is not None:
@@ -312,7 +314,7 @@ def late_message(generation: int, is_watched: bool) -> float:
     launch, store = LaunchWorld.current(), launch_store()
     everyone, layout = range(launch.size), Layout(zero_stage=1, data=launch.size)
     status = GroupStatus() if is_watched else None
-    world = build_world(store, generation, launch.member, everyone, everyone, 1.0, layout, status=status)
+    world = build_world(store, WorldSpec(generation, launch.member, everyone, everyone, layout), 1.0, status)
     install(world)
     begin, told = time.monotonic(), torch.zeros(1)
     if launch.member == 0:

@@ -14,10 +14,11 @@ import torch
 import torch.distributed as td
 from torch._C._distributed_c10d import Store
 
+from ds_dynatrain.adapters.launch_world import LaunchWorld, launch_store
 from ds_dynatrain.adapters.traffic import Said, joined, unfit
 from ds_dynatrain.adapters.watched import GroupStatus, WatchedGroup
 from ds_dynatrain.adapters.world import World
-from ds_dynatrain.adapters.worlds import LaunchWorld, build_world, drop, install, launch_store
+from ds_dynatrain.adapters.worlds import WorldSpec, build_world, drop, install
 from ds_dynatrain.elastic.abort import WorldSockets
 from ds_dynatrain.errors import WorldChanged
 from ds_dynatrain.space import Layout
@@ -60,10 +61,9 @@ class Member:
     def build(self, generation: int, layout: Layout, members: tuple[int, ...], anew: list[str], *gone: int) -> World:
         """The next world, over sockets of its own and of the groups that stay. gone: members that have died."""
         self.coming = WorldSockets()
-        sides = self.number, members, [one for one in self.members if one not in gone], SECONDS, layout
+        spec = WorldSpec(generation, self.number, members, [one for one in self.members if one not in gone], layout)
         with self.coming.building() as note:
-            given: dict[str, Any] = {"status": GroupStatus(), "present": self.world, "unfit": anew, "note": note}
-            return build_world(self.store, generation, *sides, **given)
+            return build_world(self.store, spec, SECONDS, GroupStatus(), self.world, anew, note)
 
     def enter(self, world: World) -> None:
         """Train in it, or leave with it, and let go of the one before."""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as td
 
-from ds_dynatrain.adapters.worlds import build_world, drop
+from ds_dynatrain.adapters.worlds import WorldSpec, build_world, drop
 from ds_dynatrain.engine.buddies.from_copies import from_copies, serve
 from ds_dynatrain.engine.buddies.kept import Kept, Room
 from ds_dynatrain.engine.buddies.message import copy_of, header_of
@@ -86,7 +86,8 @@ def case(find: Callable[[], Subject], dtype: str, at: Layout, target: Layout, de
         mine, members = control.member, tuple(range(4 - target.world_size, 4))
         after, seconds, ties = None, control.timeout_seconds, parts.vps.ties(target)
         if mine in members or mine in whole.members:
-            world = build_world(control.store, GENERATION, mine, members, whole.members, seconds, target, ties)
+            spec = WorldSpec(GENERATION, mine, members, whole.members, target, ties)
+            world = build_world(control.store, spec, seconds)
             goal = Goal(target, members, world, KEY, f"{KEY}/record")
             let_go(parts)
             if mine in members:

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as td
 
-from ds_dynatrain.adapters.worlds import build_world, drop
+from ds_dynatrain.adapters.worlds import WorldSpec, build_world, drop
 from ds_dynatrain.checkpoint import Saved
 from ds_dynatrain.engine.checkpoints import due
 from ds_dynatrain.engine.checkpoints.restore import restore
@@ -101,15 +101,16 @@ def restoring_case(find: Find, dtype: str, at: Layout, target: Layout, folder: P
         old = engine._parts.world
         mine = engine._parts.control.member
         if mine in members:
-            ties, seconds = engine._parts.vps.ties(target), engine._parts.control.timeout_seconds
+            sides = mine, members, members, target, engine._parts.vps.ties(target)
+            store, seconds = engine._parts.control.store, engine._parts.control.timeout_seconds
             if breaks:
-                world = build_world(engine._parts.control.store, 8, mine, members, members, seconds, target, ties)
+                world = build_world(store, WorldSpec(8, *sides), seconds)
                 world.connect(seconds)
                 with record_that_breaks(engine._parts.control), pytest.raises(RuntimeError, match="Broken pipe"):
                     restore(engine._parts, target, members, world, folder, lambda tag: tag == "older")
                 assert engine.idle and engine.optimizer is engine.basic_optimizer
                 engine._parts.control.track_teardown(drop(world))
-            world = build_world(engine._parts.control.store, 9, mine, members, members, seconds, target, ties)
+            world = build_world(store, WorldSpec(9, *sides), seconds)
             world.connect(seconds)
             found = restore(engine._parts, target, members, world, folder)
             assert found.step == engine.global_steps == STEPS and engine.generation == 9

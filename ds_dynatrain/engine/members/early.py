@@ -6,8 +6,8 @@ import atexit
 from dataclasses import dataclass, field
 
 from ds_dynatrain.adapters.device import warm
+from ds_dynatrain.adapters.launch_world import LaunchWorld
 from ds_dynatrain.adapters.watched import GroupStatus
-from ds_dynatrain.adapters.worlds import LaunchWorld
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.elastic.environment import WorkerPlace, token_from
 from ds_dynatrain.elastic.query import ask_status

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from ds_dynatrain.adapters.watched import GroupStatus
 from ds_dynatrain.adapters.world import World as GroupsOfWorld
-from ds_dynatrain.adapters.worlds import build_world, drop
+from ds_dynatrain.adapters.worlds import WorldSpec, build_world, drop
 from ds_dynatrain.elastic.world import World
 from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.buddies.from_copies import from_copies
@@ -173,10 +173,9 @@ def _world_of(
     layout, members, seconds = proposal.layout, proposal.members, engine.settings.timeout_seconds
     with elastic.building(world.generation, number) as note:
         own = engine.own_groups.kinds(layout, members, engine.candidates.nodes, mine)
-        sides = mine, members, (*members, *holders), seconds, layout, engine.vps.ties(layout)
-        of_engine = own, number, engine.job.has_sequence
-        store = engine.context.background.store
-        made = build_world(store, proposal.generation, *sides, GroupStatus(), *of_engine, note=note)
+        sides = mine, members, (*members, *holders), layout, engine.vps.ties(layout)
+        spec = WorldSpec(proposal.generation, *sides, own, number, engine.job.has_sequence)
+        made = build_world(engine.context.background.store, spec, seconds, GroupStatus(), note=note)
         made.connect(seconds)
         return made
 
