@@ -63,7 +63,7 @@ def test_from_pretrained(train: Callable[..., Job], tmp_path: Path) -> None:
         assert row["master"] == digests({name: held.float() for name, held in weights.items()})
         check_peak(row, size / 2 + LARGEST + SLACK)  # its part, and what is gathered
     check_joined(joined, started[0]["buffers"])
-    assert joined[0]["files"] < size / 10, "it has read none of them"
+    assert on_device.get() or joined[0]["files"] < size / 10, "it has read none of them"
 
 
 @pytest.mark.full
