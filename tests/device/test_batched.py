@@ -89,7 +89,7 @@ def case(
     return state, count, events
 
 
-@pytest.mark.parametrize("bundle_bytes", [batched.BUNDLE_BYTES, 300])
+@pytest.mark.parametrize("bundle_bytes", [pytest.param(batched.BUNDLE_BYTES, marks=pytest.mark.full), 300])
 def test_all_bytes_go_in_batches(lab_pool: RankPool, bundle_bytes: int) -> None:
     """In one for each switch, or in many."""
     expected = lab_pool.run(case, way="gloo", zero={}, path=PATH)

@@ -117,7 +117,9 @@ def test_half_of_them_die_at_once(tmp_path: Path, undisturbed: Undisturbed) -> N
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("instant", ["boundary", "update", "ship"])
+@pytest.mark.parametrize(
+    "instant", ["update", *(pytest.param(each, marks=pytest.mark.full) for each in ("boundary", "ship"))]
+)
 def test_two_of_three_that_have_a_state_die(tmp_path: Path, undisturbed: Undisturbed, instant: str) -> None:
     """With two copies of each, on four nodes: whoever dies at once with a buddy, somebody lives who has its state."""
     block = {"buddies": {"mode": "copy", "copies": 2}}
