@@ -20,8 +20,8 @@ MIXED = {
 
 
 LATER = "PipelineModule under AutoEP", "PipelineModule of deepspeed.moe", "AutoTP", "AutoEP", "deepspeed.moe"
-"""In the full set; others stand for them: test_pipeline_autoep, test_pipeline_experts, test_tensor, test_experts, test_moe.
-"""
+"""In the full set: `test_pipeline_autoep`, `test_pipeline_experts`, `test_tensor`, `test_experts` and `test_moe` stand
+for them."""
 
 
 @pytest.mark.parametrize(
