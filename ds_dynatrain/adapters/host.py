@@ -320,6 +320,7 @@ class Host:
         self._enter_world(world, layout, config)
         self._give_shapes()
         reset_counters()
+        restore_linear()  # an engine of plain DeepSpeed may have set another one, on some members before they came here
         names = {held: name for held, name in self.engine.param_names.items() if not name.startswith(IN_EMPTY_GROUP)}
         self.engine.param_names = {**names, **fill_empty_groups(self.basic_optimizer, self.model_map)}
         with no_alloc(self.basic_optimizer, keeps_zeros=self._has_gradients_of_its_own(layout)):

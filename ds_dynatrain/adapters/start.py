@@ -16,6 +16,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.utils.file_baton import FileBaton
 
 from ds_dynatrain.adapters.replaced import replaced
+from ds_dynatrain.adapters.stage3 import restore_linear
 from ds_dynatrain.adapters.versions import configure_python_gc, mend
 
 E = TypeVar("E", bound=DeepSpeedEngine)
@@ -29,9 +30,11 @@ logger = logging.getLogger("ds_dynatrain")
 def engine_around(kind: type[E], settings: tuple[dict[str, Any], Any], **arguments: Any) -> E:
     """An engine of class `kind`, built as `deepspeed.initialize` builds one; the world must be installed.
 
-    settings: the configuration as a dictionary and parsed (`settings.layout_config`).
+    settings: the configuration as a dictionary and parsed (`settings.layout_config`). What stage 3 sets for the whole
+    process is set anew by each engine and each switch: an engine of plain DeepSpeed may have set it before.
     """
     mend()
+    restore_linear()
     zero.partition_parameters.shutdown_init_context()
     config, parsed = settings
     set_optimizer_flags(parsed, arguments["model"])

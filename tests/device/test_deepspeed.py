@@ -8,6 +8,7 @@ import deepspeed
 import pytest
 import torch
 
+from tests.adapters.stock import stock_engine
 from tests.engine import jobs
 from tests.engine.models import Sequences, decay_groups, small_gpt
 from tests.engine.pool import RankPool
@@ -21,19 +22,18 @@ def training(dtype: str, stage: int, zero: dict[str, Any]) -> tuple[list[float],
     del settings["dynatrain"]
     settings["zero_optimization"] |= {"stage": stage, **zero}
     model = small_gpt()
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=decay_groups(model), config=settings)
-    data, losses = Sequences(), []
-    count = engine.train_micro_batch_size_per_gpu()
-    first = torch.distributed.get_rank() * count
-    for step in range(STEPS):
-        samples = [data[(12 * step + first + place) % len(data)] for place in range(count)]
-        inputs, targets = (torch.stack(parts).to(engine.device) for parts in zip(*samples, strict=True))
-        loss = engine(inputs, targets)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    engine.destroy()
-    return losses, str(engine.device), deepspeed.get_accelerator().max_memory_allocated()
+    with stock_engine(model, settings, model_parameters=decay_groups(model)) as engine:
+        data, losses = Sequences(), []
+        count = engine.train_micro_batch_size_per_gpu()
+        first = torch.distributed.get_rank() * count
+        for step in range(STEPS):
+            samples = [data[(12 * step + first + place) % len(data)] for place in range(count)]
+            inputs, targets = (torch.stack(parts).to(engine.device) for parts in zip(*samples, strict=True))
+            loss = engine(inputs, targets)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        return losses, str(engine.device), deepspeed.get_accelerator().max_memory_allocated()
 
 
 @pytest.fixture(scope="module", autouse=True)
