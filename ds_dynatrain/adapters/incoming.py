@@ -28,7 +28,7 @@ from ds_dynatrain.adapters.launch_world import LaunchWorld
 from ds_dynatrain.adapters.meta import ParamInit, draw, drawing_modules, refuse_meta_buffers, refuse_undrawable, swap_in
 from ds_dynatrain.adapters.no_alloc import stand_in
 from ds_dynatrain.adapters.process_groups import is_known, is_ours
-from ds_dynatrain.adapters.stage3 import forget_module, forget_parameter, reset_counters, restore_linear
+from ds_dynatrain.adapters.stage3 import forget_module, forget_parameter, reset_counters
 from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.errors import ConfigError, UnsupportedError
 from ds_dynatrain.space import MASTER, WEIGHT, BufferId, Layout, VirtualParameterSpace
@@ -136,7 +136,6 @@ class Incoming:
         for module in self.model.modules():
             forget_module(module)
         reset_counters()
-        restore_linear()
 
     def values(self, launch: LaunchWorld, job_seed: int, works: bool) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         """Each parameter with its whole value, flat, one at a time; a collective of all processes of the launch.

@@ -62,11 +62,11 @@ class LaunchWorld:
 
     def retire(self) -> threading.Thread:
         """Take down a group of `formed`, in which nobody stands any more; all its processes do. See `drop`."""
-        gone, is_broken = [], False
-        if self.status is not None:
-            gone, is_broken = list(self.status.gate.communicators), self.status.gate.is_torn
         unregister(self.group)
-        return tear_down([self.group], partial(end, gone, is_broken=is_broken))
+        if self.status is None:
+            return tear_down([self.group])
+        gone = [*self.status.gate.communicators]
+        return tear_down([self.group], partial(end, gone, is_broken=self.status.is_broken))
 
     def install(self) -> None:
         """Speak of the launch group again: on a member that trains in no world."""

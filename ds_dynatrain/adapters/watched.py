@@ -47,6 +47,11 @@ class GroupStatus:
         self.is_closed = self.is_deferred = self.is_lost = False
         self.gate = Gate()
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether communicators of the world can only be aborted: not all its members would end them together."""
+        return self.failure is not None or self.is_lost or self.gate.is_torn
+
     def call(self, call: Callable[..., T], *arguments: Any, **named: Any) -> T | None:
         """What `call` returns; WorldChanged, or None where that is deferred, if a peer is gone or the world closed."""
         if self.is_closed:

@@ -226,7 +226,7 @@ class World:
             each.users -= 1
         unused = [each for each in gone if each.users == 0]
         if self.status is not None:
-            is_broken |= self.status.failure is not None or self.status.is_lost or self.status.gate.is_torn
+            is_broken |= self.status.is_broken
             held = self.status.gate.communicators
             held[:] = [each for each in held if each not in gone]
         return partial(end, unused, is_broken=is_broken)

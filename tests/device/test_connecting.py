@@ -11,8 +11,14 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
+import torch.distributed as td
 
 from ds_dynatrain.adapters import communicators
+from ds_dynatrain.adapters.communicators import go_on
+from ds_dynatrain.adapters.device import compute_device
+from ds_dynatrain.adapters.launch_world import LaunchWorld, launch_store
+from ds_dynatrain.adapters.watched import GroupStatus
 from ds_dynatrain.engine import agreement
 from ds_dynatrain.engine.attempts import Attempts
 from tests.engine import jobs
@@ -138,3 +144,28 @@ def test_one_that_cannot_connect_undoes_the_switch(lab_pool: RankPool, fault: st
         assert event.outcome == "rolled_back" and REASONS[fault] in event.reason, event.reason
         assert event.step == ASKED_AT + 1, "where they were to connect"
     assert [each["last"].outcome for each in found] == ["committed"] * 4, [each["last"].reason for each in found]
+
+
+def meeting(size: int, number: int) -> list[float]:
+    """What the first `size` processes of the launch add up over a group of theirs that serves the device."""
+    launch, found = LaunchWorld.current(), []
+    if launch.member < size:
+        status, store = GroupStatus(), launch_store()
+        group = LaunchWorld.formed(store, f"start {number}", launch.member, size, SECONDS, status)
+        for _ in range(2):  # the second time there is one
+            group.connect(SECONDS, go_on)
+            held = torch.full((3,), 1.0 + launch.member, device=compute_device())
+            td.all_reduce(held, group=group.group)
+            found.append(float(held.sum()))
+        made = [*status.gate.communicators]
+        assert len(made) == (size > 1) and not any(each.is_ended for each in made)
+        assert "lab" in td.get_backend_config(group.group) or size == 1
+        group.retire().join()
+        assert all(each.is_ended for each in made)
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_those_that_start_a_job_are_connected_before_there_is_a_world(lab_pool: RankPool, size: int) -> None:
+    total = 3.0 * sum(range(1, size + 1))
+    assert lab_pool.run(meeting, size=size, number=size)[:size] == [[total, total]] * size
