@@ -28,13 +28,17 @@ STEPS, SKIPPED = 60, 10
 
 
 def elastic(
-    script: Path = SCRIPT, accelerator: str = "cuda", stage: int = 1, transport: str = "auto", seconds: float = 280.0
+    script: Path = SCRIPT,
+    accelerator: str = "cuda",
+    stage: int = 1,
+    transport: str = "auto",
+    limit_seconds: float = 280.0,
 ) -> Found:
     """Two members, a third one joins, one is killed, one is told to go; and steps without what such a job adds to them.
 
-    transport: as `dynatrain.transport`. seconds: for all of it. exit: 0 where all went as it should.
+    transport: as `dynatrain.transport`. limit_seconds: for all of it. exit: 0 where all went as it should.
     """
-    end = time.monotonic() + seconds
+    end = time.monotonic() + limit_seconds
     try:
         with _job(script, accelerator, stage, transport, end) as job:
             found = _walk(job)
