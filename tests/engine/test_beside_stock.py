@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import nullcontext
 from typing import Any
 
 import deepspeed
@@ -11,7 +11,7 @@ import torch
 
 from tests.adapters.stock import stock_engine
 from tests.engine import jobs, oracle
-from tests.engine.models import small_gpt
+from tests.engine.models import Sequences, small_gpt
 from tests.engine.pool import RankPool
 
 PATH: list[jobs.Sizes] = [(4, 1), (3, 2), (4, 3), (2, 3), (3, 2)]
@@ -20,30 +20,39 @@ STEPS = len(PATH) + 1
 REFERENCE = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}, "steps_per_print": 10**9}
 
 
-def case(when: str) -> tuple[Any, bool]:
-    """The state at the end, on members that train there; whether the other engine has set another `linear`.
+def loss_of(reference: Any) -> float:
+    """Of the other engine, on the same four samples at any time; all ranks ask for it."""
+    inputs, targets = (torch.stack(part) for part in zip(*(Sequences()[place] for place in range(4)), strict=True))
+    with torch.no_grad():
+        return float(reference(inputs, targets))
+
+
+def case(when: str) -> tuple[Any, bool, list[float]]:
+    """The state at the end, on members that train there; whether the other engine has set another `linear`; its losses.
 
     when: that one is made, before ours on all members, or meanwhile on those that work and with an end of its own.
     """
-    own, is_set = torch.nn.functional.linear, []
+    own, is_set, state, losses = torch.nn.functional.linear, False, None, list[float]()
 
-    def note(made: jobs.Job | None) -> None:
-        is_set.append(torch.nn.functional.linear is not own)
-
-    def meanwhile(made: jobs.Job) -> None:
+    def each(made: jobs.Job) -> None:
+        nonlocal is_set
         if when == "meanwhile" and made.engine.global_steps == 1:
             other, *_ = deepspeed.initialize(model=small_gpt(seed=3), config=REFERENCE)
-            note(made)
+            is_set = torch.nn.functional.linear is not own
             other.destroy()
+        if when == "before" and made.engine.layout.data == 4:
+            losses.append(loss_of(reference))
 
-    with ExitStack() as stack:
+    with stock_engine(small_gpt(seed=3), REFERENCE) if when == "before" else nullcontext() as reference:
         if when == "before":
-            stack.enter_context(stock_engine(small_gpt(seed=3), REFERENCE))
-            note(None)
+            is_set = torch.nn.functional.linear is not own
+            losses.append(loss_of(reference))
         with jobs.job(jobs.config("bf16", (2, 1))) as made:
-            jobs.train(made, STEPS, dict(enumerate(PATH, 1)), each=meanwhile)
-            return oracle.gather(made.engine), is_set == [True]
-    return None, False
+            jobs.train(made, STEPS, dict(enumerate(PATH, 1)), each=each)
+            state = oracle.gather(made.engine)
+        if when == "before":
+            losses.append(loss_of(reference))
+    return state, is_set, losses
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
@@ -54,3 +63,6 @@ def test_gradients_are_added_up_as_without_it(pool: RankPool, when: str) -> None
     expected, found = (pool.run(case, when=each)[0] for each in ("never", when))
     assert found[1] and not expected[1]
     assert oracle.differences(found[0], expected[0]) == []
+    if when == "before":
+        first, *others = found[2]
+        assert others == pytest.approx([first] * 3, rel=1e-6), "in the two steps of four ranks, and after the job"
