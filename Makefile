@@ -28,6 +28,10 @@ WORKERS  ?= 3
 CORE     := tests/space tests/plan tests/transfer tests/data tests/adapters \
             $(addprefix tests/engine/test_,start.py matrix.py chains.py members.py faults.py checkpoints.py)
 
+# What has ranks on the device without hardware, besides tests/device and tests/engine.
+ON_DEVICE := $(addprefix tests/elastic/test_,axes.py together.py zero_init.py trainer.py accelerate.py) \
+            $(addprefix tests/integrations/test_,trainer.py accelerate.py lightning.py lightning_more.py trl.py)
+
 # The run that never switches is plain DeepSpeed, which on a CPU wants a compiler; without one it is train_gpt.py too.
 STATIC   := $(if $(shell command -v c++),train_gpt_plain.py,train_gpt.py)
 
@@ -66,9 +70,9 @@ test: $(STAMP)  ## run the tests, the long sets apart
 test-all: $(STAMP)  ## run all tests: every combination, long chains
 	$(BIN)/python -m pytest -m '' $(ARGS)
 
-test-device: $(STAMP)  ## run what has ranks on a device without hardware: tests/device, all of tests/engine, elastic jobs of every axis; two hours
+test-device: $(STAMP)  ## run what has ranks on a device without hardware: tests/device, all of tests/engine, elastic jobs of every axis, loops of Hugging Face and Lightning; two hours
 	$(BIN)/python -m pytest -m '' tests/device $(ARGS)
-	$(BIN)/python -m pytest -m '' --on-device tests/engine $(addprefix tests/elastic/test_,axes.py together.py zero_init.py) $(ARGS)
+	$(BIN)/python -m pytest -m '' --on-device tests/engine $(ON_DEVICE) $(ARGS)
 
 test-deepspeed: $(OTHER)/.installed  ## run the core of the tests with another DeepSpeed: VERSION=0.18.9
 	PATH="$(abspath $(BIN)):$$PATH" $(OTHER)/bin/python -m pytest $(CORE) $(ARGS)

@@ -156,6 +156,7 @@ CORE = {
     "compile": "compiled_parts",
     "fused": "fused",
     "engines": "each_trains_as_if_alone",
+    "loops": "test_trainer or test_lightning",
 }
 """A part of `support.proved`, or several -> its tests among those of tests/gpu/core."""
 

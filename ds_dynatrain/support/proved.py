@@ -39,6 +39,7 @@ PARTS: Mapping[str, str] = {
     "compile": "`engine.compile`",
     "fused": "torch's fused optimizers",
     "engines": "several engines in one process",
+    "loops": "loops of Hugging Face and Lightning",
     "elastic": "nodes that come and go",
 }
 """Every part of the package that touches a device -> its name."""
@@ -78,6 +79,7 @@ ON_TEST_DEVICE: Mapping[str, str] = {
     "compile": "tests/engine/test_compile.py::test_twelve_switches",
     "fused": f"{_MEMORY}::test_counts_of_fused_optimizers_stay_on_the_device",
     "engines": "tests/engine/test_engines.py",
+    "loops": "tests/device/test_loops.py",
     "elastic": "tests/device/test_elastic.py",
 }
 """Part -> its test there."""

@@ -183,6 +183,7 @@ class DynatrainStrategy(Checkpoints, Below):
                 'its weights; evaluate with another Trainer (strategy="deepspeed" or "ddp")'
             )
         self.accelerator.setup(trainer)
+        self.lightning_module.to(self.root_device)  # the end of `fit` has put metrics that were logged on the CPU
         self.model = self._engine
 
     def _settled(self) -> settings.Sizes:

@@ -885,6 +885,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty_strided", empty_strided);
   m.impl("as_strided", as_strided);
   m.impl("view", at::native::view);
+  m.impl("unfold", at::native::unfold);
   m.impl("_reshape_alias", at::native::_reshape_alias);
   m.impl("resize_", resize_);
   m.impl("_copy_from", copy_from);
@@ -967,9 +968,13 @@ class Hosts {
   std::vector<std::vector<Tensor>> out(const std::vector<std::vector<Tensor>>& lists) {
     return each(lists, [this](const std::vector<Tensor>& one) { return out(one); });
   }
+  // A mean, which gloo has not: a sum over so many members.
+  void divide(int64_t members) {
+    members_ = members;
+  }
   void land() const {
     for (const auto& [device, host] : results_) {
-      device.copy_(host);
+      device.copy_(members_ == 1 ? host : host.is_floating_point() ? host / members_ : host.div(members_, "trunc"));
     }
   }
   void garble() const {
@@ -989,6 +994,7 @@ class Hosts {
     return made;
   }
   std::vector<std::pair<Tensor, Tensor>> results_;
+  int64_t members_ = 1;
 };
 
 // Whether a group was aborted, and what it is waited for by.
@@ -1007,6 +1013,10 @@ struct Fate {
   std::atomic<bool> is_aborted{false};
 };
 
+bool is_of_a_peer(const std::exception& error) {
+  return std::string(error.what()).find("gloo/") != std::string::npos;
+}
+
 // As under NCCL, whoever waits for a peer that is gone waits until the group is aborted. Then nothing is raised, and what
 // was to be written is garbage. Messages cannot be waited for piece by piece, and end with their connections.
 bool arrives(c10d::Work& work, Fate& fate, bool is_message) {
@@ -1015,8 +1025,11 @@ bool arrives(c10d::Work& work, Fate& fate, bool is_message) {
     try {
       has_ended ? work.wait() : work.wait(std::chrono::milliseconds(20));
       return true;
-    } catch (const std::exception&) {
+    } catch (const std::exception& error) {
       if (has_ended) {
+        if (!is_of_a_peer(error)) {
+          throw;
+        }
         fate.wait();
       }
       if (fate.is_aborted) {
@@ -1086,19 +1099,19 @@ class Staged final : public c10d::Backend {
   Handle allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
     return begin([&](Hosts& hosts) {
       auto there = hosts.out(tensors);
-      return gloo_->allreduce(there, options);
+      return gloo_->allreduce(there, summed(options, hosts));
     });
   }
   Handle allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
     return begin([&](Hosts& hosts) {
       auto there = hosts.out(tensors);
-      return gloo_->allreduce_coalesced(there, options);
+      return gloo_->allreduce_coalesced(there, summed(options, hosts));
     });
   }
   Handle reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
     return begin([&](Hosts& hosts) {
       auto there = hosts.out(tensors);
-      return gloo_->reduce(there, options);
+      return gloo_->reduce(there, summed(options, hosts));
     });
   }
   Handle allgather(Lists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
@@ -1141,14 +1154,14 @@ class Staged final : public c10d::Backend {
     return begin([&](Hosts& hosts) {
       auto to = hosts.out(outputs);
       auto from = hosts.in(inputs);
-      return gloo_->reduce_scatter(to, from, options);
+      return gloo_->reduce_scatter(to, from, summed(options, hosts));
     });
   }
   Handle _reduce_scatter_base(Tensor& output, Tensor& input, const c10d::ReduceScatterOptions& options) override {
     return begin([&](Hosts& hosts) {
       auto to = hosts.out(output);
       auto from = hosts.in(input);
-      return gloo_->_reduce_scatter_base(to, from, options);
+      return gloo_->_reduce_scatter_base(to, from, summed(options, hosts));
     });
   }
   Handle reduce_scatter_tensor_coalesced(
@@ -1156,7 +1169,7 @@ class Staged final : public c10d::Backend {
     return begin([&](Hosts& hosts) {
       auto to = hosts.out(outputs);
       auto from = hosts.in(inputs);
-      return gloo_->reduce_scatter_tensor_coalesced(to, from, options);
+      return gloo_->reduce_scatter_tensor_coalesced(to, from, summed(options, hosts));
     });
   }
   Handle alltoall_base(
@@ -1195,6 +1208,15 @@ class Staged final : public c10d::Backend {
   }
 
  private:
+  template <typename Options>
+  Options summed(Options options, Hosts& hosts) {
+    if (options.reduceOp == c10d::ReduceOp::AVG) {
+      options.reduceOp = c10d::ReduceOp::SUM;
+      hosts.divide(getSize());
+    }
+    return options;
+  }
+
   template <typename F>
   Handle begin(F&& start, bool is_barrier = false, bool is_message = false) {
     TORCH_CHECK_WITH(DistBackendError, !fate_->is_aborted, "staged: the group was aborted");
@@ -1219,7 +1241,7 @@ class Staged final : public c10d::Backend {
     try {
       return start(hosts);
     } catch (const std::exception& error) {
-      if (std::string(error.what()).find("gloo/") == std::string::npos) {
+      if (!is_of_a_peer(error)) {
         throw;
       }
       return nullptr;

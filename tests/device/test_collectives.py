@@ -138,6 +138,23 @@ def test_the_numbers_are_those_of_gloo(name: str) -> None:
         assert all(torch.equal(one, other) for one, other in zip(*sides, strict=True))
 
 
+def test_means() -> None:
+    """Which NCCL has, and gloo has not."""
+    held, counts = on_device(torch.full((3,), float(td.get_rank()))), on_device(torch.tensor([td.get_rank()]))
+    parts, part = on_device(torch.arange(4.0) * td.get_rank()), on_device(torch.zeros(1))
+    for each in (held, counts):
+        td.all_reduce(each, op=td.ReduceOp.AVG)
+    td.reduce_scatter_tensor(part, parts, op=td.ReduceOp.AVG)
+    assert (held.tolist(), counts.tolist(), part.tolist()) == ([1.5] * 3, [1], [1.5 * td.get_rank()])
+
+
+def test_what_it_cannot_do_is_an_error_and_no_wait() -> None:
+    held = on_device(torch.ones(3))
+    with pytest.raises(RuntimeError, match="BAND"):
+        td.all_reduce(held, op=td.ReduceOp.BAND)
+        held.tolist()
+
+
 def test_results_are_not_there_until_the_stream_waits() -> None:
     held = on_device(torch.ones(3))
     work = td.all_reduce(held, async_op=True)

@@ -8,11 +8,18 @@ import pytest
 
 from tests.engine.pool import RankPool
 
+IMPORTS = ["tests.integrations.trainers"]
+"""What takes ranks long to import."""
+
 
 @pytest.fixture(scope="package")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    """Four ranks."""
-    ranks = RankPool(4, tmp_path_factory.mktemp("four"), imports=["tests.integrations.trainers"])
+def four(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    """Four ranks; with `--on-device` they compute there."""
+    module = "tests.engine.rank_process"
+    if request.config.option.on_device:
+        request.getfixturevalue("lab_built")
+        module = "tests.device.rank_process"
+    ranks = RankPool(4, tmp_path_factory.mktemp("four"), module=module, imports=IMPORTS)
     yield ranks
     ranks.stop()
 

@@ -1,4 +1,4 @@
-"""Trainers of Lightning's over a small module on CPU ranks: what a job saw, stock or over a world that changes."""
+"""Trainers of Lightning's over a small module on ranks: what a job saw, stock or over a world that changes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ import lightning
 import torch
 import torchmetrics
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from torch.utils.data import DataLoader, Dataset
 
+from ds_dynatrain.adapters.device import compute_device, is_accelerated
 from ds_dynatrain.integrations.lightning import DynatrainStrategy, SwitchCallback
 
 CONFIG: dict[str, Any] = {
@@ -29,9 +31,9 @@ EVALUATED = 36
 
 
 class Stock(DeepSpeedStrategy):
-    """Lightning's own, which wants GPUs, on CPU ranks."""
+    """Lightning's own, which wants GPUs, on what there is."""
 
-    root_device = property(lambda self: torch.device("cpu", 0))
+    root_device = property(lambda self: torch.device(compute_device().type, 0))
 
     def setup_environment(self) -> None:
         DDPStrategy.setup_environment(self)
@@ -40,6 +42,36 @@ class Stock(DeepSpeedStrategy):
         reset_seed()
         self.set_world_ranks()
         self._init_deepspeed_distributed()
+
+
+class Lab(Accelerator):
+    """The device without hardware, as Lightning wants to know it; all processes share it."""
+
+    def setup_device(self, device: torch.device) -> None:
+        """It is there."""
+
+    def teardown(self) -> None:
+        """It stays."""
+
+    @staticmethod
+    def parse_devices(devices: Any) -> Any:
+        return devices
+
+    @staticmethod
+    def get_parallel_devices(devices: Any) -> list[torch.device]:
+        return [torch.device(compute_device().type, index) for index in range(devices)]
+
+    @staticmethod
+    def auto_device_count() -> int:
+        return 1
+
+    @staticmethod
+    def is_available() -> bool:
+        return True
+
+    @staticmethod
+    def name() -> str:
+        return compute_device().type
 
 
 class Points(Dataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -130,6 +162,9 @@ class Late(Module):
             torch.manual_seed(0)
             self.net = torch.nn.Sequential(torch.nn.Linear(8, 17), torch.nn.Tanh(), torch.nn.Linear(17, 1))
 
+    def on_fit_start(self) -> None:
+        self.mean.to(self.trainer.strategy.root_device)  # in such a module neither Lightning nor DeepSpeed moves it
+
 
 class Noting(Callback):
     """A row for each optimizer step and each evaluation."""
@@ -149,7 +184,7 @@ class Noting(Callback):
         self.steps = trainer.global_step
         pair = torch.tensor([sum(loss * n for loss, n in pl_module.seen), sum(n for _, n in pl_module.seen)])
         pl_module.seen.clear()
-        total, samples = trainer.strategy.reduce(pair, reduce_op="sum").tolist()
+        total, samples = trainer.strategy.reduce(pair.to(pl_module.device), reduce_op="sum").tolist()
         row = {"step": trainer.global_step, "epoch": trainer.current_epoch, "loss": total / samples}
         row["norm"] = float(trainer.model.get_global_grad_norm() or 0)  # stage 0 has none
         row["rate"] = trainer.optimizers[0].param_groups[0]["lr"]
@@ -181,7 +216,7 @@ def trainer_of(
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     devices = torch.distributed.get_world_size()
     return lightning.Trainer(
-        accelerator="cpu", devices=devices, strategy=strategy,
+        accelerator=Lab() if is_accelerated() else "cpu", devices=devices, strategy=strategy,
         plugins=[TorchElasticEnvironment() if environment is None else environment],
         **{"default_root_dir": folder, "callbacks": list(callbacks), "enable_checkpointing": False, **quiet, **named},
     )  # fmt: skip

@@ -23,7 +23,7 @@ Log = Sequence[Mapping[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def stock(alone: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Log:
+def stock_log(alone: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Log:
     """Of stock Trainer on one rank, in micro-batches of 3: 8 steps are an epoch, and 4 more."""
     folder = tmp_path_factory.mktemp("stock")
     found = alone.run(trainers.train, folder=folder, block=None, **OF_ONE, **EACH)
@@ -64,7 +64,7 @@ def test_on_one_rank_every_bit_is_stock_trainers(alone: RankPool, tmp_path: Path
     assert logs[0] == logs[1] and len(logs[0]) == 7
 
 
-def test_a_world_that_changes(four: RankPool, stock: Log, tmp_path: Path) -> None:
+def test_a_world_that_changes(four: RankPool, stock_log: Log, tmp_path: Path) -> None:
     """2 -> 4 -> 3 ranks and ZeRO 1 -> 3 -> 2, within an epoch, with evaluation and saves at each change."""
     block = {"layout": {"data": 2}}
     saves = {"save_strategy": "steps", "save_steps": 3, "load_best_model_at_end": True}
@@ -72,7 +72,7 @@ def test_a_world_that_changes(four: RankPool, stock: Log, tmp_path: Path) -> Non
         trainers.train, folder=tmp_path, block=block, schedule=SCHEDULE, **OF_TWO, **EACH, **saves, seconds=120
     )
     found = of_rank_0(answers)
-    assert furthest(found["log"], stock)[1] < 2e-5, furthest(found["log"], stock)
+    assert furthest(found["log"], stock_log)[1] < 2e-5, furthest(found["log"], stock_log)
     assert (found["world"], found["layout"]) == (3, "data=3 zero_stage=2")
     assert found["best"] is not None and Path(found["best"]).parent == tmp_path
     best = load_file(Path(found["best"]) / "model.safetensors")["transformer.wte.weight"]
@@ -108,7 +108,7 @@ def test_a_stock_checkpoint_goes_on_in_another_world(four: RankPool, tmp_path: P
     assert furthest(steps_of(resumed), steps_of(whole))[1] < 2e-5
 
 
-def test_ours_goes_on_in_another_world(four: RankPool, stock: Log, tmp_path: Path) -> None:
+def test_ours_goes_on_in_another_world(four: RankPool, stock_log: Log, tmp_path: Path) -> None:
     """`True` finds the newest that is whole; the log goes on where it was."""
     saves = {"save_strategy": "steps", "save_steps": 5, "save_total_limit": 1}
     begin = {**OF_TWO, "max_steps": 10, "num_train_epochs": 2}
@@ -127,7 +127,7 @@ def test_ours_goes_on_in_another_world(four: RankPool, stock: Log, tmp_path: Pat
         config={"train_batch_size": BATCH}, **OF_TWO, **EACH,
     )  # fmt: skip
     found = of_rank_0(answers)["log"]
-    assert furthest(steps_of(found), steps_of(stock))[1] < 2e-5
+    assert furthest(steps_of(found), steps_of(stock_log))[1] < 2e-5
     assert math.isfinite(found[-1]["train_loss"])
 
 
@@ -141,7 +141,7 @@ class StopAt(trainers.TrainerCallback):
         control.should_training_stop = control.should_training_stop or state.global_step >= self.step
 
 
-def test_sigterm_leaves_a_checkpoint(four: RankPool, stock: Log, tmp_path: Path) -> None:
+def test_sigterm_leaves_a_checkpoint(four: RankPool, stock_log: Log, tmp_path: Path) -> None:
     """All save at the next step and end with 143; `True` finds it, and the log goes on as if nothing had been."""
     block = {"layout": {"data": 2}, "fallback": {"on_sigterm": True}}
     job = {"folder": tmp_path, "block": block, **OF_TWO, **EACH, "config": {"train_batch_size": BATCH}}
@@ -151,7 +151,7 @@ def test_sigterm_leaves_a_checkpoint(four: RankPool, stock: Log, tmp_path: Path)
     assert saved.name in ("checkpoint-5", "checkpoint-6", "checkpoint-7")
     block["layout"] = {"data": 3}
     found = of_rank_0(four.run(trainers.train, resume=True, **job, seconds=120))["log"]
-    assert furthest(steps_of(found), steps_of(stock))[1] < 2e-5
+    assert furthest(steps_of(found), steps_of(stock_log))[1] < 2e-5
 
 
 def ended_case(job: dict[str, Any]) -> int:
@@ -220,7 +220,7 @@ def saved_case(folder: Path) -> bool | None:
         saved = load_file(folder / "model" / "model.safetensors")
         trainer.engine.switch(data=3, zero_stage=1, at=trainer.engine.global_steps)
         trainer.engine.boundary()
-        weights = dict(trainer.engine.module.named_parameters())
+        weights = {name: held.cpu() for name, held in trainer.engine.module.named_parameters()}
         return all(torch.equal(held, weights[name]) for name, held in saved.items()) and len(saved) >= 27
     finally:
         trainer.engine.destroy()

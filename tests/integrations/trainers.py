@@ -13,8 +13,10 @@ import deepspeed
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
+from deepspeed.accelerator import get_accelerator
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
+from ds_dynatrain.adapters.device import is_accelerated
 from ds_dynatrain.integrations.transformers import SwitchCallback, elastic
 
 WORDS, LENGTH = 64, 16
@@ -30,12 +32,17 @@ LOGGED = ("loss", "grad_norm", "learning_rate", "eval_loss", "train_loss", "epoc
 
 
 def allow_cpu_ranks() -> None:
-    """Accelerate has DeepSpeed on accelerators alone: on a CPU each process would be alone.
+    """Accelerate has DeepSpeed on accelerators alone that it knows: on a CPU each process would be alone.
 
     Nor does anybody have to wait for a compiler, as in the other scripts of tests.
     """
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_CPU)
+    device = get_accelerator()
+    found = ("gloo", DistributedType.MULTI_CPU)
+    if is_accelerated():  # the one without hardware
+        os.environ["ACCELERATE_TORCH_DEVICE"] = device.device_name(device.current_device())
+        found = (device.communication_backend_name(), DistributedType.MULTI_GPU)
+    PartialState._prepare_backend = lambda *_, **__: found
 
 
 def forget_ranks() -> None:
