@@ -1041,6 +1041,43 @@ bool arrives(c10d::Work& work, Fate& fate, bool is_message) {
   }
 }
 
+// The collectives that this process has begun, of all groups, in order. Those that one group call has begun have no
+// order among themselves. Both ends of a message, and all members of a collective, give it one name.
+class Journal {
+ public:
+  using Batch = std::vector<std::string>;
+
+  void note(std::string name) {
+    if (open_) {
+      open_->push_back(std::move(name));
+    } else {
+      add({std::move(name)});
+    }
+  }
+  void open() {
+    open_.emplace();
+  }
+  void close() {
+    add(std::exchange(open_, std::nullopt).value_or(Batch{}));
+  }
+  std::vector<Batch> take() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return std::exchange(batches_, {});
+  }
+
+ private:
+  void add(Batch batch) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    batches_.push_back(std::move(batch));
+  }
+  std::mutex mutex_;
+  std::vector<Batch> batches_;
+  static thread_local std::optional<Batch> open_;
+};
+
+thread_local std::optional<Journal::Batch> Journal::open_;
+Journal journal;
+
 // Gloo does it, on copies in host memory. It begins at once, so that all members begin in the same order.
 class Staged final : public c10d::Backend {
  public:
@@ -1048,11 +1085,12 @@ class Staged final : public c10d::Backend {
   using Tensors = std::vector<Tensor>;
   using Lists = std::vector<std::vector<Tensor>>;
 
-  // sockets: descriptor and inode of each that gloo has opened.
-  Staged(c10::intrusive_ptr<c10d::Backend> gloo, std::map<int, uint64_t> sockets)
+  // sockets: descriptor and inode of each that gloo has opened. name: the same for all members, and no other group's.
+  Staged(c10::intrusive_ptr<c10d::Backend> gloo, std::map<int, uint64_t> sockets, std::string name)
       : c10d::Backend(gloo->getRank(), gloo->getSize()),
         gloo_(std::move(gloo)),
         sockets_(std::move(sockets)),
+        name_(std::move(name)),
         stream_(next_stream++) {}
 
   const std::string getBackendName() const override {
@@ -1061,8 +1099,11 @@ class Staged final : public c10d::Backend {
   bool supportsCoalescing() const override {
     return true;
   }
-  void startCoalescing() override {}
+  void startCoalescing() override {
+    journal.open();
+  }
   Handle endCoalescing() override {
+    journal.close();
     return c10::make_intrusive<Begun>(stream_, false);
   }
   void setTimeout(std::chrono::milliseconds timeout) override {
@@ -1195,19 +1236,21 @@ class Staged final : public c10d::Backend {
     return begin([&](Hosts& hosts) {
       auto there = hosts.in(tensors);
       return gloo_->send(there, to, tag);
-    }, false, true);
+    }, false, Message{getRank(), to});
   }
   Handle recv(Tensors& tensors, int from, int tag) override {
     return begin([&](Hosts& hosts) {
       auto there = hosts.out(tensors);
       return gloo_->recv(there, from, tag);
-    }, false, true);
+    }, false, Message{from, getRank()});
   }
   Handle barrier(const c10d::BarrierOptions& options) override {
     return begin([&](Hosts&) { return gloo_->barrier(options); }, true);
   }
 
  private:
+  using Message = std::pair<int, int>;  // from, to; of members of the group
+
   template <typename Options>
   Options summed(Options options, Hosts& hosts) {
     if (options.reduceOp == c10d::ReduceOp::AVG) {
@@ -1218,21 +1261,28 @@ class Staged final : public c10d::Backend {
   }
 
   template <typename F>
-  Handle begin(F&& start, bool is_barrier = false, bool is_message = false) {
+  Handle begin(F&& start, bool is_barrier = false, std::optional<Message> message = std::nullopt) {
     TORCH_CHECK_WITH(DistBackendError, !fate_->is_aborted, "staged: the group was aborted");
+    note(message);
     streams.drain(present);
     Plainly plainly;
     Hosts hosts;
     auto work = started(start, hosts);
-    streams.queue(stream_, [work, hosts, is_message, fate = fate_] {
+    streams.queue(stream_, [work, hosts, message, fate = fate_] {
       if (work) {
-        arrives(*work, *fate, is_message) ? hosts.land() : hosts.garble();
+        arrives(*work, *fate, message.has_value()) ? hosts.land() : hosts.garble();
       } else {
         fate->wait();
         hosts.garble();
       }
     });
     return c10::make_intrusive<Begun>(stream_, is_barrier);
+  }
+
+  void note(const std::optional<Message>& message) {
+    const auto place = message ? " " + std::to_string(message->first) + ">" + std::to_string(message->second) : "";
+    std::lock_guard<std::mutex> lock(counting_);
+    journal.note(name_ + place + " #" + std::to_string(++begun_[place]));
   }
 
   // Null where a peer is gone already, which is none of its business either.
@@ -1250,6 +1300,9 @@ class Staged final : public c10d::Backend {
 
   c10::intrusive_ptr<c10d::Backend> gloo_;
   std::map<int, uint64_t> sockets_;
+  std::string name_;
+  std::mutex counting_;
+  std::map<std::string, int> begun_;
   std::shared_ptr<Fate> fate_ = std::make_shared<Fate>();
   StreamId stream_;
 };
@@ -1286,7 +1339,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("default_generator", [] { return default_generator(); });
   m.def("synchronize", [] { streams.drain_all(); }, py::call_guard<py::gil_scoped_release>());
   using Sockets = std::map<int, uint64_t>;
-  m.def("staged", [](c10::intrusive_ptr<c10d::Backend> gloo, Sockets sockets) -> c10::intrusive_ptr<c10d::Backend> {
-    return c10::make_intrusive<Staged>(std::move(gloo), std::move(sockets));
+  using Gloo = c10::intrusive_ptr<c10d::Backend>;
+  m.def("staged", [](Gloo gloo, Sockets sockets, std::string name) -> c10::intrusive_ptr<c10d::Backend> {
+    return c10::make_intrusive<Staged>(std::move(gloo), std::move(sockets), std::move(name));
   });
+  m.def("begun", [] { return journal.take(); }, "Collectives that were begun since the last call.");
 }

@@ -13,6 +13,7 @@ from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 import torch.distributed as td
@@ -23,6 +24,9 @@ from ds_dynatrain.elastic.abort import new_sockets, open_sockets
 NAME = "lab"
 BACKEND = "staged"
 """What torch.distributed calls its collectives."""
+Begun = list[list[str]]
+_GROUP = "lab group"
+"""Where the members of a group read its name."""
 _initialized = True
 """As `torch.cuda._initialized`: else torch.utils.checkpoint would not keep the device's random numbers."""
 SOURCE = Path(__file__).with_name("lab.cpp")
@@ -47,7 +51,18 @@ def load() -> Any:
 def _staged(compiled: Any, store: td.Store, rank: int, size: int, timeout: timedelta) -> td.Backend:
     before = open_sockets()
     gloo = td.ProcessGroupGloo(store, rank, size, timeout=timeout)
-    return compiled.staged(gloo, new_sockets(before, open_sockets()))
+    if rank == 0:
+        store.set(_GROUP, uuid4().hex[:8])
+    return compiled.staged(gloo, new_sockets(before, open_sockets()), store.get(_GROUP).decode())
+
+
+def begun() -> Begun:
+    """The collectives of the device that this process has begun since the last call, by names that all members have.
+
+    In order; those of one group call stand together.
+    """
+    found: Begun = load().begun()
+    return found
 
 
 # ---- the device -----------------------------------------------------------------------------------------------------

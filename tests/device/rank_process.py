@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from tests.device import accelerator, lab
+from tests.device import accelerator, lab, one_order
 from tests.device.batches import move_batches
 
 if __name__ == "__main__":
@@ -15,4 +15,4 @@ if __name__ == "__main__":
     move_batches()
     from tests.engine import rank_process
 
-    rank_process.main(int(sys.argv[1]), sys.argv[2:], backend=lab.BACKEND)
+    rank_process.main(int(sys.argv[1]), sys.argv[2:], rank_process.Kind(lab.BACKEND, one_order.check))

@@ -20,7 +20,8 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from multiprocessing.connection import Connection
 from typing import Any
@@ -44,11 +45,16 @@ CASE_SEED = 1234
 REQUEST_BYTES = 1 << 16
 
 
-def main(descriptor: int, modules: Sequence[str], backend: str = "gloo") -> None:
-    """Serve the test process until it closes the socket.
+@dataclass(frozen=True)
+class Kind:
+    """Of ranks. backend: of the launch group. at_end: what all of them check at the end of each case, besides."""
 
-    modules: that are imported first. backend: of the launch group.
-    """
+    backend: str = "gloo"
+    at_end: Callable[[], None] = lambda: None
+
+
+def main(descriptor: int, modules: Sequence[str], kind: Kind = Kind()) -> None:
+    """Serve the test process until it closes the socket. modules: that are imported first."""
     _end_with_parent()
     for module in modules:
         importlib.import_module(module)
@@ -66,10 +72,10 @@ def main(descriptor: int, modules: Sequence[str], backend: str = "gloo") -> None
             request, pipes, _, _ = socket.recv_fds(control, REQUEST_BYTES, 64)
             if not request:
                 return
-            control.sendall(json.dumps(_serve(json.loads(request), pipes, control, backend)).encode())
+            control.sendall(json.dumps(_serve(json.loads(request), pipes, control, kind)).encode())
 
 
-def _serve(request: dict[str, Any], pipes: list[int], control: socket.socket, backend: str) -> Any:
+def _serve(request: dict[str, Any], pipes: list[int], control: socket.socket, kind: Kind) -> Any:
     if "reap" in request:
         return os.waitstatus_to_exitcode(os.waitpid(request["reap"], 0)[1])
     children = []
@@ -79,14 +85,14 @@ def _serve(request: dict[str, Any], pipes: list[int], control: socket.socket, ba
             control.close()
             for other in pipes[:rank] + pipes[rank + 1 :]:
                 os.close(other)
-            _run_rank(rank, len(pipes), request["port"], pipes[rank], log, backend)
+            _run_rank(rank, len(pipes), request["port"], pipes[rank], log, kind)
         children.append(child)
     for pipe in pipes:
         os.close(pipe)
     return children
 
 
-def _run_rank(rank: int, size: int, port: int, descriptor: int, log: str, backend: str) -> None:
+def _run_rank(rank: int, size: int, port: int, descriptor: int, log: str, kind: Kind) -> None:
     """Join the launch group, say so, and run one call after the other until the pipe closes. Does not return."""
     _end_with_parent()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -96,13 +102,13 @@ def _run_rank(rank: int, size: int, port: int, descriptor: int, log: str, backen
     names = {"RANK": rank, "LOCAL_RANK": device, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1")
     pipe = Connection(descriptor)
-    deepspeed.init_distributed(backend)
+    deepspeed.init_distributed(kind.backend)
     td.barrier()
     group = td.group.WORLD
     pipe.send_bytes(pickle.dumps((None,)))
     while (call := _next(pipe)) is not None:
         answer = io.BytesIO()
-        _Pickler(answer).dump(_answer(call, group))
+        _Pickler(answer).dump(_answer(call, group, kind.at_end))
         pipe.send_bytes(answer.getbuffer())
     sys.stdout.flush()
     os._exit(0)
@@ -124,7 +130,7 @@ def _next(pipe: Connection) -> Any:
         return None
 
 
-def _answer(call: tuple[str, str, dict[str, Any], bool], group: Any) -> Any:
+def _answer(call: tuple[str, str, dict[str, Any], bool], group: Any, at_end: Callable[[], None]) -> Any:
     """A 1-tuple with the result, or the trace of what was raised."""
     module, name, arguments, meet = call
     random.seed(CASE_SEED)
@@ -141,6 +147,7 @@ def _answer(call: tuple[str, str, dict[str, Any], bool], group: Any) -> Any:
             result = None
         if meet:
             _check_end(group, before)
+            at_end()
             td.barrier()
     except BaseException:
         return traceback.format_exc()

@@ -14,4 +14,4 @@ if __name__ == "__main__":
     from tests.engine import rank_process
 
     move_batches()
-    rank_process.main(int(sys.argv[1]), sys.argv[2:], backend=taken)
+    rank_process.main(int(sys.argv[1]), sys.argv[2:], rank_process.Kind(taken))
