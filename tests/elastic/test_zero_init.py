@@ -29,11 +29,14 @@ def check_peak(row: Row, most: float) -> None:
     assert on_device.get() or row["peak"] < most
 
 
-def check_joined(rows: list[Row], buffers: Any) -> None:
-    """They had no memory for parameters, and have the buffers of the others."""
+def check_joined(rows: list[Row], buffers: Any, cast: int = 0) -> None:
+    """They had no memory for parameters, and have the buffers of the others.
+
+    cast: bytes of the one parameter that DeepSpeed has in the configuration's type before it goes to the meta device.
+    """
     for row in rows:
         assert row["meta"] and row["buffers"] == buffers, row
-        check_peak(row, SLACK)
+        check_peak(row, cast + SLACK)
 
 
 def run(train: Callable[..., Job], how: str, workers: int, own: dict[str, Any]) -> Job:
@@ -86,7 +89,7 @@ def test_from_config(train: Callable[..., Job]) -> None:
     """Transformers draws what is in no file."""
     started, joined = cut(run(train, "config", 1, BF16))
     assert len(started) == 2 and started[0]["weight"] == started[1]["weight"] != {}
-    check_joined(joined, started[0]["buffers"])
+    check_joined(joined, started[0]["buffers"], cast=LARGEST // 2)
 
 
 @pytest.mark.full
