@@ -20,13 +20,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ds_dynatrain.transfer.weighing import BLOCK_BYTES, BLOCK_UNITS, UInt64s, factors, tables
+from ds_dynatrain.transfer.weighing import BLOCK_BYTES, BLOCK_UNITS, SLICES, WORD_BYTES, UInt64s, factors, tables
 
 Int64s = npt.NDArray[np.int64]
 
-WORD_BYTES = 4
-SLICES = 16
-"""Of a block, each a program's."""
 MANY_RUNS = 4096
 """A table of so many runs lies on the device; a smaller one takes less time from here than it would take launches."""
 WALK = 32

@@ -6,8 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ds_dynatrain.transfer.device_digest import SLICES, WORD_BYTES
-from ds_dynatrain.transfer.weighing import BLOCK_BYTES, FACTOR_SEED
+from ds_dynatrain.transfer.weighing import BLOCK_BYTES, FACTOR_SEED, SLICES, WORD_BYTES
 
 GAMMA, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 """Of splitmix64, see `weighing`."""

@@ -24,6 +24,8 @@ UNIT_BYTES = 8
 BLOCK_UNITS = 16384
 """Units of 8 bytes per block: 2 tables + scratch + data = 512 KiB, the fastest that still leaves half of a 1 MiB L2."""
 BLOCK_BYTES = BLOCK_UNITS * UNIT_BYTES
+WORD_BYTES, SLICES = 4, 16
+"""What an accelerator reads at once, half a unit; and parts of a block, each of which is a program's there."""
 SPREAD_BYTES = 8 * BLOCK_BYTES
 """Scratch for runs that are spread out as they lie in a tensor."""
 

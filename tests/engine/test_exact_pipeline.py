@@ -279,6 +279,7 @@ def models_case() -> None:
             pass
 
 
+@NOT_ON_DEVICE
 def test_models(pool: RankPool) -> None:
     pool.run(models_case)
 

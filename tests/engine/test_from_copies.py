@@ -88,6 +88,7 @@ def case(find: Callable[[], Subject], dtype: str, at: Layout, target: Layout, de
         if mine in members or mine in whole.members:
             spec = WorldSpec(GENERATION, mine, members, whole.members, target, ties)
             world = build_world(control.store, spec, seconds)
+            world.connect(seconds)
             goal = Goal(target, members, world, KEY, f"{KEY}/record")
             let_go(parts)
             if mine in members:

@@ -33,6 +33,9 @@ APART = 2
 """Steps between two switches."""
 
 
+pytestmark = pytest.mark.not_on_device("late switches are refused on a device (docs/gpu.md)")
+
+
 def settings(dtype: str, start: jobs.Sizes = (2, 1), late: bool = True, **more: Any) -> dict[str, Any]:
     """With a `dynatrain` block that says whether switches are late."""
     made = jobs.config(dtype, start, **more)

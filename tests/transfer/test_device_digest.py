@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_dynatrain.transfer import digest
-from ds_dynatrain.transfer.device_digest import SLICES, WORD_BYTES, Runs, by_arithmetic, programs, weights
-from ds_dynatrain.transfer.weighing import BLOCK_BYTES, factors
+from ds_dynatrain.transfer.device_digest import Runs, by_arithmetic, programs, weights
+from ds_dynatrain.transfer.weighing import BLOCK_BYTES, SLICES, WORD_BYTES, factors
 
 SLICE_BYTES = BLOCK_BYTES // SLICES
 WEIGHTS = weights(torch.device("cpu")).numpy().view(np.uint64)
