@@ -77,7 +77,8 @@ class ReplicatedStage:
         for group, holder in _holders_of_empty_groups(engine.basic_optimizer, model).items():
             first = tensors_of(model, group)[0]
             held = held_moments(engine.basic_optimizer, group, buffers, BufferId("tensor", first))
-            moments = {name: torch.zeros(holder.numel(), dtype=each.dtype) for name, each in held.items()}
+            size, where = holder.numel(), holder.device
+            moments = {name: torch.zeros(size, dtype=each.dtype, device=where) for name, each in held.items()}
             write_state(engine.basic_optimizer, holder, group, moments, scalars.of(first))
 
 

@@ -1093,6 +1093,13 @@ class Staged final : public c10d::Backend {
         name_(std::move(name)),
         stream_(next_stream++) {}
 
+  // Gloo waits for what is under way when it goes, and shut sockets do not always end that: one that is aborted stays.
+  ~Staged() override {
+    if (fate_->is_aborted) {
+      (void)gloo_.release();
+    }
+  }
+
   const std::string getBackendName() const override {
     return "staged";
   }

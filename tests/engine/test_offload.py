@@ -185,6 +185,7 @@ def test_gradients_by_tokens_leave_the_last_ones_alone(pool: RankPool) -> None:
     torch.testing.assert_close(values[UNUSED_STEPS], static[UNUSED_STEPS], rtol=1e-5, atol=0)
 
 
+@STAGE_0
 def test_a_change_to_or_from_stage_0_warns_by_name(pool: RankPool) -> None:
     warnings = pool.run(unused_case, start=(2, 1), schedule={5: (2, 0), 7: (2, 2)})[0][1]
     assert [any("extra" in warning for warning in found) for found in warnings] == [True, True]

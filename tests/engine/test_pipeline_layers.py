@@ -16,6 +16,11 @@ EXTRA_STATE = Pruned.get_extra_state
 PATH = [layout(1, 2), layout(2, 1), layout(4, 1), layout(2, 2), layout(2, 2, 1, (0, 2, 6)), layout(3, 1), layout(1, 1)]
 
 
+def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whichever device they are on."""
+    return torch.equal(one.cpu(), other.cpu())
+
+
 def pruned(path: Path) -> tuple[dict[int, list[float]], int]:
     """Prune at each place, and look at it again at the next: (losses by place, layers that were looked at)."""
     losses, seen = dict[int, list[float]](), 0
@@ -29,10 +34,10 @@ def pruned(path: Path) -> tuple[dict[int, list[float]], int]:
                 expected = Pruned()
                 if number:
                     expected.prune(number - 1)
-                assert torch.equal(layer.mask, expected.mask) and torch.equal(layer.rows, expected.rows), name
+                assert is_same(layer.mask, expected.mask) and is_same(layer.rows, expected.rows), name
                 assert layer.capacity == expected.capacity, name
                 assert ("scale" in layer._buffers) == bool(number) and "scale" not in "".join(layer.state_dict()), name
-                assert not number or torch.equal(layer.scale, expected.scale), name
+                assert not number or is_same(layer.scale, expected.scale), name
                 seen += 1
             losses[number] = [engine.train_batch().item() for _ in range(2)]
             if number + 1 == len(path):
@@ -86,11 +91,12 @@ def one_layer_moves(megabytes: int) -> dict[str, Any]:
         return {"tables": tables, "sent": event.bytes_sent, "least": event.bytes_minimum, "record": max(records)}
 
 
-def test_only_what_moves_is_sent_and_nothing_by_the_store(pool: RankPool) -> None:
+def test_only_what_moves_is_sent_and_nothing_by_the_store(pool: RankPool, request: pytest.FixtureRequest) -> None:
     found = [rank for rank in pool.run(one_layer_moves, megabytes=4) if rank]
     assert [rank["tables"] for rank in found[:2]] == [{"1.table": 1.0}, {"2.table": 2.0}]
     assert all(4 << 20 < rank["sent"] < 5 << 20 and rank["sent"] == rank["least"] for rank in found[:2])
-    assert max(rank["record"] for rank in found) < 20_000
+    handles = 2_000 if request.config.option.on_device else 0  # of the device's memory
+    assert max(rank["record"] for rank in found) < 20_000 + handles
 
 
 def given_up(how: str) -> str:

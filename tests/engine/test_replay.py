@@ -111,6 +111,10 @@ CASES = [
 ]
 
 
+ON_HOST = pytest.mark.not_on_device("steps of masters on a device are not replayed (docs/gpu.md)")
+
+
+@ON_HOST
 @pytest.mark.parametrize(("dtype", "data", "stage", "more"), CASES)
 def test_replicas_are_bit_equal(pool: RankPool, dtype: str, data: int, stage: int, more: dict[str, Any]) -> None:
     found = [one for one in pool.run(case, dtype=dtype, data=data, stage=stage, **more, seconds=100) if one is not None]
@@ -176,6 +180,7 @@ IN_PIPELINES = [
 ]
 
 
+@ON_HOST
 @pytest.mark.parametrize(("dtype", "pipe", "data", "more"), IN_PIPELINES)
 def test_replicas_in_pipelines(pool: RankPool, dtype: str, pipe: int, data: int, more: dict[str, Any]) -> None:
     """Of wards in other stages, which have other parameters, and maybe other groups of them."""

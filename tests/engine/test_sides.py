@@ -32,7 +32,10 @@ def walked(late: bool, has_sides: bool) -> tuple[jobs.Record, list[str]]:
         return jobs.run(config, 4, SCHEDULE), where
 
 
-@pytest.mark.parametrize("late", [False, True])
+REFUSED = pytest.mark.not_on_device("late switches are refused on a device (docs/gpu.md)")
+
+
+@pytest.mark.parametrize("late", [False, pytest.param(True, marks=REFUSED)])
 def test_nothing_is_cut_in_the_pause(pool: RankPool, late: bool) -> None:
     ahead = pool.run(walked, late=late, has_sides=True)
     for _, where in ahead:

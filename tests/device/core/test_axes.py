@@ -1,4 +1,4 @@
-"""One case of each axis, and two of offload, on the device: those of `tests/engine`, called as they stand."""
+"""A case or two of each axis, and two of offload, on the device: those of `tests/engine`, called as they stand."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from tests.engine.pool import RankPool
 
 def test_pipe(pool: RankPool) -> None:
     test_pipeline.test_walks(pool, "stages 0 and 1")
+
+
+def test_pipe_with_groups_of_other_stages(pool: RankPool) -> None:
+    test_pipeline.test_walks(pool, "groups that a stage has nothing of")
 
 
 def test_tensor_parallel(pool: RankPool) -> None:
