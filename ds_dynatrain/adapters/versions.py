@@ -9,8 +9,9 @@ from __future__ import annotations
 import functools
 import importlib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from types import ModuleType
 from typing import Any
 
@@ -42,6 +43,7 @@ class Series:
     collector: the module in which ZeRO-3's constructor looks `gc` up.
     refused: dotted key of the configuration -> why it is refused in this series, where another may take it.
     steps_frozen: whether the 16-bit optimizers of stage 0 step (and decay) frozen parameters of their groups.
+    gathers_by_address: whether ZeRO-3 begins the gathers of several groups in the order of addresses.
     waits_for_last_gather: whether ZeRO-3 waits for the last of many gathers only, though gloo ends them in any order.
     follows_own_optimizers: whether optimizer classes of DeepSpeed's own were tested.
     follows_axes: whether other axes than data were tested.
@@ -54,6 +56,7 @@ class Series:
     collector: str
     refused: Mapping[str, Refusal] = field(default_factory=dict)
     steps_frozen: bool = False
+    gathers_by_address: bool = False
     waits_for_last_gather: bool = False
     follows_own_optimizers: bool = True
     follows_axes: bool = True
@@ -62,6 +65,8 @@ class Series:
 
 
 NEWER = "DeepSpeed 0.18 does not know it; leave it out, or install DeepSpeed 0.19"
+
+_GATHERS = "_PartitionedParameterCoordinator__all_gather_params"
 
 UNTRIED = "tested with DeepSpeed 0.19 only; leave it out, or install that"
 
@@ -80,6 +85,9 @@ SERIES: Mapping[tuple[int, int], Series] = {
                 _get_norm_groups overlapping_partition_gradients_reduce_epilogue
             """,
             "deepspeed.runtime.utils": "combine_grad_norm_groups",
+            "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator": """
+                _PartitionedParameterCoordinator__all_gather_params
+            """,
             "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": """
                 overlapping_partition_gradients_reduce_epilogue process_gradients scaled_global_norm
             """,
@@ -104,6 +112,7 @@ SERIES: Mapping[tuple[int, int], Series] = {
             "deepspeed.module_inject.auto_ep_layer:AutoEPMoELayer": "_is_autoep_layer",
         },
         collector="deepspeed.runtime.zero.utils",
+        gathers_by_address=True,
     ),
     (0, 18): Series(
         tested="0.18.9",
@@ -227,6 +236,9 @@ def mend() -> None:
     """Repair what the installed series gets wrong for every engine, once in a process, before one is built."""
     if present().waits_for_last_gather:
         gather_one_by_one(importlib.import_module("deepspeed.runtime.zero.partition_parameters").Init)
+    if present().gathers_by_address:
+        coordinators = importlib.import_module("deepspeed.runtime.zero.partitioned_param_coordinator")
+        gather_in_one_order(coordinators.PartitionedParameterCoordinator)
 
 
 def gather_one_by_one(kind: Any) -> None:
@@ -245,6 +257,23 @@ def gather_one_by_one(kind: Any) -> None:
             together(self, [parameter], *arguments, **more)
 
     kind._allgather_params_coalesced = one_by_one
+
+
+def gather_in_one_order(kind: Any) -> None:
+    """Let `kind` (ZeRO-3's coordinator) begin gathers in the order of parameters.
+
+    0.19.8 goes through a set, in the order of its members' addresses. Parameters of experts have a group of their own,
+    so ranks begin the gathers of both groups in different orders (measured: in every second run), and NCCL may wait in
+    them without end.
+    """
+    together = getattr(kind, _GATHERS)
+    if together.__name__ == "in_one_order":
+        return
+
+    def in_one_order(self: Any, params: Iterable[Any], forward: bool) -> None:
+        together(self, sorted(params, key=attrgetter("ds_id")), forward)
+
+    setattr(kind, _GATHERS, in_one_order)
 
 
 def collector() -> ModuleType:

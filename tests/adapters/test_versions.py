@@ -6,7 +6,7 @@ import ast
 import contextlib
 import importlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -146,6 +146,25 @@ def test_parameters_are_gathered_one_by_one() -> None:
     made = Gathers()
     made._allgather_params_coalesced([1, 2], 3, quantize=True)
     assert made.calls == [([1], 3, True), ([2], 3, True)]
+
+
+def test_parameters_are_gathered_in_one_order() -> None:
+    """Whatever the order of the set that DeepSpeed has them in."""
+
+    class Gathers:
+        def __init__(self) -> None:
+            self.calls: list[tuple[list[int], bool]] = []
+
+        def _PartitionedParameterCoordinator__all_gather_params(  # noqa: N802
+            self, params: Iterable[SimpleNamespace], forward: bool
+        ) -> None:
+            self.calls.append(([each.ds_id for each in params], forward))
+
+    for _ in range(2):
+        versions.gather_in_one_order(Gathers)
+    made, third, first = Gathers(), SimpleNamespace(ds_id=3), SimpleNamespace(ds_id=1)
+    made._PartitionedParameterCoordinator__all_gather_params([third, first], forward=True)
+    assert made.calls == [([1, 3], True)]
 
 
 def test_offsets_in_a_flat_group() -> None:

@@ -1139,38 +1139,38 @@ class Staged final : public c10d::Backend {
   }
 
   Handle broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
-    return begin([&](Hosts& hosts) {
+    return begin("broadcast", [&](Hosts& hosts) {
       auto there = hosts.out(tensors);
       return gloo_->broadcast(there, options);
     });
   }
   Handle allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
-    return begin([&](Hosts& hosts) {
+    return begin("allreduce", [&](Hosts& hosts) {
       auto there = hosts.out(tensors);
       return gloo_->allreduce(there, summed(options, hosts));
     });
   }
   Handle allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
-    return begin([&](Hosts& hosts) {
+    return begin("allreduce_coalesced", [&](Hosts& hosts) {
       auto there = hosts.out(tensors);
       return gloo_->allreduce_coalesced(there, summed(options, hosts));
     });
   }
   Handle reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
-    return begin([&](Hosts& hosts) {
+    return begin("reduce", [&](Hosts& hosts) {
       auto there = hosts.out(tensors);
       return gloo_->reduce(there, summed(options, hosts));
     });
   }
   Handle allgather(Lists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
-    return begin([&](Hosts& hosts) {
+    return begin("allgather", [&](Hosts& hosts) {
       auto to = hosts.out(outputs);
       auto from = hosts.in(inputs);
       return gloo_->allgather(to, from, options);
     });
   }
   Handle _allgather_base(Tensor& output, Tensor& input, const c10d::AllgatherOptions& options) override {
-    return begin([&](Hosts& hosts) {
+    return begin("_allgather_base", [&](Hosts& hosts) {
       auto to = hosts.out(output);
       auto from = hosts.in(input);
       return gloo_->_allgather_base(to, from, options);
@@ -1178,35 +1178,35 @@ class Staged final : public c10d::Backend {
   }
   Handle allgather_into_tensor_coalesced(
       Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
-    return begin([&](Hosts& hosts) {
+    return begin("allgather_into_tensor_coalesced", [&](Hosts& hosts) {
       auto to = hosts.out(outputs);
       auto from = hosts.in(inputs);
       return gloo_->allgather_into_tensor_coalesced(to, from, options);
     });
   }
   Handle gather(Lists& outputs, Tensors& inputs, const c10d::GatherOptions& options) override {
-    return begin([&](Hosts& hosts) {
+    return begin("gather", [&](Hosts& hosts) {
       auto to = hosts.out(outputs);
       auto from = hosts.in(inputs);
       return gloo_->gather(to, from, options);
     });
   }
   Handle scatter(Tensors& outputs, Lists& inputs, const c10d::ScatterOptions& options) override {
-    return begin([&](Hosts& hosts) {
+    return begin("scatter", [&](Hosts& hosts) {
       auto to = hosts.out(outputs);
       auto from = hosts.in(inputs);
       return gloo_->scatter(to, from, options);
     });
   }
   Handle reduce_scatter(Tensors& outputs, Lists& inputs, const c10d::ReduceScatterOptions& options) override {
-    return begin([&](Hosts& hosts) {
+    return begin("reduce_scatter", [&](Hosts& hosts) {
       auto to = hosts.out(outputs);
       auto from = hosts.in(inputs);
       return gloo_->reduce_scatter(to, from, summed(options, hosts));
     });
   }
   Handle _reduce_scatter_base(Tensor& output, Tensor& input, const c10d::ReduceScatterOptions& options) override {
-    return begin([&](Hosts& hosts) {
+    return begin("_reduce_scatter_base", [&](Hosts& hosts) {
       auto to = hosts.out(output);
       auto from = hosts.in(input);
       return gloo_->_reduce_scatter_base(to, from, summed(options, hosts));
@@ -1214,7 +1214,7 @@ class Staged final : public c10d::Backend {
   }
   Handle reduce_scatter_tensor_coalesced(
       Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) override {
-    return begin([&](Hosts& hosts) {
+    return begin("reduce_scatter_tensor_coalesced", [&](Hosts& hosts) {
       auto to = hosts.out(outputs);
       auto from = hosts.in(inputs);
       return gloo_->reduce_scatter_tensor_coalesced(to, from, summed(options, hosts));
@@ -1226,33 +1226,33 @@ class Staged final : public c10d::Backend {
       std::vector<int64_t>& output_sizes,
       std::vector<int64_t>& input_sizes,
       const c10d::AllToAllOptions& options) override {
-    return begin([&](Hosts& hosts) {
+    return begin("alltoall_base", [&](Hosts& hosts) {
       auto to = hosts.out(output);
       auto from = hosts.in(input);
       return gloo_->alltoall_base(to, from, output_sizes, input_sizes, options);
     });
   }
   Handle alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override {
-    return begin([&](Hosts& hosts) {
+    return begin("alltoall", [&](Hosts& hosts) {
       auto to = hosts.out(outputs);
       auto from = hosts.in(inputs);
       return gloo_->alltoall(to, from, options);
     });
   }
   Handle send(Tensors& tensors, int to, int tag) override {
-    return begin([&](Hosts& hosts) {
+    return begin("send", [&](Hosts& hosts) {
       auto there = hosts.in(tensors);
       return gloo_->send(there, to, tag);
     }, false, Message{getRank(), to});
   }
   Handle recv(Tensors& tensors, int from, int tag) override {
-    return begin([&](Hosts& hosts) {
+    return begin("recv", [&](Hosts& hosts) {
       auto there = hosts.out(tensors);
       return gloo_->recv(there, from, tag);
     }, false, Message{from, getRank()});
   }
   Handle barrier(const c10d::BarrierOptions& options) override {
-    return begin([&](Hosts&) { return gloo_->barrier(options); }, true);
+    return begin("barrier", [&](Hosts&) { return gloo_->barrier(options); }, true);
   }
 
  private:
@@ -1268,9 +1268,9 @@ class Staged final : public c10d::Backend {
   }
 
   template <typename F>
-  Handle begin(F&& start, bool is_barrier = false, std::optional<Message> message = std::nullopt) {
+  Handle begin(const char* what, F&& start, bool is_barrier = false, std::optional<Message> message = std::nullopt) {
     TORCH_CHECK_WITH(DistBackendError, !fate_->is_aborted, "staged: the group was aborted");
-    note(message);
+    note(what, message);
     streams.drain(present);
     Plainly plainly;
     Hosts hosts;
@@ -1286,10 +1286,11 @@ class Staged final : public c10d::Backend {
     return c10::make_intrusive<Begun>(stream_, is_barrier);
   }
 
-  void note(const std::optional<Message>& message) {
-    const auto place = message ? " " + std::to_string(message->first) + ">" + std::to_string(message->second) : "";
+  void note(const char* what, const std::optional<Message>& message) {
+    const auto place = message ? std::to_string(message->first) + ">" + std::to_string(message->second) : what;
     std::lock_guard<std::mutex> lock(counting_);
-    journal.note(name_ + place + " #" + std::to_string(++begun_[place]));
+    const auto number = std::to_string(++begun_[message ? place : ""]);
+    journal.note(place + " of " + std::to_string(getSize()) + " (" + name_ + ") #" + number);
   }
 
   // Null where a peer is gone already, which is none of its business either.

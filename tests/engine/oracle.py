@@ -310,6 +310,7 @@ def _holders(engine: Any) -> Iterator[tuple[torch.Tensor, list[str]]]:
         pairs = _flat_masters_of_stage0(engine)
     elif stage == 0:
         pairs = [([parameter], master) for parameter, master in _masters_of_stage0(engine)]
+        pairs += [([], element) for element in _of_no_tensor(engine)]
     elif stage == 3:
         pairs = list(zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True))
     else:
@@ -348,6 +349,13 @@ def _masters_of_stage0(engine: Any) -> list[tuple[Any, torch.Tensor]]:
     listed = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     trained = [parameter for parameter in listed if parameter.numel() and id(parameter) in here]
     return [(parameter, parameter) for parameter in trained]
+
+
+def _of_no_tensor(engine: Any) -> list[torch.Tensor]:
+    """What stands at stage 0 for groups that this pipeline stage has nothing of."""
+    here = {id(parameter) for parameter in engine.module.parameters()}
+    listed = [parameter for group in engine.basic_optimizer.param_groups for parameter in group["params"]]
+    return [each for each in listed if each.numel() and each in engine.basic_optimizer.state and id(each) not in here]
 
 
 def _flat_masters_of_stage0(engine: Any) -> list[tuple[list[Any], torch.Tensor]]:

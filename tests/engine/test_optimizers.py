@@ -312,9 +312,15 @@ def _arrive(seen: Seen, engine: Any, sizes: jobs.Sizes, before: oracle.State | N
         seen.differences += oracle.differences(before, after)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.full) if name in FULL else name for name in CASES]
-)
+ON_HOST = pytest.mark.not_on_device("DeepSpeed's CPU optimizers cannot step weights on a device")
+
+
+def marks(name: str) -> list[pytest.MarkDecorator]:
+    """Of a case."""
+    return [*([pytest.mark.full] if name in FULL else []), *([ON_HOST] if name.startswith("cpu ") else [])]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in CASES])
 def test_a_walk_over_stages_and_worlds(pool: RankPool, name: str, request: pytest.FixtureRequest) -> None:
     case = CASES[name]
     if case.compiled:
