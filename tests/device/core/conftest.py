@@ -12,7 +12,7 @@ def pool(lab_pool: RankPool) -> RankPool:
     return lab_pool
 
 
-LONG = "chain_of_20", "accumulation_is_exact", "no_trace[bf16", "all_pairs", "and_load[start1", "and_load[start2"
+LONG = "chain_of_20", "accumulation_is_exact", "no_trace", "all_pairs", "and_load[start1", "and_load[start2"
 """Parts of the names of cases that `make test-device` runs, and `make test` does not: it has them on the CPU."""
 
 

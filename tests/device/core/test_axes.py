@@ -8,6 +8,7 @@ from tests.engine import test_moe, test_offload, test_pipeline, test_sequence, t
 from tests.engine.pool import RankPool
 
 
+@pytest.mark.full
 def test_pipe(pool: RankPool) -> None:
     test_pipeline.test_walks(pool, "stages 0 and 1")
 
