@@ -57,7 +57,7 @@ class Telling(TrainerCallback):
             file.write(json.dumps(row) + "\n")
 
 
-trainers.allow_cpu_ranks()
+trainers.allow_ranks()
 told = json.loads(os.environ["SETTINGS"])
 args = trainers.arguments(
     OUT / "trainer",

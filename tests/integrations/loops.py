@@ -66,7 +66,7 @@ def ours(plugin: DeepSpeedPlugin, **named: Any) -> Any:
 def begin() -> None:
     """Another job in this process, on CPU ranks."""
     os.environ.setdefault("ACCELERATE_USE_CPU", "false")
-    trainers.allow_cpu_ranks()
+    trainers.allow_ranks()
     trainers.forget_ranks()
 
 

@@ -3,8 +3,8 @@
 import runpy
 import sys
 
-from tests.integrations.trainers import allow_cpu_ranks
+from tests.integrations.trainers import allow_ranks
 
-allow_cpu_ranks()
+allow_ranks()
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")

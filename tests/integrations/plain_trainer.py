@@ -8,7 +8,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from tests.integrations import trainers
 
-trainers.allow_cpu_ranks()
+trainers.allow_ranks()
 config, folder = sys.argv[1:]
 args = TrainingArguments(
     output_dir=folder,

@@ -45,7 +45,7 @@ def message_of(kind: type[Trainer], data: Any, args: TrainingArguments) -> str:
 
 def arguments_case(folder: Path) -> dict[str, str]:
     """The message of each refusal of arguments."""
-    trainers.allow_cpu_ranks()
+    trainers.allow_ranks()
     found = {}
     for name, asked in ASKED.items():
         trainers.forget_ranks()
@@ -69,7 +69,7 @@ def test_arguments(alone: RankPool, tmp_path: Path) -> None:
 
 def others_case(folder: Path) -> dict[str, str]:
     """Trainers, data, and configurations that lack something."""
-    trainers.allow_cpu_ranks()
+    trainers.allow_ranks()
     found = {}
     for name in TRAINERS:
         trainers.forget_ranks()
@@ -112,7 +112,7 @@ def reference_case(folder: Path) -> str:
     """A model that is not trained, at stage 3."""
     import deepspeed
 
-    trainers.allow_cpu_ranks()
+    trainers.allow_ranks()
     with pytest.raises(UnsupportedError) as caught:
         deepspeed.initialize(model=trainers.model(), config={"dynatrain": {}, "zero_optimization": {"stage": 3}})
     return str(caught.value)

@@ -206,7 +206,7 @@ def test_weights_after_a_change_of_stage(four: RankPool, tmp_path: Path) -> None
 
 def saved_case(folder: Path) -> bool | None:
     """Stage 1, then 3; what is saved then is what the masters are."""
-    trainers.allow_cpu_ranks()
+    trainers.allow_ranks()
     trainers.forget_ranks()
     args = trainers.arguments(folder, {"layout": {"data": 2}}, max_steps=4, gradient_accumulation_steps=2)
     callbacks = [trainers.SwitchCallback({2: {"data": 3, "zero_stage": 3}})]

@@ -52,7 +52,7 @@ def pairs(count: int = 48) -> Dataset:
 def run(folder: Path, block: Any, kind: type[Trainer], of: type[Any], data: Dataset, **more: Any) -> dict[str, Any]:
     """A job of one of TRL's trainers; of: its configuration, which takes the rest but `peft`, `schedule`, `resume`."""
     peft, schedule, resume = more.pop("peft", None), more.pop("schedule", None), more.pop("resume", None)
-    trainers.allow_cpu_ranks()
+    trainers.allow_ranks()
     trainers.forget_ranks()
     args = trainers.arguments(folder, block, kind=of, **{"max_steps": 6, "bf16": False, **more})
     made: Any = kind if block is None else trainers.elastic(kind)

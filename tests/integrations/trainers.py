@@ -31,7 +31,7 @@ CONFIG: dict[str, Any] = {
 LOGGED = ("loss", "grad_norm", "learning_rate", "eval_loss", "train_loss", "epoch")
 
 
-def allow_cpu_ranks() -> None:
+def allow_ranks() -> None:
     """Accelerate has DeepSpeed on accelerators alone that it knows: on a CPU each process would be alone.
 
     Nor does anybody have to wait for a compiler, as in the other scripts of tests.
@@ -113,7 +113,7 @@ def train(
 ) -> dict[str, Any]:
     """A whole job; its log, and where this process was at its end. Idle processes that are let go have none."""
     os.environ.setdefault("ACCELERATE_USE_CPU", "false")
-    allow_cpu_ranks()
+    allow_ranks()
     forget_ranks()
     args = arguments(folder, block, **more)
     made = kind if block is None else elastic(kind)
