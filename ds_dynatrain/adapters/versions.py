@@ -66,9 +66,9 @@ class Series:
 
 NEWER = "DeepSpeed 0.18 does not know it; leave it out, or install DeepSpeed 0.19"
 
-_GATHERS = "_PartitionedParameterCoordinator__all_gather_params"
-
 UNTRIED = "tested with DeepSpeed 0.19 only; leave it out, or install that"
+
+_GATHERS = "_PartitionedParameterCoordinator__all_gather_params"
 
 SERIES: Mapping[tuple[int, int], Series] = {
     (0, 19): Series(

@@ -353,9 +353,9 @@ def _masters_of_stage0(engine: Any) -> list[tuple[Any, torch.Tensor]]:
 
 def _of_no_tensor(engine: Any) -> list[torch.Tensor]:
     """What stands at stage 0 for groups that this pipeline stage has nothing of."""
-    here = {id(parameter) for parameter in engine.module.parameters()}
+    known = {id(master) for _, master in _masters_of_stage0(engine)}
     listed = [parameter for group in engine.basic_optimizer.param_groups for parameter in group["params"]]
-    return [each for each in listed if each.numel() and each in engine.basic_optimizer.state and id(each) not in here]
+    return [each for each in listed if each in engine.basic_optimizer.state and id(each) not in known]
 
 
 def _flat_masters_of_stage0(engine: Any) -> list[tuple[list[Any], torch.Tensor]]:

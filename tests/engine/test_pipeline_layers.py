@@ -71,7 +71,10 @@ def test_masks_rows_and_capacities_go_with_their_layers(pool: RankPool) -> None:
 
 
 def one_layer_moves(megabytes: int) -> dict[str, Any]:
-    """Two stages with large buffers in two layers, of which one moves: what was sent, and the largest record of it."""
+    """Two stages with large buffers in two layers, of which one moves: what was sent, and the largest record of it.
+
+    Random streams left out, which are 7 KB for each device.
+    """
     with job(settings(layout(2, 1, 1, (0, 3, 6))), "pruned") as made:
         engine, records = made.engine, []
         engine.boundary()
@@ -81,22 +84,26 @@ def one_layer_moves(megabytes: int) -> dict[str, Any]:
                     layer.register_buffer("table", torch.full((megabytes << 18,), float(number)))
             control = engine._parts.control
             post = control.post
-            control.post = lambda key, value: (records.append(len(str(value))), post(key, value))[1]
+            control.post = lambda key, value: (records.append((key, len(str(value)))), post(key, value))[1]
             engine.train_batch()
             engine.switch(layout(2, 1, 1, (0, 2, 6)), at=1)
             engine.boundary()
             control.post = post
         tables = {name: held[0].item() for name, held in engine.module.named_buffers() if name.endswith("table")}
         event = engine.last_switch
-        return {"tables": tables, "sent": event.bytes_sent, "least": event.bytes_minimum, "record": max(records)}
+        return {
+            "tables": tables,
+            "sent": event.bytes_sent,
+            "least": event.bytes_minimum,
+            "record": max(size for key, size in records if not key.startswith("stream/")),
+        }
 
 
-def test_only_what_moves_is_sent_and_nothing_by_the_store(pool: RankPool, request: pytest.FixtureRequest) -> None:
+def test_only_what_moves_is_sent_and_nothing_by_the_store(pool: RankPool) -> None:
     found = [rank for rank in pool.run(one_layer_moves, megabytes=4) if rank]
     assert [rank["tables"] for rank in found[:2]] == [{"1.table": 1.0}, {"2.table": 2.0}]
     assert all(4 << 20 < rank["sent"] < 5 << 20 and rank["sent"] == rank["least"] for rank in found[:2])
-    handles = 2_000 if request.config.option.on_device else 0  # of the device's memory
-    assert max(rank["record"] for rank in found) < 20_000 + handles
+    assert max(rank["record"] for rank in found) < 20_000
 
 
 def given_up(how: str) -> str:

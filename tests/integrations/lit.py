@@ -44,8 +44,8 @@ class Stock(DeepSpeedStrategy):
         self._init_deepspeed_distributed()
 
 
-class Lab(Accelerator):
-    """The device without hardware, as Lightning wants to know it; all processes share it."""
+class SharedDevice(Accelerator):
+    """That of DeepSpeed's accelerator, as Lightning wants to know it; all processes share it."""
 
     def setup_device(self, device: torch.device) -> None:
         """It is there."""
@@ -216,7 +216,7 @@ def trainer_of(
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     devices = torch.distributed.get_world_size()
     return lightning.Trainer(
-        accelerator=Lab() if is_accelerated() else "cpu", devices=devices, strategy=strategy,
+        accelerator=SharedDevice() if is_accelerated() else "cpu", devices=devices, strategy=strategy,
         plugins=[TorchElasticEnvironment() if environment is None else environment],
         **{"default_root_dir": folder, "callbacks": list(callbacks), "enable_checkpointing": False, **quiet, **named},
     )  # fmt: skip

@@ -116,11 +116,6 @@ def test_packed_texts(four: RankPool, alone: RankPool, tmp_path: Path) -> None:
     )
 
 
-def at_host(storage: torch.UntypedStorage, place: str) -> torch.UntypedStorage:
-    """Wherever it was: of the device without hardware this process knows nothing."""
-    return storage
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("stage", [1, 3])
 def test_adapters_of_a_stock_trainer_go_on_in_another_world(four: RankPool, tmp_path: Path, stage: int) -> None:
@@ -128,7 +123,7 @@ def test_adapters_of_a_stock_trainer_go_on_in_another_world(four: RankPool, tmp_
     saves = {"save_strategy": "steps", "save_steps": 3, "stage": stage}
     whole = four.run(lora, folder=tmp_path, block=None, **saves, seconds=120)
     for file in (tmp_path / "checkpoint-3").glob("global_step3/*model_states.pt"):
-        said = torch.load(file, map_location=at_host, weights_only=False)
+        said = torch.load(file, map_location="cpu", weights_only=False)
         assert not said["frozen_param_fragments"]
         assert not any("attn.c_attn.base_layer" in name for name in said["module"])
     resume = {"resume": str(tmp_path / "checkpoint-3"), "config": {"train_batch_size": 12}}

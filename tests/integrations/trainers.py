@@ -39,7 +39,7 @@ def allow_ranks() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     device = get_accelerator()
     found = ("gloo", DistributedType.MULTI_CPU)
-    if is_accelerated():  # the one without hardware
+    if is_accelerated():  # ranks share it
         os.environ["ACCELERATE_TORCH_DEVICE"] = device.device_name(device.current_device())
         found = (device.communication_backend_name(), DistributedType.MULTI_GPU)
     PartialState._prepare_backend = lambda *_, **__: found
