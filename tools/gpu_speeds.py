@@ -152,6 +152,18 @@ sys.stdin.read()
 """A process whose memory another one reads, on the card and pinned on the host, until its input ends."""
 
 
+def rounding(device: str = "cuda") -> Found:
+    """Whether kernels give the same bits wherever their operands lie, and again: what an exact job would need there."""
+    from ds_dynatrain.adapters.exact_trial import try_kernels
+
+    trials = [try_kernels(device=device) for _ in range(3)]
+    moving = sorted({name for trial in trials for name in trial.moving})
+    return {
+        "bits follow the place of operands in": ", ".join(moving) or "nothing",
+        "bits are the same again": len({trial.bits for trial in trials}) == 1,
+    }
+
+
 def sharing() -> Found:
     """GB/s of another process's memory on this card, read by CUDA IPC: in one run, and in rows of a cut matrix; whether
     the kernel reads its pinned memory.

@@ -10,13 +10,13 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_speeds import Found, builds, copies, digests, environment, nccl, packing, sharing
+from gpu_speeds import Found, builds, copies, digests, environment, nccl, packing, rounding, sharing
 from launch import ENVIRONMENT, HERE, launch
 
 
@@ -71,18 +71,35 @@ Note = dict[str, Any]
 """What a rank says of one switch: see `gpu_switch_ranks.py`."""
 
 
+AHEAD, NOW, LATE = "ahead", "now", "late"
+RAW = {"auto": "ipc", "nccl": "nccl"}
+"""`dynatrain.transport` -> what a raw copy of the same bytes goes by."""
+
+
 def pauses(
-    dtype: str, size: str = "125M", device: str = "cuda", way: str = "auto", limit_seconds: float = SECONDS
+    dtype: str,
+    size: str = "125M",
+    device: str = "cuda",
+    way: str = "auto",
+    modes: Sequence[str] = (NOW, AHEAD, LATE),
+    limit_seconds: float = SECONDS,
 ) -> Found:
-    """Switches of four ranks that share the card: pauses, communicators, and what is allocated at the peak.
+    """Switches of four ranks that share the card: pauses beside raw copies, communicators, pauses of late ones, and, of
+    those of the mode "now", what is allocated at the peak.
 
     way: `dynatrain.transport`; "gloo" has all bytes pass through the host's pinned memory, "nccl" has collectives go
     over NCCL, too.
     """
     if way == NCCL and (missing := _share_by_nccl()):
         return {"error": missing}
-    walk = [{"name": name, "target": to, "mode": mode} for mode in ("now", "ahead") for name, to in CHANGES.items()]
-    return pauses_of(_switches(walk, size, device, limit_seconds, dtype=dtype, transport=way))
+    begin = time.monotonic()
+    walk = [{"name": name, "target": to, "mode": mode} for mode in modes for name, to in CHANGES.items()]
+    found = pauses_of(notes := _switches(walk, size, device, limit_seconds, dtype=dtype, transport=way))
+    if way in RAW:
+        left = limit_seconds - (time.monotonic() - begin)
+        raw = {name: row["raw_ms"] for name, row in _moved(RAW[way], dtype, size, device, 5, left).items()}
+        found |= judged(notes, raw)
+    return found
 
 
 def _switches(walk: list[dict[str, Any]], size: str, device: str, limit_seconds: float, **given: Any) -> list[Note]:
@@ -107,22 +124,46 @@ def many(size: str = "8M", device: str = "cuda", rounds: int = 25, limit_seconds
 
 
 def pauses_of(notes: list[Note]) -> Found:
-    """By change: pauses and communicators of those asked for ahead, memory of the others, on the fullest member."""
+    """By change: pauses and communicators of those asked for ahead, pauses of late ones, and memory of those that took
+    place now, on the fullest member.
+    """
     found: Found = {}
     for name in CHANGES:
-        of_change = [note for note in notes if note["change"]["name"] == name]
-        event = next(note["event"] for note in of_change if note["change"]["mode"] == "ahead")
-        fullest = max((note for note in of_change if note["change"]["mode"] == "now"), key=above)
+        event = _of(notes, name, AHEAD)[0]["event"]
         phases = ", ".join(f"{phase} {took:.0f}" for phase, took in event["phases_ms"].items())
         found[name] = f"{event['pause_ms']:.0f} ms ({phases})"
         found[f"{name}, communicators"] = (
             f"{event['communicators_built']} built, {event['communicators_kept']} kept, {event['connect_ms']:.0f} ms, "
             f"{event['connect_pause_ms']:.0f} of them in the pause"
         )
-        found[f"{name}, peak MiB"] = f"{fullest['peak'] / 2**20:.0f}, allowed {allowed(fullest) / 2**20:.0f}"
-    worst = max(above(note) for note in notes if note["change"]["mode"] == "now")
-    found["memory at the peak"] = "within the bound" if worst <= 0 else f"{worst / 2**20:.0f} MiB above the bound"
+        for note in _of(notes, name, LATE)[:1]:
+            late = note["event"]
+            followed = f"then {late['late_ms']:.0f} ms, of which a step waited {late['late_wait_ms']:.0f}"
+            found[f"{name}, late"] = f"{late['pause_ms']:.0f} ms, {followed}"
+        if looked_at := _of(notes, name, NOW):
+            fullest = max(looked_at, key=above)
+            found[f"{name}, peak MiB"] = f"{fullest['peak'] / 2**20:.0f}, allowed {allowed(fullest) / 2**20:.0f}"
+    if looked_at := [note for name in CHANGES for note in _of(notes, name, NOW)]:
+        worst = max(map(above, looked_at))
+        found["memory at the peak"] = "within the bound" if worst <= 0 else f"{worst / 2**20:.0f} MiB above the bound"
     return found
+
+
+def judged(notes: list[Note], raw: dict[str, float]) -> Found:
+    """By change: the pause without communicators and certificate, and whether it meets the bar. raw: ms of copies."""
+    found: Found = {}
+    for name, copied in raw.items():
+        event = _of(notes, name, AHEAD)[0]["event"]
+        phases = event["phases_ms"]
+        rest = event["pause_ms"] - event["connect_pause_ms"] - phases["digest"] - phases["verify"]
+        verdict = "met" if rest <= bar_ms(copied) else "missed"
+        found[f"{name}, bar"] = f"{rest:.0f} ms, raw {copied:.1f} ms, bar {bar_ms(copied):.0f} ms: {verdict}"
+    return found
+
+
+def _of(notes: list[Note], name: str, mode: str) -> list[Note]:
+    """All members' notes of a change that was asked for in a mode."""
+    return [note for note in notes if (note["change"]["name"], note["change"]["mode"]) == (name, mode)]
 
 
 def allowed(note: Note) -> int:
@@ -145,6 +186,7 @@ def tests(limit_seconds: float = SECONDS) -> Found:
 
 CORE = {
     "stages": "a_part_of_all_pairs or a_part_of_the_processes or members_wake or chain_of_20",
+    "late": "changes_train_as_without_it",
     "members": "idle or woken or streams_stay or dropout",
     "faults": "faults",
     "checkpoints": "save_after_a_switch",
@@ -188,16 +230,42 @@ def batches(size: str = "125M", device: str = "cuda", repeats: int = 5, limit_se
     """
     if device != "lab" and torch.cuda.device_count() < RANKS and (missing := _share_by_nccl()):
         return {"error": missing}
+    return moves(NCCL, "bf16", size, device, repeats, limit_seconds)
+
+
+def moves(
+    way: str,
+    dtype: str = "bf16",
+    size: str = "125M",
+    device: str = "cuda",
+    repeats: int = 5,
+    limit_seconds: float = SECONDS,
+) -> Found:
+    """The moves of four switches by "ipc" or "nccl", beside raw copies of as many bytes between the same ranks."""
+    rows = _moved(way, dtype, size, device, repeats, limit_seconds)
+    found: Found = {
+        name: f"{row['ms']:.1f} ms, raw {row['raw_ms']:.1f} ms, {row['bytes'] / 1e6:.0f} MB in all"
+        + ("" if row["ms"] <= bar_ms(row["raw_ms"]) else ", above the bar")
+        for name, row in rows.items()
+    }
+    return {**found, "exit": 0 if all(row["has_arrived"] for row in rows.values()) else 1}
+
+
+def _moved(way: str, dtype: str, size: str, device: str, repeats: int, limit_seconds: float) -> dict[str, Note]:
+    """By change: ms of the slowest rank, for the moves and for raw copies; bytes of all; whether all has arrived."""
     accelerator = device if device != "lab" else "cpu"
-    given = {"device": device, "size": size, "repeats": repeats}
-    notes = launch("gpu_batches_ranks.py", RANKS, limit_seconds, accelerator=accelerator, **given)
-    found: Found = {}
-    for rows in zip(*notes.values(), strict=True):
-        moves, raw = (max(row[name] for row in rows) for name in ("ms", "raw_ms"))
-        is_met = "" if moves <= 1.25 * raw + 100 else ", above the bar"
-        sent = sum(row["bytes"] for row in rows) / 1e6
-        found[rows[0]["change"]] = f"{moves:.1f} ms, raw {raw:.1f} ms, {sent:.0f} MB in all{is_met}"
-    return {**found, "exit": 0 if all(row["has_arrived"] for rows in notes.values() for row in rows) else 1}
+    given = {"device": device, "way": way, "size": size, "dtype": dtype, "repeats": repeats}
+    notes = launch("gpu_moves_ranks.py", RANKS, limit_seconds, accelerator=accelerator, **given)
+    how: dict[str, Callable[[Iterable[Any]], Any]] = {"ms": max, "raw_ms": max, "bytes": sum, "has_arrived": all}
+    return {
+        rows[0]["change"]: {name: over(row[name] for row in rows) for name, over in how.items()}
+        for rows in zip(*notes.values(), strict=True)
+    }
+
+
+def bar_ms(raw: float) -> float:
+    """What moves may take, and a pause without communicators and certificate; raw: a copy of the same bytes."""
+    return 1.25 * raw + 100
 
 
 def _share_by_nccl() -> str:
@@ -245,9 +313,11 @@ STEPS: dict[str, Callable[[], Found]] = {
     "digests": digests,
     "packing": packing,
     "sharing": sharing,
+    "rounding": rounding,
     "nccl": nccl,
     "nccl shared": shared_nccl,
     **{f"pauses {dtype}": partial(pauses, dtype) for dtype in ("fp32", "bf16")},
+    "pauses 1.3B": partial(pauses, "bf16", "1.3B", modes=(AHEAD, LATE)),
     "pauses gloo": partial(pauses, "bf16", way="gloo"),
     "pauses nccl": partial(pauses, "bf16", way=NCCL),
     "many": many,
@@ -255,6 +325,7 @@ STEPS: dict[str, Callable[[], Found]] = {
     "tests": tests,
     **{f"core {part}": partial(core, part) for part in CORE},
     **{f"core {part} nccl": partial(core, part, NCCL) for part in CORE},
+    **{f"pulls {size}": partial(moves, "ipc", size=size) for size in ("125M", "1.3B")},
     "batches": batches,
     "elastic": partial(elastic, "gloo"),
     "elastic nccl": partial(elastic, NCCL),

@@ -3,7 +3,8 @@
 torchrun ... gpu_switch_ranks.py FOLDER '{"device": "cuda", "size": "125M", "dtype": "bf16", "walk": [...], ...}'
 
 "device" is "lab" for the one without hardware of `tests/device`, which counts memory, too. A switch of the walk is
-asked for *now*, so that nothing else takes memory until it is over, or *ahead*, two steps before it takes effect.
+asked for *now*, so that nothing else takes memory until it is over, or *ahead*, two steps before it takes effect;
+*late* ones, too, whose masters and moments follow beside training.
 """
 
 from __future__ import annotations
@@ -93,7 +94,9 @@ def main() -> None:
     settings = config(wanted["dtype"], wanted["start"]["zero_stage"], BATCH)
     ours = {"layout": wanted["start"], "timeout_seconds": 120, "memory_budget_bytes": wanted["budget"]}
     ours["transport"] = wanted["transport"]
-    engine, *_ = ds_dynatrain.initialize(model=GPT(**shape), config={**settings, "dynatrain": ours})
+    with torch.device(get_accelerator().current_device_name()):  # four copies of 5 GB, which the host need not have
+        model = GPT(**shape)
+    engine, *_ = ds_dynatrain.initialize(model=model, config={**settings, "dynatrain": ours})
     watch = Watch(get_accelerator())
     watch.install()
 
@@ -116,8 +119,8 @@ def main() -> None:
         if done == len(walk):
             break
         watch.begin()
-        ahead = 2 if walk[done]["mode"] == "ahead" else 0
-        pending = engine.switch(at=engine.global_steps + ahead, **walk[done]["target"])
+        ahead, late = 0 if walk[done]["mode"] == "now" else 2, walk[done]["mode"] == "late"
+        pending = engine.switch(at=engine.global_steps + ahead, late=late, **walk[done]["target"])
 
 
 if __name__ == "__main__":

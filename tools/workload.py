@@ -23,8 +23,9 @@ SIZES: dict[str, dict[str, int]] = {
     "25M": {"layers": 12, "width": 384, "heads": 8, "vocabulary": 8192},
     "30M": {"layers": 6, "width": 512, "heads": 8, "vocabulary": 20480},
     "125M": {"layers": 12, "width": 768, "heads": 12, "vocabulary": 50304},
+    "1.3B": {"layers": 24, "width": 2048, "heads": 16, "vocabulary": 50304},
 }
-"""Shapes by name: 29.6 and 124 million parameters, the vocabulary's matrix used twice as in GPT-2.
+"""Shapes by name: 29.6, 124 and 1312 million parameters, the vocabulary's matrix used twice as in GPT-2.
 
 "25M" gives the models of `axes.py` their samples.
 """

@@ -29,11 +29,14 @@ class Trial:
     bits: str
 
 
-def try_kernels(kernels: Mapping[str, Callable[[int], Iterator[torch.Tensor]]] | None = None) -> Trial:
-    """Run each at all places, on the CPU. kernels: by default those of a transformer and of its optimizer."""
+def try_kernels(
+    kernels: Mapping[str, Callable[[int], Iterator[torch.Tensor]]] | None = None, device: str = "cpu"
+) -> Trial:
+    """Run each at all places. kernels: by default those of a transformer and of its optimizer. device: where."""
     hashed, moving = hashlib.blake2b(digest_size=8), []
     for name, kernel in (KERNELS if kernels is None else kernels).items():
-        found = [_bytes(kernel(place)) for place in PLACES]
+        with torch.device(device):
+            found = [_bytes(kernel(place)) for place in PLACES]
         hashed.update(found[0])
         if any(other != found[0] for other in found):
             moving.append(name)
@@ -82,10 +85,10 @@ KERNELS: Mapping[str, Callable[[int], Iterator[torch.Tensor]]] = {
 def _placed(place: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Numbers between -8 and 8, so many behind an aligned address."""
     count = torch.Size(shape).numel()
-    room = torch.empty(place + count, dtype=dtype, device="cpu")
-    whole = (torch.arange(count, device="cpu") * 40503 + 12289) % 65536 - 32768
+    room = torch.empty(place + count, dtype=dtype)
+    whole = (torch.arange(count) * 40503 + 12289) % 65536 - 32768
     return room[place:].copy_(whole / 4096).view(shape)
 
 
 def _bytes(found: Iterator[torch.Tensor]) -> bytes:
-    return b"".join(each.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for each in found)
+    return b"".join(each.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for each in found)

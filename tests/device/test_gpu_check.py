@@ -48,12 +48,35 @@ def test_memory_is_held_against_what_was_there_and_what_the_target_adds(steps: A
     assert steps.pauses_of([*others, inside, outside])["memory at the peak"] == "3 MiB above the bound"
 
 
+def test_pauses_are_held_against_a_raw_copy(steps: Any) -> None:
+    """Of 120 ms 5 are the certificate's and 3 are waited for communicators: 112, where 1.25 times 9 and 100 may be."""
+    ahead = note("2→4", "ahead")
+    ahead["event"] |= {"pause_ms": 120.0, "connect_pause_ms": 3.0}
+    ahead["event"]["phases_ms"] |= {"digest": 2.0, "verify": 3.0}
+    assert steps.judged([ahead], {"2→4": 9.0}) == {"2→4, bar": "112 ms, raw 9.0 ms, bar 111 ms: missed"}
+    assert steps.judged([ahead], {"2→4": 9.6})["2→4, bar"].endswith("bar 112 ms: met")
+
+
+def rounding_case(tools: str) -> dict[str, Any]:
+    sys.path.insert(0, tools)
+    found: dict[str, Any] = importlib.import_module("gpu_speeds").rounding("lab")
+    return found
+
+
+@pytest.mark.full
+def test_kernels_are_tried_at_several_places(lab_pool: RankPool) -> None:
+    for found in lab_pool.run(rounding_case, tools=str(TOOLS)):
+        assert "functions" not in found["bits follow the place of operands in"] and found["bits are the same again"]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("way", ["auto", "gloo"])
 def test_switches_are_measured(steps: Any, lab_pool: RankPool, way: str) -> None:
     found = steps.pauses("bf16", "tiny", "lab", way)
     assert found["memory at the peak"] == "within the bound"
     assert found["stage 1→3, communicators"].startswith("0 built, ") and "1 built" in found["2→4, communicators"]
+    for name in steps.CHANGES:
+        assert "then" in found[f"{name}, late"] and (f"{name}, bar" in found) == (way == "auto"), found
 
 
 @pytest.mark.full
@@ -85,13 +108,10 @@ def test_what_ranks_of_one_card_send_is_not_written_to(staged_pool: RankPool) ->
 
 
 @pytest.mark.full
-def test_batches_are_measured(steps: Any, lab_built: None) -> None:
-    found = steps.batches("tiny", "lab", 1)
-    assert found["exit"] == 0 and set(steps_changes()) < set(found), found
-
-
-def steps_changes() -> Any:
-    return importlib.import_module("gpu_batches_ranks").CHANGES
+@pytest.mark.parametrize("way", ["ipc", "nccl"])
+def test_moves_are_measured_beside_raw_copies(steps: Any, lab_built: None, way: str) -> None:
+    found = steps.moves(way, size="tiny", device="lab", repeats=1)
+    assert found["exit"] == 0 and set(steps.CHANGES) < set(found), found
 
 
 @pytest.mark.full
