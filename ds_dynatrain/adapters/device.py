@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -89,6 +90,16 @@ def free_bytes() -> int:
     return int(asked()[0] + accelerator.memory_reserved() - accelerator.memory_allocated())
 
 
+def training_bytes() -> int:
+    """Memory on the accelerator that training took beyond what is there now, at most so far, as torch has counted since
+    its counter was last set back; 0 on a CPU.
+    """
+    if not is_accelerated():
+        return 0
+    accelerator = get_accelerator()
+    return max(0, int(accelerator.max_memory_allocated() - accelerator.memory_allocated()))
+
+
 def total_bytes() -> int:
     """Memory of this process's accelerator, or of the host where there is none."""
     return int(get_accelerator().total_memory())
@@ -98,6 +109,20 @@ def _of_torch(name: str) -> Callable[[], Any] | None:
     """A function of torch's module for the accelerator, which not every one has; None on a CPU."""
     module = getattr(torch, compute_device().type, None) if is_accelerated() else None
     return getattr(module, name, None)
+
+
+@contextmanager
+def beside() -> Iterator[None]:
+    """A block whose work on the device has a queue of its own, beside what training queues; at its end it is done."""
+    if not is_accelerated():
+        yield
+        return
+    queue = get_accelerator().Stream()
+    try:
+        with get_accelerator().stream(queue):
+            yield
+    finally:
+        queue.synchronize()
 
 
 def start_thread(target: Callable[[], object], name: str, device: torch.device | None = None) -> threading.Thread:

@@ -15,9 +15,6 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
 
-import torch
-import torch.distributed as td
-
 from ds_dynatrain.adapters.communicators import Communicator, end
 from ds_dynatrain.adapters.device import start_thread, synchronize
 from ds_dynatrain.errors import WorldChanged
@@ -45,17 +42,18 @@ class Gate:
         """A collective begins on the device."""
         self._has_begun = True
 
-    def agree(self, group: td.ProcessGroup) -> None:
-        """Wait for the device, and then for all ranks of the group; WorldChanged where not all can say that they have.
+    def agree(self, meet: Callable[[int], object]) -> None:
+        """Wait for the device, and then for all ranks; WorldChanged where not all can say that they have.
 
-        Two rounds, over the host. Who is through the second one knows that all are through the first, and so that all
-        had their results before it ended anywhere; and in the first one nobody aborts.
+        meet: waits for all ranks, over the host, in round 0 and in round 1; it raises where one does not come. Who is
+        through the second round knows that all are through the first, and so that all had their results before it ended
+        anywhere; and in the first one nobody aborts.
         """
         synchronize()
         with self.agreeing:
             self.check()
-            for _ in range(2):
-                group.allreduce([torch.zeros(1)]).wait()
+            for number in range(2):
+                meet(number)
         self._has_begun = self.is_in_doubt = False
 
     def end_step(self) -> None:

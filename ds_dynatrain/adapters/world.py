@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
 
+import torch
 import torch.distributed as td
 from torch._C._distributed_c10d import PrefixStore
 
@@ -231,10 +232,18 @@ class World:
             held[:] = [each for each in held if each not in gone]
         return partial(end, unused, is_broken=is_broken)
 
-    def agree(self) -> None:
-        """See `Gate.agree`; all ranks call it. Nothing where no members are lost, and where there is no accelerator."""
-        if self.status is not None and is_accelerated() and len(self.members) > 1:
-            self.status.gate.agree(self.default)
+    @property
+    def has_gate(self) -> bool:
+        """Whether collectives of its ranks may end as if they were well when a member has died."""
+        return self.status is not None and is_accelerated() and len(self.members) > 1
+
+    def agree(self, meet: Callable[[int], object] | None = None) -> None:
+        """See `Gate.agree`; all ranks call it. Nothing where no members are lost, and where there is no accelerator.
+
+        meet: by default a reduction over the group for host memory.
+        """
+        if self.status is not None and self.has_gate:
+            self.status.gate.agree(meet or (lambda _: self.default.allreduce([torch.zeros(1)]).wait()))
 
     def give_up(self, kinds: Sequence[str]) -> list[td.ProcessGroup]:
         """Let go of the groups of some kinds: those that no other world holds; all other references are gone."""

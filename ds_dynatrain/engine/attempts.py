@@ -47,6 +47,7 @@ def parts_in_use(engine: EngineCore, proposal: Proposal) -> list[str]:
     transport, machines = engine.settings.transport, set(engine.candidates.nodes.values())
     used = {
         "batches": transport == "nccl" or (transport == "auto" and len(machines) > 1),
+        "late": proposal.late,
         "members": len(engine.candidates) > min(layout.world_size for layout in layouts),
         "offload": engine.deepspeed.zero_use_cpu_optimizer(),
         "compile": bool(engine.host.compiled_modules),
@@ -188,8 +189,10 @@ class Attempts:
     def _enter(self, entered: _Entered) -> None:
         """The pause of a late switch; on a member that does not train in the new world all of it."""
         transaction, self._entered = entered.transaction, entered
+        self.engine.late_worlds = transaction.worlds
         with without_collection():
             goes_on = transaction.enter(self._discard_window)
+        self.engine.late_worlds = transaction.worlds
         if transaction.has_entered:
             PROCESS.membership.entered(self.engine)
         if not goes_on:
@@ -209,7 +212,7 @@ class Attempts:
         try:
             outcome = transaction.settle()
         finally:
-            self.engine.awaits_late = False
+            self.engine.awaits_late, self.engine.late_worlds = False, ()
         outcome.late_wait_ms = 1e3 * (time.perf_counter() - begin)
         self.note(transaction.preparation, outcome, entered.was, entered.begin)
         PROCESS.membership.ended(self.engine, transaction.proposal, outcome)

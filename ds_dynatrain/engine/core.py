@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,6 +102,8 @@ class EngineCore:
     """Whether the world was formed anew in this global batch: it trains nothing, and will be dealt again."""
     own_groups: OwnGroups = field(default_factory=OwnGroups)
     awaits_late: bool = False
+    late_worlds: tuple[World, ...] = ()
+    """Before and after a late switch, until its record has been followed."""
     """Whether the state kinds of the optimizer are on their way into the present world: its record is not written."""
     is_stepping: bool = False
     """Whether an optimizer step was begun and not finished."""
@@ -260,13 +263,14 @@ class EngineCore:
         """How a global batch is dealt under a layout."""
         return dealt(self.job.batch_sizes, layout, self.job.has_stages)
 
-    def agree(self) -> None:
+    def agree(self, meet: Callable[[int], object] | None = None) -> None:
         """All ranks have what an accelerator's collectives were to give them; see `adapters.gate`. All of them call it.
 
-        WorldChanged where somebody may not: before a state is stepped, copied or saved that came of them.
+        WorldChanged where somebody may not: before a state is stepped, copied, saved or moved that came of them.
+        meet: as `World.agree`.
         """
         if self.world is not None:
-            self.world.agree()
+            self.world.agree(meet)
 
     @property
     def is_in_doubt(self) -> bool:

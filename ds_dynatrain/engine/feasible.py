@@ -180,8 +180,9 @@ def check_memory(member: int, needs: Needs, nodes: Mapping[int, str]) -> None:
     for (other, device), need in needs.items():
         if other == member and device != HOST.type and need > (left := free_bytes()):
             raise SwitchRefused(
-                f"member {member} needs {need} bytes on {device} for the new state, and {left} are free there",
-                "choose a layout with more ranks or a higher ZeRO stage, or offload states to the host",
+                f"member {member} needs {need} bytes on {device} for the new state, with training beside it if the "
+                f"switch is late, and {left} are free there",
+                "choose a layout with more ranks or a higher ZeRO stage, offload states to the host, or leave late out",
             )
 
 

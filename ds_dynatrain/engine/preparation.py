@@ -33,7 +33,7 @@ from ds_dynatrain.engine.sides import Side
 from ds_dynatrain.engine.transaction.session import Session
 from ds_dynatrain.engine.ways import POLL_SECONDS, Ways
 from ds_dynatrain.errors import DynatrainError, SwitchFailed, SwitchRefused
-from ds_dynatrain.plan import SwitchPlan, estimate, plan_switch
+from ds_dynatrain.plan import MemberPlan, SwitchPlan, estimate, plan_switch
 from ds_dynatrain.space import HOST_GRAD, MASTER, STALE_GRAD, WEIGHT, BufferId, Layout, VirtualParameterSpace
 from ds_dynatrain.transfer import ReadyPlan, allocate, prefault
 
@@ -176,16 +176,21 @@ class Preparation:
     def moves(self, kinds: tuple[str, ...], is_late: bool = False) -> ReadyPlan:
         """This member's moves of the kinds that are there: of those for the pause, or of the late ones.
 
-        In the pause nothing is read that is late there: a weight is not cast from a master that comes after it.
+        In the pause nothing is read that is late there: a weight is not cast from a master that comes after it. Late
+        kinds take no batches: two communicators whose kernels ranks begin in unlike orders wait for each other.
         """
         if (kinds, is_late) not in self.mine:
-            late = self.late_kinds(kinds)
-            early = tuple(kind for kind in kinds if kind not in late)
-            mine = self.plan(kinds if is_late else early).for_member(self.control.member)
-            mine = mine.only(late) if is_late else mine
-            sharing, batching = self.ways.sharing(self.on_device), self.ways.batching
-            self.mine[kinds, is_late] = ReadyPlan.of(mine, self.budget_bytes, not is_accelerated(), sharing, batching)
+            sharing, batching = self.ways.sharing(self.on_device), None if is_late else self.ways.batching
+            plan = self._late_plan(kinds) if is_late else self._pause_plan(kinds)
+            self.mine[kinds, is_late] = ReadyPlan.of(plan, self.budget_bytes, not is_accelerated(), sharing, batching)
         return self.mine[kinds, is_late]
+
+    def _pause_plan(self, kinds: tuple[str, ...]) -> MemberPlan:
+        late = self.late_kinds(kinds)
+        return self.plan(tuple(kind for kind in kinds if kind not in late)).for_member(self.control.member)
+
+    def _late_plan(self, kinds: tuple[str, ...]) -> MemberPlan:
+        return self.plan(kinds).for_member(self.control.member).only(self.late_kinds(kinds))
 
     def late_kinds(self, kinds: tuple[str, ...]) -> tuple[str, ...]:
         """Those of the kinds that nothing reads or writes before an optimizer step; none of a switch that is not late.
@@ -273,7 +278,7 @@ class Preparation:
     def _find_ways(self, world: World) -> None:
         self.ways.meet()
         stays_there = {kind for kind, held in self.memory.items() if held.place.device != HOST}
-        plan = partial(self.plan(self.vps.present_kinds()).for_member, self.control.member)
+        plan = partial(self._pause_plan, self.vps.present_kinds())
         self.ways.agree_on_batching(plan, self.on_device & stays_there, self.budget_bytes, self.session, world)
         if is_accelerated():
             self._make_moves()  # they depend on it

@@ -196,7 +196,7 @@ class Switcher:
                 )
             if at is not None and at < engine.global_steps:
                 raise SwitchRefused(f"step {at} has passed: this is step {engine.global_steps}", "give a later at=")
-            members = self._targets.members_for(target, reason.without)
+            members = self._targets.members_for(target, reason.without, late)
         except SwitchRefused as error:
             refusal, members = (error.reason, error.way_out), engine.members
             target = layout if isinstance(layout, Layout) else engine.layout

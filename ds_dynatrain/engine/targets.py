@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ds_dynatrain.adapters.device import HOST, compute_device, is_accelerated
+from ds_dynatrain.adapters.device import HOST, compute_device, training_bytes
 from ds_dynatrain.adapters.memory import bucket_bytes
 from ds_dynatrain.adapters.offload import refuse_moved_states, working_bytes
 from ds_dynatrain.adapters.optimizers import refuse_optimizer_layout
@@ -95,8 +95,6 @@ class Targets:
     def check_late(self, target: Layout) -> None:
         """SwitchRefused if masters and moments cannot follow after the pause."""
         engine = self.engine
-        if is_accelerated():
-            raise usage("late switches on an accelerator").refused()
         if engine.is_lean:
             raise usage("late lean switches").refused()
         if PROCESS.is_shared:
@@ -125,10 +123,10 @@ class Targets:
             reason = f"DeepSpeed does not take this configuration in {target}: {type(error).__name__}: {error}"
             raise SwitchRefused(reason, "choose another stage, or change the key that it names") from error
 
-    def members_for(self, target: Layout, without: tuple[int, ...] = ()) -> tuple[int, ...]:
+    def members_for(self, target: Layout, without: tuple[int, ...] = (), late: bool = False) -> tuple[int, ...]:
         """Who would hold which rank; SwitchRefused if too few are left, or this node has not the memory for it.
 
-        without: members that are to have none.
+        without: members that are to have none. late: whether the switch is.
         """
         pool, engine = self.engine.candidates, self.engine
         able = tuple(member for member in PROCESS.membership.able(engine) if member not in without)
@@ -138,12 +136,17 @@ class Targets:
                 f"choose a layout of at most {len(able)} ranks",
             )
         members = assign_slots(engine.vps, target, able, pool.nodes)
-        feasible.check_memory(engine.control.member, needs(engine, target, members), pool.nodes)
+        feasible.check_memory(engine.control.member, needs(engine, target, members, late), pool.nodes)
         return members
 
 
-def needs(engine: EngineCore, target: Layout, members: tuple[int, ...]) -> feasible.Needs:
-    """What each member allocates, at most: the target's buffers and staging; if lean, less its source."""
+def needs(engine: EngineCore, target: Layout, members: tuple[int, ...], late: bool = False) -> feasible.Needs:
+    """What each member allocates, at most: the target's buffers and staging; if lean, less its source.
+
+    late: both sides are held while a global batch is trained. What this member's accelerator has taken for one so far
+    counts for all members, each of which looks at its own sum alone.
+    """
+    beside = Counter({compute_device().type: training_bytes()} if late else {})
     vps, budget = engine.vps, engine.settings.memory_budget_bytes
     differ = any(is_overlapping(kind, layout) for kind in vps.kinds for layout in (target, vps.layout))
     known: dict[tuple[Layout, int, int], Counter[str]] = {}
@@ -157,7 +160,7 @@ def needs(engine: EngineCore, target: Layout, members: tuple[int, ...]) -> feasi
 
     found: dict[tuple[int, str], int] = {}
     for rank, member in enumerate(members):
-        size = held(target, rank)
+        size = held(target, rank) + beside
         is_freed = engine.is_lean and member in vps.members
         freed = held(vps.layout, vps.members.index(member)) if is_freed else Counter[str]()
         for device in {*size, HOST.type}:

@@ -207,12 +207,6 @@ USAGE = (
         "tests/elastic/test_late_switches.py::test_members_come_and_go",
     ),
     _switch(
-        "late switches on an accelerator",
-        "moves beside training were not tried on a device",
-        "leave dynatrain.late out there",
-        f"{_LATE}::test_what_is_refused",
-    ),
-    _switch(
         "late lean switches",
         'under "safety": "lean" the source is gone before anything of the target is there',
         'use "rollback", or leave dynatrain.late out',

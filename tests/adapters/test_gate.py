@@ -147,20 +147,24 @@ def test_a_loss_while_members_connect(log: Log) -> None:
 
 
 def test_a_loss_aborts_the_worlds_of_all_engines_at_once(accelerator: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both of a late switch, of which one is the engine's."""
     rows, worlds = list[str](), list[Any]()
-    for number in range(2):
+    for number in range(3):
         status = GroupStatus()
         status.gate.take_in(communicator(Grouped(rows, str(number))))
         lose = lambda known, there: (rows.append("lose"), frozenset())[1]  # noqa: E731
-        worlds.append(SimpleNamespace(world=SimpleNamespace(status=status, lose=lose), is_switching=False))
-    monkeypatch.setattr(elastic_membership, "PROCESS", SimpleNamespace(engines=worlds))
+        worlds.append(SimpleNamespace(status=status, lose=lose))
+    engines = [
+        SimpleNamespace(world=worlds[0], late_worlds=(), is_switching=True),
+        SimpleNamespace(world=worlds[1], late_worlds=(worlds[1], worlds[2]), is_switching=False),
+    ]
+    monkeypatch.setattr(elastic_membership, "PROCESS", SimpleNamespace(engines=engines))
     made: Any = ElasticMembership(SimpleNamespace())  # type: ignore[arg-type]
-    held = [one.world.status.gate.agreeing for one in worlds]
-    with held[0]:
+    with worlds[0].status.gate.agreeing:
         assert made.elastic.lose((), ()) == frozenset()
-        assert [one.world.status.gate.is_torn for one in worlds] == [True, True] and rows == ["lose"] * 2
+        assert all(world.status.gate.is_torn for world in worlds) and rows == ["lose"] * 2
     made._abort.join(SECONDS)
-    assert rows[2:] == ["begin", "abort 1", "abort 0", "end"]
+    assert rows[2:] == ["begin", "abort 2", "abort 1", "abort 0", "end"]
 
 
 def test_a_failure_aborts_a_world_in_which_an_engine_is_being_made(accelerator: None) -> None:
@@ -200,26 +204,22 @@ def test_the_next_call_of_an_engine_knows_of_it(accelerator: None, monkeypatch: 
 
 
 class Rounds:
-    """Reductions of two ranks over the host, each of which may fail."""
+    """In which ranks meet, each of which may fail."""
 
     def __init__(self, fails_at: int = -1) -> None:
         self.made, self._fails_at = 0, fails_at
 
-    def allreduce(self, tensors: list[torch.Tensor]) -> Any:
-        assert [each.device.type for each in tensors] == ["cpu"]
-
-        def wait() -> None:
-            self.made += 1
-            if self.made == self._fails_at:
-                raise WorldChanged("a peer is gone")
-
-        return SimpleNamespace(wait=wait)
+    def __call__(self, number: int) -> None:
+        assert number == self.made
+        self.made += 1
+        if self.made == self._fails_at:
+            raise WorldChanged("a peer is gone")
 
 
 def test_the_host_waits_for_the_device_then_for_all_twice(accelerator: None, monkeypatch: pytest.MonkeyPatch) -> None:
     made, rounds, at = Gate(), Rounds(), list[int]()
     monkeypatch.setattr(gate, "synchronize", lambda: at.append(rounds.made))
-    made.agree(rounds)  # type: ignore[arg-type]
+    made.agree(rounds)
     assert at == [0] and rounds.made == 2
 
 
@@ -229,7 +229,7 @@ def test_nobody_counts_what_not_all_have(accelerator: None, fails_at: int) -> No
     made.begin()
     made.end_step()
     with pytest.raises(WorldChanged):
-        made.agree(Rounds(fails_at))  # type: ignore[arg-type]
+        made.agree(Rounds(fails_at))
     assert made.is_in_doubt
 
 
@@ -238,7 +238,7 @@ def test_who_has_aborted_says_nothing(accelerator: None) -> None:
     made, rounds = Gate(), Rounds()
     made.tear()
     with pytest.raises(WorldChanged, match="communicators were aborted"):
-        made.agree(rounds)  # type: ignore[arg-type]
+        made.agree(rounds)
     assert not rounds.made
 
 
@@ -257,13 +257,13 @@ def test_nothing_is_aborted_while_the_others_are_waited_for(accelerator: None) -
 def test_a_step_without_collectives_is_beyond_doubt(accelerator: None) -> None:
     made = Gate()
     made.begin()
-    made.agree(Rounds())  # type: ignore[arg-type]
+    made.agree(Rounds())
     made.end_step()
     assert not made.is_in_doubt
     made.begin()
     made.end_step()
     assert made.is_in_doubt, "it has used what an abort may have left"
-    made.agree(Rounds())  # type: ignore[arg-type]
+    made.agree(Rounds())
     assert not made.is_in_doubt
 
 

@@ -120,7 +120,7 @@ def test_one_is_killed_in_a_switch(
     train: Callable[..., Job], static: Static, tmp_path: Path, role: str, stage: int, phases: tuple[str, ...], way: str
 ) -> None:
     """The others wait for its part, on the device, until they hear of it. While a switch is prepared they train, so a
-    death may leave a replica in doubt, too.
+    death may leave a replica in doubt, too. Once all have met nothing is, and a newcomer has nothing that they lack.
     """
     can_lose = stage > 0 or "prepare" in phases
     fallback = {"fallback": {"path": str(tmp_path / "fallback"), "every_steps": 2}} if can_lose else {}
@@ -128,6 +128,9 @@ def test_one_is_killed_in_a_switch(
     go_through(job, role, [f"{role} {phase} kill" for phase in phases])
     finish(job)
     check_history(job, static, kills=len(phases))
+    if role == "joiner" and not {"prepare", "meet", "drain", "commit"} & {*phases}:
+        made = [(row["pid"], row["step"]) for row in job.rows("step")]
+        assert len(made) == len(set(made)), "a step was made twice"
 
 
 @pytest.mark.full

@@ -110,7 +110,10 @@ def test_who_trains_is_killed_without_zero(train: Callable[..., Job], static: St
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("mode", ["copy", "replay"])
+@pytest.mark.parametrize(
+    "mode",
+    ["copy", pytest.param("replay", marks=pytest.mark.not_on_device("buddies that replay are refused (docs/gpu.md)"))],
+)
 @pytest.mark.parametrize(("role", "calls"), [("other", ("forward", "step")), ("first", ("backward",))])
 def test_who_trains_is_killed_with_buddies(
     train: Callable[..., Job], static: Static, role: str, calls: tuple[str, ...], mode: str

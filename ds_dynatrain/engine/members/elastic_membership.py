@@ -166,7 +166,9 @@ class ElasticMembership:
         engines = PROCESS.engines
         is_clear = len(engines) == 1 and not engines[0].is_switching
         worlds = [engine.world for engine in engines if engine.world is not None]
-        self._tear([world.status for world in worlds if world.status is not None])
+        late = [world for engine in engines for world in engine.late_worlds]
+        every = {id(world): world.status for world in (*worlds, *late)}
+        self._tear([status for status in every.values() if status is not None])
         return frozenset[str]().union(*(world.lose(known if is_clear else (), there) for world in worlds))
 
     def abandon(self) -> None:

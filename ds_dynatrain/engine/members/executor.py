@@ -258,7 +258,9 @@ class Executor:
                 engine.attempts.settle_meshes(proposal)
                 if engine.idle:
                     engine.attempts.rehearse(proposal.layout, proposal.members.index(mine))
-        wanted = [partial(needs, engine, proposal.layout, proposal.members) for engine, proposal in moving]
+        wanted = [
+            partial(needs, engine, proposal.layout, proposal.members, proposal.late) for engine, proposal in moving
+        ]
         memory = NodeMemory(mine, wanted, {**self.engines[0].candidates.nodes, **nodes})
         for engine, proposal, its in parts:
             with engine.turn():

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ds_dynatrain.adapters.device import start_thread
+from ds_dynatrain.adapters.device import beside, start_thread, synchronize
 from ds_dynatrain.adapters.world import World
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.digests import SideDigests, side_digests
@@ -60,6 +60,7 @@ class LateTransaction(Transaction):
         self._entered = self.vote()
         if not self._entered.commit:
             return False
+        synchronize()  # its queue does not wait for what the pause has queued
         self._thread = start_thread(self._move_late, f"dynatrain-late-{self.proposal.generation}")
         if self.target_rank is None:
             return False
@@ -68,6 +69,11 @@ class LateTransaction(Transaction):
         engine.enter(self.proposal, self.preparation.world)
         self.swap.on_undo(discard)
         return True
+
+    @property
+    def worlds(self) -> tuple[World, ...]:
+        """Before it, and after it, as far as this member has them by now."""
+        return tuple(world for world in (self.old_world, self.preparation.world) if world is not None)
 
     @property
     def has_entered(self) -> bool:
@@ -99,9 +105,11 @@ class LateTransaction(Transaction):
         """In the thread: the moves of the late kinds, and the digests of both sides."""
         begin = time.perf_counter()
         try:
-            moves = self.preparation.moves(self.kinds, is_late=True)
-            self.outcome.late_stats = self._execute(moves, self.preparation.ways.transport(self.preparation.world))
-            self._digest_late()
+            with beside():
+                moves = self.preparation.moves(self.kinds, is_late=True)
+                transport = self.preparation.ways.transport(self.preparation.world)
+                self.outcome.late_stats = self._execute(moves, transport)
+                self._digest_late()
         except BaseException as error:
             self._error = error
         self.outcome.late_ms = 1e3 * (time.perf_counter() - begin)

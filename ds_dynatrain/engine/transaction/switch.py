@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from operator import or_
 from typing import Any
 
 import torch
@@ -128,6 +129,7 @@ class Transaction(Meeting):
             self._drain()
         with self.phase("meet"):
             self.meet(self.session)
+            self._settle_results()
             self._receive_carry()
         with self.phase("digest"):
             self._digest_source()
@@ -164,6 +166,16 @@ class Transaction(Meeting):
             self.control.post(
                 f"carry/{generation}", Carried.record(self.before, self.rest, kinds, bool(self.newcomers))
             )
+
+    def _settle_results(self) -> None:
+        """Where a death may abort an accelerator's collectives: what the last step had of them is there, on all of
+        them, so a later death in the switch leaves nothing in doubt. In a world that has died nobody who is here is.
+        """
+        if self.old_world is None or not self.old_world.has_gate:
+            return
+        among = self._among(self.proposal.source_members)
+        if among.reduce("doubts", self.engine.is_in_doubt, or_):
+            self.engine.agree(lambda number: among.reduce(f"results/{number}", number, max))
 
     def _receive_carry(self) -> None:
         """Rank 0's, which all others must have, too; it was posted before rank 0 came to the meeting."""

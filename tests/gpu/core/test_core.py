@@ -9,6 +9,7 @@ from tests.engine import test_sequence
 from tests.engine.pool import RankPool
 from tests.engine.test_compile import test_compiled_parts  # noqa: F401
 from tests.engine.test_engines import test_each_trains_as_if_alone  # noqa: F401
+from tests.engine.test_late import test_changes_train_as_without_it  # noqa: F401
 
 
 def test_sequence_parallel(pool: RankPool) -> None:
