@@ -29,7 +29,7 @@ CORE     := tests/space tests/plan tests/transfer tests/data tests/adapters \
             $(addprefix tests/engine/test_,start.py matrix.py chains.py members.py faults.py checkpoints.py)
 
 # What has ranks on the device without hardware, besides tests/device and tests/engine.
-ON_DEVICE := $(addprefix tests/elastic/test_,axes.py together.py zero_init.py trainer.py accelerate.py) \
+ON_DEVICE := $(addprefix tests/elastic/test_,axes.py together.py late_switches.py zero_init.py trainer.py accelerate.py) \
             $(addprefix tests/integrations/test_,trainer.py accelerate.py lightning.py lightning_more.py trl.py)
 
 # The run that never switches is plain DeepSpeed, which on a CPU wants a compiler; without one it is train_gpt.py too.
