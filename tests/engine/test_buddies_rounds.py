@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -31,7 +30,13 @@ MARK = Mark(3, "3.0", 0, 7, Layout(data=3, zero_stage=1))
 class Wire:
     """What is under way between members. A send ends when it is taken, as gloo's does."""
 
-    lines: defaultdict[tuple[int, int, int], queue.Queue[Any]] = field(default_factory=lambda: defaultdict(queue.Queue))
+    lines: dict[tuple[int, int, int], queue.Queue[Any]] = field(default_factory=dict)
+    making: threading.Lock = field(default_factory=threading.Lock)
+
+    def line(self, sender: int, receiver: int, tag: int) -> queue.Queue[Any]:
+        """The one line of these two, whichever of them asks first."""
+        with self.making:
+            return self.lines.setdefault((sender, receiver, tag), queue.Queue())
 
 
 @dataclass
@@ -43,11 +48,11 @@ class End:
 
     def send(self, tensor: torch.Tensor, member: int, tag: int) -> Sending:
         taken = threading.Event()
-        self.wire.lines[self.mine, member, tag].put((tensor.view(torch.uint8), taken))
+        self.wire.line(self.mine, member, tag).put((tensor.view(torch.uint8), taken))
         return Sending(taken)
 
     def receive(self, tensor: torch.Tensor, member: int, tag: int) -> Receiving:
-        return Receiving(tensor.view(torch.uint8), self.wire.lines[member, self.mine, tag])
+        return Receiving(tensor.view(torch.uint8), self.wire.line(member, self.mine, tag))
 
 
 @dataclass
