@@ -122,13 +122,14 @@ def test_one_is_killed_in_a_switch(
     """The others wait for its part, on the device, until they hear of it. While a switch is prepared they train, so a
     death may leave a replica in doubt, too. Once all have met nothing is, and a newcomer has nothing that they lack.
     """
-    can_lose = stage > 0 or "prepare" in phases
+    has_met = role == "joiner" and not {"prepare", "meet", "drain", "commit"} & {*phases}
+    can_lose = "prepare" in phases or (stage > 0 and not has_met)
     fallback = {"fallback": {"path": str(tmp_path / "fallback"), "every_steps": 2}} if can_lose else {}
     job = train(nodes="1:9", stage=stage, block={"transport": way, **fallback}, script=SCRIPT)
     go_through(job, role, [f"{role} {phase} kill" for phase in phases])
     finish(job)
     check_history(job, static, kills=len(phases))
-    if role == "joiner" and not {"prepare", "meet", "drain", "commit"} & {*phases}:
+    if has_met:
         made = [(row["pid"], row["step"]) for row in job.rows("step")]
         assert len(made) == len(set(made)), "a step was made twice"
 
