@@ -22,6 +22,7 @@ import ds_dynatrain
 from ds_dynatrain.errors import DynatrainError
 from tests.elastic import faulted
 from tests.elastic.training import OUT, SETTINGS, STEP_SECONDS, WIDTH, Numbered, Script
+from tests.engine import ulysses
 from tests.engine.models import decay_groups, small_gpt
 from tests.engine.pipelines import pipeline
 
@@ -124,10 +125,12 @@ class Several(Script):
         parts, step, micro_steps = self.parts[name], int(engine.global_steps), int(engine.micro_steps)
         if micro_steps != self.stood.get(name, micro_steps):  # it was taken back, in the middle of a step
             parts.clear()
-        counts = engine.layout.coordinate(engine.rank)["tensor"] == 0 and not engine.slot_is_borrowed
-        loss = engine(*batch[:2])
-        parts.append((loss.item(), batch[2].tolist() if counts else []))
-        engine.backward(loss)
+        place, is_cut = engine.layout.coordinate(engine.rank), engine.sequence > 1
+        counts = place["tensor"] == place["sequence"] == 0 and not engine.slot_is_borrowed
+        loss = engine(*(ulysses.own_part(engine, tuple(batch[:2])) if is_cut else batch[:2]))
+        mean = engine.mean(loss.detach(), len(batch[2])) if is_cut else loss  # of all parts
+        parts.append((mean.item(), batch[2].tolist() if counts else []))
+        engine.backward(loss / engine.sequence)
         engine.step()
         self.stood[name] = int(engine.micro_steps)
         if engine.micro_steps != micro_steps + 1:  # the global batch is discarded
