@@ -94,7 +94,7 @@ def main() -> None:
     settings = config(wanted["dtype"], wanted["start"]["zero_stage"], BATCH)
     ours = {"layout": wanted["start"], "timeout_seconds": 120, "memory_budget_bytes": wanted["budget"]}
     ours["transport"] = wanted["transport"]
-    with torch.device(get_accelerator().current_device_name()):  # four copies of 5 GB, which the host need not have
+    with torch.device(get_accelerator().current_device_name()):  # at 1.3B four copies of 5 GB
         model = GPT(**shape)
     engine, *_ = ds_dynatrain.initialize(model=model, config={**settings, "dynatrain": ours})
     watch = Watch(get_accelerator())

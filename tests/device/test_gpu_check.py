@@ -107,6 +107,19 @@ def test_what_ranks_of_one_card_send_is_not_written_to(staged_pool: RankPool) ->
     test_sequence.test_every_layout_computes_the_same(staged_pool)
 
 
+def test_pauses_stay_where_raw_copies_fail(steps: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    notes = [note(name, "ahead") for name in steps.CHANGES]
+
+    def launched(script: str, *given: Any, **named: Any) -> dict[int, Any]:
+        if script == "gpu_moves_ranks.py":
+            raise SystemExit("no room for them")
+        return {0: notes}
+
+    monkeypatch.setattr(steps, "launch", launched)
+    found = steps.pauses("bf16", modes=("ahead",))
+    assert found["raw copies"] == "no room for them" and set(steps.CHANGES) < set(found)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("way", ["ipc", "nccl"])
 def test_moves_are_measured_beside_raw_copies(steps: Any, lab_built: None, way: str) -> None:
