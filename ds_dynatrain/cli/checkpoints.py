@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
 from ds_dynatrain.checkpoint import Reader, Row, Saved, latest
+from ds_dynatrain.cli.terminal import stdout_console
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 
 COLUMNS = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
@@ -49,7 +49,7 @@ def summary(saved: Saved) -> dict[str, Any]:
 
 def show(said: dict[str, Any]) -> None:
     """Print a summary for a reader."""
-    console = Console(highlight=False)
+    console = stdout_console()
     layout = " ".join(f"{name}={size}" for name, size in said["layout"].items() if size != 1 or name == "data")
     how = f"converted from {said['converted_from']}" if said["converted_from"] else f"saved in {layout}"
     console.print(f"[bold]{said['path']}[/]\nstep {said['step']}, {how} by {said['written_by']}")

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from pydantic import ValidationError
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ds_dynatrain.cli.terminal import stdout_console
 from ds_dynatrain.elastic.address import Address
 from ds_dynatrain.elastic.announcement import Endpoint, announced, read_endpoint
 from ds_dynatrain.elastic.environment import token_from
@@ -27,7 +27,7 @@ from ds_dynatrain.errors import ConfigError, ElasticError
 Answer = TypeVar("Answer")
 
 WHOLE = ("rank", "member", "phase", "step")
-"""Columns that are never cut off; `leave` asks for what stands in one."""
+"""Columns that are never folded; `leave` asks for the text of one."""
 
 
 def nodes(text: str) -> tuple[int, int]:
@@ -98,7 +98,7 @@ def _asked(address: str, token_file: Path | None, question: Callable[[Endpoint, 
 
 def show_status(status: Status) -> None:
     """Print it for a reader: the job, its members, the last changes."""
-    console = Console(highlight=False)
+    console = stdout_console()
     state = "finished" if status.finished else "paused: too few nodes" if status.paused else "running"
     state = "has not started" if status.generation == 0 else state
     name = f"job {status.job!r}" if status.job else "a job without a name"
@@ -111,6 +111,8 @@ def show_status(status: Status) -> None:
     )
     if status.members:
         console.print(_members(status))
+    for node in status.starting:
+        console.print(escape(f"{node.node}: its workers start, for {node.seconds:.0f} s so far"), soft_wrap=True)
     for change in status.changes:
         head = (
             f"{change.seconds_ago:8.1f} s ago  generation {change.generation} ({change.change}), {change.size} members"
@@ -119,7 +121,7 @@ def show_status(status: Status) -> None:
 
 
 def _members(status: Status) -> Table:
-    """A row for each; what says nothing of anybody is left out, so that a window of 80 columns has the rest."""
+    """Return a row per member, without the columns that are empty for all of them."""
     columns: dict[str, list[str]] = {
         "rank": ["" if one.rank is None else str(one.rank) for one in status.members],
         "member": [escape(one.member) for one in status.members],
@@ -134,8 +136,9 @@ def _members(status: Status) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
     for title, cells in columns.items():
         if any(cells):
-            is_whole = title in WHOLE  # in a narrow window, too
-            table.add_column(title, no_wrap=True, min_width=max(map(len, (title, *cells))) if is_whole else None)
+            is_whole = title in WHOLE
+            width = max(map(len, (title, *cells))) if is_whole else None
+            table.add_column(title, no_wrap=is_whole, overflow="fold", min_width=width)
     for row in zip(*filter(any, columns.values()), strict=True):
         table.add_row(*row)
     return table

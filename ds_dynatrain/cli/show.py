@@ -14,6 +14,7 @@ from rich.table import Table
 from ds_dynatrain.cli.configuration import JobReport
 from ds_dynatrain.cli.environment import Check, Environment
 from ds_dynatrain.cli.exact_machine import ExactMachine
+from ds_dynatrain.cli.terminal import stdout_console
 from ds_dynatrain.support import TABLES, Finding, Verdict
 from ds_dynatrain.support.markdown import markdown, note
 
@@ -23,7 +24,7 @@ _MARKS = {True: "[green]ok[/]", False: "[red]no[/]", None: ""}
 
 def report(environment: Environment, job: JobReport | None, rounding: ExactMachine | None = None) -> None:
     """Print it for a reader, the verdict last."""
-    console = Console(highlight=False)
+    console = stdout_console()
     console.print(_machine(environment))
     if rounding is not None:
         console.print("\n[bold]exact jobs[/]")

@@ -11,10 +11,10 @@ Row = Sequence[str]
 
 HEAD = ("way", "stands still", "longer than live", "moved MB", "written MB", "peak MB", "steps lost", "bit-equal")
 NOT_COUNTED = (
-    "Counted is, of a restart, the time from the end of the last old step to the end of the first new one, as rank 0 "
-    "sees it, without one steady step; of a live switch its pause, proof included, the longest of a member that "
-    "goes on; of a late one what its first step waits, too. Not counted: the end of the old processes, a scheduler, a "
-    "container, a slower file system. All of that a restart needs on top."
+    "For a restart, the time runs from the end of the last step before it to the end of the first step after it, as "
+    "rank 0 sees them, less one steady step. For a live switch, the time is its longest pause among the members that "
+    "go on, proof included; for a late switch, the wait of its first step is added. A restart also needs time that is "
+    "not counted here: for the end of the old processes, a scheduler, a container, a slower file system."
 )
 
 

@@ -31,6 +31,7 @@ from ds_dynatrain.elastic.messages import (
     Leave,
     Query,
     Report,
+    Status,
     Switched,
     Welcome,
     encode,
@@ -66,6 +67,7 @@ class Coordinator:
         self._job = job
         self._workers: dict[str, Peer] = {}
         self._agents: dict[str, Peer] = {}
+        self._agents_since: dict[str, float] = {}
         self._owed: defaultdict[str, list[Fence]] = defaultdict(list)
         self._strangers = Strangers()
         self._complaints = Complaints()
@@ -105,7 +107,11 @@ class Coordinator:
 
     def view(self) -> View:
         """All that is shown of the job, at present; on the thread that serves."""
-        return view(self.membership, self.history, self._job, time.monotonic(), time.time())
+        now = time.monotonic()
+        return view(self._status(now), self.history, now, time.time())
+
+    def _status(self, now: float) -> Status:
+        return snapshot(self.membership, self._job, now, self._agents_since)
 
     def _hear_of_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Without descriptors nobody can be let in; asyncio tells it with a traceback, many times a second."""
@@ -157,7 +163,7 @@ class Coordinator:
             case Agent():
                 await self._attend_agent(peer, said.node)
             case Query():
-                peer.send(snapshot(self.membership, self._job, time.monotonic()))
+                peer.send(self._status(time.monotonic()))
             case Dismiss():
                 peer.send(self._dismiss(said.node))
 
@@ -244,6 +250,7 @@ class Coordinator:
         if node in self._agents:
             logger.warning("%s has connected again before its former connection ended; the new one counts", peer.name)
         self._agents[node] = peer
+        self._agents_since.setdefault(node, time.monotonic())
         for fence in self._owed.pop(node, []):
             peer.send(fence)
         try:
@@ -255,7 +262,7 @@ class Coordinator:
                     raise MessageError(f"{message.kind}: an agent sends beat or bye")
         finally:
             if self._agents.get(node) is peer:
-                del self._agents[node]
+                del self._agents[node], self._agents_since[node]
             self._stirred.set()
 
     # -- the whole ---------------------------------------------------------------------------------------------------

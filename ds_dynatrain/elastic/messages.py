@@ -277,6 +277,14 @@ class ChangeStatus(Record):
     reason: Text
 
 
+class StartingNode(Record):
+    """A node whose agent is connected and whose workers are not: they import, or build their model."""
+
+    node: NodeId
+    seconds: Seconds
+    """Since the agent connected."""
+
+
 class Status(Record):
     """What the coordinator knows, to be shown to a person."""
 
@@ -290,6 +298,7 @@ class Status(Record):
     finished: bool
     ranks: Members
     members: tuple[MemberStatus, ...]
+    starting: tuple[StartingNode, ...] = ()
     changes: tuple[ChangeStatus, ...]
 
 

@@ -26,6 +26,7 @@ from ds_dynatrain.elastic.monitoring.access import Reading
 from ds_dynatrain.elastic.settings import Settings
 from ds_dynatrain.elastic.store import serve_store
 from ds_dynatrain.errors import ConfigError, ElasticError, JobFinished, MessageError, PeerRefused
+from ds_dynatrain.report import show_by_default
 
 LOOPBACK = "127.0.0.1"
 JOIN_SECONDS = 600.0
@@ -37,6 +38,7 @@ class NodeRendezvous(RendezvousHandler):
     """Never waits for another node, and never says that one waits."""
 
     def __init__(self, parameters: RendezvousParameters) -> None:
+        show_by_default()
         self._parameters = parameters
         self._endpoint = read_endpoint(parameters.endpoint)
         self._token_file = parameters.get("token_file")

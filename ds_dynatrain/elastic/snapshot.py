@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ds_dynatrain.elastic.membership import Membership
-from ds_dynatrain.elastic.messages import ChangeStatus, MemberStatus, Status
+from ds_dynatrain.elastic.messages import ChangeStatus, MemberStatus, StartingNode, Status
+from ds_dynatrain.elastic.world import nodes_of
 
 
-def snapshot(membership: Membership, job: str, now: float) -> Status:
-    """The status at a time: workers in the order of their ranks, then those without a rank by name."""
+def snapshot(membership: Membership, job: str, now: float, agents: Mapping[str, float] | None = None) -> Status:
+    """Return the status at `now`: workers in the order of their ranks, then those without a rank by name.
+
+    agents: node -> when its agent connected, by the clock of `now`.
+    """
     world = membership.world
     ranks = () if world is None else world.members
     place = {member: rank for rank, member in enumerate(ranks)}
@@ -48,5 +54,13 @@ def snapshot(membership: Membership, job: str, now: float) -> Status:
         finished=membership.is_finished,
         ranks=ranks,
         members=tuple(members),
+        starting=_starting(membership, agents or {}, now),
         changes=changes,
     )
+
+
+def _starting(membership: Membership, agents: Mapping[str, float], now: float) -> tuple[StartingNode, ...]:
+    """Return the nodes with an agent and without a worker, the one that has waited longest first."""
+    started = nodes_of(membership.roster.members)
+    waiting = sorted((since, node) for node, since in agents.items() if node not in started)
+    return tuple(StartingNode(node=node, seconds=max(0.0, now - since)) for since, node in waiting)

@@ -45,6 +45,7 @@ from ds_dynatrain.engine.members.policy import rule_of
 from ds_dynatrain.engine.process import PROCESS, refuse_idle
 from ds_dynatrain.engine.profiled import cut_by_profile
 from ds_dynatrain.errors import ConfigError
+from ds_dynatrain.report import show_by_default
 from ds_dynatrain.support import usage
 from ds_dynatrain.support.checks import is_low
 
@@ -93,6 +94,7 @@ def initialize(
         configured = {"config": config, "config_params": config_params, "mpu": mpu, "mesh_param": mesh_param}
         plain: Results = deepspeed.initialize(training_data=training_data, **given, **start, **configured)
         return plain
+    show_by_default()
     if model is None:
         raise ConfigError("initialize was called without a model; give model=")
     if worker_place() is not None:
@@ -123,6 +125,7 @@ def init_distributed(*arguments: Any, **named: Any) -> bool:
 
     SystemExit(0) if the job ends before that. TimeoutError, PeerRefused: see `Member.start`.
     """
+    show_by_default()
     place = worker_place()
     joins = False
     join_at_zero_init()

@@ -6,7 +6,14 @@ Needs neither torch nor DeepSpeed, so that reports can be read anywhere.
 from __future__ import annotations
 
 from ds_dynatrain.report.event import CertificateSummary, Outcome, Side, SwitchEvent
-from ds_dynatrain.report.log import log_event, log_gain, log_recompile, logger
+from ds_dynatrain.report.log import (
+    log_event,
+    log_gain,
+    log_recompile,
+    logger,
+    show_by_default,
+    telling_if_long,
+)
 from ds_dynatrain.report.protection import Protection
 from ds_dynatrain.report.writer import EventWriter, read_events
 
@@ -22,4 +29,6 @@ __all__ = [
     "log_recompile",
     "logger",
     "read_events",
+    "show_by_default",
+    "telling_if_long",
 ]

@@ -23,6 +23,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # the model and the text are th
 from gpt import GPT, Windows, texts
 
 BATCH = 12
+STEPS_BETWEEN = 20  # printed lines
 
 
 def arguments() -> argparse.Namespace:
@@ -69,6 +70,8 @@ def note(engine: Any, out: Path, step: int, loss: torch.Tensor) -> None:
     if engine.global_rank != 0:
         return
     line = {"time": time.time(), "step": step, "loss": loss.item(), "layout": str(engine.layout)}
+    if step % STEPS_BETWEEN == 0:
+        print(f"step {step}: loss {line['loss']:.3f}, {line['layout']}, {os.environ['WORLD_SIZE']} members", flush=True)
     with (out / "steps.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps({**line, "members": int(os.environ["WORLD_SIZE"])}) + "\n")
 

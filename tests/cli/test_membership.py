@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from ds_dynatrain.cli.main import app
 from ds_dynatrain.cli.membership import nodes
-from ds_dynatrain.elastic.messages import Leave, Report
+from ds_dynatrain.elastic.messages import Agent, Leave, Report
 from ds_dynatrain.errors import ConfigError
 from tests.elastic.served import SECONDS, enter, serving, told
 
@@ -31,6 +31,14 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     for name in ("DYNATRAIN_TOKEN", "DYNATRAIN_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    """Poll until something holds; AssertionError if it does not in time."""
+    end = time.monotonic() + SECONDS
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.02)
 
 
 def test_status_for_eyes_and_for_programs() -> None:
@@ -57,6 +65,43 @@ def test_names_of_members_are_whole_in_a_narrow_window(monkeypatch: pytest.Monke
         enter(a, told(a).generation)
         a.send(Report(ready=True, entered=1, step=12, layout="data=1 zero_stage=1", pause_ms=84))
         assert "0     a-node-with-a-long-name-19030/0 " in run("status", served.address).stdout
+
+
+def test_status_is_whole_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without COLUMNS and without a terminal nothing is cut or folded."""
+    monkeypatch.delenv("COLUMNS")
+    layout = "data=2 pipe=2 tensor=2 expert=2 sequence=2 zero_stage=1 offload=cpu"
+    with serving(job="run 7") as served:
+        a = served.join("a-node-with-a-long-name-19030")
+        enter(a, told(a).generation)
+        a.send(Report(ready=True, entered=1, step=12, layout=layout, pause_ms=84, waits_for="member 1, at the move"))
+        (line,) = [line for line in run("status", served.address).stdout.splitlines() if "19030/0 " in line]
+        assert layout in line and "84 ms" in line and line.rstrip().endswith("member 1, at the move")
+
+
+def test_status_folds_in_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with serving() as served:
+        a = served.join("a")
+        enter(a, told(a).generation)
+        a.send(Report(ready=True, entered=1, step=12, layout="data=2 zero_stage=1", waits_for="member 1, at the move"))
+        text = run("status", served.address).stdout
+    assert "…" not in text
+    assert all(part in text for part in ("data=2", "zero_stage=1", "member 1,", "move"))
+
+
+def test_status_names_nodes_that_start() -> None:
+    """A node whose workers still import is known by its agent, from its connection to its first worker."""
+    with serving(least=2) as served:
+        agent = served.connect()
+        agent.send(Agent(node="b"))
+        wait_until(lambda: served.status().starting != ())
+        assert "b: its workers start, for 0 s so far" in run("status", served.address).stdout
+        worker = served.join("b")
+        wait_until(lambda: served.status().starting == ())
+        assert "its workers start" not in run("status", served.address).stdout
+        worker.close()
+        agent.close()
 
 
 def test_status_of_nothing_is_an_error() -> None:

@@ -10,6 +10,7 @@ from ds_dynatrain.elastic.messages import (
     MOST_PHASES,
     MemberStatus,
     Report,
+    StartingNode,
     Status,
     encode,
 )
@@ -219,6 +220,7 @@ def of(*members: MemberStatus, **given: object) -> Status:
 
 
 A, B = member("a/0", 0), member("b/0", 1)
+B_STARTS = StartingNode(node="b", seconds=32.0)
 
 
 @pytest.mark.parametrize(
@@ -228,6 +230,7 @@ A, B = member("a/0", 0), member("b/0", 1)
         (of(A, B, finished=True), 0.5, "finished", "ended"),
         (of(A, paused=True), 0.5, "paused", "1 node of the 2 that training needs"),
         (of(member("a/0", None, phase="warming"), generation=0), None, "waiting", "0 nodes of 2 ready; a still import"),
+        (of(generation=0, starting=(B_STARTS,)), None, "waiting", "0 nodes of 2 ready; its workers start on b (32 s)"),
         (of(A, member("b/0", 1, entered=1)), 0.5, "changing", "generation 2 is being entered; b/0 at work on it"),
         (of(A, B), 60.0, "standing", "no step for 60 s; a/0, b/0 at work"),
         (of(A, member("b/0", 1, waits_for="member 0")), 60.0, "standing", "b/0 waits for member 0"),

@@ -41,7 +41,9 @@ def _before_the_start(status: Status) -> str:
     ready = nodes_of(one.member for one in status.members if one.phase == "waiting")
     warming = nodes_of(one.member for one in status.members if one.phase == "warming")
     words = f"{_count(len(ready), 'node')} of {status.min_nodes} ready"
-    return words + (f"; {_named(sorted(warming))} still importing or building" if warming else "")
+    words += f"; {_named(sorted(warming))} still importing or building" if warming else ""
+    starting = [f"{one.node} ({one.seconds:.0f} s)" for one in status.starting]
+    return words + (f"; its workers start on {_named(starting)}" if starting else "")
 
 
 def _awaited(members: Iterable[MemberStatus]) -> str:

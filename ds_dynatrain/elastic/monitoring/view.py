@@ -5,12 +5,10 @@ Times are seconds since 1970 by the coordinator's clock.
 
 from __future__ import annotations
 
-from ds_dynatrain.elastic.membership import Membership
 from ds_dynatrain.elastic.messages import Count, Seconds, Status
 from ds_dynatrain.elastic.monitoring.goodput import MEANING, Cause
 from ds_dynatrain.elastic.monitoring.history import Change, History, Point, Switch
 from ds_dynatrain.elastic.monitoring.standing import State, standing
-from ds_dynatrain.elastic.snapshot import snapshot
 from ds_dynatrain.elastic.world import Record, Text
 
 
@@ -103,9 +101,9 @@ class View(Record):
     meaning: dict[Cause, str] = MEANING
 
 
-def view(membership: Membership, history: History, job: str, now: float, wall: float) -> View:
-    """now: the coordinator's clock; wall: the same instant in seconds since 1970."""
-    status, counts, ago = snapshot(membership, job, now), history.counts, wall - now
+def view(status: Status, history: History, now: float, wall: float) -> View:
+    """Return what the page shows. now: the coordinator's clock; wall: the same instant in seconds since 1970."""
+    counts, ago = history.counts, wall - now
     quiet = None if history.stepped_at is None else max(0.0, now - history.stepped_at)
     usual = _usual_seconds(history)
     state, why = standing(status, quiet, usual)

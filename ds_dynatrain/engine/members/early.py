@@ -14,9 +14,17 @@ from ds_dynatrain.elastic.query import ask_status
 from ds_dynatrain.engine.liveness import ended_in_error
 from ds_dynatrain.engine.members.elastic import CONNECT_SECONDS, Elastic
 from ds_dynatrain.engine.members.elastic_membership import ElasticMembership
-from ds_dynatrain.engine.members.entry import START_SECONDS, Entry, into, made_by, start_alone, with_members
+from ds_dynatrain.engine.members.entry import (
+    START_SECONDS,
+    Entry,
+    into,
+    made_by,
+    start_alone,
+    start_of_job,
+    with_members,
+)
 from ds_dynatrain.errors import JobFinished
-from ds_dynatrain.report import logger
+from ds_dynatrain.report import logger, telling_if_long
 
 LOOK_SECONDS = 0.5
 """Between two looks whether a job runs already, of a process that waits for one to start."""
@@ -84,7 +92,8 @@ def begin(place: WorkerPlace) -> Early:
     alone = LaunchWorld.current()
     try:
         elastic.member.start()
-        entry = None if _is_running(elastic) else _start(membership, alone, settings.timeout_seconds)
+        with telling_if_long(start_of_job(elastic)):
+            entry = None if _is_running(elastic) else _start(membership, alone, settings.timeout_seconds)
     except JobFinished as end:
         logger.info("%s: %s", elastic.member.id, end)
         elastic.member.stop()

@@ -28,7 +28,7 @@ from ds_dynatrain.engine.members.membership import Membership
 from ds_dynatrain.engine.members.registry import Registry
 from ds_dynatrain.engine.members.waiting import Wait
 from ds_dynatrain.errors import ConfigError, ElasticError, JobFinished
-from ds_dynatrain.report import logger
+from ds_dynatrain.report import logger, telling_if_long
 
 START_SECONDS = 1800.0
 """Processes of one launch may build their models at different speeds: as long as DeepSpeed itself waits."""
@@ -67,7 +67,8 @@ class Entry:
         self.control.post(f"{key}/{self.mine}", mine)
         deadline = time.monotonic() + START_SECONDS
         what = "initialize on every process of the launch"
-        return self.control.gather(key, range(self.size), what, deadline, self.stop)
+        with telling_if_long(what):
+            return self.control.gather(key, range(self.size), what, deadline, self.stop)
 
     def context(self, records: Mapping[int, Mapping[str, Any]]) -> Context:
         """Those of the start. records: what all have posted of themselves."""
@@ -116,12 +117,13 @@ def with_members(place: WorkerPlace, settings: DynatrainConfig, known: ElasticMe
             warm()
         elastic.member.ready()
         generation = 0
-        while True:
-            world = elastic.member.wait_for_world(generation)
-            generation = world.generation
-            entry = into(membership, world, alone, settings.timeout_seconds)
-            if entry is not None:
-                return entry
+        with telling_if_long(start_of_job(elastic)):
+            while True:
+                world = elastic.member.wait_for_world(generation)
+                generation = world.generation
+                entry = into(membership, world, alone, settings.timeout_seconds)
+                if entry is not None:
+                    return entry
     except JobFinished as end:
         logger.info("%s: %s", elastic.member.id, end)
         elastic.member.stop()
@@ -187,7 +189,8 @@ def into(
         for board in boards:
             board.member = mine
         elastic.is_newcomer, elastic.restores = False, world.begun
-        with elastic.building(world.generation, engine):
+        others = ", ".join(one for one in world.members if one != elastic.member.id)
+        with elastic.building(world.generation, engine), telling_if_long(f"a connection to {others}"):
             launch = LaunchWorld.formed(boards[1].store, "start", mine, size, seconds, membership.new_status())
         elastic.settle(engine)
         return Entry(launch, *boards, mine, size, membership, engine, world, alone)
@@ -262,6 +265,12 @@ def _job_record(elastic: Elastic, world: World, boards: Boards) -> dict[str, Any
                 raise JobFinished("the job has finished")
             time.sleep(POLL_SECONDS)
     return None
+
+
+def start_of_job(elastic: Elastic) -> str:
+    """Return what a process waits for until the coordinator has put it into a generation, as a line of the log."""
+    status = f"`ds-dynatrain status {elastic.member.place.coordinator}`"
+    return f"the job to start, or to take this process in; {status} says which nodes are ready"
 
 
 def start_alone() -> None:

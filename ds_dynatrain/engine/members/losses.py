@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 from ds_dynatrain.adapters.watched import GroupStatus, is_lost_peer
@@ -12,7 +13,9 @@ from ds_dynatrain.errors import ElasticError, WorldChanged
 from ds_dynatrain.report import logger
 
 MOST_TRIES = 3
-"""So often one step is tried in one world of which nobody dies; what fails still is the script, or the network."""
+"""Attempts at one step in one world in which nobody dies; after these the script or the network is at fault."""
+GLOO_SOURCE = re.compile(r"\[\S+\.(?:cc|h):\d+\] ")
+"""The line of gloo's source that its errors begin with."""
 
 
 class Losses:
@@ -60,9 +63,8 @@ class Losses:
                 return False
             self._await_failure()
         self._count(() if elastic.world is None else elastic.world.members, error)
-        logger.warning(
-            "the world is aborted (%s); it is formed anew at the loader's next batch", str(error).partition("\n")[0]
-        )
+        reason = GLOO_SOURCE.sub("", str(error).partition("\n")[0]).partition(". ")[0]
+        logger.warning("the world is aborted (%s); it is formed anew at the loader's next batch", reason)
         return True
 
     def _await_failure(self) -> None:
