@@ -214,12 +214,17 @@ class Coordinator:
             what = "%s was started again, so there was a job: no other one begins for %g s, its members may come back"
             logger.info(what, member, ORPHAN_SECONDS)
         peer.name = member
-        self._workers[member] = peer
+        before, self._workers[member] = self._workers.get(member), peer
+        if before is not None:
+            before.abort()
         self.history.announced(time.monotonic())
+        self._stirred.set()
         why = "its connection ended"
         try:
             while True:
                 message = await peer.receive()
+                if self._workers.get(member) is not peer:
+                    return  # another connection of the same process has taken its place
                 if isinstance(message, Bye):
                     self.membership.bye(member, message, time.monotonic())
                     return
@@ -233,13 +238,14 @@ class Coordinator:
                 if self.membership.deadline < self._wakes_at:
                     self._stirred.set()
         except (PeerRefused, MessageError) as error:
-            why = str(error)
+            if self._workers.get(member) is peer:
+                self.membership.lost(member, str(error), time.monotonic())
             raise
         finally:
             if self._workers.get(member) is peer:
                 del self._workers[member]
-                self.membership.lost(member, why, time.monotonic())
-            self.history.gone(member)
+                self.membership.disconnected(member, why, time.monotonic())
+                self.history.gone(member)
             self._stirred.set()
 
     async def _attend_agent(self, peer: Peer, node: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import secrets
 import threading
 import time
 from collections import deque
@@ -90,6 +91,7 @@ class Member:
         self._on_end = on_end
         self._orphan_seconds = orphan_seconds
         self._connection: Connection | None = None
+        self._nonce = secrets.token_hex(8)
         self._termination = Termination()
         self._report = Report()
         self._has_just_entered = False
@@ -319,6 +321,7 @@ class Member:
                     local_rank=place.local_rank,
                     local_size=place.local_size,
                     pid=os.getpid(),
+                    nonce=self._nonce,
                     restarts=place.restarts,
                     world=self._newest,
                 )

@@ -13,7 +13,11 @@ Every event has a method, with the time as an argument; `advance` then says what
 - Nobody waits long for a **late** node, one that still makes its engines. After a failure those that hold the state go
   on without it, if they are MIN nodes and have a layout; who leaves waits for it `LEAVER_SECONDS`, other nodes
   `stuck_seconds`. It joins once it has made them.
-- A member that was given up never comes back under its id.
+- A member that was given up never comes back under its id, unless it was merely silent: then it may, until a
+  generation without it is entered.
+- Where more than half of a world falls silent together, the coordinator or its link is at fault. Nobody is given up
+  for silence then, until the silence has lasted `ORPHAN_SECONDS`: a living member ends by itself by that time. Nor is
+  more than half of a world ever given up for being stuck.
 - After a restart the members that come back tell which world there is. Where others come first, a job is begun only
   once no member of an earlier one can be alive; if one comes all the same, what was begun gives way to what it holds.
 """
@@ -22,6 +26,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from ds_dynatrain.elastic.effects import Effect, Finish, GiveUp, Publish
 from ds_dynatrain.elastic.messages import Announce, Bye, Phase, Report, clipped
@@ -36,6 +41,17 @@ LEAVER_SECONDS = 5.0
 REMEMBERED_CHANGES = 20
 REMEMBERED_GONE = 16_384
 """Members that were given up and must not come back; those of the longest ago are forgotten."""
+QUIET_BEATS = 3
+"""A member that has missed this many heartbeats counts among those that may have fallen silent together."""
+
+
+@dataclass(frozen=True)
+class Missed:
+    """A member that was given up for silence alone, and the generation that it was in."""
+
+    entry: Entry
+    reason: str
+    world: World | None
 
 
 class Membership:
@@ -66,14 +82,31 @@ class Membership:
         """By member, when generations failed of which it has said neither that it has entered nor that it could not."""
         self._decide_at: float | None = None
         self._advanced = now
+        self._held_at = now
+        """When silence was last laid to the coordinator's own link."""
+        self._missed: dict[str, Missed] = {}
+        """Members given up for silence that may come back still."""
+        self._back: dict[str, Missed] = {}
+        """Members that have come back and that the present generation does not list."""
+        self._owed: list[Publish] = []
+        """Generations that members may have missed while their connection was replaced."""
 
     # -- events ------------------------------------------------------------------------------------------------------
 
     def announce(self, said: Announce, now: float) -> str:
-        """A worker has come, or come back; its id. PeerRefused, or JobFinished, if it cannot be let in."""
+        """Let in a worker that has come, or whose connection is another one now, and return its id.
+
+        Raise PeerRefused, or JobFinished, if it cannot be let in.
+        """
         member = member_id(said.node, said.local_rank)
         if self.is_finished:
             raise JobFinished("the job has finished; a new one needs a new coordinator")
+        if self._knows(member, said):
+            self._hear_again(member, now)
+            newest = self.world
+            if newest is not None and (said.world is None or said.world.generation < newest.generation):
+                self._owed.append(Publish(newest, (member,)))
+            return member
         if member in self._gone:
             raise PeerRefused(
                 f"{member} was given up ({self._gone[member]}); end this process, and start it again to join as a new "
@@ -93,8 +126,43 @@ class Membership:
             self._recovery.expect(self._orphaned_at)
         return member
 
+    def _knows(self, member: str, said: Announce) -> bool:
+        """Return whether an announcement is of the very process that is here, or was given up for silence alone."""
+        missed = self._missed.get(member)
+        entry = self.roster[member] if member in self.roster else None if missed is None else missed.entry
+        return entry is not None and said.nonce != "" and (entry.pid, entry.nonce) == (said.pid, said.nonce)
+
+    def _hear_again(self, member: str, now: float) -> None:
+        """Take back a member that was given up for silence; PeerRefused if the others have gone on without it."""
+        missed = self._missed.get(member)
+        if missed is None:
+            return
+        if self._goes_on_without(member, missed):
+            raise PeerRefused(
+                f"{member} was given up ({missed.reason}), and generation {self._newest} goes on without it; end this "
+                "process, and start it again to join as a new one"
+            )
+        del self._missed[member]
+        self._gone.pop(member, None)
+        self.roster.restore(missed.entry, now)
+        if missed.world is not None and not self._takes_part(member) and self._held_state_in(missed.world, member):
+            self._back[member] = missed
+            self._breach = f"{member} was heard of again"
+        self._note(now)
+
+    def _held_state_in(self, world: World, member: str) -> bool:
+        """Return whether a member of a generation had its state: all have, once one of them has entered it."""
+        return world.generation <= self._entered or member in world.members[: world.survivors]
+
+    def _goes_on_without(self, member: str, missed: Missed) -> bool:
+        """Return whether a member of a later generation, which does not list this one, has entered it."""
+        world = self.world
+        has_changed = world is not None and (missed.world is None or world.generation > missed.world.generation)
+        return has_changed and self._is_entered and not self._takes_part(member)
+
     def report(self, member: str, said: Report, now: float) -> None:
-        """A worker says what it is. PeerRefused if that cannot be."""
+        """Take what a worker says of itself. PeerRefused if that cannot be."""
+        self._hear_again(member, now)
         newest = 0 if self.world is None else self.world.generation
         if self._recovery is None and said.entered > newest:
             raise PeerRefused(
@@ -115,6 +183,8 @@ class Membership:
 
     def bye(self, member: str, said: Bye, now: float) -> None:
         """A worker's script has ended."""
+        if member in self._missed:
+            self._hear_again(member, now)
         entry = self.roster.remove(member)
         if entry is None:
             return
@@ -138,15 +208,25 @@ class Membership:
 
     def lost(self, member: str, why: str, now: float) -> None:
         """A worker is dead, or must be taken for dead."""
+        self._missed.pop(member, None)
+        self._back.pop(member, None)
         if self.roster.remove(member) is not None:
             self._is_gone(member, why, now)
+
+    def disconnected(self, member: str, why: str, now: float) -> None:
+        """A worker's connection has ended. That is a death, unless nothing had come over it for some heartbeats.
+
+        Where the network was cut, it says no more than the silence did: the worker may be about to connect again.
+        """
+        if member in self.roster and not self._is_quiet(self.roster[member], now):
+            self.lost(member, why, now)
 
     # -- time --------------------------------------------------------------------------------------------------------
 
     @property
     def deadline(self) -> float:
         """When `advance` has to be called at the latest."""
-        times = [self._advanced + self.settings.beat_seconds]
+        times = [self._advanced if self._owed else self._advanced + self.settings.beat_seconds]
         if self._recovery is not None:
             times.append(self._advanced if self._recovery.is_complete else self._recovery.until)
         elif self._decide_at is not None and not self.is_finished:
@@ -155,7 +235,8 @@ class Membership:
 
     def advance(self, now: float) -> list[Effect]:
         """What has to be done now."""
-        effects: list[Effect] = [*self._give_up_silent(now), *self._give_up_stuck(now)]
+        effects: list[Effect] = [*self._owed, *self._give_up_silent(now), *self._give_up_stuck(now)]
+        self._owed.clear()
         if self._recovery is not None:
             if now < self._recovery.until and not self._recovery.is_complete:
                 return effects
@@ -171,35 +252,69 @@ class Membership:
         return effects
 
     def _give_up_silent(self, now: float) -> list[GiveUp]:
-        """Members that have said nothing for too long; where nobody listened either, they get that time back."""
+        """Give up members that have said nothing for too long; time in which nobody listened does not count."""
         asleep = now - self._advanced - self.settings.beat_seconds
         if asleep > self.settings.beat_seconds:
             self.roster.forgive(asleep)
             if self._recovery is not None:
                 self._recovery.forgive(asleep)
         self._advanced = now
-        reason = f"no heartbeat for {self.settings.silent_seconds:g} s"
-        silent = self.roster.silent(now, self.settings.silent_seconds)
-        for entry in silent:
-            self.lost(entry.member, reason, now)
-        return [GiveUp(entry.member, entry.pid, reason) for entry in silent]
+        if self._is_cut_off(now):
+            self._held_at = now
+        for entry in list(self.roster):
+            silence = now - entry.heard
+            if min(silence, now - self._held_at) > self.settings.silent_seconds or silence > ORPHAN_SECONDS:
+                reason, world = f"no heartbeat for {min(silence, self.settings.silent_seconds):g} s", self.world
+                if silence > ORPHAN_SECONDS:
+                    reason = f"no heartbeat for {ORPHAN_SECONDS:g} s"
+                self.lost(entry.member, reason, now)
+                self._missed[entry.member] = Missed(entry, reason, world if self._takes_part(entry.member) else None)
+        return self._part_with_missed(now)
+
+    def _is_quiet(self, entry: Entry, now: float) -> bool:
+        return now - entry.heard > QUIET_BEATS * self.settings.beat_seconds
+
+    def _is_cut_off(self, now: float) -> bool:
+        """Return whether more than half of the world is quiet: the coordinator's own link is at fault then."""
+        there = [one for one in self.roster if self._takes_part(one.member)] or list(self.roster)
+        return 2 * sum(self._is_quiet(one, now) for one in there) > len(there)
+
+    def _part_with_missed(self, now: float) -> list[GiveUp]:
+        """End the silent members that the others go on without: from then on none of them may come back."""
+        effects = [
+            GiveUp(member, missed.entry.pid, missed.reason)
+            for member, missed in self._missed.items()
+            if self._goes_on_without(member, missed)
+        ]
+        for effect in effects:
+            del self._missed[effect.member]
+        if self._is_entered:  # somebody had entered the generation before it could be replaced
+            effects += [self._give_up(member, now) for member in list(self._back)]
+        return effects
 
     def _give_up_stuck(self, now: float) -> list[GiveUp]:
-        """Members that hold up others that hold the state: alive, but their main thread does not get on."""
-        most, given_up = self.settings.stuck_seconds, list[GiveUp]()
-        for entry in list(self.roster):
-            failed = self._mute.get(entry.member, [])
-            if not 0 < most or not self._takes_part(entry.member):
-                continue
-            if most <= entry.report.blocked_seconds and (entry.report.step or self._is_needed):
-                reason = f"its main thread has not moved for {most:g} s"
-            elif len(failed) > 1 and most <= now - failed[0]:
-                reason = f"it has said nothing of {len(failed)} generations that failed in {most:g} s"
-            else:
-                continue
+        """Give up living members whose main thread does not get on, while others that hold the state wait for them.
+
+        Nobody is given up where that would be more than half of the world.
+        """
+        there = [entry for entry in self.roster if self._takes_part(entry.member)]
+        stuck = [(entry, reason) for entry in there if (reason := self._why_stuck(entry, now))]
+        if 2 * len(stuck) > len(there):
+            return []
+        for entry, reason in stuck:
             self.lost(entry.member, reason, now)
-            given_up.append(GiveUp(entry.member, entry.pid, reason))
-        return given_up
+        return [GiveUp(entry.member, entry.pid, reason) for entry, reason in stuck]
+
+    def _why_stuck(self, entry: Entry, now: float) -> str:
+        """Return why others cannot wait for a member any longer; empty if they can."""
+        most, failed = self.settings.stuck_seconds, self._mute.get(entry.member, [])
+        if not most:
+            return ""
+        if most <= entry.report.blocked_seconds and (entry.report.step or self._is_needed):
+            return f"its main thread has not moved for {most:g} s"
+        if len(failed) > 1 and most <= now - failed[0]:
+            return f"it has said nothing of {len(failed)} generations that failed in {most:g} s"
+        return ""
 
     def _see_who_is_mute(self, failed: World, now: float) -> None:
         """A generation has failed: others have said so, and all should."""
@@ -289,7 +404,7 @@ class Membership:
         if world is None:
             return effects
         for member in world.members:
-            if member not in self.roster and member not in self._done:
+            if member not in self.roster and member not in self._done and member not in self._missed:
                 self._gone.setdefault(member, "it did not come back")
                 effects.append(GiveUp(member, None, self._gone[member]))
         for member in world.leaving:
@@ -307,7 +422,7 @@ class Membership:
         is_failure = bool(dead or self._breach or self._is_overdue(now))
         if not is_failure and not self._is_settled:
             return None
-        stay = tuple(one for one in members if one in self.roster and not self.roster[one].report.leaving)
+        stay = tuple(one for one in self._in_order(members) if one in self.roster and not self._is_leaving(one))
         leaving, late = self._leaving(old), self._left_out(now) if is_failure else ()
         stay, leaving = (tuple(one for one in some if one not in late) for some in (stay, leaving))
         needs_who_leaves = bool(leaving) and not stay  # who begins anew has to wait for what these save
@@ -316,12 +431,13 @@ class Membership:
             return None
         if old is None and not joined:
             return None
+        holding = {*self._back, *(members if self._is_entered else self._survivors)}
         return World(
             term=self.term,
             generation=self._newest + 1,
             change="failure" if is_failure else "planned",
             members=stay + joined,
-            survivors=len(stay) if self._is_entered else len(set(stay) & set(self._survivors)),
+            survivors=len(holding.intersection(stay)),
             leaving=leaving,
             lost=dead,
             broken=0 if old is None else old.generation if self._breach else old.broken,
@@ -330,6 +446,12 @@ class Membership:
             reason=self._reason(joined, set(members) & set(leaving), dead, late),
         )
 
+    def _in_order(self, members: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the members of the present generation and those that have come back, in the order that they had."""
+        base = min((one.world for one in self._back.values() if one.world is not None), key=_generation, default=None)
+        before = () if base is None else base.members
+        return tuple(one for one in dict.fromkeys((*before, *members)) if one in members or one in self._back)
+
     def _newcomers(self, stay: tuple[str, ...], are_built: bool = False) -> tuple[str, ...]:
         """Who joins those that stay: whole nodes, as many as MAX allows; to start a job, MIN of them or nobody.
 
@@ -337,7 +459,7 @@ class Membership:
         """
         if self._done:
             return ()
-        nodes = self.roster.complete_nodes(apart=() if self.world is None else self.world.members)
+        nodes = self.roster.complete_nodes(apart=(*self._back, *(() if self.world is None else self.world.members)))
         nodes = [node for node in nodes if not are_built or all(self._has_built(one) for one in node)]
         nodes = nodes[: max(0, self.settings.max_nodes - len(nodes_of(stay)))]
         if not stay and len(nodes) < self.settings.min_nodes:
@@ -348,8 +470,11 @@ class Membership:
         """Who leaves, and is still there; whoever did before does, though its report may not have come again yet."""
         if old is None:
             return ()
-        told = tuple(one for one in old.members if one in self.roster and self.roster[one].report.leaving)
+        told = tuple(one for one in self._in_order(old.members) if one in self.roster and self._is_leaving(one))
         return told + self._present(old.leaving)
+
+    def _is_leaving(self, member: str) -> bool:
+        return self.roster[member].report.leaving
 
     def _has_built(self, member: str) -> bool:
         return self.roster[member].report.engines == "built"
@@ -462,6 +587,7 @@ class Membership:
         self._is_starter = self._is_starter or self.world is None
         self.world, self._newest = world, world.generation
         self._breach = ""
+        self._back.clear()
         self._has_begun = world.begun
         self.changes.append((world, now))
         return Publish(world, tuple(dict.fromkeys((*world.members, *world.leaving, *passed_over))))

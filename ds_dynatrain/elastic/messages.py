@@ -83,9 +83,10 @@ class Refused(Record):
 
 
 class Announce(Record):
-    """Who a worker is. After the loss of a coordinator also what it knows: the newest world that it was told of.
+    """Who a worker is. On a further connection also what it knows: the newest world that it was told of.
 
-    restarts: how often its agent has started workers before.
+    nonce: drawn once by each process. With the same pid and nonce an announcement replaces the process's connection of
+    before; empty on a peer that never comes back. restarts: how often its agent has started workers before.
     """
 
     kind: Literal["announce"] = "announce"
@@ -93,6 +94,7 @@ class Announce(Record):
     local_rank: Annotated[int, Field(ge=0, lt=1 << 16)]
     local_size: Annotated[int, Field(ge=1, le=1 << 16)]
     pid: Annotated[int, Field(ge=1)]
+    nonce: Text = ""
     restarts: Count = 0
     world: World | None = None
 

@@ -20,6 +20,7 @@ class Entry:
     local_rank: int
     local_size: int
     pid: int
+    nonce: str
     heard: float
     report: Report = field(default_factory=Report)
     arrival: int = 0
@@ -77,9 +78,14 @@ class Roster:
                     f"{member} says that its node has {said.local_size} workers, {other.member} says "
                     f"{other.local_size}; start both with one LOCAL_WORLD_SIZE, or give the nodes different names"
                 )
-        entry = Entry(member, said.local_rank, said.local_size, said.pid, heard=now)
+        entry = Entry(member, said.local_rank, said.local_size, said.pid, said.nonce, heard=now)
         self._entries[member] = entry
         return entry
+
+    def restore(self, entry: Entry, now: float) -> None:
+        """Put a worker back that was removed and has been heard of again."""
+        entry.heard = now
+        self._entries[entry.member] = entry
 
     def remove(self, member: str) -> Entry | None:
         """Forget a worker; None if it is not there."""
@@ -112,10 +118,6 @@ class Roster:
         complete = [node for node in nodes.values() if len(node) == node[0].local_size]
         complete.sort(key=lambda node: max(entry.arrival for entry in node))
         return [tuple(entry.member for entry in sorted(node, key=lambda one: one.local_rank)) for node in complete]
-
-    def silent(self, now: float, seconds: float) -> list[Entry]:
-        """Those that were not heard of for more than `seconds`."""
-        return [entry for entry in self if now - entry.heard > seconds]
 
     def forgive(self, seconds: float) -> None:
         """Count `seconds` less of silence: nobody was listening."""

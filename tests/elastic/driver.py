@@ -49,14 +49,15 @@ class Driver:
                 if is_ready:
                     self.say(member, ready=True)
 
-    def announce(self, member: str, restarts: int = 0) -> None:
-        """A member says who it is and what it knows."""
+    def announce(self, member: str, restarts: int = 0, nonce: str = "") -> None:
+        """A member says who it is and what it knows. nonce: of its process, which may have been here before."""
         node, local_rank = member.rsplit("/", 1)
         said = Announce(
             node=node,
             local_rank=int(local_rank),
             local_size=self.sizes[member],
             pid=7,
+            nonce=nonce,
             restarts=restarts,
             world=self.told.get(member),
         )

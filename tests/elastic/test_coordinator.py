@@ -30,6 +30,7 @@ from ds_dynatrain.elastic.messages import (
     Announce,
     Beat,
     Bye,
+    Changed,
     Fence,
     Hello,
     Message,
@@ -87,27 +88,41 @@ def test_death_is_told_at_once(in_time: Callable[[float, float], None]) -> None:
 
 
 def test_a_silent_worker_is_fenced_through_its_agent(in_time: Callable[[float, float], None]) -> None:
-    with serving(silent_seconds=0.4) as served:
+    """Once another one has entered a generation without it."""
+    with serving(least=2, silent_seconds=0.4) as served:
         agent = served.connect()
         agent.send(Agent(node="a"))
-        a = served.join("a", pid=4711)
-        begin = time.monotonic()
+        a, b = served.join("a", pid=4711), served.join("b")
+        assert told(a) == told(b)
+        enter(a, 1)
+        begin, entered = time.monotonic(), 1
         while time.monotonic() - begin < SECONDS:
             agent.send(Beat())
+            enter(b, entered)
             try:
-                assert agent.expect(0.1) == Fence(member="a/0", pid=4711)
+                entered = told_within(b, 0.05)
+            except TimeoutError:
+                pass
+            try:
+                assert agent.expect(0.05) == Fence(member="a/0", pid=4711)
                 break
             except TimeoutError:
                 continue
-        assert time.monotonic() - begin > 0.3
+        assert entered == 2 and time.monotonic() - begin > 0.3
         in_time(time.monotonic() - begin, 2)
-        told(a)
         with pytest.raises(PeerRefused, match="no heartbeat"):
             a.expect(SECONDS)
         again = served.connect()
         again.send(Announce(node="a", local_rank=0, local_size=1, pid=4711))
         with pytest.raises(PeerRefused, match="was given up"):
             again.expect(SECONDS)
+
+
+def told_within(connection: Connection, seconds: float) -> int:
+    """The number of the next generation that a worker is told of; TimeoutError if none comes."""
+    message = connection.expect(seconds)
+    assert isinstance(message, Changed), message
+    return message.world.generation
 
 
 def test_a_worker_that_hung_while_the_coordinator_was_away_is_fenced() -> None:

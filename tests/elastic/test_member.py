@@ -21,6 +21,7 @@ from ds_dynatrain.elastic.monitoring.access import Reading
 from ds_dynatrain.elastic.query import ask_to_leave
 from ds_dynatrain.elastic.world import World
 from ds_dynatrain.errors import JobFinished
+from tests.elastic.relaying import relayed
 from tests.elastic.served import ANY, SECONDS, Served, enter, serving, told
 from tests.elastic.watched import status, switched
 
@@ -138,12 +139,47 @@ def test_without_a_coordinator_it_ends(script: Script) -> None:
 
 
 def test_who_was_given_up_ends(script: Script) -> None:
-    with serving(silent_seconds=0.3) as served:
-        a = script.member(served.address, "a", is_ready=False)
-        a._on_world = lambda world: time.sleep(0.8)
-        a.ready()
+    """Silent, until the others have gone on without it."""
+    with serving(least=3, silent_seconds=0.5) as served:
+        script.member(served.address, "a", on_world=lambda world: time.sleep(2) is None)
+        others = [script.member(served.address, node) for node in "bc"]
+        for generation in range(2):
+            for one in others:
+                joined(one, after=generation)
         assert wait_until(lambda: bool(script.endings))
     assert script.endings[0][0] is Ending.GIVEN_UP and "no heartbeat" in script.endings[0][1]
+
+
+def test_nobody_is_given_up_while_the_link_of_the_coordinator_is_cut(script: Script) -> None:
+    with serving(least=3, silent_seconds=0.5) as served, relayed(served.address) as relay:
+        members = [script.member(relay.address, node) for node in "abc"]
+        for one in members:
+            joined(one)
+        relay.cut()
+        time.sleep(1.5)
+        relay.mend()
+        time.sleep(1.0)
+        status = served.status()
+        assert status.generation == 1 and len(status.ranks) == 3 and not script.endings
+        assert all(one.heard_seconds < 0.5 for one in status.members)
+
+
+def test_a_connection_that_breaks_unnoticed_is_replaced(script: Script) -> None:
+    """The coordinator lives and still holds the former connection, as after a time-out of some box in between."""
+    with serving() as served, relayed(served.address) as relay:
+        a = script.member(relay.address, "a")
+        joined(a)
+        a.progress(7, "data=1")
+        others = []
+        for generation in (2, 3, 4):
+            relay.drop()
+            others.append(served.join(f"b{generation}"))
+            world = joined(a, after=generation - 1)
+            assert (world.generation, world.change) == (generation, "planned")
+            for one in others:
+                enter(one, generation)
+        assert wait_until(lambda: all(one.entered == 4 for one in served.status().members))
+        assert served.status().members[0].step == 7 and not script.endings
 
 
 def test_a_node_can_be_asked_to_leave(script: Script) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from ds_dynatrain.elastic import membership as membership_module
 from ds_dynatrain.elastic.messages import Report
-from ds_dynatrain.elastic.settings import Settings
+from ds_dynatrain.elastic.settings import ORPHAN_SECONDS, Settings
 from ds_dynatrain.elastic.snapshot import snapshot
 from ds_dynatrain.errors import ConfigError, JobFinished, PeerRefused
 from tests.elastic.driver import Driver, running
@@ -440,14 +440,135 @@ def test_below_min_the_world_is_paused() -> None:
     assert not driver.world.paused and driver.world.members == ("c/0", "d/0")
 
 
-def test_a_silent_member_is_fenced_and_stays_out() -> None:
+def test_a_silent_member_is_fenced_once_the_others_have_gone_on() -> None:
     driver = running("a", "b")
     driver.silent.add("b/0")
     driver.wait(6)
-    assert driver.fenced == ["b/0"] and driver.world.change == "failure" and driver.world.members == ("a/0",)
+    assert driver.world.change == "failure" and driver.world.members == ("a/0",) and not driver.fenced
     assert "no heartbeat for 5 s" in driver.world.reason
+    driver.enter()
+    driver.wait()
+    assert driver.fenced == ["b/0"]
     with pytest.raises(PeerRefused, match="was given up"):
         driver.announce("b/0")
+
+
+@pytest.mark.parametrize("has_new_connection", [False, True])
+def test_a_silent_member_comes_back_before_the_others_go_on(has_new_connection: bool) -> None:
+    """It holds what they hold, and stands where it stood."""
+    driver = Driver(Settings(1, 8))
+    driver.sizes = dict.fromkeys(("a/0", "b/0", "c/0"), 1)
+    for member in driver.sizes:
+        driver.announce(member, nonce=member)
+        driver.say(member, ready=True)
+    driver.wait(4)
+    driver.enter()
+    driver.silent.add("b/0")
+    driver.wait(6)
+    assert driver.world.members == ("a/0", "c/0")
+    driver.silent.clear()
+    if has_new_connection:
+        driver.announce("b/0", nonce="b/0")
+    driver.say("b/0")
+    driver.wait()
+    world = driver.world
+    assert (world.generation, world.change, world.members, world.survivors) == (3, "failure", ("a/0", "b/0", "c/0"), 3)
+    assert "b/0 was heard of again" in world.reason and world.lost == ()
+    driver.enter()
+    driver.wait(10)
+    assert driver.world == world and not driver.fenced
+
+
+def test_a_silent_member_comes_back_a_moment_too_late() -> None:
+    """Others enter the generation without it between its word and the next decision."""
+    driver = running("a", "b", "c")
+    driver.silent.add("b/0")
+    driver.wait(6)
+    driver.say("b/0")
+    driver.say("a/0", entered=2)
+    driver.silent.clear()
+    driver.wait(1)
+    assert driver.fenced == ["b/0"] and "b/0" not in driver.world.members
+
+
+@pytest.mark.parametrize("nodes", [1, 3, 4])
+@pytest.mark.parametrize("seconds", [6, 20, 28])
+def test_where_most_are_silent_together_nobody_is_given_up(nodes: int, seconds: int) -> None:
+    """The coordinator's own link is cut, or its process pauses in pieces; training has gone on meanwhile."""
+    driver = running(*"abcd"[:nodes])
+    quiet = [f"{node}/0" for node in "abcd"[: nodes // 2 + 1]]
+    driver.silent.update(quiet)
+    driver.wait(seconds)
+    for member in quiet:  # they are heard of again one after the other
+        driver.silent.discard(member)
+        driver.wait(1)
+    driver.wait(10)
+    assert not driver.fenced and len(driver.worlds) == 1
+
+
+def test_members_that_fall_silent_shortly_after_each_other_count_together() -> None:
+    driver = running("a", "b", "c")
+    driver.silent.add("a/0")
+    driver.wait(3)
+    driver.silent.add("b/0")
+    driver.wait(10)
+    assert len(driver.worlds) == 1
+    driver.silent.remove("b/0")  # the coordinator can be heard: a is silent by itself
+    driver.wait(8)
+    assert driver.world.members == ("b/0", "c/0")
+
+
+def test_a_silence_that_outlasts_any_living_member_is_a_death() -> None:
+    driver = running("a", "b", "c")
+    driver.silent.update(("a/0", "b/0"))
+    driver.wait(ORPHAN_SECONDS + 2)
+    assert driver.world.members == ("c/0",) and "no heartbeat for 30 s" in driver.world.reason
+
+
+def test_a_connection_that_breaks_is_a_death_unless_the_member_was_silent_before() -> None:
+    driver = running("a", "b", "c")
+    driver.membership.disconnected("c/0", "its connection ended", driver.now)
+    driver.wait()
+    assert driver.world.members == ("a/0", "b/0")
+    driver.enter()
+    driver.silent.add("b/0")
+    driver.wait(3)
+    driver.membership.disconnected("b/0", "its connection ended", driver.now)
+    driver.wait(1)
+    assert driver.world.members == ("a/0", "b/0")
+    driver.wait(2)
+    assert driver.world.members == ("a/0",)
+
+
+def test_a_further_connection_of_one_process_takes_the_place_of_the_first() -> None:
+    """What was published while it broke is told again; another process under the same name is refused."""
+    driver = Driver(Settings(1, 8))
+    driver.sizes = {"a/0": 1, "b/0": 1}
+    driver.announce("a/0", nonce="x")
+    driver.say("a/0", ready=True)
+    driver.wait(4)
+    driver.enter()
+    before = driver.told["a/0"]
+    driver.announce("b/0", nonce="y")
+    driver.say("b/0", ready=True)
+    driver.wait()
+    driver.told["a/0"] = before  # it was sent over the connection that has broken
+    driver.announce("a/0", nonce="x")
+    driver.wait()
+    assert driver.told["a/0"] == driver.world and driver.world.generation == 2
+    with pytest.raises(PeerRefused, match="is over here"):
+        driver.announce("a/0", nonce="z")
+
+
+def test_never_more_than_half_of_a_world_is_given_up_for_being_stuck() -> None:
+    driver = running("a", "b", "c", "d")
+    for member in ("a/0", "b/0", "c/0"):
+        driver.say(member, step=3, blocked_seconds=400)
+    driver.wait(5)
+    assert not driver.fenced and len(driver.worlds) == 1
+    driver.say("c/0", blocked_seconds=0)
+    driver.wait(1)
+    assert driver.fenced == ["a/0", "b/0"] and driver.world.members == ("c/0", "d/0")
 
 
 def test_nobody_is_silent_while_the_coordinator_sleeps() -> None:

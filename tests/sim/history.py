@@ -18,6 +18,8 @@ SETTINGS = {"silent_seconds": 2.0, "stuck_seconds": 5.0, "recovery_seconds": 1.0
 FOR_EVER = 1e6
 FAULT_SECONDS = 4.0
 REST_SECONDS = 60.0
+LOOK_SECONDS = 30.0
+"""After so long without rest somebody looks at the job, and kills what hangs if that is most of the world."""
 TURN_SECONDS = 0.03
 BUILD_TURNS = (3, 30, 300)
 """How long newcomers may take to make their engines."""
@@ -96,6 +98,7 @@ class SimulatedJob(Job):
             self._end_early,
             self._breach,
             lambda member: self.network.cut(member.id, seconds),
+            lambda member: self.network.drop(member.id, seconds),
             lambda member: self.network.hang(member.id, seconds),
             self._freeze,
             self._get_stuck,
@@ -105,6 +108,7 @@ class SimulatedJob(Job):
             lambda: self.votes.extend(self.chance.choices((True, False), k=2)),
             self._restart_coordinator,
             lambda: self.network.pause_coordinator(seconds),
+            lambda: [self.network.cut(member.id, seconds) for member in self.alive],
             lambda: self.building.append(self.chance.choice(BUILD_TURNS)),
         ]
         if one is not None and self.chance.random() < 0.6:
@@ -146,6 +150,15 @@ class SimulatedJob(Job):
             self.network.after(self.chance.choice((0.0, 0.3, 1.0, 3.0)), self.network.start_coordinator)
 
     # -- the end -----------------------------------------------------------------------------------------------------
+
+    def kill_what_hangs(self) -> None:
+        """Kill the stuck members where they are more than half of the world; the coordinator gives up fewer itself."""
+        world = None if self.network.membership is None else self.network.membership.world
+        there = [one for one in self.alive if world is not None and one.id in (*world.members, *world.leaving)]
+        hung = [one for one in there if self.network.hangs(one.id)]
+        if 2 * len(hung) > len(there):
+            for member in hung:
+                self.kill(member)
 
     @property
     def live(self) -> list[Member]:
@@ -217,6 +230,8 @@ def history(seed: int) -> SimulatedJob:
         if job.network.now > end:
             raise StuckError(f"seed {seed}: {REST_SECONDS:g} s after the last fault, {reason}")
         job.network.run(0.5)
+        if job.network.now > end - REST_SECONDS + LOOK_SECONDS:
+            job.kill_what_hangs()
     if job.has_too_few:
         return job
     steps = {member.id: member.engines[0].step for member in job.live if member.engines and member.engines[0].works}

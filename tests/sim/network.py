@@ -27,11 +27,16 @@ Action = Callable[[], None]
 
 @dataclass
 class Line:
-    """A member's connection. term: of the coordinator at its other end, empty while there is none."""
+    """A member's connection. term: of the coordinator at its other end, empty while there is none.
+
+    number: of the member's present connection; taken: of the one that the coordinator has for it, 0 if it has none.
+    """
 
     member: str
     restarts: int = 0
     term: str = ""
+    number: int = 0
+    taken: int = 0
     lost_at: float = 0.0
     cut_until: float = 0.0
     hangs_from: float = 0.0
@@ -39,8 +44,8 @@ class Line:
     free_at: float = 0.0
     """When the last message that is under way arrives, in either direction."""
     is_ended: bool = False
-    said: deque[tuple[str, Callable[[Membership], None]]] = field(default_factory=deque)
-    """What is under way to the coordinator, with the term of the connection."""
+    said: deque[tuple[str, int, Callable[[Membership], None]]] = field(default_factory=deque)
+    """What is under way to the coordinator, with the term and the number of the connection."""
 
 
 @dataclass
@@ -127,6 +132,7 @@ class Network:
                     for member in to:
                         self._down(self.lines[member], world)
                 case GiveUp(member, _, reason):
+                    self.lines[member].taken = 0
                     self._lose(self.lines[member])
                     self.after(self._latency(), partial(self.on_end, member, reason))
                 case _:
@@ -157,8 +163,23 @@ class Network:
     def die(self, member: str) -> None:
         """A member's process is gone."""
         line = self.lines[member]
-        self._up(line, lambda to: to.lost(member, "its connection ended", self.now))
+        self._up(line, lambda to: to.disconnected(member, "its connection ended", self.now))
         line.is_ended = True
+
+    def drop(self, member: str, seconds: float) -> None:
+        """The member's connection breaks, and the coordinator's end of it only notices some seconds later."""
+        line = self.lines[member]
+        if line.term and not line.is_ended:
+            number, membership = line.number, self.membership
+            self._lose(line)
+            self.after(seconds, lambda: self._notice(line, number, membership))
+
+    def _notice(self, line: Line, number: int, membership: Membership | None) -> None:
+        """The coordinator's end of a connection ends, unless another one has taken its place."""
+        if membership is not None and membership is self.membership and line.taken == number:
+            line.taken = 0
+            membership.disconnected(line.member, "its connection ended", self.now)
+            self._stir()
 
     def hang(self, member: str, seconds: float) -> None:
         """Its main thread stands still for a while; its heartbeats say so."""
@@ -201,16 +222,16 @@ class Network:
                 self.after(RETRY_SECONDS + self._latency(), lambda: self._connect(line))
             return
         node, world = line.member.partition("/")[0], self.told.get(line.member)
-        said = Announce(node=node, local_rank=0, local_size=1, pid=7, restarts=line.restarts, world=world)
+        said = Announce(
+            node=node, local_rank=0, local_size=1, pid=7, nonce=line.member, restarts=line.restarts, world=world
+        )
         try:
             self.membership.announce(said, self.now)
         except (PeerRefused, JobFinished) as error:
-            if "is here already" in str(error):  # its connection of before has not ended there yet
-                self.after(RETRY_SECONDS, lambda: self._connect(line))
-            else:
-                self.on_end(line.member, str(error))
+            self.on_end(line.member, str(error))
             return
-        line.term = self.membership.term
+        line.term, line.number = self.membership.term, line.number + 1
+        line.taken = line.number
         self._report(line)
         self._stir()
 
@@ -221,7 +242,7 @@ class Network:
 
     def _up(self, line: Line, deliver: Callable[[Membership], None]) -> None:
         if line.term:
-            line.said.append((line.term, deliver))
+            line.said.append((line.term, line.number, deliver))
             self.after(self._arrival(line), lambda: self._take(line))
 
     def _take(self, line: Line) -> None:
@@ -229,11 +250,13 @@ class Network:
         if self.now < self._paused_until:
             self.after(self._paused_until - self.now, lambda: self._take(line))
             return
-        term, deliver = line.said.popleft()
-        if self.membership is not None and self.membership.term == term and line.member in self.membership.roster:
+        term, number, deliver = line.said.popleft()
+        if self.membership is not None and self.membership.term == term and line.taken == number:
             try:
                 deliver(self.membership)
             except PeerRefused as error:
+                line.taken = 0
+                self.membership.lost(line.member, str(error), self.now)
                 self.on_end(line.member, str(error))
             self._stir()
 
