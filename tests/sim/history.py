@@ -21,6 +21,8 @@ REST_SECONDS = 60.0
 LOOK_SECONDS = 30.0
 """After so long without rest somebody looks at the job, and kills what hangs if that is most of the world."""
 TURN_SECONDS = 0.03
+RESTART_SECONDS = 0.1
+"""What an agent takes to start a worker again."""
 BUILD_TURNS = (3, 30, 300)
 """How long newcomers may take to make their engines."""
 
@@ -62,7 +64,7 @@ class SimulatedJob(Job):
         if not member.end:
             member.end = f"ended: {why}"
             self.network.die(name)
-            self.join(restarts=1)
+            self.network.after(RESTART_SECONDS, lambda: self.join(restarts=1))
 
     def _take_turns(self, member: Member) -> None:
         if member.end:
