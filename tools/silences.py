@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -81,7 +81,7 @@ class Silences:
         """Let one silence pass; what was wrong afterwards, empty if nothing was."""
         events, generation = len(self.job.rows("formed")), self.job.rows("step")[-1]["generation"]
         begun = self._last_step()
-        ways = {
+        ways: dict[str, Callable[[], AbstractContextManager[None]]] = {
             "stop": lambda: self._stopped(self.job.processes["coordinator"].pid),
             "cut": self._cut,
             "all": lambda: self._stopped(*self._workers),
@@ -103,7 +103,7 @@ class Silences:
         return "; ".join(wrong)
 
     def _last_step(self) -> int:
-        return max(row["step"] for row in self.job.rows("step"))
+        return max(int(row["step"]) for row in self.job.rows("step"))
 
     def _wait_until_heard(self) -> None:
         """Until the coordinator has heard all members again, and training goes on."""

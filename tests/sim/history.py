@@ -110,13 +110,18 @@ class SimulatedJob(Job):
             lambda: self.votes.extend(self.chance.choices((True, False), k=2)),
             self._restart_coordinator,
             lambda: self.network.pause_coordinator(seconds),
-            lambda: [self.network.cut(member.id, seconds) for member in self.alive],
+            lambda: self._cut_all(seconds),
             lambda: self.building.append(self.chance.choice(BUILD_TURNS)),
         ]
         if one is not None and self.chance.random() < 0.6:
             self.chance.choice(on_one)(one)
         else:
             self.chance.choice(on_all)()
+
+    def _cut_all(self, seconds: float) -> None:
+        """The coordinator's own link is cut."""
+        for member in self.alive:
+            self.network.cut(member.id, seconds)
 
     def _freeze(self, member: Member) -> None:
         """The whole process, as by SIGSTOP."""
