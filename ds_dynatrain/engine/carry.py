@@ -52,7 +52,7 @@ class Carried:
 
 
 def refuse_tensor_settings(engine: EngineCore) -> None:
-    """Raise SwitchRefused if a hyper-parameter or the scheduler's state is a tensor, which the shared carry has none of.
+    """Raise SwitchRefused if a hyper-parameter or the scheduler's state is a tensor: the shared carry has none.
 
     Called on working members where a switch is asked for.
     """
