@@ -16,7 +16,7 @@ from ds_dynatrain.adapters.support import refuse_changes, refuse_module
 from ds_dynatrain.engine import feasible
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.members.policy import growing, rule_of
-from ds_dynatrain.engine.process import PROCESS, refuse_idle_target
+from ds_dynatrain.engine.process import PROCESS, refuse_idle_target, refuse_target_beside_plain
 from ds_dynatrain.errors import SwitchRefused
 from ds_dynatrain.plan import assign_slots
 from ds_dynatrain.space import Layout, LocalSpace
@@ -76,6 +76,7 @@ class Targets:
         refuse_moved_states(engine.host)
         target = feasible.target_layout(engine.layout, layout, changes)
         refuse_idle_target(target, len(PROCESS.membership.able(engine)))
+        refuse_target_beside_plain(target, engine.layout)
         self.check(target, len(engine.candidates))
         return target
 
