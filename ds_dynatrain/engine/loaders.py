@@ -69,9 +69,9 @@ class Loaders:
         """Around what a loader does."""
         return PROCESS.turn(self.engine)
 
-    def begin_epoch(self, loader: TrainLoader) -> bool:
-        """Called by a train loader where a pass over it begins."""
-        return PROCESS.sync_points.begin_epoch(loader.name, loader.is_under_way)
+    def begin_epoch(self, loader: TrainLoader) -> int | None:
+        """Begin a pass over a train loader; see `Host.begin_epoch`."""
+        return PROCESS.sync_points.begin_epoch(loader.name, loader.is_under_way, loader.source.sampler_epoch)
 
     def begin_evaluation(self, loader: EvaluationLoader) -> bool:
         """Called by an evaluation loader where a pass over it begins."""

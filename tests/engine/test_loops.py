@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR, StepLR
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
 
 from tests.engine import jobs
 from tests.engine.models import LENGTH, Sequences, decay_groups, small_gpt
@@ -98,6 +100,43 @@ def test_switch_in_the_last_step_of_an_epoch(pool: RankPool) -> None:
     losses = [jobs.global_losses([record for _, record, _ in run]) for run in (switched, static)]
     assert len(losses[0]) == 9 and jobs.furthest(*losses) <= 1e-6
     assert static[0][2] == switched[0][2] == 90
+
+
+class Numbered(Sequences):
+    """Samples with their index."""
+
+    def __getitem__(self, index: int) -> Any:
+        return (*super().__getitem__(index), index)
+
+
+def sampler_case() -> list[tuple[int, list[int]]]:
+    """Epochs whose order `set_epoch` decides, with members that wake in the second one and then count from 0."""
+    data, dealt = Numbered(24), list[tuple[int, list[int]]]()
+    sampler: DistributedSampler[Any] = DistributedSampler(data, 1, 0, seed=3)
+    with jobs.job(jobs.config(start=(2, 1)), data=DataLoader(data, 6, sampler=sampler)) as made:
+        engine = made.engine
+        for epoch in range(4):
+            sampler.set_epoch(10 - epoch)
+            for *batch, indices in made.loader:
+                dealt.append((engine.global_steps, indices.tolist()))
+                engine.backward(engine(*batch))
+                engine.step()
+                if engine.global_steps == 2:
+                    engine.switch(data=4, at=3)
+    return dealt
+
+
+def test_the_order_that_set_epoch_decides(pool: RankPool) -> None:
+    """As torch's sampler has it on one rank, also where members have come late."""
+    found: dict[int, set[int]] = {}
+    for step, indices in [each for dealt in pool.run(sampler_case) for each in dealt]:
+        found.setdefault(step, set()).update(indices)
+    sampler: DistributedSampler[Any] = DistributedSampler(range(24), 1, 0, seed=3)
+    wanted = []
+    for epoch in range(4):
+        sampler.set_epoch(10 - epoch)
+        wanted += [set(list(sampler)[at : at + 12]) for at in (0, 12)]
+    assert [found[step] for step in range(8)] == wanted
 
 
 def evaluating_case(folder: str, schedule: jobs.Schedule) -> Any:
