@@ -102,6 +102,42 @@ def test_switch_in_the_last_step_of_an_epoch(pool: RankPool) -> None:
     assert static[0][2] == switched[0][2] == 90
 
 
+def norms_case(schedule: jobs.Schedule) -> dict[int, tuple[float | None, list[float]]]:
+    """By step: the gradient norm after it, and what engine and optimizer say before the next one."""
+    found: dict[int, tuple[float | None, list[float]]] = {}
+    with jobs.job(jobs.config(start=(2, 1), train_micro_batch_size_per_gpu=12)) as made:
+        engine = made.engine
+        for number, batch in enumerate(made.loader):
+            norm, held = engine.get_global_grad_norm(), getattr(made.optimizer, "_global_grad_norm", None)
+            if number and norm is not None:
+                sides = [norm] if held is None else [norm, held]
+                assert all(isinstance(each, torch.Tensor) for each in sides)
+                found[engine.global_steps] = found.get(engine.global_steps, (None, []))[0], list(map(float, sides))
+            engine.backward(engine(*batch))
+            engine.step()
+            after = engine.get_global_grad_norm()
+            found[engine.global_steps] = None if after is None else float(after), []
+            if engine.global_steps == STEPS:
+                return found
+            if engine.global_steps in schedule:
+                jobs.ask(engine, schedule[engine.global_steps])
+    return found
+
+
+def test_the_gradient_norm_is_of_the_last_step(pool: RankPool) -> None:
+    """After a step of stage 0 there is none, as in DeepSpeed; a switch keeps that of the step before it."""
+    static = pool.run(norms_case, schedule={})[0]
+    for found in pool.run(norms_case, schedule={2: (4, 3), 4: (3, 0), 6: (2, 2)}):
+        for step, (after, before_next) in found.items():
+            wanted = static[step][0]
+            if 4 < step <= 6:
+                assert after is None and before_next == []
+            else:
+                assert after is None or after == pytest.approx(wanted, rel=1e-5)
+                assert before_next == pytest.approx([wanted] * len(before_next), rel=1e-5)
+    assert all(norm is not None for norm, _ in static.values())
+
+
 class Numbered(Sequences):
     """Samples with their index."""
 
