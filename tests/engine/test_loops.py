@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import LambdaLR, StepLR
+from torch.optim.lr_scheduler import CyclicLR, LambdaLR, LinearLR, SequentialLR, StepLR
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
@@ -71,6 +71,35 @@ def test_own_optimizer_and_scheduler(pool: RankPool, scheduler: str) -> None:
     assert rates(switched) == rates(static)
     assert switched[0].notes == static[0].notes and switched[0].notes["same"]
     assert jobs.furthest(jobs.global_losses(switched), jobs.global_losses(static)) <= 1e-6
+
+
+def cyclic_case(folder: str) -> list[list[float]]:
+    """Schedulers that take things out of the state that they are given: the rates of steps made twice, after a load."""
+    settings, rates = jobs.config(start=(4, 1)), dict[int, list[float]]()
+    del settings["optimizer"]
+    model = small_gpt()
+    optimizer = torch.optim.AdamW(decay_groups(model), lr=2e-3)
+    cyclic = CyclicLR(optimizer, 1e-3, 3e-3, 2, cycle_momentum=False)
+    first = LinearLR(optimizer, 0.5, total_iters=2)
+    scheduler = SequentialLR(optimizer, [first, cyclic], [2])
+    with jobs.job(settings, model=model, optimizer=optimizer, lr_scheduler=scheduler) as made:
+        registered = CyclicLR(torch.optim.SGD([torch.zeros(1)], 1.0), 0.1, 0.3, 2)
+        made.engine.register_for_checkpointing("another", registered)
+        rates |= jobs.train(made, 4, {3: (4, 2)}).rates
+        made.engine.save(folder)
+        for _ in range(2):
+            rates |= jobs.train(made, 8, {5: (4, 3 - made.engine.layout.zero_stage)}).rates
+            made.engine.load(folder)
+        last = jobs.train(made, 8).rates
+        assert all(rates[step] == last[step] for step in last)
+        return [last[step] for step in sorted(last)]
+    return []
+
+
+def test_schedulers_that_take_states_apart(pool: RankPool, tmp_path: Path) -> None:
+    found = pool.run(cyclic_case, folder=str(tmp_path))
+    assert found == found[:1] * 4 and len(found[0]) == 4
+    assert len({rate for rate, *_ in found[0]}) == 3, "a triangle"
 
 
 def epochs_case(start: jobs.Sizes, schedule: jobs.Schedule) -> Any:
