@@ -181,8 +181,14 @@ class Host:
         scaler.write(self.optimizer, state)
 
     def take_grad_norm(self, norm: float | None) -> None:
-        """The norm of the last step, on a member that did not take it."""
-        self.engine._global_grad_norm = norm
+        """Report the norm of the last step, on a member that did not take it; as a tensor, as DeepSpeed does."""
+        self.engine._global_grad_norm = None if norm is None else torch.tensor(norm, device=self.engine.device)
+        self._pass_grad_norm_on()
+
+    def _pass_grad_norm_on(self) -> None:
+        """Let a new optimizer report the norm of the last step, if it reports any."""
+        if hasattr(self.optimizer, "_global_grad_norm") and self.engine._global_grad_norm is not None:
+            self.optimizer._global_grad_norm = self.engine._global_grad_norm
 
     @property
     def stage_adapter(self) -> StageAdapter:
@@ -364,6 +370,7 @@ class Host:
         self.engine.save_non_zero_checkpoint = self.engine.save_zero_checkpoint = False
         self.engine._configure_checkpointing()
         self.engine.tput_timer.batch_size = self.engine.train_batch_size()
+        self._pass_grad_norm_on()
 
     @property
     def open_gathers(self) -> int:
@@ -424,7 +431,9 @@ class Host:
     # ---- steps -------------------------------------------------------------------------------------------------------
 
     def end_step(self) -> None:
-        """After an optimizer step of DeepSpeed's."""
+        """Settle what DeepSpeed leaves after its optimizer step; called after each."""
+        if not hasattr(self.optimizer, "_global_grad_norm"):  # torch's own at stage 0, which computes none
+            self.engine._global_grad_norm = None
         self.window_tokens = None
         self.without_gradient = self._gradients.missing()
 

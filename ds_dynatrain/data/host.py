@@ -40,8 +40,11 @@ class Host(Protocol):
     def turn(self) -> AbstractContextManager[None]:
         """Around whatever a loader does: the process's random streams are those of this job in it."""
 
-    def begin_epoch(self, loader: TrainLoader) -> bool:
-        """Called by `iter`. False on a member that came late, if the others have left their loops: it gets no batch."""
+    def begin_epoch(self, loader: TrainLoader) -> int | None:
+        """Return which epoch the sampler is set to, as the job has it. Called by `iter` of a train loader.
+
+        None on a member that came late, if the others have left their loops: it gets no batch.
+        """
 
     def begin_evaluation(self, loader: EvaluationLoader) -> bool:
         """The same for a pass over an evaluation loader, which the others may not be making."""

@@ -5,6 +5,8 @@ prefetched, belongs to a world: it hangs on the iterator and is made anew from t
 changed. Worker processes live as long as the iterator, as in stock torch; a change of world does not start them anew.
 The rules of `iter`:
 
+- A `DistributedSampler` of the user's is asked at each `iter()` for the epoch that `set_epoch` has named; a pass that
+  the job is in goes on in the order that it began with.
 - A new `iter()` is a new pass: where stock torch would start from sample 0 again, so does this one, as the next
   epoch. A pass is over when its last batch was dealt and `StopIteration` raised, or when its iterator was dropped by
   a `break`.
@@ -53,6 +55,7 @@ class TrainLoader:
         """Samples of its own in the micro-batch that `next` dealt last; 0 for one that repeats another's sample."""
         self._host = host
         self._at = Cursor()
+        self._follows_sampler, self._sampler_epoch = source.sampler is not None and order is None, 0
         self._micro = 0
         self._resume = False
         self._loads = 0
@@ -110,6 +113,11 @@ class TrainLoader:
         return self._resume or (self._live is not None and self._live() is not None)
 
     @property
+    def order_epoch(self) -> int:
+        """The epoch that decides the order: the job's, or the one that the user's sampler was set to for this pass."""
+        return self._sampler_epoch if self._follows_sampler else self._at.epoch
+
+    @property
     def is_under_way(self) -> bool:
         """Whether the next `iter` goes on with a pass that the job is in, after `load_state_dict`."""
         return self._resume
@@ -131,11 +139,13 @@ class TrainLoader:
                 "a complete accumulation window (engine.is_gradient_accumulation_boundary())"
             )
         with self._host.turn():
-            has_batches = self._host.begin_epoch(self)
+            sampler_epoch = self._host.begin_epoch(self)
+            has_batches = sampler_epoch is not None
             draws = has_batches and not self._resume and not self._host.idle
             stream = like_stock() if draws else None
         if not self._resume:
             self._at = self._at.next_epoch() if self._at.step else self._at
+            self._sampler_epoch = sampler_epoch or 0
         fresh = Pass(self, self._host, stream, is_over=not has_batches)
         self._live = weakref.ref(fresh) if has_batches else None
         return fresh
@@ -155,7 +165,8 @@ class TrainLoader:
         """
         cursor = self.cursor
         begun = (self.has_begun or self.mid_window) and cursor == self._at
-        return {"cursor": cursor.to_dict(), "begun": begun, "order": self.order.describe()}
+        state = {"cursor": cursor.to_dict(), "begun": begun, "order": self.order.describe()}
+        return {**state, "sampler epoch": self._sampler_epoch} if self._follows_sampler else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from the position of `state`; what an iterator has prefetched is thrown away.
@@ -178,6 +189,7 @@ class TrainLoader:
                 "state_dict() of this loader returned, or use the data set that it was saved with"
             )
         self._at, self._micro, self._resume = cursor, 0, bool(state["begun"])
+        self._sampler_epoch = int(state.get("sampler epoch", 0))
         self._loads += 1
 
     def close(self) -> None:
@@ -334,7 +346,7 @@ class Pass(Iterator[Any]):
                 self._fetch = self._start()
             batch = next(self._fetch)
             if loader.post_process is not None:
-                batch = loader.post_process(batch, loader.order.state(loader._at.epoch, loader._at.step))
+                batch = loader.post_process(batch, loader.order.state(loader.order_epoch, loader._at.step))
             announce()
         except StopIteration as error:
             self.close()
@@ -372,16 +384,16 @@ class _Remaining:
 
     def __iter__(self) -> Iterator[list[Any]]:
         loader, host = self._loader, self._host
-        rest: Iterator[list[Any]] = _rank_indices(loader.order, loader._at, host.batch, host.data_rank)
+        rest: Iterator[list[Any]] = _rank_indices(loader, loader._at.step, host.batch, host.data_rank)
         if loader.source.seeds_samples:
             rest = in_epoch(loader._at.epoch, rest)
         return itertools.islice(rest, loader._micro, None)
 
 
-def _rank_indices(order: Order, start: Cursor, batch: BatchArithmetic, rank: int) -> Iterator[list[int]]:
-    """The data set's indices of one rank's micro-batches, from global batch `start` to the end of its epoch."""
+def _rank_indices(loader: TrainLoader, step: int, batch: BatchArithmetic, rank: int) -> Iterator[list[int]]:
+    """The data set's indices of one rank's micro-batches, from global batch `step` to the end of the present epoch."""
     rows: dict[int, list[torch.Tensor]] = {}
-    for chosen in order.batches(start.epoch, start.step):
+    for chosen in loader.order.batches(loader.order_epoch, step):
         samples = len(chosen)
         if samples not in rows:
             rows[samples] = [torch.tensor(slot.positions) for slot in batch.deal(samples).rank(rank)]

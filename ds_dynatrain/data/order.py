@@ -1,7 +1,8 @@
 """The order of the samples of an epoch, and how it is cut into global batches.
 
 The permutation is the one that stock DeepSpeed's loader trains in: torch's `DistributedSampler(seed=0,
-shuffle=True)`, on which DeepSpeed never calls `set_epoch`, so every epoch has the same one unless `reshuffle` is set.
+shuffle=True)`, on which DeepSpeed never calls `set_epoch`, so every epoch has the same one unless `reshuffle` is set,
+or the script calls `set_epoch` on a sampler that it gave itself.
 Its pipeline engine reads `training_data` with `shuffle=False`: the data set's own order.
 Unlike there, the end of an epoch is not padded with repeated samples: a last batch that is short is a step of its
 own, or dropped.
@@ -62,6 +63,8 @@ class EpochOrder:
     seed: int = 0
     reshuffle: bool = False
     drop_last: bool = False
+    follows_sampler: bool = False
+    """Whether `epoch` is the one that the user's sampler was set to: then it decides as with `reshuffle`."""
 
     def __post_init__(self) -> None:
         if self.length < 1:
@@ -99,7 +102,7 @@ class EpochOrder:
         if not self.shuffle:
             return torch.arange(self.length, dtype=torch.int64, device="cpu")
         generator = torch.Generator(device="cpu")
-        generator.manual_seed(self.seed + (epoch if self.reshuffle else 0))
+        generator.manual_seed(self.seed + (epoch if self.reshuffle or self.follows_sampler else 0))
         return torch.randperm(self.length, generator=generator, dtype=torch.int64, device="cpu")
 
     def batches(self, epoch: int, step: int) -> Iterator[torch.Tensor]:
@@ -114,5 +117,5 @@ class EpochOrder:
         return {}
 
     def describe(self) -> dict[str, Any]:
-        """All fields."""
-        return asdict(self)
+        """Return all fields but `follows_sampler`: the epoch that a sampler was set to is part of a position."""
+        return {name: value for name, value in asdict(self).items() if name != "follows_sampler"}

@@ -44,6 +44,7 @@ class Sampling:
     seed: int = 0
     reshuffle: bool = False
     drop_last: bool = False
+    sampler: DistributedSampler[Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,8 @@ class Source:
     multiprocessing_context: Any = None
     seeds_samples: bool = False
     """Whether random generators are set before each sample is read, so that whoever reads it draws the same."""
+    sampler: DistributedSampler[Any] | None = field(default=None, repr=False, compare=False)
+    """The user's, whose `set_epoch` decides the order; None where nothing of the user's does."""
     end: SharedEnd = field(default_factory=SharedEnd, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -105,6 +108,7 @@ class Source:
             shuffle=_given(shuffle, found.shuffle),
             seed=_given(seed, found.seed),
             reshuffle=_given(reshuffle, found.reshuffle),
+            sampler=found.sampler if reshuffle is None else None,
             drop_last=_given(drop_last, found.drop_last),
             pin_memory=_given(pin_memory, loader.pin_memory if loader else False),
             batch_size=loader.batch_size if loader else None,
@@ -115,10 +119,16 @@ class Source:
             seeds_samples=seeds_samples,
         )
 
+    @property
+    def sampler_epoch(self) -> int:
+        """The epoch that the user's sampler was set to; 0 without one."""
+        return 0 if self.sampler is None else int(self.sampler.epoch)
+
     def order(self, train_batch_size: int) -> EpochOrder:
         """The order of an epoch in global batches of `train_batch_size`."""
         length = len(self.dataset)
-        return EpochOrder(length, train_batch_size, self.shuffle, self.seed, self.reshuffle, self.drop_last)
+        follows = self.sampler is not None
+        return EpochOrder(length, train_batch_size, self.shuffle, self.seed, self.reshuffle, self.drop_last, follows)
 
     def fetch(
         self, indices: Iterable[list[Any]], generator: torch.Generator | None, persistent: bool = False
@@ -176,7 +186,8 @@ def _sampling(loader: DataLoader[Any], length: int) -> Sampling:
         seed = sampler.generator.initial_seed() if sampler.generator is not None else 0
         return Sampling(shuffle=True, seed=seed, reshuffle=True, drop_last=loader.drop_last)
     if type(sampler) is DistributedSampler and len(sampler.dataset) == length:  # type: ignore[arg-type]
-        return Sampling(sampler.shuffle, sampler.seed, drop_last=loader.drop_last or sampler.drop_last)
+        drop_last = loader.drop_last or sampler.drop_last
+        return Sampling(sampler.shuffle, sampler.seed, drop_last=drop_last, sampler=sampler)
     raise DataError(
         f"the DataLoader has a sampler of its own ({type(sampler).__name__}), whose order cannot be dealt by "
         f"global index; {SAMPLERS}"

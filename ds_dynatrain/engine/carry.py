@@ -137,7 +137,7 @@ def put_back(engine: EngineCore, shared: dict[str, Any]) -> None:
     for group, values in zip(engine.host.basic_optimizer.param_groups, shared["groups"], strict=True):
         group.update(values)
     if engine.host.lr_scheduler is not None:
-        engine.host.lr_scheduler.load_state_dict(shared["scheduler"])
+        engine.host.lr_scheduler.load_state_dict(_own(shared["scheduler"]))
 
 
 def take_over(engine: EngineCore, shared: dict[str, Any], rest: dict[str, Any], casts: bool = False) -> None:
@@ -150,18 +150,28 @@ def take_over(engine: EngineCore, shared: dict[str, Any], rest: dict[str, Any], 
         if name in engine.train_loaders:
             engine.train_loaders[name].load_state_dict(state)
     if engine.deepspeed.random_ltd_enabled():
-        engine.deepspeed.random_ltd_scheduler.load_state_dict(shared["random-LTD"])
+        engine.deepspeed.random_ltd_scheduler.load_state_dict(_own(shared["random-LTD"]))
     engine.host.take_grad_norm(rest["grad_norm"])
     engine.host.module.train(rest["training"])
     take_state(engine.host.module, rest, casts=casts)
     for name, state in rest["objects"].items():
-        engine.carried[name].load_state_dict(state)
+        engine.carried[name].load_state_dict(_own(state))
 
 
 def _hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
     """All but what the layout decides: the parameters, and the name of a group of experts."""
     left_out = ("params", "name") if group.get("moe") else ("params",)
     return {name: value for name, value in group.items() if name not in left_out}
+
+
+def _own(state: Any) -> Any:
+    """Return a state in containers of its own, for a `load_state_dict` that may keep them, or take things out.
+
+    The one that is kept is compared with, and put back, later. Tensors are not copied.
+    """
+    if type(state) is dict:
+        return {key: _own(value) for key, value in state.items()}
+    return type(state)(map(_own, state)) if type(state) in (list, tuple) else state
 
 
 def _scheduler_state(scheduler: Any) -> Any:

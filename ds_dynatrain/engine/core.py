@@ -220,6 +220,19 @@ class EngineCore:
         return self.awaits_late or self.open_batch.is_dealt or self.micro_steps % self.accumulation != 0
 
     @property
+    def window_in_words(self) -> str:
+        """How far the open global batch has come and what to do, for a boundary inside of it; "" between two."""
+        if not self.has_open_window:
+            return ""
+        trained, of = self.micro_steps % self.accumulation, self.accumulation
+        if not trained:
+            return "a global batch was drawn and not trained; make the optimizer step before the next boundary"
+        return (
+            f"an accumulation window is open, {trained} of {of} micro-batches; come to a boundary after a complete "
+            "one, and train every micro-batch: one that is left out (`continue`) shifts all that follow"
+        )
+
+    @property
     def is_in_epoch(self) -> bool:
         """Whether the script goes through a train loader."""
         return any(loader.has_begun for loader in self.train_loaders.values())

@@ -40,6 +40,8 @@ class Loaders:
     def __init__(self, engine: EngineCore, switcher: Switcher, window: Window) -> None:
         self.engine, self._switcher, self._window = engine, switcher, window
         self._evaluation_loaders = 0
+        self._opened: dict[str, tuple[str, int]] = {}
+        """By train loader: in which segment its last global batch was opened, and after how many micro-batches."""
 
     # ---- what loaders ask --------------------------------------------------------------------------------------------
 
@@ -67,9 +69,9 @@ class Loaders:
         """Around what a loader does."""
         return PROCESS.turn(self.engine)
 
-    def begin_epoch(self, loader: TrainLoader) -> bool:
-        """Called by a train loader where a pass over it begins."""
-        return PROCESS.sync_points.begin_epoch(loader.name, loader.is_under_way)
+    def begin_epoch(self, loader: TrainLoader) -> int | None:
+        """Begin a pass over a train loader; see `Host.begin_epoch`."""
+        return PROCESS.sync_points.begin_epoch(loader.name, loader.is_under_way, loader.source.sampler_epoch)
 
     def begin_evaluation(self, loader: EvaluationLoader) -> bool:
         """Called by an evaluation loader where a pass over it begins."""
@@ -80,9 +82,33 @@ class Loaders:
         PROCESS.membership.before_micro_batch(self.engine)
 
     def before_batch(self, loader: TrainLoader) -> None:
-        """Called by a train loader before a global batch is dealt."""
+        """Come to a boundary, before a train loader deals a global batch.
+
+        DataError if a part of the loader's global batch before was trained and a part was not.
+        """
+        self._refuse_part(loader)
         self._switcher.at_boundary(loader.name)
         PROCESS.membership.open_window(self.engine)
+        self._opened[loader.name] = self.engine.segment, self.engine.micro_steps
+
+    def _refuse_part(self, loader: TrainLoader) -> None:
+        """Raise DataError if only a part of the loader's last global batch was trained.
+
+        DeepSpeed's accumulation window would be open at all boundaries to come: no switch, save or SIGTERM could take
+        effect.
+        """
+        engine = self.engine
+        segment, opened = self._opened.get(loader.name, ("", 0))
+        trained = engine.micro_steps - opened
+        if engine.idle or segment != engine.segment or not 0 < trained < engine.accumulation:
+            return
+        raise DataError(
+            f"loader {loader.name!r}: before global batch {loader.cursor.step} of epoch {loader.cursor.epoch}, "
+            f"{trained} of {engine.accumulation} micro-batches of the last one were trained: one was left out "
+            "(`continue`), or they are drawn ahead of training; train every micro-batch, one that is to count nothing "
+            "with a finite loss times 0: engine.backward(0 * engine(OTHER_INPUTS)), engine.step(); or leave out whole "
+            "global batches, which loader.windows() gives"
+        )
 
     def deal(self, slot: Slot, first: bool, last: bool) -> None:
         """Called by a train loader with the slot of the micro-batch that it is about to return."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ds_dynatrain.report import SwitchEvent
@@ -34,23 +34,40 @@ class Steps:
     """Optimizer steps between boundaries: some loops make several, so as many as there were before are as usual."""
 
     def __init__(self) -> None:
-        self._count, self._most = 0, 1
-        self._warned: PendingSwitch | None = None
+        self.count = 0
+        """Steps since the last boundary at which something could take effect."""
+        self._most, self._missed, self._obstacle = 1, 0, ""
+        self._warned: set[str] = set()
 
-    def at_boundary(self) -> None:
-        """There is one."""
-        self._most, self._count = max(self._most, self._count), 0
+    def at_boundary(self, obstacle: str = "") -> None:
+        """Note a boundary. obstacle: why nothing could take effect at it, in words; "" if everything could."""
+        if obstacle:
+            self._missed, self._obstacle = self._missed + 1, obstacle
+            return
+        self._most, self.count, self._missed = max(self._most, self.count), 0, 0
+        self._warned.clear()
 
-    def past_boundary(self, pending: PendingSwitch | None) -> int:
-        """A step was made: how many since a boundary, if they are more than ever and that is worth a word; or 0.
+    def past_boundary(self, waiting: Iterable[str]) -> list[str]:
+        """Note an optimizer step. Return what to warn of: what waits, once each, after more steps than ever before.
 
-        pending: what waits for a boundary; of each a word is said once.
+        waiting: what waits for a boundary, in words.
         """
-        self._count += 1
-        if pending is None or pending.done or pending is self._warned or self._count <= self._most:
-            return 0
-        self._warned = pending
-        return self._count
+        self.count += 1
+        if self.count <= self._most:
+            return []
+        found = [each for each in waiting if each not in self._warned]
+        self._warned.update(found)
+        return found
+
+    @property
+    def reason(self) -> str:
+        """Why there was no boundary, in words, and what to do."""
+        if self._missed:
+            return f"the loop came to {self._missed}, at each of which nothing could take effect: {self._obstacle}"
+        return (
+            "it takes effect in next(loader) of a loader from initialize or engine.loader, or in engine.boundary() at "
+            "the top of a loop of your own, and never in a loop that calls neither"
+        )
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as td
 
+from ds_dynatrain.adapters.plain_engines import PlainEngine, plain_engines
 from ds_dynatrain.adapters.process_groups import is_known
 from ds_dynatrain.adapters.process_wide import put_plain
 from ds_dynatrain.engine.core import EngineCore, Own
@@ -216,6 +217,29 @@ def refuse_idle(layout: Layout, processes: int) -> None:
     """UnsupportedError for a layout of one of several engines that leaves processes without work."""
     if layout.world_size < processes:
         raise usage("idle processes beside another engine").error(_idle_in(layout, processes))
+
+
+def refuse_beside_plain(layout: Layout, processes: int) -> None:
+    """Raise UnsupportedError for a first layout that leaves processes idle whom a plain DeepSpeed engine needs."""
+    if layout.world_size < processes:
+        for plain in plain_engines():
+            raise usage("a plain engine beside idle processes").error(_without_plain(plain, layout))
+
+
+def refuse_target_beside_plain(layout: Layout, present: Layout) -> None:
+    """Raise SwitchRefused for a target without processes, or groups, that a plain DeepSpeed engine needs."""
+    if layout.world_size == present.world_size:
+        return
+    for plain in plain_engines():
+        if plain.follows_world or layout.world_size < plain.processes:
+            raise usage("a plain engine beside idle processes").refused(_without_plain(plain, layout))
+
+
+def _without_plain(plain: PlainEngine, layout: Layout) -> str:
+    return (
+        f"{layout}, of {layout.world_size} processes, beside an engine of deepspeed.initialize in ZeRO stage "
+        f"{plain.stage} over {plain.processes}"
+    )
 
 
 def refuse_idle_target(layout: Layout, processes: int) -> None:

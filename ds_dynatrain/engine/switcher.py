@@ -7,7 +7,7 @@ member stays here, polling the board, until it works again or the job has ended.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -228,22 +228,26 @@ class Switcher:
         self.engine.has_stood = True
         self.engine.control.raise_if_lost()
         self._saver.look()
-        self._steps.at_boundary()
-        PROCESS.membership.at_boundary(self.engine, place)
+        self._steps.at_boundary(PROCESS.membership.at_boundary(self.engine, place))
         PROCESS.sync_points.note()
         self._changes.look()
 
     def note_step(self) -> None:
-        """After an optimizer step: warn of a switch that this loop comes to no boundary for."""
-        count = self._steps.past_boundary(self.engine.pending)
-        if count and self.engine.pending is not None and self.engine.rank == 0:
+        """Warn, after an optimizer step, of whatever waits for a boundary while this loop comes to none."""
+        for waiting in self._steps.past_boundary(self._waiting()):
             logger.warning(
-                "a switch to %s is pending, and there was no boundary in %d optimizer steps: it takes effect in "
-                "next(loader) of a loader from initialize or engine.loader, or in engine.boundary() at the top of a "
-                "loop of your own, and never in a loop that calls neither",
-                self.engine.pending.layout,
-                count,
+                "%s, and there was no boundary in %d optimizer steps: %s",
+                *(waiting, self._steps.count, self._steps.reason),
             )
+
+    def _waiting(self) -> Iterator[str]:
+        """Yield what waits for a boundary, in words; what waits on all members, on rank 0 alone."""
+        pending = self.engine.pending
+        yield from self._fallback.waiting(self._steps.count)
+        if self.engine.rank == 0 and pending is not None and not pending.done:
+            yield f"a switch to {pending.layout} is pending"
+        if self.engine.rank == 0 and (change := PROCESS.membership.waiting_change(self.engine)):
+            yield f"a change of members waits ({change})"
 
     def connects_ahead(self) -> bool:
         """On a working member: whether it is to connect to the members of a switch to come now."""

@@ -80,15 +80,16 @@ class SyncPoints:
 
     # ---- sync points -------------------------------------------------------------------------------------------------
 
-    def begin_epoch(self, loader: str, is_under_way: bool) -> bool:
-        """A pass over a loader begins; False if it has no batches here, since the others are elsewhere.
+    def begin_epoch(self, loader: str, is_under_way: bool, sampler_epoch: int) -> int | None:
+        """Begin a pass over a loader; None if it has no batches here, since the others are elsewhere.
 
-        is_under_way: the others are in this very pass, which is no sync point then: another engine's loader, of which a
-        member that came in the middle asks first in the middle of a step.
+        Returns `sampler_epoch`, the epoch that the user's sampler is set to here; on a member that came late, the
+        others'. is_under_way: the others are in this very pass, which is no sync point then: another engine's loader,
+        of which a member that came in the middle asks first in the middle of a step.
         """
-        takes_part = is_under_way or self.arrive(f"an epoch of {loader!r}") is not None
+        agreed = [sampler_epoch] if is_under_way else self.arrive(f"an epoch of {loader!r}", sampler_epoch)
         self._epochs += 1
-        return takes_part
+        return None if agreed is None else int(agreed[0])
 
     def arrive(self, sync_point: str, *arguments: Any) -> list[Any] | None:
         """Be at a sync point: the arguments (plain JSON) to take part with, None where the others are elsewhere.

@@ -17,7 +17,7 @@ from ds_dynatrain.engine import feasible
 from ds_dynatrain.engine.carry import refuse_tensor_settings
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.members.policy import growing, rule_of
-from ds_dynatrain.engine.process import PROCESS, refuse_idle_target
+from ds_dynatrain.engine.process import PROCESS, refuse_idle_target, refuse_target_beside_plain
 from ds_dynatrain.errors import SwitchRefused
 from ds_dynatrain.plan import assign_slots
 from ds_dynatrain.space import Layout, LocalSpace
@@ -77,6 +77,7 @@ class Targets:
         refuse_moved_states(engine.host)
         target = feasible.target_layout(engine.layout, layout, changes)
         refuse_idle_target(target, len(PROCESS.membership.able(engine)))
+        refuse_target_beside_plain(target, engine.layout)
         self.check(target, len(engine.candidates))
         return target
 

@@ -185,6 +185,14 @@ USAGE = (
         f"{_ENGINES}::test_layouts_that_leave_processes_idle_are_refused",
     ),
     _start(
+        "a plain engine beside idle processes",
+        "it sends to all processes that it was made in, an idle one waits in its loader, and the groups of a world go "
+        "with that",
+        "make it before all others and give all processes work; or hold a frozen model whole on each process, without "
+        "ZeRO-3; or destroy it first",
+        "tests/engine/test_beside_stock.py::test_a_plain_engine_wants_all_processes",
+    ),
+    _start(
         "one backward pass through two engines",
         "what DeepSpeed does with a gradient depends on whose turn it is, and autograd mixes them",
         "call backward() on the loss of each engine, or detach what one engine takes from the other",

@@ -42,8 +42,8 @@ class Member:
     def turn(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def begin_epoch(self, loader: TrainLoader) -> bool:
-        return self.takes_part
+    def begin_epoch(self, loader: TrainLoader) -> int | None:
+        return loader.source.sampler_epoch if self.takes_part else None
 
     def begin_evaluation(self, loader: EvaluationLoader) -> bool:
         return self.takes_part

@@ -32,6 +32,28 @@ def test_whole_epochs() -> None:
     assert len(list(loader)) == 10 and loader.cursor == Cursor(2, 0)
 
 
+def test_a_samplers_epoch_decides_the_order() -> None:
+    """As torch's own, pass by pass; a position has it, and wins over what the script has set since."""
+    sampler: DistributedSampler[Any] = DistributedSampler(range(20), 1, 0, seed=3)
+    loader, other = (
+        TrainLoader(Source.build(DataLoader(range(20), 4, sampler=each)), Member(Job([0], 4, 4), 0))
+        for each in (sampler, DistributedSampler(range(20), 1, 0, seed=3))
+    )
+    for epoch in (0, 0, 5, 2):
+        sampler.set_epoch(epoch)
+        assert torch.cat(list(loader)).tolist() == list(sampler)
+    sampler.set_epoch(7)
+    wanted, turning = list(sampler), iter(loader)
+    first = next(turning).tolist()
+    sampler.set_epoch(1)
+    other.load_state_dict(json.loads(json.dumps(loader.state_dict())))
+    assert [first, *(batch.tolist() for batch in other)] == [wanted[at : at + 4] for at in range(0, 20, 4)]
+    without = TrainLoader(
+        Source.build(DataLoader(range(20), 4, sampler=sampler), reshuffle=False), Member(Job([0], 4, 4), 0)
+    )
+    assert torch.cat(list(without)).tolist() == list(DistributedSampler(range(20), 1, 0, seed=3))
+
+
 def test_an_exhausted_iterator_stays_exhausted() -> None:
     loader = make()
     turning = iter(loader)

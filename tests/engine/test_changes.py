@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +15,7 @@ import torch.distributed as td
 from torch.utils.data import DataLoader
 
 from ds_dynatrain import Change
-from ds_dynatrain.engine.pending import PendingSwitch, Steps
+from ds_dynatrain.engine.pending import Steps
 from ds_dynatrain.report import logger, read_events
 from ds_dynatrain.space import Layout
 from tests.engine import jobs
@@ -200,10 +202,46 @@ def test_a_loop_with_boundaries_is_not_warned(pool: RankPool, how: str) -> None:
     assert not [line for said in found for line in said if "pending" in line or "cancelled" in line]
 
 
+def inside_case(folder: str) -> list[str]:
+    """A loop of its own that leaves out one micro-batch and comes to a boundary before each pair of them."""
+    block = {"path": folder, "every_steps": 2, "background": False, "on_sigterm": True}
+    made = jobs.config(start=(2, 1), train_micro_batch_size_per_gpu=3)
+    made["dynatrain"]["fallback"] = block
+    with heard() as said, jobs.job(made) as job:
+        engine, batches = job.engine, iter(DataLoader(Sequences(), batch_size=3))
+        while engine.global_steps < 12:
+            engine.boundary()
+            for _ in range(1 if engine.micro_steps == 4 else 2):
+                engine.backward(engine(*next(batches)))
+                engine.step()
+            if engine.micro_steps == 9:
+                engine.switch(zero_stage=2)
+                os.kill(os.getpid(), signal.SIGTERM)
+        return said
+    return []
+
+
+def test_boundaries_that_do_nothing_are_told(pool: RankPool, tmp_path: Path) -> None:
+    """What waits is named once, with the open window that keeps it waiting."""
+    first, second, *_ = pool.run(inside_case, folder=str(tmp_path))
+    waiting = [line for line in first if "there was no boundary in" in line]
+    assert [line.split(",")[0] for line in waiting] == [
+        "a switch to data=2 zero_stage=2 is pending",
+        "SIGTERM has come",
+        "a fallback checkpoint is due",
+    ]
+    assert all("an accumulation window is open, 1 of 2 micro-batches" in line for line in waiting), waiting
+    assert [line.split(",")[0] for line in second if "no boundary in" in line] == ["SIGTERM has come"]
+
+
 def test_steps_between_boundaries() -> None:
-    steps, pending = Steps(), PendingSwitch(Layout(data=2, zero_stage=1), 2, None)
-    assert [steps.past_boundary(None) for _ in range(3)] == [0, 0, 0]
-    assert steps.past_boundary(pending) == 4 and steps.past_boundary(pending) == 0, "once of each"
+    steps = Steps()
+    assert [steps.past_boundary([]) for _ in range(3)] == [[], [], []]
+    assert steps.past_boundary(["a"]) == ["a"] and steps.count == 4
+    assert steps.past_boundary(["a", "b"]) == ["b"], "once of each"
+    steps.at_boundary("a window is open")
+    assert steps.count == 5 and "came to 1" in steps.reason and "a window is open" in steps.reason
     steps.at_boundary()
-    other = PendingSwitch(Layout(data=2, zero_stage=1), 3, None)
-    assert [steps.past_boundary(other) for _ in range(6)] == [0, 0, 0, 0, 0, 6], "a loop that comes after five"
+    found = [steps.past_boundary(["a"]) for _ in range(6)]
+    assert found == [[], [], [], [], [], ["a"]], "a loop that comes after five"
+    assert "engine.boundary()" in steps.reason

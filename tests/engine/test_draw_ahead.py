@@ -57,6 +57,65 @@ def test_it_is_what_a_loop_over_micro_batches_trains(pool: RankPool) -> None:
         assert torch.equal(tensor, at_once.tensors[key]), key
 
 
+# ---- micro-batches that are left out -----------------------------------------------------------------------------
+
+
+def left_out_case(how: str) -> tuple[str, str, int]:
+    """The first micro-batch of the third global batch of two counts nothing, on all ranks alike; a switch follows."""
+    said, asked, last = "", None, -1
+    with jobs.job(jobs.config(start=(2, 1), **SIZES), data=Sequences(64)) as job:
+        engine, passes = job.engine, 0
+        try:
+            for batch in job.loader:
+                if passes in BAD[how]:
+                    if how == "weight 0":
+                        engine.backward(0 * engine(*batch))
+                        engine.step()
+                    passes += 1
+                    continue
+                passes += 1
+                engine.backward(engine(*batch))
+                engine.step()
+                last = passes
+                if asked is None and engine.global_steps == 2:
+                    asked = engine.switch(zero_stage=2, at=3)
+        except DataError as error:
+            said = str(error)
+        return said, "" if asked is None or asked.event is None else asked.event.outcome, last
+    return said, "", last
+
+
+BAD = {"one": (4,), "the last": (5,), "all": (4, 5), "weight 0": (4,)}
+"""Passes by how they are left out."""
+
+
+@pytest.mark.parametrize("how", BAD)
+def test_a_micro_batch_that_is_left_out(pool: RankPool, how: str) -> None:
+    """One of two is an error before the next global batch; both, or a loss of weight 0, leave the loop as it is."""
+    for said, outcome, last in pool.run(left_out_case, how=how)[:2]:
+        if how in ("one", "the last"):
+            assert "before global batch 3 of epoch 0, 1 of 2 micro-batches" in said and "`continue`" in said
+            assert last == (6 if how == "one" else 5), "nothing was dealt after it"
+        else:
+            assert (said, outcome, last) == ("", "committed", 16)
+
+
+def left_out_of_a_window_case() -> None:
+    with jobs.job(jobs.config(start=(2, 1), **SIZES), data=Sequences(32)) as job:
+        passed = iter(job.loader.windows())
+        next(passed)  # all of it is left out
+        first = next(passed)[0]
+        with job.engine.micro_batch(first):
+            job.engine.backward(job.engine(*first.data))
+            job.engine.step()
+        with pytest.raises(DataError, match=r"before global batch 2 of epoch 0, 1 of 2 micro-batches"):
+            next(passed)
+
+
+def test_a_micro_batch_that_is_left_out_of_a_window(pool: RankPool) -> None:
+    pool.run(left_out_of_a_window_case)
+
+
 # ---- losses that are divided by the tokens of the world ----------------------------------------------------------
 
 

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import LambdaLR, StepLR
+from torch.optim.lr_scheduler import CyclicLR, LambdaLR, LinearLR, SequentialLR, StepLR
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
 
 from tests.engine import jobs
 from tests.engine.models import LENGTH, Sequences, decay_groups, small_gpt
@@ -71,6 +73,35 @@ def test_own_optimizer_and_scheduler(pool: RankPool, scheduler: str) -> None:
     assert jobs.furthest(jobs.global_losses(switched), jobs.global_losses(static)) <= 1e-6
 
 
+def cyclic_case(folder: str) -> list[list[float]]:
+    """Schedulers that take things out of the state that they are given: the rates of steps made twice, after a load."""
+    settings, rates = jobs.config(start=(4, 1)), dict[int, list[float]]()
+    del settings["optimizer"]
+    model = small_gpt()
+    optimizer = torch.optim.AdamW(decay_groups(model), lr=2e-3)
+    cyclic = CyclicLR(optimizer, 1e-3, 3e-3, 2, cycle_momentum=False)
+    first = LinearLR(optimizer, 0.5, total_iters=2)
+    scheduler = SequentialLR(optimizer, [first, cyclic], [2])
+    with jobs.job(settings, model=model, optimizer=optimizer, lr_scheduler=scheduler) as made:
+        registered = CyclicLR(torch.optim.SGD([torch.zeros(1)], 1.0), 0.1, 0.3, 2)
+        made.engine.register_for_checkpointing("another", registered)
+        rates |= jobs.train(made, 4, {3: (4, 2)}).rates
+        made.engine.save(folder)
+        for _ in range(2):
+            rates |= jobs.train(made, 8, {5: (4, 3 - made.engine.layout.zero_stage)}).rates
+            made.engine.load(folder)
+        last = jobs.train(made, 8).rates
+        assert all(rates[step] == last[step] for step in last)
+        return [last[step] for step in sorted(last)]
+    return []
+
+
+def test_schedulers_that_take_states_apart(pool: RankPool, tmp_path: Path) -> None:
+    found = pool.run(cyclic_case, folder=str(tmp_path))
+    assert found == found[:1] * 4 and len(found[0]) == 4
+    assert len({rate for rate, *_ in found[0]}) == 3, "a triangle"
+
+
 def epochs_case(start: jobs.Sizes, schedule: jobs.Schedule) -> Any:
     """Two and a half batches of 12 an epoch; the numbers of epochs and steps that each member saw."""
     seen: list[tuple[int, int]] = []
@@ -98,6 +129,79 @@ def test_switch_in_the_last_step_of_an_epoch(pool: RankPool) -> None:
     losses = [jobs.global_losses([record for _, record, _ in run]) for run in (switched, static)]
     assert len(losses[0]) == 9 and jobs.furthest(*losses) <= 1e-6
     assert static[0][2] == switched[0][2] == 90
+
+
+def norms_case(schedule: jobs.Schedule) -> dict[int, tuple[float | None, list[float]]]:
+    """By step: the gradient norm after it, and what engine and optimizer say before the next one."""
+    found: dict[int, tuple[float | None, list[float]]] = {}
+    with jobs.job(jobs.config(start=(2, 1), train_micro_batch_size_per_gpu=12)) as made:
+        engine = made.engine
+        for number, batch in enumerate(made.loader):
+            norm, held = engine.get_global_grad_norm(), getattr(made.optimizer, "_global_grad_norm", None)
+            if number and norm is not None:
+                sides = [norm] if held is None else [norm, held]
+                assert all(isinstance(each, torch.Tensor) for each in sides)
+                found[engine.global_steps] = found.get(engine.global_steps, (None, []))[0], list(map(float, sides))
+            engine.backward(engine(*batch))
+            engine.step()
+            after = engine.get_global_grad_norm()
+            found[engine.global_steps] = None if after is None else float(after), []
+            if engine.global_steps == STEPS:
+                return found
+            if engine.global_steps in schedule:
+                jobs.ask(engine, schedule[engine.global_steps])
+    return found
+
+
+def test_the_gradient_norm_is_of_the_last_step(pool: RankPool) -> None:
+    """After a step of stage 0 there is none, as in DeepSpeed; a switch keeps that of the step before it."""
+    static = pool.run(norms_case, schedule={})[0]
+    for found in pool.run(norms_case, schedule={2: (4, 3), 4: (3, 0), 6: (2, 2)}):
+        for step, (after, before_next) in found.items():
+            wanted = static[step][0]
+            if 4 < step <= 6:
+                assert after is None and before_next == []
+            else:
+                assert after is None or after == pytest.approx(wanted, rel=1e-5)
+                assert before_next == pytest.approx([wanted] * len(before_next), rel=1e-5)
+    assert all(norm is not None for norm, _ in static.values())
+
+
+class Numbered(Sequences):
+    """Samples with their index."""
+
+    def __getitem__(self, index: int) -> Any:
+        return (*super().__getitem__(index), index)
+
+
+def sampler_case() -> list[tuple[int, list[int]]]:
+    """Epochs whose order `set_epoch` decides, with members that wake in the second one and then count from 0."""
+    data, dealt = Numbered(24), list[tuple[int, list[int]]]()
+    sampler: DistributedSampler[Any] = DistributedSampler(data, 1, 0, seed=3)
+    with jobs.job(jobs.config(start=(2, 1)), data=DataLoader(data, 6, sampler=sampler)) as made:
+        engine = made.engine
+        for epoch in range(4):
+            sampler.set_epoch(10 - epoch)
+            for *batch, indices in made.loader:
+                dealt.append((engine.global_steps, indices.tolist()))
+                engine.backward(engine(*batch))
+                engine.step()
+                if engine.global_steps == 2:
+                    engine.switch(data=4, at=3)
+    return dealt
+
+
+def test_the_order_that_set_epoch_decides(pool: RankPool) -> None:
+    """As torch's sampler has it on one rank, also where members have come late."""
+    found: dict[int, set[int]] = {}
+    for step, indices in [each for dealt in pool.run(sampler_case) for each in dealt]:
+        found.setdefault(step, set()).update(indices)
+    sampler: DistributedSampler[Any] = DistributedSampler(range(24), 1, 0, seed=3)
+    wanted = []
+    for epoch in range(4):
+        sampler.set_epoch(10 - epoch)
+        wanted += [set(list(sampler)[at : at + 12]) for at in (0, 12)]
+    assert [found[step] for step in range(8)] == wanted
 
 
 def evaluating_case(folder: str, schedule: jobs.Schedule) -> Any:

@@ -54,6 +54,13 @@ class Due:
         self._next_look = steps + gap
         return by_steps or bool(by_time)
 
+    @property
+    def is_overdue(self) -> bool:
+        """Whether this member's own steps, or its clock, say that a save was due before now. It asks nobody."""
+        engine, every = self._engine, self._settings.every_steps
+        saved = engine.safe_at[1]
+        return self._is_late() or (every is not None and engine.global_steps // every > saved // every)
+
     def can_be_saved(self, savers: list[Saver]) -> bool:
         """Whether nothing keeps any member waiting; else it is put off, which rank 0 logs. savers: of all engines that
         would be saved. WorldChanged if a member is lost."""

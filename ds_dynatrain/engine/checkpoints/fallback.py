@@ -9,7 +9,7 @@ and go, all engines are saved when the first one is (`joint`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from ds_dynatrain.config import FallbackConfig
 from ds_dynatrain.elastic.signals import Termination
@@ -24,7 +24,10 @@ from ds_dynatrain.report import logger
 TERMINATED = 143
 """The exit code after SIGTERM, as a shell would have it: 128 + 15."""
 PATIENCE_STEPS = 8
-"""So many steps later an engine ends without the state of others that are in a global batch whenever it looks."""
+"""So many steps later an engine ends without the state of others that are in a global batch whenever it looks, and so
+many steps without a boundary are too many where a save is due."""
+END_STEPS = 2
+"""So many steps after SIGTERM all save and end, where each step has a boundary."""
 
 
 class Fallback:
@@ -37,7 +40,7 @@ class Fallback:
         self._due = None if settings is None else Due(engine, settings)
         self._asked = "", -1
         self._standing, self._tries, self._is_saved = ("", -1), 0, False
-        self._is_told = False
+        self._is_told, self._told_at = False, 0
         self._termination: Termination | None = None
         if settings is not None and settings.on_sigterm and not PROCESS.membership.takes_sigterm:
             self._termination = Termination()
@@ -127,15 +130,31 @@ class Fallback:
         with PROCESS.turn(engine):
             save(settings.path, tag, f"{key}/beside", "", None)
 
+    def waiting(self, steps: int) -> Iterator[str]:
+        """Yield, in words, what of this waits for a boundary. Called after each optimizer step; asks nobody.
+
+        steps: how many were made since the last boundary.
+        """
+        engine = self.engine
+        if self._hears_termination() and engine.global_steps - self._told_at > END_STEPS:
+            yield "SIGTERM has come, all working members are to save and end"
+        saves = not PROCESS.membership.saves_jointly or PROCESS.engines[0] is engine
+        if saves and engine.rank == 0 and steps > PATIENCE_STEPS and self._due is not None and self._due.is_overdue:
+            yield "a fallback checkpoint is due"
+
+    def _hears_termination(self) -> bool:
+        """Return whether this member was told to end by a SIGTERM that asks for a save."""
+        if self._termination is not None and self._termination.read() and not self._is_told:
+            self._is_told, self._told_at = True, self.engine.global_steps
+            logger.warning("SIGTERM: all working members save a checkpoint at the next step, and end")
+        return self._is_told
+
     def _is_the_end(self) -> bool:
         """Whether a member was told to end, and this is the step at which all do."""
         if self._termination is None:
             return False
         engine, key = self.engine, f"fallback/{self.engine.segment}/end"
-        if self._termination.read() and not self._is_told:
-            self._is_told = True
-            logger.warning("SIGTERM: all working members save a checkpoint at the next step, and end")
-        if self._is_told:
+        if self._hears_termination():
             engine.control.decide(f"{key}/request", True)
         due, now = engine.control.read(key), engine.global_steps
         if due is None and engine.rank == 0 and engine.control.read(f"{key}/request"):

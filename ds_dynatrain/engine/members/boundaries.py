@@ -63,11 +63,11 @@ class Boundaries:
 
     # ---- boundaries --------------------------------------------------------------------------------------------------
 
-    def at_boundary(self, engine: EngineParts, place: str) -> None:
-        """A boundary of an engine. SystemExit(0) on a member that leaves, or has waited when the job ended."""
+    def at_boundary(self, engine: EngineParts, place: str) -> str:
+        """See `Membership.at_boundary`. SystemExit(0) on a member that leaves, or has waited when the job ended."""
         if engine is not self.first:
             self._at_boundary_of_another(engine, place)
-            return
+            return engine.window_in_words
         self._place = place
         self._clock.arrive(self.first.global_steps)
         self._rounds.begin()
@@ -79,7 +79,8 @@ class Boundaries:
                 with other.turn():
                     other.discard_window()
                 other.is_discarded = False
-        if not self.first.idle and not self.first.has_open_window and not self._others_are_busy():
+        obstacle = "" if self.first.idle else self.first.window_in_words or self._busy_others()
+        if not self.first.idle and not obstacle:
             self._work()
         while self.first.idle:
             self._wait_for_work()
@@ -89,6 +90,7 @@ class Boundaries:
             if self._is_paused:
                 self._work()
         self._tell()
+        return obstacle
 
     def _tell(self) -> None:
         """For whoever watches: what this member goes on with."""
@@ -119,16 +121,15 @@ class Boundaries:
             engine.settle_buddies()
             engine.attempts.transact(place)
 
-    def _others_are_busy(self) -> bool:
-        """Whether another engine is in a global batch: the same on all members, who run one script."""
+    def _busy_others(self) -> str:
+        """Return, in words, which other engine is in a global batch: the same on all members, who run one script."""
         busy = [one for one in self.engines[1:] if one.has_open_window]
-        newest = self.elastic.member.newest
-        if busy and newest is not None and newest.generation > self.elastic.generation:
-            self.executor.say_once(
-                f"engine {busy[0].job.number} is in a global batch whenever the first engine begins one: members can "
-                "come and go only where none is"
-            )
-        return bool(busy)
+        if not busy:
+            return ""
+        return (
+            f"engine {busy[0].job.number} is in a global batch whenever the first engine begins one: members can come "
+            "and go only where none is"
+        )
 
     def _work(self) -> None:
         """On a working member; below MIN it makes no step, until others come or it is too long.

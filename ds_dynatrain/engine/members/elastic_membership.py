@@ -184,9 +184,16 @@ class ElasticMembership:
 
     # ---- training ----------------------------------------------------------------------------------------------------
 
-    def at_boundary(self, engine: EngineCore, place: str) -> None:
-        """See `Boundaries.stand`."""
-        self._boundaries.at_boundary(parts_of(engine), place)
+    def at_boundary(self, engine: EngineCore, place: str) -> str:
+        """See `Boundaries.at_boundary`."""
+        return self._boundaries.at_boundary(parts_of(engine), place)
+
+    def waiting_change(self, engine: EngineCore) -> str:
+        """Return the newest generation's reason, if this is the first engine and it trains in an older one."""
+        newest = self.elastic.member.newest
+        if engine is not self._boundaries.first or newest is None or newest.generation <= self.elastic.generation:
+            return ""
+        return f"generation {newest.generation}: {newest.reason}"
 
     def open_window(self, engine: EngineCore) -> None:
         """Remember where it begins, in case that it is discarded."""

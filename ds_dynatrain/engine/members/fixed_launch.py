@@ -108,21 +108,26 @@ class FixedLaunch:
 
     # ---- training ----------------------------------------------------------------------------------------------------
 
-    def at_boundary(self, engine: EngineCore, place: str) -> None:
+    def at_boundary(self, engine: EngineCore, place: str) -> str:
         """Take part in a switch that is due."""
         parts = parts_of(engine)
         if not parts.idle:
             if parts.has_open_window:
-                return
+                return parts.window_in_words
             parts.fallback.at_boundary()
             if parts.switcher.connects_ahead():
                 parts.attempts.connect_ahead()
             if not parts.switcher.is_due():
-                return
+                return ""
             parts.attempts.transact(place)
         if parts.idle:
             self._wait_for_work(parts, place)
             parts.settle_fallback()
+        return ""
+
+    def waiting_change(self, engine: EngineCore) -> str:
+        """Return "": nobody comes or goes."""
+        return ""
 
     def _wait_for_work(self, engine: EngineParts, place: str) -> None:
         """Poll the board until this member works; SystemExit(0) when the working members' scripts have ended."""

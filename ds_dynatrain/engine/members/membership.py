@@ -117,11 +117,15 @@ class Membership(Protocol):
 
     # ---- training ----------------------------------------------------------------------------------------------------
 
-    def at_boundary(self, engine: EngineCore, place: str) -> None:
-        """A boundary of an engine: whatever is due takes place, and an idle member returns only when it works.
+    def at_boundary(self, engine: EngineCore, place: str) -> str:
+        """Let whatever is due at a boundary of an engine take place; an idle member returns only when it works.
 
-        SystemExit where this process has nothing more to do.
+        Returns why nothing could, in words: a global batch is open; "" if everything could. SystemExit where this
+        process has nothing more to do.
         """
+
+    def waiting_change(self, engine: EngineCore) -> str:
+        """Return, in words, the change of members that waits for a boundary of this engine; "" if none does."""
 
     def open_window(self, engine: EngineCore) -> None:
         """A loader is about to deal the first micro-batch of a global batch."""
