@@ -20,7 +20,7 @@ from ds_dynatrain.checkpoint.files import read_small
 from ds_dynatrain.checkpoint.folder import LATEST
 from ds_dynatrain.engine.encoding import decode
 from ds_dynatrain.errors import CheckpointError, ConfigError
-from ds_dynatrain.integrations.huggingface.carried import PROGRESS
+from ds_dynatrain.integrations.huggingface.carried import PROGRESS, callback_states, restore_callbacks
 from ds_dynatrain.integrations.shared.folders import is_ours, save
 
 _NAME = re.compile(r"checkpoint-(\d+)")
@@ -109,7 +109,9 @@ def resume(trainer: Any, engine: Any, folder: str) -> None:
     path = Path(folder)
     ours = is_ours(path)
     where = (str(path.parent), path.name) if ours else (str(path),)
+    of_callbacks = callback_states(trainer)  # Trainer has restored them if restore_callback_states_from_checkpoint
     _, client = engine.load_checkpoint(*where, load_module_strict=not _is_peft_model(trainer.model))
+    restore_callbacks(trainer, of_callbacks)
     if ours or engine.is_newcomer:
         return
     batch, held = trainer._settings.global_batch, (client or {}).get("ds_config", {}).get("train_batch_size")
