@@ -197,6 +197,39 @@ def refused_case(folder: Path, resume: str) -> str:
     return str(caught.value)
 
 
+def test_a_second_training(four: RankPool, tmp_path: Path) -> None:
+    """It begins anew with the weights of the first one, as a trainer of them does; a switch in each."""
+    first, second, fresh = of_rank_0(four.run(twice_case, folder=tmp_path, seconds=120))["logs"]
+    assert [row["step"] for row in second] == [1, 2, 3, 4, 4] and second[0]["loss"] < first[0]["loss"]
+    assert furthest(second, fresh)[1] < 1e-6
+
+
+def twice_case(folder: Path) -> dict[str, Any]:
+    """The logs of two calls of `train`, and of another trainer that begins with the weights between them."""
+    trainers.allow_ranks()
+    trainers.forget_ranks()
+    job = {"block": {"layout": {"data": 2}}, "max_steps": 4, "gradient_accumulation_steps": 2}
+    switch = trainers.SwitchCallback({2: {"data": 4, "zero_stage": 3}})
+    given = {"train_dataset": trainers.Texts(48), "callbacks": [switch]}
+    made: Any = trainers.elastic(trainers.Trainer)
+    trainer = made(model=trainers.model(), args=trainers.arguments(folder, **job), **given)
+    logs = []
+    trainer.train()
+    logs.append(trainers.logged(trainer))
+    weights = {name: held.detach().clone() for name, held in trainer.engine.module_state_dict().items()}
+    trainer.train()
+    logs.append(trainers.logged(trainer))
+    trainer.engine.destroy()
+    trainers.forget_ranks()
+    model = trainers.model()
+    model.load_state_dict(weights)
+    trainer = made(model=model, args=trainers.arguments(folder, **job), **given)
+    trainer.train()
+    logs.append(trainers.logged(trainer))
+    trainer.engine.destroy()
+    return {"rank": trainer.args.process_index, "logs": logs}
+
+
 @pytest.mark.full
 def test_weights_after_a_change_of_stage(four: RankPool, tmp_path: Path) -> None:
     """`save_model` gives the whole model, whatever the stage is now."""
