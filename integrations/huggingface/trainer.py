@@ -226,7 +226,8 @@ class ElasticMixin(Below):
         """
         refusals.refuse_second_training(self.engine)
         self.accelerator.free_memory()
-        self.deepspeed = self.optimizer = self.lr_scheduler = None
+        for name in ("deepspeed", "optimizer", "lr_scheduler"):
+            setattr(self, name, None)
         self.model_wrapped = self.model
 
     def _init_training_state(self, *arguments: Any, **named: Any) -> tuple[int, int]:
