@@ -291,8 +291,8 @@ class OverridingEngine(HostEngine):
         why it cannot be. In the layout that was saved, or with only a part of the state asked for, it is DeepSpeed's.
         With `load_module_strict=False` frozen weights that it was saved without stay as they are.
 
-        On a member that joined a running job it loads nothing, and returns what the job's own call did. Of the client
-        state it returns what JSON has a word for.
+        On a member that joins a running job, before its first batch there, it loads nothing and returns what the job's
+        own call returned, with those parts of the client state that JSON can hold.
         """
         part = Part(
             load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn

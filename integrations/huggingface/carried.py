@@ -6,6 +6,8 @@ import dataclasses
 from typing import Any
 
 import torch
+from transformers import TrainerState
+from transformers.trainer_callback import ExportableState
 
 from ds_dynatrain.integrations.huggingface.schedules import restore_schedule, schedule_of
 
@@ -22,23 +24,29 @@ _OF_JOB = (
 
 
 class TrainerProgress:
-    """`TrainerState`, the losses that are not logged yet, and a schedule that is not the engine's, as plain values."""
+    """`TrainerState` with the states of callbacks, the losses not logged yet, and a schedule that is not the engine's.
+
+    All that a trainer decides by, such as the best checkpoint and the patience of early stopping, is rank 0's on a
+    member that starts to work.
+    """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._losses: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values, but for what a scheduler says of itself."""
+        """Return plain values, but for what a scheduler says of itself."""
         trainer = self._trainer
         state = {name: value for name, value in dataclasses.asdict(trainer.state).items() if name not in _OWN}
+        state["stateful_callbacks"] = callback_states(trainer)
         return {"state": state, "losses": _losses(trainer), "scheduler": schedule_of(trainer.lr_scheduler)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse."""
+        """Take over what `state_dict` returned."""
         trainer = self._trainer
         for name in _OF_JOB:
             setattr(trainer.state, name, state["state"][name])
+        restore_callbacks(trainer, state["state"]["stateful_callbacks"])
         self._losses = state["losses"]
         if state["scheduler"] is not None:
             restore_schedule(trainer.lr_scheduler, trainer.optimizer, state["scheduler"])
@@ -54,6 +62,30 @@ class TrainerProgress:
     def forget_losses(self) -> None:
         """They are in place: from now on the trainer counts."""
         self._losses = None
+
+
+def callback_states(trainer: Any) -> dict[str, Any]:
+    """Return what the callbacks of a trainer, and its control, say of themselves now, as `TrainerState` keeps it."""
+    listed = [each for each in (*trainer.callback_handler.callbacks, trainer.control) if _has_state(each)]
+    found: dict[str, Any] = TrainerState(stateful_callbacks=listed).stateful_callbacks
+    return found
+
+
+def restore_callbacks(trainer: Any, states: dict[str, Any]) -> None:
+    """Give callbacks the attributes in `states`, several of one class in their order; their arguments stay.
+
+    The control of the loop is left alone: a step sets its flags anew.
+    """
+    rest = {name: list(held) if isinstance(held, list) else [held] for name, held in states.items()}
+    for callback in filter(_has_state, trainer.callback_handler.callbacks):
+        for held in rest.get(type(callback).__name__, [])[:1]:
+            rest[type(callback).__name__].pop(0)
+            for name, value in held.get("attributes", {}).items():
+                setattr(callback, name, value)
+
+
+def _has_state(callback: Any) -> bool:
+    return isinstance(callback, ExportableState)
 
 
 def _losses(trainer: Any) -> dict[str, Any]:

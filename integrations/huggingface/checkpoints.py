@@ -20,7 +20,7 @@ from ds_dynatrain.checkpoint.files import read_small
 from ds_dynatrain.checkpoint.folder import LATEST
 from ds_dynatrain.engine.encoding import decode
 from ds_dynatrain.errors import CheckpointError, ConfigError
-from ds_dynatrain.integrations.huggingface.carried import PROGRESS
+from ds_dynatrain.integrations.huggingface.carried import PROGRESS, callback_states, restore_callbacks
 from ds_dynatrain.integrations.shared.folders import is_ours, save
 
 _NAME = re.compile(r"checkpoint-(\d+)")
@@ -104,20 +104,25 @@ def resume(trainer: Any, engine: Any, folder: str) -> None:
     """Go on from a checkpoint; a newcomer has the job's state already, and loads nothing.
 
     A stock Trainer's with adapters has no frozen weights, which stay as the base model has them. ConfigError for one
-    that was saved with another global batch: steps would not mean the same samples.
+    that was saved with another global batch, or whose epochs have another number of steps: steps would not mean the
+    same samples.
     """
     path = Path(folder)
     ours = is_ours(path)
     where = (str(path.parent), path.name) if ours else (str(path),)
+    of_callbacks = callback_states(trainer)  # Trainer has restored them if restore_callback_states_from_checkpoint
     _, client = engine.load_checkpoint(*where, load_module_strict=not _is_peft_model(trainer.model))
+    restore_callbacks(trainer, of_callbacks)
     if ours or engine.is_newcomer:
         return
-    batch, held = trainer._settings.global_batch, (client or {}).get("ds_config", {}).get("train_batch_size")
+    saved = (client or {}).get("ds_config", {})
+    batch, held = trainer._settings.global_batch, saved.get("train_batch_size")
     if isinstance(held, int) and held != batch:
         raise ConfigError(
             f"resume_from_checkpoint={folder!r} was saved with a global batch of {held} samples, and this job's is "
             f"{batch}: set train_batch_size in the DeepSpeed configuration to {held} (the number of ranks does not "
             "matter), or start from its weights alone"
         )
+    trainer.global_batches.refuse_other_epochs(saved)
     trainer._load_optimizer_and_scheduler(folder)
     trainer.global_batches.go_to(trainer.state.global_step)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 from accelerate.utils import gather_object, send_to_device
@@ -11,6 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from ds_dynatrain.data import Cursor, TrainLoader
 from ds_dynatrain.errors import ConfigError, DataError
+from ds_dynatrain.integrations.shared.batches import refuse_other_epochs
 
 MOST_SET = 2**32 - 1
 """The largest seed that `set_seed` takes; another one came by chance, and a run that goes on would not have it."""
@@ -88,6 +89,10 @@ class TrainingBatches(_Prepared):
         if generator is not None and not settings.use_seedable_sampler:
             return int(generator.initial_seed())
         return of_job if of_job <= MOST_SET else 0
+
+    def refuse_other_epochs(self, saved: Mapping[str, Any]) -> None:
+        """Raise ConfigError for a stock checkpoint with other epochs; see the function of this name."""
+        refuse_other_epochs(self._torch, saved)
 
     def go_to(self, steps: int) -> None:
         """Stand behind so many optimizer steps of the job."""

@@ -10,7 +10,7 @@ TRAINER = {
         "_load_rng_state _load_optimizer_and_scheduler floating_point_ops _track_num_input_tokens "
         "get_total_train_batch_size create_scheduler save_model _load_best_model _evaluate log"
     ),
-    "transformers.trainer_callback": "ProgressCallback TrainerCallback TrainerState",
+    "transformers.trainer_callback": "ExportableState ProgressCallback TrainerCallback TrainerState",
     "transformers.integrations.deepspeed": "HfTrainerDeepSpeedConfig deepspeed_load_checkpoint",
 }
 ACCELERATE = {

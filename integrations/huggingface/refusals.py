@@ -8,6 +8,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 from transformers import TrainingArguments
 
+from ds_dynatrain.elastic.environment import worker_place
 from ds_dynatrain.errors import UnsupportedError
 from ds_dynatrain.integrations.shared.refusal import AXES, BLOCK, Refusal, refuse
 
@@ -96,6 +97,21 @@ def refuse_trainer(kind: type[Any]) -> None:
         raise UnsupportedError(
             f"{named[0]}: it deals prompts to the ranks of the start and gathers answers over them; train on pairs or "
             "texts (SFTTrainer, DPOTrainer), or write the loop with ds_dynatrain.initialize"
+        )
+
+
+def refuse_second_training(engine: Any) -> None:
+    """UnsupportedError where processes of the launch do not come to a second call of `train` with this one."""
+    if worker_place() is not None:
+        raise UnsupportedError(
+            "a second trainer.train() in an elastic launch: a node that joins would begin with the first one; train in "
+            "one call, or start a new job from a checkpoint (resume_from_checkpoint)"
+        )
+    idle = len(engine._parts.candidates) - len(engine.members)
+    if idle:
+        raise UnsupportedError(
+            f"a second trainer.train() while {idle} of {len(engine._parts.candidates)} processes are idle: they end "
+            "with the first call; switch to all processes before its end, or start the script again"
         )
 
 

@@ -77,7 +77,9 @@ class Checkpoints(Below):
         if folders.is_ours(Path(folder) / tag):
             self.engine.load(folder, tag)
         else:
-            type(self.engine).load_checkpoint(self.engine, folder, tag, **named)
+            _, client = type(self.engine).load_checkpoint(self.engine, folder, tag, **named)
+            if self._training is not None:
+                self._training.refuse_other_epochs((client or {}).get("ds_config", {}))
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Accelerate's; the training loader stands where `load_state` has gone to, and leaves out nothing more."""

@@ -40,6 +40,8 @@ class ElasticMixin(Below):
     _settings: settings.Settings
     _is_by_tokens = False
     """Whether the window's losses are divided by the tokens of all ranks."""
+    _seed: int | None = None
+    """Of the order of samples, from the first `train` on."""
     _schedule: dict[str, Any] | None = None
     """That before the window."""
     _reported: dict[tuple[str, ...], int]
@@ -82,8 +84,9 @@ class ElasticMixin(Below):
             loader: DataLoader[Any] = super()._get_dataloader(*arguments, **named)
         finally:
             self.accelerator.prepare = prepare
-        seed = self.args.data_seed if self.args.data_seed is not None else torch.initial_seed()
-        self.global_batches = GlobalBatches(loader, self._settings.global_batch, "trainer", seed)
+        if self._seed is None:  # later on each rank has random streams of its own
+            self._seed = self.args.data_seed if self.args.data_seed is not None else torch.initial_seed()
+        self.global_batches = GlobalBatches(loader, self._settings.global_batch, "trainer", self._seed)
         return self.global_batches
 
     def get_batch_samples(
@@ -212,7 +215,20 @@ class ElasticMixin(Below):
             checkpoints.check(resume_from_checkpoint)
         if isinstance(resume_from_checkpoint, str):
             checkpoints.complete(resume_from_checkpoint)
+        if self.deepspeed is not None:
+            self._let_engine_go()
         return super().train(resume_from_checkpoint, *arguments, **named)
+
+    def _let_engine_go(self) -> None:
+        """End the engine of an earlier call of `train`: this call makes a new one of the weights that are there.
+
+        UnsupportedError where not all processes come here again: idle ones end with the first call.
+        """
+        refusals.refuse_second_training(self.engine)
+        self.accelerator.free_memory()
+        for name in ("deepspeed", "optimizer", "lr_scheduler"):
+            setattr(self, name, None)
+        self.model_wrapped = self.model
 
     def _init_training_state(self, *arguments: Any, **named: Any) -> tuple[int, int]:
         """Trainer's; the loader goes to its place by itself, and reads nothing on the way."""

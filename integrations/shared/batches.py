@@ -5,7 +5,7 @@ So accumulation is 1 for the framework, and its length, its steps and epochs are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any, cast
 
 from torch.utils.data import DataLoader
@@ -33,6 +33,10 @@ class GlobalBatches:
     def dataset(self) -> Any:
         """The data set."""
         return self._torch.dataset
+
+    def refuse_other_epochs(self, saved: Mapping[str, Any]) -> None:
+        """Raise ConfigError for a stock checkpoint with other epochs; see the function of this name."""
+        refuse_other_epochs(self._torch, saved)
 
     @property
     def loader(self) -> TrainLoader:
@@ -63,3 +67,26 @@ class GlobalBatches:
         for window in self.loader.windows():
             self._drawn()
             yield window
+
+
+def refuse_other_epochs(loader: DataLoader[Any], saved: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a stock checkpoint whose epochs have another number of steps than this job's.
+
+    With `drop_last` a stock framework leaves out what fills no micro-batch on all ranks, and its last step may have
+    fewer micro-batches than others; here what fills no global batch is left out. saved: the DeepSpeed configuration of
+    the checkpoint.
+    """
+    batch, accumulation = saved.get("train_batch_size"), saved.get("gradient_accumulation_steps", 1)
+    if not (loader.drop_last and isinstance(batch, int) and isinstance(accumulation, int)):
+        return
+    samples = len(cast("Sized", loader.dataset))
+    micro_batches = samples // (batch // accumulation)
+    there, here = -(-micro_batches // accumulation), samples // batch
+    if there != here:
+        raise ConfigError(
+            f"the checkpoint is of a job with drop_last, whose epochs of {samples} samples have {there} optimizer "
+            f"steps: the last one has {micro_batches % accumulation} of {accumulation} micro-batches. Here drop_last "
+            f"leaves out what fills no global batch of {batch} samples, and an epoch has {here} steps. Set drop_last "
+            f"(dataloader_drop_last) to False here: an epoch then has {there} steps, the last one of {samples % batch} "
+            "samples"
+        )

@@ -23,14 +23,17 @@ def logged(job: Job) -> dict[int, dict[str, Any]]:
     return {row["step"]: row for row in rows}
 
 
-def check_steps(job: Job) -> None:
-    """All that made a step believed the same of the world, and had its numbers."""
+def check_steps(job: Job, every: int = 10) -> None:
+    """All that made a step believed the same of the world and of early stopping, and ended with the best model."""
     rows: dict[tuple[int, int], list[Any]] = {}
     for row in job.rows("step"):
         rows.setdefault((row["generation"], row["step"]), []).append(row)
     for (_, step), made in rows.items():
         assert {row["ranks"] for row in made} == {len(made[0]["members"])}, (step, made)
+        assert len({row["patience"] for row in made}) == 1, (step, made)
         assert sorted({row["rank"] for row in made}) == sorted(row["rank"] for row in made), (step, made)
+    ends = job.rows("end")
+    assert ends and all(row["is_best"] and row["best"] == f"checkpoint-{every}" for row in ends), ends
 
 
 def wait_for_steps(job: Job, count: int) -> None:
@@ -40,23 +43,25 @@ def wait_for_steps(job: Job, count: int) -> None:
     job.wait(lambda: job.steps(world.generation) >= begin + count, f"{count} steps")
 
 
-def test_a_node_joins_and_the_first_one_leaves(train: Callable[..., Job]) -> None:
-    """By SIGTERM; the newcomer logs on from there, with the job's state."""
-    job = train(nodes="1:4", stage=1, block=BUDDIES, script=SCRIPT, variables=QUICK)
+def test_nodes_join_and_the_first_one_leaves(train: Callable[..., Job]) -> None:
+    """By SIGTERM; newcomers log on from there, with the job's state, and load the best model with the others."""
+    job = train(nodes="1:4", stage=1, block=BUDDIES, script=SCRIPT, variables={**QUICK, "EVERY": "3"})
     job.coordinator("coordinator")
     job.node("a", is_host=0)
     first = job.settled(1)
-    job.wait(lambda: job.steps(first.generation) > 4, "steps of one")
+    job.wait(lambda: job.steps(first.generation) > 7, "steps of one, and two evaluations")
     job.node("b", is_host=0)
     both = job.settled(2, first.generation)
     job.wait(lambda: job.steps(both.generation) > 8, "steps of both")
+    job.node("c", is_host=0)
+    three = job.settled(3, both.generation)
     job.kill("a", signal.SIGTERM)
-    last = job.settled(1, both.generation)
-    job.wait(lambda: job.steps(last.generation) > 4, "steps of the other one")
+    last = job.settled(2, three.generation)
+    job.wait(lambda: job.steps(last.generation) > 4, "steps of the other ones")
     job.end(ahead=4)
-    assert job.code("b") == 0, job.logs()
+    assert {node: job.code(node) for node in "bc"} == {"b": 0, "c": 0}, job.logs()
     logged(job)
-    check_steps(job)
+    check_steps(job, every=3)
 
 
 @pytest.mark.full

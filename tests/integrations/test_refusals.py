@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from ds_dynatrain.errors import ConfigError, UnsupportedError
+from ds_dynatrain.integrations.huggingface import refusals
 from ds_dynatrain.integrations.huggingface.refusals import ARGUMENTS, TRAINERS
 from ds_dynatrain.integrations.transformers import elastic
 from tests.engine.pool import RankPool
@@ -106,6 +108,15 @@ def batch_sampler_case(folder: Path) -> str:
 
 def test_a_sampler_of_its_own(alone: RankPool, tmp_path: Path) -> None:
     assert "WeightedRandomSampler" in alone.run(batch_sampler_case, folder=tmp_path)[0]
+
+
+@pytest.mark.parametrize("is_elastic", [False, True])
+def test_a_second_training(monkeypatch: pytest.MonkeyPatch, is_elastic: bool) -> None:
+    """Refused where not all processes come to it; `test_trainer.py` has one that works."""
+    monkeypatch.setattr(refusals, "worker_place", lambda: object() if is_elastic else None)
+    engine = SimpleNamespace(members=(0, 1), _parts=SimpleNamespace(candidates=range(3)))
+    with pytest.raises(UnsupportedError, match="elastic launch" if is_elastic else "1 of 3 processes are idle"):
+        refusals.refuse_second_training(engine)
 
 
 def reference_case(folder: Path) -> str:

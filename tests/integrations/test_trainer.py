@@ -190,11 +190,60 @@ def test_another_global_batch_is_refused(alone: RankPool, tmp_path: Path) -> Non
         assert "3" in message and "6" in message and "train_batch_size" in message
 
 
-def refused_case(folder: Path, resume: str) -> str:
+def refused_case(folder: Path, resume: str, match: str = "train_batch_size", **more: Any) -> str:
     """The message of an error."""
-    with pytest.raises(Exception, match="train_batch_size") as caught:
-        trainers.train(folder, {}, resume=resume, config={"train_batch_size": 6}, max_steps=4)
+    with pytest.raises(Exception, match=match) as caught:
+        trainers.train(folder, {}, resume=resume, **{"config": {"train_batch_size": 6}, "max_steps": 4, **more})
     return str(caught.value)
+
+
+def test_a_stock_checkpoint_with_other_epochs_is_refused(alone: RankPool, tmp_path: Path) -> None:
+    """27 samples with drop_last, 3 x 2: there the 5th step of an epoch has one micro-batch, here there are 4.
+
+    Without drop_last it goes on just as there, but for `epoch`, which counts steps here and micro-batches there.
+    """
+    job = {"samples": 27, "max_steps": 7, "gradient_accumulation_steps": 2}
+    saves = {"save_strategy": "steps", "save_steps": 3, "dataloader_drop_last": True}
+    whole = alone.run(trainers.train, folder=tmp_path, block=None, **job, **saves)[0]["log"]
+    again = {"folder": tmp_path, "resume": str(tmp_path / "checkpoint-3"), **job}
+    said = alone.run(refused_case, **again, match="drop_last", dataloader_drop_last=True)[0]
+    assert "have 5 optimizer steps" in said and "an epoch has 4 steps" in said and "the last one of 3 samples" in said
+    resumed = alone.run(trainers.train, block={}, **again)[0]["log"]
+    logs = [[{**row, "epoch": 0.0} for row in steps_of(log)] for log in (resumed, whole)]
+    assert furthest(*logs)[1] < 2e-5
+
+
+def test_a_second_training(four: RankPool, tmp_path: Path) -> None:
+    """It begins anew with the weights of the first one, as a trainer of them does; a switch in each."""
+    first, second, fresh = of_rank_0(four.run(twice_case, folder=tmp_path, seconds=120))["logs"]
+    assert [row["step"] for row in second] == [1, 2, 3, 4, 4] and second[0]["loss"] < first[0]["loss"]
+    assert furthest(second, fresh)[1] < 1e-6
+
+
+def twice_case(folder: Path) -> dict[str, Any]:
+    """The logs of two calls of `train`, and of another trainer that begins with the weights between them."""
+    trainers.allow_ranks()
+    trainers.forget_ranks()
+    job = {"block": {"layout": {"data": 2}}, "max_steps": 4, "gradient_accumulation_steps": 2}
+    switch = trainers.SwitchCallback({2: {"data": 4, "zero_stage": 3}})
+    given = {"train_dataset": trainers.Texts(48), "callbacks": [switch]}
+    made: Any = trainers.elastic(trainers.Trainer)
+    trainer = made(model=trainers.model(), args=trainers.arguments(folder, **job), **given)
+    logs = []
+    trainer.train()
+    logs.append(trainers.logged(trainer))
+    weights = {name: held.detach().clone() for name, held in trainer.engine.module_state_dict().items()}
+    trainer.train()
+    logs.append(trainers.logged(trainer))
+    trainer.engine.destroy()
+    trainers.forget_ranks()
+    model = trainers.model()
+    model.load_state_dict(weights)
+    trainer = made(model=model, args=trainers.arguments(folder, **job), **given)
+    trainer.train()
+    logs.append(trainers.logged(trainer))
+    trainer.engine.destroy()
+    return {"rank": trainer.args.process_index, "logs": logs}
 
 
 @pytest.mark.full

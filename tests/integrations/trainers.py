@@ -124,6 +124,12 @@ def train(
     return carried_out(trainer, resume)
 
 
+def logged(trainer: Any) -> list[dict[str, Any]]:
+    """The rows of a trainer's log."""
+    rows = trainer.state.log_history
+    return [{name: row[name] for name in ("step", *LOGGED) if name in row} for row in rows]
+
+
 def carried_out(trainer: Any, resume: str | bool | None = None) -> dict[str, Any]:
     """Train to the end; see `train`."""
     args, found = trainer.args, dict[str, Any](log=[])
@@ -138,9 +144,7 @@ def carried_out(trainer: Any, resume: str | bool | None = None) -> dict[str, Any
             raise
         found["let go"] = True
     finally:
-        found["log"] = [
-            {name: row[name] for name in ("step", *LOGGED) if name in row} for row in trainer.state.log_history
-        ]
+        found["log"] = logged(trainer)
         found["rank"] = args.process_index
         with suppress(AttributeError):
             trainer.deepspeed.destroy()

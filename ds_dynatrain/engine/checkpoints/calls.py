@@ -85,7 +85,8 @@ class Checkpoints:
 
     def load_stock(self, load: Stock, folder: Any, tag: Any, trust_pickle: bool, part: Part) -> Any:
         """See `DynatrainEngine.load_checkpoint`. load: DeepSpeed's."""
-        engine, known = self.engine, PROCESS.membership.loaded(self.engine.job.number)
+        engine = self.engine
+        known = PROCESS.membership.loaded(engine.job.number) if engine.idle else None
         self._refuse_late("load_checkpoint")
         if known is not None:
             logger.info("load_checkpoint: this member joined a running job, whose state it gets in the switch")
