@@ -95,12 +95,22 @@ def pass_on(old: nn.Module, new: nn.Module, is_resized: bool) -> None:
 
 @contextmanager
 def buffers_kept(module: nn.Module) -> Iterator[None]:
-    """What a block writes into buffers is undone at its end."""
-    before = [(held, held.detach().clone()) for held in module.buffers()]
-    yield
-    with torch.no_grad():
-        for held, value in before:
-            held.copy_(value)
+    """Have a forward pass inside the block write into copies of the buffers, which are dropped at its end.
+
+    Autograd may have saved a buffer for the backward pass, so none is written to afterwards. A buffer that the pass
+    itself puts in another's place stays.
+    """
+    copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    places = [(part, key, held) for part in module.modules() for key, held in part._buffers.items() if held is not None]
+    for part, key, held in places:
+        held, copied = copies.setdefault(id(held), (held, held.detach().clone()))
+        part._buffers[key] = copied
+    try:
+        yield
+    finally:
+        for part, key, held in places:
+            if part._buffers.get(key) is copies[id(held)][1]:
+                part._buffers[key] = held
 
 
 def _fits(held: torch.Tensor, value: torch.Tensor, casts: bool) -> bool:

@@ -111,7 +111,7 @@ class OverridingEngine(HostEngine):
         return output
 
     def _forward_without_trace(self, *inputs: Any, **kwargs: Any) -> Any:
-        if not (self._host.slot_is_borrowed and self.module.training):
+        if not (self._host.slot_is_borrowed and any(part.training for part in self.module.modules())):
             return self._forward_watched(*inputs, **kwargs)
         with buffers_kept(self.module):
             return self._forward_watched(*inputs, **kwargs)
