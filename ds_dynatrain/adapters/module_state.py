@@ -1,4 +1,4 @@
-"""What modules keep besides parameters: buffers, and what they give as extra state (`nn.Module.get_extra_state`).
+"""What modules keep besides parameters: buffers, `training`, and extra state (`nn.Module.get_extra_state`).
 
 Buffers are taken as they are now: of another shape or type than the constructor made them, or registered since. Of a
 module's other attributes torch knows nothing, and neither does this file.
@@ -19,15 +19,18 @@ from ds_dynatrain.adapters.device import compute_device
 ModuleState = dict[str, Any]
 """buffers: by name; transient: the names of those that are in no state dict; extra: by name of the module.
 
+modes: `training`, by name, of the module itself ("") and of each one below it whose mode is not its parent's. Empty if
+nobody knows the modes.
+
 resized, if it is there: whether it is for modules of another tensor or expert size, so that of a buffer of another
 shape only the module itself knows what is to be in it.
 """
 
-EMPTY: Mapping[str, Any] = {"buffers": {}, "transient": [], "extra": {}}
+EMPTY: Mapping[str, Any] = {"buffers": {}, "transient": [], "extra": {}, "modes": {}}
 
 
 def state_of(module: nn.Module) -> ModuleState:
-    """That of a module and all below it, not copied."""
+    """Return the state of a module and all below it, not copied."""
     parts = dict(module.named_modules())
     return {
         "buffers": {name: held.detach() for name, held in module.named_buffers()},
@@ -35,6 +38,11 @@ def state_of(module: nn.Module) -> ModuleState:
             f"{name}.{key}".lstrip(".") for name, part in parts.items() for key in part._non_persistent_buffers_set
         ),
         "extra": {name: part.get_extra_state() for name, part in parts.items() if has_extra_state(part)},
+        "modes": {
+            name: part.training
+            for name, part in parts.items()
+            if not name or part.training != parts[_parent(name)].training
+        },
     }
 
 
@@ -54,8 +62,8 @@ def take_state(module: nn.Module, state: Mapping[str, Any], casts: bool = False)
     transient = set(state.get("transient", ()))
     with torch.no_grad():
         for name, value in state["buffers"].items():
-            path, _, key = name.rpartition(".")
-            part = _part(module, path)
+            key = name.rpartition(".")[2]
+            part = _part(module, _parent(name))
             held = None if part is None else part._buffers.get(key)
             if held is not None and held.shape == value.shape and _fits(held, value, casts):
                 held.copy_(value)
@@ -65,15 +73,25 @@ def take_state(module: nn.Module, state: Mapping[str, Any], casts: bool = False)
         part = _part(module, name)
         if part is not None and has_extra_state(part):
             part.set_extra_state(value)
+    if state.get("modes"):
+        _take_modes(module, state["modes"])
+
+
+def _take_modes(module: nn.Module, modes: Mapping[str, bool]) -> None:
+    """Set each module's mode, without a call of `train`, which a class may have made its own."""
+    found: dict[str, bool] = {}
+    for name, part in module.named_modules():  # parents first
+        found[name] = part.training = modes[name] if name in modes else found[_parent(name)]
 
 
 def merged(states: Iterable[Mapping[str, Any]]) -> ModuleState:
-    """Of each module and buffer what the first one says that knows it."""
+    """Return for each module and buffer what the first of these states says that knows it."""
     found = copy.deepcopy(dict(EMPTY))
     for state in reversed([*states]):
         found["buffers"] |= state["buffers"]
         found["transient"] = sorted({*found["transient"], *state.get("transient", ())})
         found["extra"] |= state.get("extra", {})
+        found["modes"] |= state.get("modes", {})
     return found
 
 
@@ -115,6 +133,10 @@ def buffers_kept(module: nn.Module) -> Iterator[None]:
 
 def _fits(held: torch.Tensor, value: torch.Tensor, casts: bool) -> bool:
     return held.dtype == value.dtype or (casts and held.is_floating_point() and value.is_floating_point())
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def _part(module: nn.Module, path: str) -> nn.Module | None:
