@@ -1,7 +1,6 @@
-"""What modules keep besides parameters: buffers, `training`, and extra state (`nn.Module.get_extra_state`).
+"""What modules keep besides parameters: buffers, `training`, extra state (`get_extra_state`), and attributes.
 
-Buffers are taken as they are now: of another shape or type than the constructor made them, or registered since. Of a
-module's other attributes torch knows nothing, and neither does this file.
+Buffers are taken as they are now: of another shape or type than the constructor made them, or registered since.
 """
 
 from __future__ import annotations
@@ -14,13 +13,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_dynatrain.adapters import attributes
+from ds_dynatrain.adapters.attributes import has_extra_state
 from ds_dynatrain.adapters.device import compute_device
 
 ModuleState = dict[str, Any]
 """buffers: by name; transient: the names of those that are in no state dict; extra: by name of the module.
 
 modes: `training`, by name, of the module itself ("") and of each one below it whose mode is not its parent's. Empty if
-nobody knows the modes.
+nobody knows the modes. attributes: see `attributes.AttributeState`; not there if nobody knows them.
 
 resized, if it is there: whether it is for modules of another tensor or expert size, so that of a buffer of another
 shape only the module itself knows what is to be in it.
@@ -43,14 +44,8 @@ def state_of(module: nn.Module) -> ModuleState:
             for name, part in parts.items()
             if not name or part.training != parts[_parent(name)].training
         },
+        "attributes": attributes.changed_of(module),
     }
-
-
-def has_extra_state(module: nn.Module) -> bool:
-    """Whether it gives some, and takes it."""
-    kind, stock = type(module), nn.Module
-    gives = kind.get_extra_state is not stock.get_extra_state
-    return gives and kind.set_extra_state is not stock.set_extra_state
 
 
 def take_state(module: nn.Module, state: Mapping[str, Any], casts: bool = False) -> None:
@@ -59,14 +54,19 @@ def take_state(module: nn.Module, state: Mapping[str, Any], casts: bool = False)
     casts: whether floating-point buffers stay of the type that they have here. What the state says of modules that are
     not there is passed over; one from a checkpoint of before may lack all but buffers.
     """
-    transient = set(state.get("transient", ()))
+    if "attributes" in state:
+        attributes.take(module, state["attributes"])
+    transient, written = set(state.get("transient", ())), set[int]()
     with torch.no_grad():
         for name, value in state["buffers"].items():
             key = name.rpartition(".")[2]
             part = _part(module, _parent(name))
             held = None if part is None else part._buffers.get(key)
+            if part is not None and held is not None and id(held) in written:  # one buffer here, and two there
+                held = part._buffers[key] = held.clone()
             if held is not None and held.shape == value.shape and _fits(held, value, casts):
                 held.copy_(value)
+                written.add(id(held))
             elif part is not None and not state.get("resized", False):
                 _replace(module, part, key, value, held, is_persistent=name not in transient)
     for name, value in state.get("extra", {}).items():
@@ -92,15 +92,18 @@ def merged(states: Iterable[Mapping[str, Any]]) -> ModuleState:
         found["transient"] = sorted({*found["transient"], *state.get("transient", ())})
         found["extra"] |= state.get("extra", {})
         found["modes"] |= state.get("modes", {})
+        if "attributes" in state:
+            found["attributes"] = {**found.get("attributes", {}), **state["attributes"]}
     return found
 
 
 def pass_on(old: nn.Module, new: nn.Module, is_resized: bool) -> None:
-    """Let a module, not those below it, have the mode, the buffers and the extra state of its predecessor.
+    """Let a module, not those below it, have the mode, attributes, buffers and extra state of its predecessor.
 
     Buffers are shared. is_resized: see `ModuleState`.
     """
     new.training = old.training
+    attributes.pass_on(old, new, is_resized)
     for key, value in old._buffers.items():
         held = new._buffers.get(key)
         is_alike = value is not None and held is not None and value.shape == held.shape

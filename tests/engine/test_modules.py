@@ -163,3 +163,55 @@ def test_modes_stay_where_a_checkpoint_has_none(pool: RankPool, tmp_path: Path, 
     static = tower_losses(pool.run(tower_case, start=(1, 1), steps=STEPS))
     loaded = tower_losses(pool.run(tower_case, start=(3, 2), steps=STEPS, load=str(tmp_path / name)))
     assert jobs.furthest(first + (loaded if name == "ours" else static[4:]), static) <= 1e-6
+
+
+# ---- plain attributes ------------------------------------------------------------------------------------------------
+
+
+class Counting(Keeping):
+    """Keeps numbers outside of torch's tables on which its passes depend, and frequencies as in transformers 4."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.seen, self.longest = 0, {"calls": [0]}, torch.tensor(4)
+        self.register_buffer("frequencies", torch.arange(1.0, WIDTH + 1), persistent=False)
+        self.original = self.frequencies
+
+    def embedded(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.seen["calls"] = [self.calls, *self.seen["calls"][:1]]
+        if self.calls == 2:
+            self.longest, self.frequencies = torch.tensor(9), self.frequencies / 3
+        if self.calls == 5 and self.longest > 4:
+            self.longest, self.frequencies = torch.tensor(4), self.original
+        places = torch.arange(inputs.shape[1])[:, None] * self.frequencies * 0.01 * self.seen["calls"][-1]
+        hidden: torch.Tensor = super().embedded(inputs)
+        self.output = hidden + places
+        return self.output
+
+
+def counting_case(
+    start: jobs.Sizes, steps: int, schedule: jobs.Schedule | None = None, load: str = "", save: str = ""
+) -> jobs.Record:
+    def each(job: jobs.Job) -> None:
+        if save and job.engine.global_steps == 3:
+            job.engine.save(save)
+
+    record = jobs.Record()
+    settings = jobs.config(start=start, train_micro_batch_size_per_gpu=12)  # one pass a step in all worlds
+    with jobs.job(settings, made(Counting)) as job:
+        if load and not job.engine.idle:
+            job.engine.load(load)
+        jobs.train(job, steps, schedule, record, each)
+    return record
+
+
+def test_attributes_that_a_forward_pass_changes(pool: RankPool, tmp_path: Path) -> None:
+    """They are those of the others on a member that wakes, that wakes again, and that loads."""
+    steps, folder = 8, str(tmp_path / "saved")
+    static = jobs.global_losses(pool.run(counting_case, start=(1, 1), steps=steps))
+    schedule = {3: (4, 3), 4: (1, 1), 6: (3, 2)}
+    woken = jobs.global_losses(pool.run(counting_case, start=(2, 1), steps=steps, schedule=schedule, save=folder))
+    loaded = jobs.global_losses(pool.run(counting_case, start=(3, 2), steps=steps, load=folder))
+    assert jobs.furthest(woken, static) <= 1e-6
+    assert jobs.furthest(loaded, static[3:]) <= 1e-6
