@@ -56,7 +56,9 @@ def _case(found: Comparison, size: str, change: str, number: int) -> list[str]:
         body += [_table(("way", *PHASES), markdown.phase_rows(measures)), "</details>"]
     body += [f"<p>{_sentence(line)}</p>" for line in markdown.reasons(measures)]
     if is_any_done:
-        caption = "Losses through the change (dashed). FSDP2 rounds otherwise than DeepSpeed, so its curve is its own."
+        caption = "Losses through the change (dashed)."
+        if "dcp" in measures and measures["dcp"].is_done:
+            caption += " FSDP2 rounds otherwise than DeepSpeed, so its curve is its own."
         body.append(_figure(charts.losses(found, size, change, f"losses{number}"), caption))
     return body
 
