@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 from torch import nn
 
@@ -38,6 +39,8 @@ def refuse_inexact_job(config: Mapping[str, Any], model: nn.Module, mpu: Any) ->
         refuse_inexact(finding.key, finding.value, finding.is_off)
     if is_pipeline(model) and is_low(config):
         raise usage("exact: a pipeline of 16 bits").error()
+    if (config.get("fp16") or {}).get("enabled") and not get_accelerator().is_fp16_supported():
+        raise usage("exact: fp16").error()
     if not (isinstance(model, PipelineModule) and model.num_stages > 1):
         refuse_inexact_model(config, model, mpu)
 

@@ -18,6 +18,7 @@ import torch
 from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentrant_checkpoint
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from ds_dynatrain.adapters.attributes import note
 from ds_dynatrain.adapters.columns import ColumnEngine
 from ds_dynatrain.adapters.exact_job import unchanged_buffers
 from ds_dynatrain.adapters.frozen_prefix import FrozenPrefixEngine
@@ -100,6 +101,7 @@ class LeafPipelineEngine(FrozenPrefixEngine, ColumnEngine):
             self._divisor, self.micro_batches = self._columns.mean, count
 
     def _exec_forward_pass(self, buffer_id: int) -> None:
+        note(self.module)
         if self._leaves is None:
             super()._exec_forward_pass(buffer_id)
             return

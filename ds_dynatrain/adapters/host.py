@@ -15,6 +15,7 @@ from deepspeed.runtime.utils import check_internal_apis_for_count_used_parameter
 from torch import nn
 
 from ds_dynatrain.adapters import scaler, sequence
+from ds_dynatrain.adapters.attributes import forget
 from ds_dynatrain.adapters.children import Made
 from ds_dynatrain.adapters.compiled import CompileWatch, compiled_in_place
 from ds_dynatrain.adapters.curriculum import CurriculumOrder
@@ -299,6 +300,7 @@ class Host:
         self._gradients.stop()
         self._gathers.stop()
         self._take_nodes_away()
+        forget(self.module)
         self.compilations.stop()
         for hook in ("module_forward_pre_hook", "module_forward_post_hook"):
             if hook in self.engine.__dict__:

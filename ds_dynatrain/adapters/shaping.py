@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from ds_dynatrain.adapters import experts, moe
+from ds_dynatrain.adapters.attributes import note_one
 from ds_dynatrain.adapters.children import pass_hooks_on
 from ds_dynatrain.adapters.expert_groups import layers_with_experts
 from ds_dynatrain.adapters.module_state import pass_on
@@ -139,11 +140,15 @@ class Children:
         return Children(tables, others)
 
     def pass_on(self, root: nn.Module, is_resized: bool) -> None:
-        """Give new children what is no parameter, and the user's hooks. is_resized: see `module_state.ModuleState`."""
+        """Give new children what is no parameter, and the user's hooks. is_resized: see `module_state.ModuleState`.
+
+        A child without a predecessor is in the mode of its parent.
+        """
         old = {name: child for first, part in self._named() for name, child in _below(first, part)}
         new = {name: child for first, part in root.named_children() for name, child in _below(first, part)}
         for name, child in new.items():
-            child.training = root.training
+            note_one(child)
+            child.training = new.get(name.rpartition(".")[0], root).training
             if name in old:
                 pass_on(old[name], child, is_resized)
         pass_hooks_on(old, new)

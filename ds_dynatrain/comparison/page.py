@@ -57,7 +57,7 @@ def _case(found: Comparison, size: str, change: str, number: int) -> list[str]:
     body += [f"<p>{_sentence(line)}</p>" for line in markdown.reasons(measures)]
     if is_any_done:
         caption = "Losses through the change (dashed)."
-        if "dcp" in measures:
+        if "dcp" in measures and measures["dcp"].is_done:
             caption += " FSDP2 rounds differently from DeepSpeed, so its curve is its own."
         body.append(_figure(charts.losses(found, size, change, f"losses{number}"), caption))
     return body

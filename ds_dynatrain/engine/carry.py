@@ -100,12 +100,14 @@ def shared_carry(engine: EngineCore, scalars: Scalars) -> dict[str, Any]:
 
 
 def rest_carry(engine: EngineCore, has_module: bool = True) -> dict[str, Any]:
-    """What a member that starts to work takes from rank 0 besides. has_module: with what the module keeps."""
-    norm = engine.deepspeed.get_global_grad_norm()
+    """Return what a member that starts to work takes from rank 0 besides the shared carry.
+
+    has_module: whether it holds what modules keep; without it, of these only the root's mode.
+    """
+    norm, module = engine.deepspeed.get_global_grad_norm(), engine.host.module
     return {
         "grad_norm": float(norm) if norm is not None else None,
-        "training": bool(engine.host.module.training),
-        **(state_of(engine.host.module) if has_module else EMPTY),
+        **(state_of(module) if has_module else {**EMPTY, "modes": {"": module.training}}),
         "objects": {name: held.state_dict() for name, held in engine.carried.items()},
     }
 
@@ -152,7 +154,8 @@ def take_over(engine: EngineCore, shared: dict[str, Any], rest: dict[str, Any], 
     if engine.deepspeed.random_ltd_enabled():
         engine.deepspeed.random_ltd_scheduler.load_state_dict(_own(shared["random-LTD"]))
     engine.host.take_grad_norm(rest["grad_norm"])
-    engine.host.module.train(rest["training"])
+    if "training" in rest and rest["training"] != engine.host.module.training:  # an old checkpoint: the root's alone
+        engine.host.module.train(rest["training"])
     take_state(engine.host.module, rest, casts=casts)
     for name, state in rest["objects"].items():
         engine.carried[name].load_state_dict(_own(state))

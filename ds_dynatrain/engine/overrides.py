@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from ds_dynatrain.adapters import attributes
 from ds_dynatrain.adapters.exact_job import unchanged_buffers
 from ds_dynatrain.adapters.host_engine import COMPILE_BACKEND, NOTHING, TO_HOST, HostEngine
 from ds_dynatrain.adapters.module_state import buffers_kept
@@ -111,7 +112,8 @@ class OverridingEngine(HostEngine):
         return output
 
     def _forward_without_trace(self, *inputs: Any, **kwargs: Any) -> Any:
-        if not (self._host.slot_is_borrowed and self.module.training):
+        attributes.note(self.module)
+        if not (self._host.slot_is_borrowed and any(part.training for part in self.module.modules())):
             return self._forward_watched(*inputs, **kwargs)
         with buffers_kept(self.module):
             return self._forward_watched(*inputs, **kwargs)

@@ -85,8 +85,8 @@ EXACT = (
         "exact",
         Verdict.NOTE,
         "losses, gradient norms, weights and moments have the same bits in any number of data ranks, at ZeRO stages 1 "
-        "to 3, and with any number of pipeline stages at ZeRO stage 1, in fp32 on CPUs, without pipelines in bf16 and "
-        "fp16, too: see [exact](exact.md)",
+        "to 3, and with any number of pipeline stages at ZeRO stage 1, in fp32 on CPUs, without pipelines in bf16, "
+        "too: see [exact](exact.md)",
         proof="tests/engine/test_exact.py::test_every_world_has_the_same_bits",
     ),
     Row(
@@ -108,6 +108,12 @@ EXACT = (
         "that was not tried yet",
         "train it in fp32, or leave dynatrain.exact out",
         "a_pipeline_of_16_bits",
+    ),
+    _start(
+        "fp16",
+        "DeepSpeed has no fp16 on CPUs, and exact jobs run on nothing else so far",
+        "train in bf16 or fp32, or leave dynatrain.exact out",
+        "fp16",
     ),
     _start(
         "reentrant checkpointing in a pipeline",

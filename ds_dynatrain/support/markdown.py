@@ -1,6 +1,6 @@
 """The support table as Markdown, and pages of the docs with their tables brought up to date.
 
-    python -m ds_dynatrain.support.markdown docs/support-*.md docs/gpu.md
+    python -m ds_dynatrain.support.markdown docs/support-*.md docs/gpu.md docs/fit.md
 
 writes the tables between a page's `<!-- table: NAME -->` and `<!-- end -->` marks anew and leaves the rest alone.
 """
@@ -75,22 +75,28 @@ def _names(name: str, rows: Sequence[Row]) -> Iterator[str]:
             yield f"`{row.key if place == 0 else '.' * ('.' in row.key) + row.key.rpartition('.')[2]}`"
 
 
-def with_proofs(page: str) -> str:
-    """A page with the table of what ran on which accelerator; ConfigError unless it stands there once."""
-    mark, end = "<!-- table: proved -->\n", "\n<!-- end -->"
-    if page.count(mark) != 1:
-        raise ConfigError('docs/gpu.md has the table "proved" not once; put its marks on the page once')
-    before, _, rest = page.partition(mark)
-    return f"{before}{mark}{proved.table()}{end}{rest.partition(end)[2]}"
+PROOFS = {"proved": proved.table, "gpus": proved.status}
+"""What says where the package has run: the table of docs/gpu.md, and the answer in short, on several pages."""
+
+
+def with_proofs(page: str, names: Sequence[str] = tuple(PROOFS)) -> str:
+    """Return a page with these said anew; ConfigError unless each stands there once."""
+    for name in names:
+        before, *rest = re.split(f"<!-- table: {name} -->\n.*?<!-- end -->", page, flags=re.DOTALL)
+        if len(rest) != 1:
+            raise ConfigError(f'the page has "{name}" not once; put its marks there once')
+        page = f"{before}<!-- table: {name} -->\n{PROOFS[name]()}\n<!-- end -->{rest[0]}"
+    return page
 
 
 def main(files: Sequence[Path]) -> None:
     """Write the tables of these pages anew."""
     texts = {file: file.read_text(encoding="utf-8") for file in files}
-    of_gpus = {file: with_proofs(text) for file, text in texts.items() if "table: proved" in text}
-    others = [file for file in files if file not in of_gpus]
-    anew = dict(zip(others, filled([texts[file] for file in others]), strict=True)) if others else {}
-    for file, text in {**of_gpus, **anew}.items():
+    proofs = {file: [name for name in PROOFS if f"table: {name} " in text] for file, text in texts.items()}
+    anew = {file: with_proofs(texts[file], names) for file, names in proofs.items() if names}
+    others = [file for file in files if file not in anew]
+    anew |= dict(zip(others, filled([texts[file] for file in others]), strict=True)) if others else {}
+    for file, text in anew.items():
         file.write_text(text, encoding="utf-8")
 
 

@@ -49,6 +49,7 @@ _H200, _TORCH, _DAY = "1 × H200", "torch 2.11.0+cu130", "2026-11-26"
 _ON_H200 = {
     "digests": "python tools/gpu_check.py --only digests",
     "stages": "pytest tests/gpu/core -k 'part_of_all_pairs or part_of_the_processes or members_wake or faults'",
+    "members": "pytest tests/gpu/core -k 'part_of_the_processes or members_wake'",
     **{
         part: f"python tools/gpu_check.py --only 'core {part}'"
         for part in ("checkpoints", "offload", "tensor", "expert", "compile", "fused", "engines")
@@ -109,6 +110,24 @@ def warning(accelerator: str, parts: Iterable[str]) -> str:
         f"on {accelerator} hardware these parts of ds_dynatrain, which this job uses, never ran: {'; '.join(named)}. "
         "Every switch is proved before it counts, as on a CPU; see docs/gpu.md"
     )
+
+
+def status() -> str:
+    """Return the answer to "does it run on GPUs", as Markdown. It stands on all pages that answer this."""
+    proofs = [proof for (accelerator, _), proof in HARDWARE.items() if accelerator == "cuda"]
+    cards = sorted({proof.where for proof in proofs})
+    is_several = any(not where.startswith("1 ×") for where in cards)
+    never = [
+        words
+        for words, has_run in (
+            ("over NCCL", ("cuda", "groups") in HARDWARE),
+            ("on several cards", is_several),
+            ("on a card with nodes that come and go", ("cuda", "elastic") in HARDWARE),
+        )
+        if not has_run
+    ]
+    ran = f"Jobs of a fixed size have run on GPUs: {', '.join(cards)}, the last on {max(each.date for each in proofs)}."
+    return f"{ran} **No job has run {', '.join(never[:-1])}{', or ' * (len(never) > 1)}{never[-1]}.**" if never else ran
 
 
 def table() -> str:

@@ -269,7 +269,7 @@ USAGE = (
     ),
     _works(
         "idle members that keep copies",
-        "in modes copy and auto, of one engine, before members that work do: see "
+        "in modes copy and auto, of all engines of a process, before members that work do: see "
         "[buddies](buddies.md#idle-members-first)",
         "tests/elastic/test_buddy_idle.py::test_one_of_two_works_and_dies",
     ),

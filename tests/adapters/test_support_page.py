@@ -26,11 +26,20 @@ def test_every_row_is_shown(name: str) -> None:
         assert row.verdict.value in text
 
 
-def test_the_page_of_gpus_says_what_was_proved() -> None:
-    page = (DOCS / "gpu.md").read_text()
-    assert with_proofs(page) == page, "run: python -m ds_dynatrain.support.markdown docs/gpu.md"
-    with pytest.raises(ConfigError, match="proved"):
-        with_proofs("no table")
+@pytest.mark.parametrize(("page", "names"), [("gpu.md", ["proved", "gpus"]), ("fit.md", ["gpus"])])
+def test_pages_say_what_was_proved(page: str, names: list[str]) -> None:
+    text = (DOCS / page).read_text()
+    assert with_proofs(text, names) == text, "run: python -m ds_dynatrain.support.markdown docs/gpu.md docs/fit.md"
+    with pytest.raises(ConfigError, match=names[0]):
+        with_proofs("no table", names)
+
+
+def test_the_short_answer_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    never = proved.status().partition("**")[2]
+    assert [words in never for words in ("over NCCL", "on several cards", "with nodes that come and go")] == [True] * 3
+    proof = proved.Proof("8 × H100", "2030-01-01", "torch", "make")
+    monkeypatch.setattr(proved, "HARDWARE", {("cuda", part): proof for part in proved.PARTS})
+    assert proved.status() == "Jobs of a fixed size have run on GPUs: 8 × H100, the last on 2030-01-01."
 
 
 @pytest.mark.parametrize("part", proved.ON_TEST_DEVICE)

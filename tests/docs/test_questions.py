@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from ds_dynatrain.support import proved
 from tests.docs.pages import INDEX, README, ROOT, linked_from, section
 
 QUESTIONS = [
-    ("does it run on my GPUs", "docs/fit.md", "Does it run on my GPUs?", "DS_ACCELERATOR=cpu"),
+    ("does it run on my GPUs", "docs/fit.md", "Does it run on my GPUs?", proved.status()),
+    ("what ran on GPUs", "docs/gpu.md", "What was proved", proved.status()),
     ("with Trainer", "docs/fit.md", "Does it work with Hugging Face's Trainer?", "elastic(SFTTrainer)"),
     ("how do I install it beside my torch", "docs/install.md", "Beside the torch that you have", "torch from 2.11"),
     ("my own sampler", "docs/own-data.md", "A sampler of your own", "shuffle=False"),

@@ -32,11 +32,12 @@ class RootMean(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
         self.up, self.drop = nn.Linear(width, width), nn.Dropout(dropout)
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("scale", torch.tensor(0.5))  # autograd saves it
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Of the same shape."""
         self.calls += self.training
-        normed = self.weight * (hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + 1e-5))
+        normed = self.weight * self.scale * (hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + 1e-5))
         turned = self.drop(torch.tanh(self.up(normed))).transpose(1, 2).contiguous()
         return hidden.transpose(1, 2).add(turned).transpose(1, 2)
 

@@ -76,7 +76,7 @@ class RoutedBlock(nn.Module):
 class Pruned(nn.Module):
     """A layer that changes while it trains: a mask, the rows that are left, a buffer that comes later, a capacity.
 
-    Its threshold is a plain attribute, of which torch knows nothing.
+    Its threshold is a plain attribute.
     """
 
     def __init__(self, width: int = WIDTH, hidden: int = 24) -> None:

@@ -89,6 +89,11 @@ def test_a_pipeline_of_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
         refused("^exact: a pipeline of 16 bits: that was not tried yet; train it in fp32", **{block: {"enabled": True}})
 
 
+def test_fp16() -> None:
+    refused("^exact: fp16: DeepSpeed has no fp16 on CPUs, .*train in bf16", fp16={"enabled": True})
+    refuse_inexact_job({"zero_optimization": ZERO, "fp16": {"enabled": False}}, nn.Linear(2, 2), None)
+
+
 def test_batch_norm() -> None:
     refused("^exact: '1' is a BatchNorm1d: its statistics", nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
 

@@ -35,7 +35,7 @@ def pruned(path: Path) -> tuple[dict[int, list[float]], int]:
                 if number:
                     expected.prune(number - 1)
                 assert is_same(layer.mask, expected.mask) and is_same(layer.rows, expected.rows), name
-                assert layer.capacity == expected.capacity, name
+                assert (layer.capacity, layer.threshold) == (expected.capacity, expected.threshold), name
                 assert ("scale" in layer._buffers) == bool(number) and "scale" not in "".join(layer.state_dict()), name
                 assert not number or is_same(layer.scale, expected.scale), name
                 seen += 1

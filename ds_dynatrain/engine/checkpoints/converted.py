@@ -139,7 +139,7 @@ class Converted(Universal):
         for name, held in self.engine.host.module.named_buffers():
             if name in self.there and name not in self.names.values():
                 found["buffers"][name] = self._buffer(reader, name, held.shape)
-        return {**found, "training": bool(self.engine.host.module.training)}
+        return found
 
     def _buffer(self, reader: Reader, name: str, shape: torch.Size) -> torch.Tensor:
         """A buffer that is among the tensors: another tool did not tell them apart."""

@@ -79,13 +79,30 @@ def _unpacked(saved: Saved, reader: Reader, rank: int) -> dict[str, Any]:
         rest = decode(encoded, [tensors[number] for number in range(len(tensors))])
         if not isinstance(rest, dict):
             raise TypeError("it is no table")
-        if not all(isinstance(rest.get(part, {}), dict) for part in ("buffers", "objects", "extra")):
-            raise TypeError("buffers, objects or extra states are no tables")
+        if not all(
+            isinstance(rest.get(part, {}), dict) for part in ("buffers", "objects", "extra", "modes", "attributes")
+        ):
+            raise TypeError("buffers, objects, extra states, modes or attributes are no tables")
         if not all(isinstance(name, str) for name in rest.get("transient", [])):
             raise TypeError("the name of a buffer is none")
         if not all(isinstance(name, str) and isinstance(held, torch.Tensor) for name, held in rest["buffers"].items()):
             raise TypeError("a buffer is no tensor")
-    except (KeyError, IndexError, TypeError, ValueError, RuntimeError, RecursionError, TransferError) as error:
+        if not all(isinstance(mode, bool) for mode in rest.get("modes", {}).values()):
+            raise TypeError("a module's mode is neither true nor false")
+        for held in rest.get("attributes", {}).values():
+            names = [held["class"], *held["values"].keys(), *held["left"], *held["shared"]]
+            if not all(isinstance(name, str) for name in names):
+                raise TypeError("the name of an attribute is none")
+    except (
+        KeyError,
+        IndexError,
+        AttributeError,
+        TypeError,
+        ValueError,
+        RuntimeError,
+        RecursionError,
+        TransferError,
+    ) as error:
         raise CheckpointDamaged(
             f"what belongs to rank {rank} cannot be read ({type(error).__name__}: {error})"
         ) from None

@@ -227,12 +227,7 @@ class Stock:
         wanted = {name for name, _ in self.engine.host.module.named_buffers()}
         held = {name: each for part in range(self.folder.parts) for name, each in self.folder.weights(part).items()}
         buffers = {name: value_of(self.path, each) for name, each in held.items() if name in wanted}
-        return {
-            "grad_norm": None,
-            "training": bool(self.engine.host.module.training),
-            "buffers": buffers,
-            "objects": {},
-        }
+        return {"grad_norm": None, "buffers": buffers, "objects": {}}
 
     def streams(self, layout: Layout, rank: int) -> streams.Streams:
         return streams.capture()
