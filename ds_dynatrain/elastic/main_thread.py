@@ -1,4 +1,4 @@
-"""Whether the main thread of this process still gets on, as another thread can tell.
+"""Whether the main thread of this process makes progress, as another thread can tell.
 
 Heartbeats come from a thread of their own: they say that a process is alive, not that its script is. A call that never
 returns (a deadlock, a file system that is gone) holds up all others, since each step needs everybody.
@@ -13,13 +13,50 @@ import ctypes
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 WAITING = ("torch.distributed",)
-"""Modules, with all below them, in which a thread waits for other processes: who is stuck there may well be fine."""
+"""Modules, with all below them, in which a thread waits for other processes, which are to blame if that never ends."""
+
+
+class OwnWaits:
+    """What the main thread waits for on purpose: calls of the library that may take as long as they need."""
+
+    def __init__(self) -> None:
+        self._waits: list[tuple[str, float]] = []
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Declare that the block may take long. Another thread than the main one holds up nobody, and declares nothing.
+
+        what: for people, as in "saving".
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self._waits.append((what, time.monotonic()))
+        try:
+            yield
+        finally:
+            self._waits.pop()
+
+    def __str__(self) -> str:
+        """Return the outermost wait and its seconds, as in "saving, 140 s"; empty if there is none."""
+        for what, since in self._waits[:1]:
+            return f"{what}, {time.monotonic() - since:.0f} s"
+        return ""
+
+
+OWN_WAITS = OwnWaits()
+"""Those of this process: its main thread declares them, its heartbeats tell them."""
 
 
 class MainThread:
-    """Asked by one other thread, again and again. waits_in: see `WAITING`."""
+    """The progress of the main thread, asked for by one other thread, again and again.
+
+    waits_in: modules in which the main thread waits for other processes, see `WAITING`.
+    """
 
     def __init__(self, waits_in: tuple[str, ...] = WAITING) -> None:
         self._waits_in = waits_in
@@ -31,12 +68,12 @@ class MainThread:
         self._ask.argtypes, self._ask.restype = (kind, ctypes.c_void_p), ctypes.c_int
 
     def blocked_seconds(self) -> float:
-        """For how long it has run no Python code, outside of what waits for other processes; 0 if it does that."""
+        """Return for how long the main thread has run no Python code, outside of waits that are known; else 0."""
         if not self._is_asked:
             self._asked_at, self._is_asked = time.monotonic(), True
             self._is_asked = self._ask(self._callback, None) == 0  # else too many are pending: next time
         seconds = time.monotonic() - self._asked_at
-        return 0.0 if is_in(self._waits_in) else seconds
+        return 0.0 if str(OWN_WAITS) or is_in(self._waits_in) else seconds
 
     def _run(self, _: object) -> int:
         self._is_asked = False
@@ -44,7 +81,7 @@ class MainThread:
 
 
 def is_in(modules: tuple[str, ...]) -> bool:
-    """Whether the main thread is in a call of one of these modules."""
+    """Return whether the main thread is in a call of one of these modules."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
         if str(frame.f_globals.get("__name__", "")).startswith(modules):

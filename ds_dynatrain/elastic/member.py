@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import Store
 
 from ds_dynatrain.elastic.connection import RETRY_SECONDS, Connection, connect, logger, readable
 from ds_dynatrain.elastic.environment import WorkerPlace
-from ds_dynatrain.elastic.main_thread import WAITING, MainThread
+from ds_dynatrain.elastic.main_thread import OWN_WAITS, WAITING, MainThread
 from ds_dynatrain.elastic.messages import (
     Announce,
     Bye,
@@ -103,6 +103,7 @@ class Member:
         self._switched: deque[Switched] = deque(maxlen=REMEMBERED_SWITCHES)
         self._reporting = threading.RLock()
         self._main_thread = MainThread(waits_in)
+        self._waits_for = ""
         self._is_stuck = False
         self._newest: World | None = None
         self._has_breach = False
@@ -209,9 +210,8 @@ class Member:
                 pass
 
     def waits_for(self, whom: str) -> None:
-        """For the status; told with the next heartbeat. Empty: nobody."""
-        with self._reporting:
-            self._report = self._report.model_copy(update={"waits_for": clipped(whom, LONGEST_TEXT)})
+        """Tell the status for whom this member waits, with the next heartbeat; empty: for nobody."""
+        self._waits_for = clipped(whom, LONGEST_TEXT)
 
     @property
     def newest(self) -> World | None:
@@ -375,10 +375,13 @@ class Member:
                 next_beat = time.monotonic() + beat
 
     def _look_at_main_thread(self, most: float) -> None:
-        """Put into the report for how long it has been blocked; for longer than `most`, show where, once."""
-        seconds = self._main_thread.blocked_seconds()
+        """Report for how long the main thread has been blocked, and what it waits for.
+
+        Where it has been blocked for longer than `most`, show its stack, once.
+        """
+        seconds, waits_for = self._main_thread.blocked_seconds(), self._waits_for or str(OWN_WAITS)
         with self._reporting:
-            self._report = self._report.model_copy(update={"blocked_seconds": seconds})
+            self._report = self._report.model_copy(update={"blocked_seconds": seconds, "waits_for": waits_for})
         is_stuck = 0 < most <= seconds
         if is_stuck and not self._is_stuck:
             logger.error(

@@ -93,6 +93,8 @@ class Membership:
         """Members given up for silence that may come back still."""
         self._back: dict[str, Missed] = {}
         """Members that have come back and that the present generation does not list."""
+        self._published: Publish | None = None
+        """The newest generation, and the members that were told of it."""
         self._owed: list[Publish] = []
         """Generations that members may have missed while their connection was replaced."""
         self.links = Links(settings.silent_seconds, now)
@@ -109,9 +111,10 @@ class Membership:
             raise JobFinished("the job has finished; a new one needs a new coordinator")
         if self._knows(member, said):
             self._hear_again(member, now)
-            newest = self.world
-            if newest is not None and (said.world is None or said.world.generation < newest.generation):
-                self._owed.append(Publish(newest, (member,)))
+            newest = self._published
+            is_behind = said.world is None or said.world.generation < self._newest
+            if newest is not None and member in newest.to and is_behind:
+                self._owed.append(Publish(newest.world, (member,)))
             return member
         if member in self._gone:
             raise PeerRefused(
@@ -154,6 +157,8 @@ class Membership:
         if missed.world is not None and not self._takes_part(member) and self._held_state_in(missed.world, member):
             self._back[member] = missed
             self._breach = f"{member} was heard of again"
+        elif self.world is not None and missed.world is not None and not self._takes_part(member):
+            self._owed.append(Publish(self.world, (member,)))  # it waits for a generation that is over
         self._note(now)
 
     def _held_state_in(self, world: World, member: str) -> bool:
@@ -161,8 +166,10 @@ class Membership:
         return world.generation <= self._entered or member in world.members[: world.survivors]
 
     def _goes_on_without(self, member: str, missed: Missed) -> bool:
-        """Return whether a member of a later generation, which does not list this one, has entered it."""
+        """Return whether the others need a silent member no more: one of them has entered a generation without it."""
         world = self.world
+        if world is not None and member in world.leaving and self._is_handed_over:
+            return True
         has_changed = world is not None and (missed.world is None or world.generation > missed.world.generation)
         return has_changed and self._is_entered and not self._takes_part(member)
 
@@ -415,7 +422,8 @@ class Membership:
         effects: list[Effect] = [self._give_up(one, now) for one in over]
         effects += self._miss(now)
         self.changes.append((self.world, now))
-        return [*effects, Publish(self.world, self._present(present))]
+        self._published = Publish(self.world, self._present(present))
+        return [*effects, self._published]
 
     def _may_hold_state(self, recovery: Recovery) -> bool:
         """Whether one of those that have come back may have been in the world that it was told of."""
@@ -644,7 +652,8 @@ class Membership:
         self._back.clear()
         self._has_begun = world.begun
         self.changes.append((world, now))
-        return Publish(world, tuple(dict.fromkeys((*world.members, *world.leaving, *passed_over))))
+        self._published = Publish(world, tuple(dict.fromkeys((*world.members, *world.leaving, *passed_over))))
+        return self._published
 
     def _finish(self) -> list[Finish]:
         """The job is over when some scripts have ended and nobody is left to end who ever was in a world."""

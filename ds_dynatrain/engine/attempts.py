@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ds_dynatrain.adapters.device import HOST, compute_device
 from ds_dynatrain.adapters.memory import Untouched, provide
@@ -29,6 +30,7 @@ from ds_dynatrain.engine.transaction.late import LateTransaction
 from ds_dynatrain.engine.transaction.lean import LeanTransaction
 from ds_dynatrain.engine.transaction.meeting import Outcome
 from ds_dynatrain.engine.transaction.switch import Transaction
+from ds_dynatrain.errors import SwitchRefused
 from ds_dynatrain.report import Outcome as HowItEnded
 from ds_dynatrain.report import SwitchEvent, logger
 from ds_dynatrain.space import Layout
@@ -89,22 +91,31 @@ class Attempts:
         self._first_step_is_due = False
         self._has_warned = self._has_told_of_batch = False
 
-    def rehearse(self, layout: Layout, rank: int) -> None:
+    def rehearse(self, layout: Layout, rank: int) -> SwitchRefused | None:
         """Build a layout's optimizer once, under a world without peers and over memory that is never touched.
 
-        All that a first build imports and compiles is then there. For idle members; random streams are left as they
-        were.
+        All that a first build imports and compiles is then there. Called on idle members, whose random streams stay as
+        they were. Return why the layout cannot be built here, for the vote of the switch; None if it can.
         """
         engine, before = self.engine, streams.capture()
-        memory = engine.memory_in(layout)
-        empty = provide(engine.vps.local(layout, rank), memory, set(), {}, Untouched())
-        world = stand_in_world(rank, layout, engine.vps.ties(layout))
-        with installed(world, engine.launch):
-            engine.take_shape(engine.vps, layout, rank)
-            engine.host.attach(layout, world, engine.config_for(layout), empty, Scalars())
-            engine.host.detach()
-        engine.host.leave_world()
-        streams.restore(before)
+        try:
+            memory = engine.memory_in(layout)
+            empty = provide(engine.vps.local(layout, rank), memory, set(), {}, Untouched())
+            world = stand_in_world(rank, layout, engine.vps.ties(layout))
+            with installed(world, engine.launch):
+                engine.take_shape(engine.vps, layout, rank)
+                try:
+                    engine.host.attach(layout, world, engine.config_for(layout), empty, Scalars())
+                finally:
+                    engine.host.detach()
+        except Exception as error:
+            logger.exception("member %d cannot build its part of %s", engine.control.member, layout)
+            said = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}"
+            return SwitchRefused(f"member {engine.control.member} cannot build {layout}: {said}")
+        finally:
+            engine.host.leave_world()
+            streams.restore(before)
+        return None
 
     def settle_meshes(self, proposal: Proposal) -> None:
         """Learn now how DeepSpeed cuts in both layouts: asking it is not for a thread."""
@@ -117,12 +128,13 @@ class Attempts:
         boards: Boards | None = None,
         check: Callable[[], None] | None = None,
         nodes: Mapping[int, str] | None = None,
+        refusal: SwitchRefused | None = None,
     ) -> None:
         """Make ready, in the background, for what was proposed.
 
         boards: where it is negotiated, if that is not the present generation's board. check: raises
         SwitchRefused, in the background, if this member cannot take part. nodes: of all members, if not all
-        are in the present generation.
+        are in the present generation. refusal: why this member cannot take part, if that is known already.
         """
         self._warn_of_hardware(proposal)
         engine, around = self.engine, self.engine.context
@@ -139,7 +151,9 @@ class Attempts:
         preparation.has_sequence = engine.job.has_sequence
         mine, known = front.member, engine.candidates.nodes if nodes is None else nodes
         preparation.own = lambda: engine.own_groups.kinds(proposal.layout, proposal.members, known, mine)
-        if check is not None:
+        if refusal is not None:
+            preparation.check = partial(_raise, refusal)
+        elif check is not None:
             preparation.check = check
         PROCESS.membership.guard(preparation)
         engine.preparation, engine.attempt = preparation, proposal.generation
@@ -331,3 +345,7 @@ class Attempts:
         if self.engine.rank == 0:
             preparation.board.decide(f"record/{preparation.proposal.generation}", {"commit": False, "reason": reason})
         self.give_up(reason)
+
+
+def _raise(refusal: SwitchRefused) -> None:
+    raise refusal

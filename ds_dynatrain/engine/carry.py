@@ -18,7 +18,7 @@ from ds_dynatrain.adapters.module_state import EMPTY, state_of, take_state
 from ds_dynatrain.adapters.state import Scalars
 from ds_dynatrain.engine.core import COUNTERS, EngineCore
 from ds_dynatrain.engine.encoding import decode, encode, fingerprint
-from ds_dynatrain.errors import SwitchFailed
+from ds_dynatrain.errors import SwitchFailed, SwitchRefused
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,28 @@ class Carried:
         """The inverse."""
         shared, kinds = decode(record["shared"], []), tuple(record["kinds"])
         return Carried(shared, record["rest"], record["prints"], record["rest_print"], kinds)
+
+
+def refuse_tensor_settings(engine: EngineCore) -> None:
+    """Raise SwitchRefused if a hyper-parameter or the scheduler's state is a tensor: the shared carry has none.
+
+    Called on working members where a switch is asked for.
+    """
+    groups = engine.host.basic_optimizer.param_groups
+    named = [
+        (f"{key!r} of parameter group {number}", value)
+        for number, group in enumerate(groups)
+        for key, value in _hyper_parameters(group).items()
+    ]
+    named.append(("the state of the scheduler", _scheduler_state(engine.host.lr_scheduler)))
+    for what, value in named:
+        tensors: list[torch.Tensor] = []
+        encode(value, tensors)
+        if tensors:
+            raise SwitchRefused(
+                f"{what} is, or holds, a tensor or a numpy value, and all members compare it as a number",
+                "use a number: float(value)",
+            )
 
 
 def fingerprints(shared: Mapping[str, Any]) -> dict[str, str]:

@@ -102,9 +102,9 @@ class EngineCore:
     """Whether the world was formed anew in this global batch: it trains nothing, and will be dealt again."""
     own_groups: OwnGroups = field(default_factory=OwnGroups)
     awaits_late: bool = False
+    """Whether the optimizer's state kinds are still on their way into the present world; the record is not written."""
     late_worlds: tuple[World, ...] = ()
-    """Before and after a late switch, until its record has been followed."""
-    """Whether the state kinds of the optimizer are on their way into the present world: its record is not written."""
+    """The worlds before and after a late switch, until its record has been followed."""
     is_stepping: bool = False
     """Whether an optimizer step was begun and not finished."""
     has_stood: bool = False

@@ -35,6 +35,16 @@ def check_axes(vps: VirtualParameterSpace, target: Layout) -> None:
         raise SwitchRefused(str(error), "choose other sizes of pipe, expert and tensor") from error
 
 
+def check_elements(vps: VirtualParameterSpace, target: Layout) -> None:
+    """Raise SwitchRefused if ZeRO-3 is asked for and a parameter has no elements, which DeepSpeed cannot gather."""
+    empty = [tensor.name for tensor in vps.tensors if tensor.numel == 0]
+    if target.zero_stage == 3 and empty:
+        raise SwitchRefused(
+            f"{target}: parameter {empty[0]} has no elements, and DeepSpeed's stage 3 cannot gather it",
+            "choose ZeRO stage 0, 1 or 2, or take the parameter out of the model",
+        )
+
+
 def target_layout(present: Layout, layout: Layout | None, changes: Mapping[str, int]) -> Layout:
     """The layout that a call of `switch` or `plan` means; SwitchRefused if there is no such layout."""
     if layout is not None and changes:

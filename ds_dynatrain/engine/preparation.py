@@ -25,6 +25,7 @@ from ds_dynatrain.adapters.traffic import joined, unfit
 from ds_dynatrain.adapters.watched import GroupStatus
 from ds_dynatrain.adapters.world import World
 from ds_dynatrain.adapters.worlds import Note, WorldSpec, build_world, drop, ignore
+from ds_dynatrain.elastic.main_thread import OWN_WAITS
 from ds_dynatrain.engine import agreement
 from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.control import Control
@@ -163,7 +164,8 @@ class Preparation:
     def join(self) -> None:
         """Wait for the thread; its error, if any, is raised here."""
         if self._thread is not None:
-            self._thread.join()
+            with OWN_WAITS.waiting("preparing a switch"):
+                self._thread.join()
         if self.error is not None:
             raise self.error
 

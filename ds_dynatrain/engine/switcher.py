@@ -302,8 +302,8 @@ class Switcher:
         registration.catch_up(self.engine)
         proposal = Proposal.from_json(record)
         if self.engine.control.member in proposal.union:
-            self._attempts.rehearse(proposal.layout, proposal.members.index(self.engine.control.member))
-            self._attempts.prepare(proposal)
+            rank = proposal.members.index(self.engine.control.member)
+            self._attempts.prepare(proposal, refusal=self._attempts.rehearse(proposal.layout, rank))
             return
         outcome = self.engine.control.read(f"record/{proposal.generation}")
         if outcome is not None:

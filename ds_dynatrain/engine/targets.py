@@ -14,6 +14,7 @@ from ds_dynatrain.adapters.optimizers import rule_of as optimizer_rule_of
 from ds_dynatrain.adapters.pipeline import is_pipeline
 from ds_dynatrain.adapters.support import refuse_changes, refuse_module
 from ds_dynatrain.engine import feasible
+from ds_dynatrain.engine.carry import refuse_tensor_settings
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.members.policy import growing, rule_of
 from ds_dynatrain.engine.process import PROCESS, refuse_idle_target
@@ -85,6 +86,7 @@ class Targets:
         refuse_moved_states(engine.host)
         if not engine.idle:
             refuse_changes(engine.host)
+            refuse_tensor_settings(engine)
         feasible.check_combination(engine.job.features, target, processes)  # first: what else is said keeps its axes
         feasible.check_size(target, processes)
         feasible.check_batch(
@@ -113,6 +115,7 @@ class Targets:
         processes = len(engine.candidates) if processes is None else processes
         feasible.check_combination(engine.job.features, target, processes)
         feasible.check_axes(engine.vps, target)
+        feasible.check_elements(engine.vps, target)
         config, optimizer = engine.job.user_config, engine.host.basic_optimizer
         refuse_module(engine.host.module, target, config)
         refuse_layout(Target(config, target, engine.layout, type(optimizer)))

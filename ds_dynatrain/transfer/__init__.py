@@ -15,6 +15,7 @@ from ds_dynatrain.transfer.pulling import Sharing
 from ds_dynatrain.transfer.ready import ReadyPlan
 from ds_dynatrain.transfer.ready_digest import Form, ReadyDigest, digest_pieces
 from ds_dynatrain.transfer.regions import Buffers
+from ds_dynatrain.transfer.relay import send_down
 from ds_dynatrain.transfer.stand_in import execute_standing_in
 from ds_dynatrain.transfer.transport import GroupTransport, Handle, Transport
 from ds_dynatrain.transfer.weighing import is_compiled
@@ -43,4 +44,5 @@ __all__ = [
     "execute_standing_in",
     "is_compiled",
     "prefault",
+    "send_down",
 ]

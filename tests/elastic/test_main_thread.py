@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from ds_dynatrain.checkpoint.folder import latest
 from tests.elastic.agents import ROOT, Job
 from tests.elastic.driver import running
-from tests.elastic.runs import Static, check_history, finish, processes, steps_on
+from tests.elastic.runs import Static, check_history, finish, processes, steps_on, worker
 
 WATCHED = """
 import threading, time
-from ds_dynatrain.elastic.main_thread import MainThread
+from ds_dynatrain.elastic.main_thread import OWN_WAITS, MainThread
 watched, most, end = MainThread(), 0.0, threading.Event()
 def look():
     global most
@@ -30,15 +33,20 @@ def blocked():
     lock = threading.Lock()
     lock.acquire()
     lock.acquire(timeout=1.5)
+def saving():
+    with OWN_WAITS.waiting("saving"):
+        assert str(OWN_WAITS) == "saving, 0 s"
+        blocked()
+    assert not str(OWN_WAITS)
 waiting = {"__name__": "torch.distributed.distributed_c10d", "blocked": blocked}
 exec("def wait(): blocked()", waiting)
-{"busy": busy, "blocked": blocked, "wait": waiting["wait"]}[WHAT]()
+{"busy": busy, "blocked": blocked, "wait": waiting["wait"], "saving": saving}[WHAT]()
 end.set()
 print(most)
 """
 
 
-@pytest.mark.parametrize(("what", "is_seen"), [("busy", False), ("blocked", True), ("wait", False)])
+@pytest.mark.parametrize(("what", "is_seen"), [("busy", False), ("blocked", True), ("wait", False), ("saving", False)])
 def test_how_long_it_has_run_no_python(what: str, is_seen: bool) -> None:
     script = f"WHAT = {what!r}\n{WATCHED}"
     ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=60, check=True, capture_output=True)
@@ -111,3 +119,31 @@ def test_training_goes_on_without_a_worker_that_stands_still(
     assert "the main thread has not moved" in said and "in hang" in said
     finish(job, "a")
     check_history(job, static, kills=1)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("seconds", "stuck_seconds"), [(15, 4.0), (400, 300.0)])
+def test_a_save_that_takes_longer_than_a_hang_is_no_hang(
+    train: Callable[..., Job], tmp_path: Path, seconds: int, stuck_seconds: float
+) -> None:
+    """All are told to end, and save on a slow disk: nobody is given up, and the status says what they do."""
+    library, slow, kept = tmp_path / "slow_disk.so", tmp_path / "slow", tmp_path / "kept"
+    source = Path(__file__).with_name("slow_disk.c")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source), "-ldl"], check=True)
+    block = {"fallback": {"path": str(kept), "every_steps": 1000}, "buddies": {"mode": "copy"}}
+    variables = {"LD_PRELOAD": str(library), "SLOW_WHEN": str(slow), "SLOW_SECONDS": str(seconds)}
+    job = train(nodes="1:2", stage=1, kind=Job, block=block, variables=variables)
+    job.times["stuck_seconds"], job.seconds = stuck_seconds, seconds + 90.0
+    job.coordinator("coordinator")
+    for name in "ab":
+        job.node(name, is_host=0)
+    job.settled(2)
+    steps_on(job)
+    slow.touch()
+    for name in "ab":
+        os.kill(worker(job, name), signal.SIGTERM)
+    job.wait(lambda: any("saving, " in one.waits_for for one in job.status().members), "a word on the save")
+    assert {job.code(name) for name in "ab"} == {0}, job.logs()
+    assert latest(kept) is not None
+    assert "given up" not in (tmp_path / "coordinator.log").read_text()

@@ -51,6 +51,15 @@ def _no_memory(engine: Any) -> object:
         return engine.switch(data=4)
 
 
+def _tensor_as_rate(engine: Any) -> object:
+    group = engine.optimizer.param_groups[0]
+    rate, group["lr"] = group["lr"], torch.tensor(group["lr"])
+    try:
+        return engine.switch(data=4)
+    finally:
+        group["lr"] = rate
+
+
 REFUSALS: dict[str, tuple[Asking, str]] = {
     "size 0": (_same(data=0), "data=0 is below 1"),
     "stage 7": (_same(zero_stage=7), "zero_stage=7 is no ZeRO stage; give one of 0, 1, 2, 3"),
@@ -69,6 +78,7 @@ REFUSALS: dict[str, tuple[Asking, str]] = {
     "another step on each": (_another_step, "ask for different switches: .* at step 3 .* at step 4"),
     "one does not ask": (_not_everyone, "every working member has to ask for it: no answer from member 1"),
     "a second one": (_second_while_pending, "a switch to .*data=4.* is pending; ask again once"),
+    "a tensor as a rate": (_tensor_as_rate, "'lr' of parameter group 0 is, or holds, a tensor .* use a number"),
     "no memory": (_no_memory, r"member 1: the members on node .* need \d+ bytes .* and 1000 are available"),
 }
 

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as td
 
+from ds_dynatrain.errors import SwitchRefused
 from tests.engine import faults, jobs, oracle
 from tests.engine.models import small_gpt
 from tests.engine.pool import RankPool
@@ -112,3 +114,50 @@ def test_ten_faults_are_found_and_leave_no_trace(pool: RankPool, dtype: str, cha
     for rank in range(max(start, target)):
         last = found[rank]["last"]
         assert last.outcome == "committed" and last.generation == faults.FIRST_GENERATION + len(names), last.reason
+
+
+def rehearsal_case() -> dict[str, Any]:
+    """Member 2, which is idle, cannot build the optimizer of the first switch's layout, and can that of the second."""
+    result: dict[str, Any] = {"record": jobs.Record(), "refusal": ""}
+    model = small_gpt()
+    model.none = torch.nn.Linear(8, 0)
+    with jobs.job(jobs.config(start=(2, 1)), model=model) as made:
+        host, number = made.engine._host, td.get_rank()
+        attach, has_failed = host.attach, []
+
+        def failing(*given: Any) -> None:
+            attach(*given)
+            if not has_failed:
+                has_failed.append(True)
+                raise RuntimeError("no room in this test\nand more lines")
+
+        if number == 2:
+            host.attach = failing
+
+        def each(job: jobs.Job) -> None:
+            if job.engine.global_steps == 7:
+                result["first"] = job.engine.last_switch
+            if job.engine.global_steps == 3:
+                try:
+                    job.engine.switch(zero_stage=3)
+                except SwitchRefused as refusal:
+                    result["refusal"] = str(refusal)
+
+        try:
+            faults.train(made, 12, {4: (3, 1), 8: (3, 2)}, result["record"], each)
+        finally:
+            result["events"], result["last"] = result["record"].events, made.engine.last_switch
+    return result
+
+
+def test_what_an_idle_member_cannot_build_is_no_end(pool: RankPool) -> None:
+    """All go on in the layout before, are told why, and the member takes part in the next switch."""
+    found = pool.run(rehearsal_case)
+    for rank in (0, 1):
+        assert "parameter none.weight has no elements" in found[rank]["refusal"]
+        first, last = found[rank]["first"], found[rank]["last"]
+        assert first.outcome != "committed" and "member 2 cannot build data=3" in first.reason
+        assert "RuntimeError: no room in this test" in first.reason and "more lines" not in first.reason
+        assert last.outcome == "committed" and sorted(last.target.members) == [0, 1, 2]
+        assert len(found[rank]["record"].losses) == 12
+    assert found[2]["last"].outcome == "committed"

@@ -49,6 +49,25 @@ class TestWithoutZero:
         old, new = alive(self.layout, steps(0)), alive(Layout(data=2, zero_stage=0), steps(1), generation=4)
         assert whole_state({**old, **new}) == Source(Layout(zero_stage=0), (11,), 5)
 
+    def test_ranks_of_different_layouts_are_not_put_together(self) -> None:
+        """After two losses in a row some have taken what was left of the first one, and others not yet."""
+        wide, narrow = Layout(data=3, zero_stage=0), Layout(data=2, zero_stage=0)
+        said = {
+            "a/0": Survivor(1, 0, 3, 5, True, True, narrow.to_dict()),
+            "b/0": Survivor(2, None, 3, 4, True, True, Layout(data=1, zero_stage=0).to_dict()),
+            "c/0": Survivor(3, 2, 3, 5, True, True, wide.to_dict()),
+        }
+        assert whole_state(said) == Source(Layout(data=1, zero_stage=0), (1,), 5)
+
+    def test_a_member_that_missed_a_generation_is_behind(self) -> None:
+        """Worlds of different generations of the job may have one number, and other steps."""
+        layout = Layout(data=2, zero_stage=1)
+        said = {
+            name: Survivor(number, rank, 3, step, True, True, layout.to_dict(), entered=entered)
+            for name, number, rank, step, entered in (("a", 1, 0, 9, 4), ("b", 2, 0, 7, 5), ("c", 3, 1, 7, 5))
+        }
+        assert whole_state(said) == Source(layout, (2, 3), 7)
+
     def test_idle_members_hold_nothing(self) -> None:
         assert whole_state({"a/0": Survivor(1, None, 3, 5, True, True, self.layout.to_dict())}) is None
 

@@ -23,6 +23,8 @@ REST_SECONDS = 60.0
 LOOK_SECONDS = 30.0
 """After so long without rest somebody looks at the job, and kills what hangs if that is most of the world."""
 TURN_SECONDS = 0.03
+RESTART_SECONDS = 0.1
+"""What an agent takes to start a worker again."""
 BUILD_TURNS = (3, 30, 300)
 """How long newcomers may take to make their engines."""
 
@@ -68,7 +70,8 @@ class SimulatedJob(Job):
         if not member.end:
             member.end = f"ended: {why}"
             self.network.die(name)
-            self.join(restarts=1, reach=self.network.lines[name].reach)
+            reach = self.network.lines[name].reach
+            self.network.after(RESTART_SECONDS, lambda: self.join(restarts=1, reach=reach))
 
     def _take_turns(self, member: Member) -> None:
         if member.end:
@@ -136,7 +139,7 @@ class SimulatedJob(Job):
             lambda: self.votes.extend(self.chance.choices((True, False), k=2)),
             self._restart_coordinator,
             lambda: self.network.pause_coordinator(seconds),
-            lambda: [self.network.cut(member.id, seconds) for member in self.alive],
+            lambda: self._cut_all(seconds),
             lambda: self.building.append(self.chance.choice(BUILD_TURNS)),
         ]
         if self.parts and len(alive) > 1 and self.chance.random() < 0.2:
@@ -151,6 +154,11 @@ class SimulatedJob(Job):
         pair = frozenset(self.network.lines[member.id].reach for member in (one, other))
         if len(pair) == 2:
             self.network.parted[pair] = self.network.now + self.chance.choice((0.5, 3.0, 10.0, FOR_EVER))
+
+    def _cut_all(self, seconds: float) -> None:
+        """The coordinator's own link is cut."""
+        for member in self.alive:
+            self.network.cut(member.id, seconds)
 
     def _freeze(self, member: Member) -> None:
         """The whole process, as by SIGSTOP."""

@@ -19,6 +19,7 @@ import torch.distributed as td
 
 from ds_dynatrain.adapters.watched import is_lost_peer
 from ds_dynatrain.adapters.world import World
+from ds_dynatrain.elastic.main_thread import OWN_WAITS
 from ds_dynatrain.elastic.messages import Protected
 from ds_dynatrain.engine.buddies.choice import Choice
 from ds_dynatrain.engine.buddies.keeper import Keeper
@@ -266,7 +267,8 @@ class Buddies:
                 self._is_protected, self._why, self._next = False, NOT_REPLAYED, None
             return
         self._begin()
-        keeper.join()
+        with OWN_WAITS.waiting("sending copies to buddies"):
+            keeper.join()
         if self._rounds:
             self._see(self._rounds)
         if self.kept.whole == mark_of(self._engine):

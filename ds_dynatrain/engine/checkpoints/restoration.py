@@ -19,6 +19,7 @@ from ds_dynatrain.adapters.placement import Memory
 from ds_dynatrain.adapters.state import Buffers, Scalars
 from ds_dynatrain.adapters.world import World
 from ds_dynatrain.adapters.worlds import install
+from ds_dynatrain.elastic.main_thread import OWN_WAITS
 from ds_dynatrain.engine import feasible, streams
 from ds_dynatrain.engine.carry import rest_carry, scalars_of, shared_carry, take_over
 from ds_dynatrain.engine.census import check_census
@@ -178,7 +179,8 @@ class Restoration:
 
     def _carry_out(self) -> None:
         present = None if self.old is None else self.old.shared
-        with self._opener(self.engine, self.goal, present) as source:
+        what = f"{'restoring' if self.old is None else 'loading'} {self.where}"
+        with OWN_WAITS.waiting(what), self._opener(self.engine, self.goal, present) as source:
             self._read(source)
             self._verify_tensors(source)
             self.client_state = source.client_state

@@ -18,6 +18,7 @@ from pathlib import Path
 from ds_dynatrain.adapters.device import start_thread
 from ds_dynatrain.checkpoint import HostMemory, Manifest, folder, record, write_shares
 from ds_dynatrain.checkpoint.files import dumped
+from ds_dynatrain.elastic.main_thread import OWN_WAITS
 from ds_dynatrain.engine.checkpoints.asking import ask, refusal_of
 from ds_dynatrain.engine.checkpoints.snapshot import Snapshot
 from ds_dynatrain.engine.control import Control
@@ -27,6 +28,9 @@ from ds_dynatrain.engine.transaction.session import Request, Session
 from ds_dynatrain.engine.transaction.shares import differing
 from ds_dynatrain.errors import CertificateError, CheckpointError
 from ds_dynatrain.report import logger
+
+SAVING = "saving"
+"""What a member waits for, in the status."""
 
 
 class PendingSave:
@@ -45,7 +49,8 @@ class PendingSave:
 
     def wait(self) -> Path:
         """The checkpoint's folder, once it is there; CheckpointError, on all members alike, if it does not come."""
-        self._over.wait()
+        with OWN_WAITS.waiting(SAVING):
+            self._over.wait()
         if self._error is not None:
             raise self._error
         if self._path is None:
@@ -76,8 +81,9 @@ class Saver:
         """
         self.settle()
         saving = _Saving(self.engine, self.engine.control, Path(path).absolute(), tag, key, keep)
-        saving.take(is_open, None)
-        return saving.carry_out()
+        with OWN_WAITS.waiting(SAVING):
+            saving.take(is_open, None)
+            return saving.carry_out()
 
     def start(
         self, path: str | os.PathLike[str], tag: str | None, key: str, is_open: str, keep: int | None
@@ -110,7 +116,8 @@ class Saver:
         if self._running is None:
             return True
         pending, thread = self._running
-        thread.join(seconds)
+        with OWN_WAITS.waiting(SAVING):
+            thread.join(seconds)
         if thread.is_alive():
             return False
         self._running = None

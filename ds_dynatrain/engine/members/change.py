@@ -508,6 +508,7 @@ def _survivor(own: Own, held: Held, gives: bool) -> Survivor:
         clean=held.is_clean,
         is_aborted=own.is_aborted,
         layout=held.layout.to_dict(),
+        entered=0 if own.world is None else own.world.generation,
         copies=tuple(each.to_json() for each in held.copies()) if gives else (),
         frozen=held.frozen,
         registered=held.registered,

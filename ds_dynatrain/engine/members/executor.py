@@ -48,7 +48,7 @@ from ds_dynatrain.engine.members.restoring import kept_by, let_go, restore, serv
 from ds_dynatrain.engine.parts import EngineParts, open_engines
 from ds_dynatrain.engine.targets import needs
 from ds_dynatrain.engine.transaction.meeting import Outcome
-from ds_dynatrain.errors import ElasticError
+from ds_dynatrain.errors import ElasticError, SwitchRefused
 from ds_dynatrain.plan import assign_slots
 from ds_dynatrain.report import logger
 from ds_dynatrain.space import Layout
@@ -253,11 +253,13 @@ class Executor:
             if mine in proposal.union and proposal.source_members
         ]
         moving = [(engine, proposal) for engine, proposal, _ in parts if not proposal.moves_nothing]
+        refusals = dict[int, SwitchRefused | None]()
         for engine, proposal in moving:  # all of them before a thread begins, which asks each what it needs
             with engine.turn():
                 engine.attempts.settle_meshes(proposal)
                 if engine.idle:
-                    engine.attempts.rehearse(proposal.layout, proposal.members.index(mine))
+                    rank = proposal.members.index(mine)
+                    refusals[engine.job.number] = engine.attempts.rehearse(proposal.layout, rank)
         wanted = [
             partial(needs, engine, proposal.layout, proposal.members, proposal.late) for engine, proposal in moving
         ]
@@ -267,7 +269,7 @@ class Executor:
                 if proposal.moves_nothing:
                     agreement.say_prepared(its[0], proposal)
                 else:
-                    engine.attempts.prepare(proposal, its, memory.check, nodes)
+                    engine.attempts.prepare(proposal, its, memory.check, nodes, refusals.get(engine.job.number))
 
     def _transact(self) -> None:
         first = self.machine.proposals[0]

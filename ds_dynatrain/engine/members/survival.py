@@ -21,7 +21,8 @@ from ds_dynatrain.space import Layout
 class Survivor:
     """What one member holds: its rank in a layout after so many steps, or nothing (rank None).
 
-    generation: of the engine's world that it was in. clean: no optimizer step was under way. is_aborted: somebody of
+    entered: the job's generation that it entered last. generation: of the engine's world that it was in, which members
+    of different generations of the job may count alike. clean: no optimizer step was under way. is_aborted: somebody of
     that world is dead, or a collective of it has failed. copies: what it has of itself and of others, as `Had` in plain
     JSON. registered: how often parameters were registered anew. since: see `Kept`; None if this member cannot know it,
     as it was idle and the coordinator is another one now. frozen: in which (layout, rank) it had the frozen weights
@@ -39,6 +40,7 @@ class Survivor:
     frozen: tuple[dict[str, Any], int] | None = None
     registered: int = 0
     since: tuple[int, ...] | None = ()
+    entered: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON."""
@@ -55,19 +57,24 @@ class Source:
 
 
 def whole_state(survivors: Mapping[str, Survivor]) -> Source | None:
-    """The newest whole state among survivors, as large as there is one; None if something is lost for good."""
+    """Return the newest whole state among survivors, as large as there is one; None if something is lost for good.
+
+    Ranks of different layouts do not go together: after several losses in a row some members may have taken the smaller
+    layout of what was left already, and others not yet.
+    """
     holders = [one for one in survivors.values() if one.rank is not None and one.clean]
     if not holders:
         return None
-    newest = max(one.generation for one in holders)
-    holders = [one for one in holders if one.generation == newest]
-    layout = Layout.from_dict(holders[0].layout)
+    newest = max((one.entered, one.generation) for one in holders)
+    holders = [one for one in holders if (one.entered, one.generation) == newest]
     for step in sorted({one.step for one in holders}, reverse=True):
-        found = _complete(
-            layout, {one.rank: one.number for one in holders if one.step == step and one.rank is not None}
-        )
-        if found is not None:
-            return Source(*found, step)
+        alive: dict[Layout, dict[int, int]] = {}
+        for one in holders:
+            if one.step == step and one.rank is not None:
+                alive.setdefault(Layout.from_dict(one.layout), {})[one.rank] = one.number
+        complete = [found for each in alive.items() if (found := _complete(*each)) is not None]
+        if complete:
+            return Source(*max(complete, key=lambda found: len(found[1])), step)
     return None
 
 

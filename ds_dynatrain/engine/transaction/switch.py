@@ -50,9 +50,7 @@ from ds_dynatrain.engine.transaction.shares import Doubts, Shares, differing, ex
 from ds_dynatrain.engine.transaction.swap import Swap
 from ds_dynatrain.errors import CensusError, CertificateError, DynatrainError, OutcomeUnknown, SwitchFailed
 from ds_dynatrain.plan import MemberPlan
-from ds_dynatrain.transfer import DeviceLink, ReadyPlan, TransferStats, Transport, execute
-
-CARRY_TAG = 2
+from ds_dynatrain.transfer import DeviceLink, ReadyPlan, TransferStats, Transport, execute, send_down
 
 
 class Transaction(Meeting):
@@ -304,19 +302,19 @@ class Transaction(Meeting):
         return bool(self.control.decide(f"batches/{self.proposal.generation}", {"begin": begins})["begin"])
 
     def _send_rest(self, transport: Transport) -> None:
-        """Tensors of the carry (module buffers, the user's objects) from rank 0 to the members that start to work."""
+        """Send tensors of the carry (module buffers, the user's objects) from rank 0 to the members that start to work.
+
+        They go down a tree in which everybody sends to two at most: the pause does not grow with the number of members.
+        """
         deadline = time.monotonic() + self.control.timeout_seconds
+        tree = [self.proposal.source_members[0], *self.newcomers]
         if self.source_rank == 0:
             tensors: list[torch.Tensor] = []
             encode(self.rest, tensors)
-            flat = [tensor.contiguous().view(-1) for tensor in tensors if tensor.numel()]
-            for handle in [transport.send(part, member, CARRY_TAG) for member in self.newcomers for part in flat]:
-                handle.wait(deadline)
+            send_down(tree, self.control.member, tensors, transport, deadline)
         elif self.control.member in self.newcomers:
             tensors = blank_tensors(self.carried.rest)
-            flat = [tensor.view(-1) for tensor in tensors if tensor.numel()]
-            for handle in [transport.receive(part, self.proposal.source_members[0], CARRY_TAG) for part in flat]:
-                handle.wait(deadline)
+            send_down(tree, self.control.member, tensors, transport, deadline)
             self.rest = decode(self.carried.rest, tensors)
             if fingerprint(self.rest) != self.carried.rest_print:
                 raise CertificateError(
