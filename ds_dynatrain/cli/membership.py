@@ -113,6 +113,8 @@ def show_status(status: Status) -> None:
         console.print(_members(status))
     for node in status.starting:
         console.print(escape(f"{node.node}: its workers start, for {node.seconds:.0f} s so far"), soft_wrap=True)
+    for parted in status.parted:
+        console.print(escape(parted), soft_wrap=True)
     for change in status.changes:
         head = (
             f"{change.seconds_ago:8.1f} s ago  generation {change.generation} ({change.change}), {change.size} members"

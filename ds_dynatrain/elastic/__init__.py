@@ -8,6 +8,7 @@
 | `roster` | who is alive, and what each one last said of itself |
 | `membership` `effects` | the coordinator's decisions, without sockets and without a clock, and what they ask for |
 | `recovery` | what a coordinator that was started anew learns from the members |
+| `links` `reach` | which hosts do not reach each other: what follows; how members find out |
 | `snapshot` | the status of a job |
 | `monitoring/` | what people and Prometheus see of it; read-only, and decides nothing |
 | `coordinator` `peer` | the membership behind a socket; its end of one connection |

@@ -16,6 +16,7 @@ from typing import Any
 
 from ds_dynatrain.elastic.address import BACKLOG, tune
 from ds_dynatrain.elastic.effects import Effect, Finish, GiveUp, Publish
+from ds_dynatrain.elastic.effects import Probe as AskToReach
 from ds_dynatrain.elastic.membership import Membership
 from ds_dynatrain.elastic.messages import (
     LARGEST_MESSAGE,
@@ -29,6 +30,8 @@ from ds_dynatrain.elastic.messages import (
     Fence,
     Finished,
     Leave,
+    Probe,
+    Probed,
     Query,
     Report,
     Status,
@@ -231,8 +234,11 @@ class Coordinator:
                 if isinstance(message, Switched):
                     self.history.switched(message, time.monotonic())
                     continue
+                if isinstance(message, Probed):
+                    self.membership.probed(member, message, time.monotonic())
+                    continue
                 if not isinstance(message, Report):
-                    raise MessageError(f"{message.kind}: a worker sends report, switched or bye")
+                    raise MessageError(f"{message.kind}: a worker sends report, switched, probed or bye")
                 self.membership.report(member, message, time.monotonic())
                 self.history.reported(member, message, self.membership.world, time.monotonic())
                 if self.membership.deadline < self._wakes_at:
@@ -302,6 +308,8 @@ class Coordinator:
                 self._fence(node_of(member), Fence(member=member, pid=pid))
                 if peer is not None:
                     peer.refuse(reason)
+            case AskToReach(member, peers):
+                self._send_all(encode(Probe(peers=peers)), (member,))
             case Finish(to):
                 logger.info("the job has finished")
                 self.history.finished(time.monotonic())

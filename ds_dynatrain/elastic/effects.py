@@ -25,10 +25,18 @@ class GiveUp:
 
 
 @dataclass(frozen=True)
+class Probe:
+    """Ask a member which of these addresses of others it can connect to."""
+
+    member: str
+    peers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Finish:
     """Tell these members that no work will come any more."""
 
     to: tuple[str, ...]
 
 
-Effect = Publish | GiveUp | Finish
+Effect = Publish | GiveUp | Probe | Finish

@@ -13,7 +13,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 
 from torch._C._distributed_c10d import Store
@@ -27,6 +27,8 @@ from ds_dynatrain.elastic.messages import (
     Changed,
     Finished,
     Leave,
+    Probe,
+    Probed,
     Protected,
     Refused,
     Report,
@@ -35,6 +37,7 @@ from ds_dynatrain.elastic.messages import (
     clipped,
 )
 from ds_dynatrain.elastic.process import end_with_parent, in_forked_children
+from ds_dynatrain.elastic.reach import Reach
 from ds_dynatrain.elastic.settings import ORPHAN_SECONDS
 from ds_dynatrain.elastic.signals import Termination
 from ds_dynatrain.elastic.store import job_store, node_store, world_store
@@ -93,6 +96,8 @@ class Member:
         self._connection: Connection | None = None
         self._nonce = secrets.token_hex(8)
         self._termination = Termination()
+        self._reach = Reach(self._tell_reached)
+        self._reach_address = ""
         self._report = Report()
         self._has_just_entered = False
         self._switched: deque[Switched] = deque(maxlen=REMEMBERED_SWITCHES)
@@ -118,6 +123,7 @@ class Member:
         """
         end_with_parent(self.place.agent)
         self._connection = connect(self.place.coordinator, self._token, self.place.job, seconds)
+        self._reach_address = self._reach.listen()
         self._announce()
         self._termination.watch()
         in_forked_children(self._close_connection)
@@ -281,6 +287,7 @@ class Member:
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join()
         self._termination.stop()
+        self._reach.close()
         if self._connection is not None:
             try:
                 if has_ended:
@@ -324,6 +331,7 @@ class Member:
                     nonce=self._nonce,
                     restarts=place.restarts,
                     world=self._newest,
+                    reach=self._reach_address,
                 )
                 self._connection.send(said)
                 self._connection.send(self._report)
@@ -353,9 +361,10 @@ class Member:
         beat, most = connection.welcome.beat_seconds, connection.welcome.stuck_seconds
         next_beat = time.monotonic() + beat
         while not self._stopping.is_set():
-            waits_for = (connection.fileno(), self._termination.fileno())
+            waits_for = (connection.fileno(), self._termination.fileno(), *self._reach.filenos())
             ready = readable(waits_for, next_beat - time.monotonic())
             self._see_termination()
+            self._reach.answer()
             if connection.fileno() in ready:
                 connection.read()
                 for message in connection.messages():
@@ -389,6 +398,8 @@ class Member:
                 self._hear(world)
             case Leave():
                 self._see_request("its node was told to leave")
+            case Probe(peers=peers):
+                self._reach.ask(peers)
             case Finished():
                 with self._changed:
                     self._is_finished = True
@@ -411,6 +422,10 @@ class Member:
             self._has_breach = self._has_breach and not is_aborted
         with self._changed:
             self._changed.notify_all()
+
+    def _tell_reached(self, reached: Sequence[str], unreached: Sequence[str]) -> None:
+        if self._connection is not None:
+            self._connection.send(Probed(reached=tuple(reached), unreached=tuple(unreached)))
 
     def _see_termination(self) -> None:
         if self._termination.read():
@@ -451,5 +466,6 @@ class Member:
 
     def _close_connection(self) -> None:
         """In a forked child: its copy of the socket would keep the connection open when this process is killed."""
+        self._reach.close()
         if self._connection is not None:
             self._connection.close()

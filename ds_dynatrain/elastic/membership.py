@@ -18,6 +18,10 @@ Every event has a method, with the time as an argument; `advance` then says what
 - Where more than half of a world falls silent together, the coordinator or its link is at fault. Nobody is given up
   for silence then, until the silence has lasted `ORPHAN_SECONDS`: a living member ends by itself by that time. Nor is
   more than half of a world ever given up for being stuck.
+- Where the present world has **stood still** for twice `silent_seconds`, its members are asked which of them they can
+  connect to. The largest set of nodes that reach each other goes on, if these are MIN; the others are given up, and
+  join again once they reach all who train. At once if that is one node whose state others keep; else, as that may cost
+  state, after `stuck_seconds`.
 - After a restart the members that come back tell which world there is. Where others come first, a job is begun only
   once no member of an earlier one can be alive; if one comes all the same, what was begun gives way to what it holds.
 """
@@ -29,7 +33,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ds_dynatrain.elastic.effects import Effect, Finish, GiveUp, Publish
-from ds_dynatrain.elastic.messages import Announce, Bye, Phase, Report, clipped
+from ds_dynatrain.elastic.links import Links
+from ds_dynatrain.elastic.messages import Announce, Bye, Phase, Probed, Report, clipped
 from ds_dynatrain.elastic.recovery import Recovery
 from ds_dynatrain.elastic.roster import Entry, Roster
 from ds_dynatrain.elastic.settings import ORPHAN_SECONDS, Settings
@@ -92,6 +97,7 @@ class Membership:
         """The newest generation, and the members that were told of it."""
         self._owed: list[Publish] = []
         """Generations that members may have missed while their connection was replaced."""
+        self.links = Links(settings.silent_seconds, now)
 
     # -- events ------------------------------------------------------------------------------------------------------
 
@@ -179,6 +185,9 @@ class Membership:
         self._has_begun = self._has_begun or said.step > 0
         if self._recovery is not None:
             self._recovery.report(member)
+        before = self.roster[member].report
+        if self._takes_part(member) and (said.step, said.entered) != (before.step, before.entered):
+            self.links.move(now)
         if self.roster.update(member, said, now):
             if _answered(said) >= newest:
                 self._mute.pop(member, None)
@@ -186,6 +195,11 @@ class Membership:
                 self._entered = max(self._entered, said.entered)
             if self._takes_part(member) and said.broken == newest:
                 self._breach = f"a collective failed on {member}"
+            self._note(now)
+
+    def probed(self, member: str, said: Probed, now: float) -> None:
+        """A worker has tried to connect to others."""
+        if member in self.roster and self.links.hear(self.roster[member].host, said, now):
             self._note(now)
 
     def bye(self, member: str, said: Bye, now: float) -> None:
@@ -250,6 +264,10 @@ class Membership:
             if now < self._recovery.until and not self._recovery.is_complete:
                 return effects
             effects += self._recall(now)
+        effects += self._give_up_unreached(now)
+        if not self.is_finished:
+            there = () if self.world is None else self._present((*self.world.members, *self.world.leaving))
+            effects += self.links.probes(self.roster, there, now)
         if self._is_overdue(now):
             self._note(now)
         if self._decide_at is not None and now >= self._decide_at and not self.is_finished:
@@ -325,6 +343,36 @@ class Membership:
             return f"it has said nothing of {len(failed)} generations that failed in {most:g} s"
         return ""
 
+    def _give_up_unreached(self, now: float) -> list[GiveUp]:
+        """Give up nodes of a world that stands still, so that all that are left reach each other.
+
+        Nobody where fewer than MIN nodes would be there then, with those that wait, or while that may lose state that
+        the network may give back.
+        """
+        world, links = self.world, self.links
+        if world is None or not links.stands_still(now) or not links.parted:
+            return []
+        outside = links.outside(self.roster, self._present((*world.members, *world.leaving)))
+        parted = [self.roster[one] for one in outside]
+        stay = tuple(one for one in self._present(world.members) if one not in outside)
+        has_enough = len(nodes_of((*stay, *self._newcomers(stay)))) >= self.settings.min_nodes
+        if not parted or not has_enough or not self._may_part_with(parted, now):
+            return []
+        for entry in parted:
+            self.lost(entry.member, clipped(outside[entry.member], LONGEST_TEXT // 2), now)
+        links.move(now)
+        return [GiveUp(entry.member, entry.pid, self._gone[entry.member]) for entry in parted]
+
+    def _may_part_with(self, parted: list[Entry], now: float) -> bool:
+        """Return whether nothing is lost with these members, or the world has stood still for `stuck_seconds`.
+
+        Copies outlive one node; two that go together may have kept each other's.
+        """
+        is_one = len(nodes_of(entry.member for entry in parted)) == 1
+        if is_one and all(entry.report.protected == "yes" or not entry.report.step for entry in parted):
+            return True
+        return 0 < self.settings.stuck_seconds <= self.links.still_for(now)
+
     def _see_who_is_mute(self, failed: World, now: float) -> None:
         """A generation has failed: others have said so, and all should."""
         for member in failed.members:
@@ -360,6 +408,7 @@ class Membership:
         if self.world is None or recovery is None:
             return []
         self._is_starter, self._newest = False, max(self._newest, self.world.generation)
+        self.links.move(now)
         self._done.difference_update(started)
         said = [(entry.member, entry.report) for entry in self.roster if self._takes_part(entry.member)]
         self._entered = max((report.entered for _, report in said), default=0)
@@ -471,6 +520,7 @@ class Membership:
             return ()
         nodes = self.roster.complete_nodes(apart=(*self._back, *(() if self.world is None else self.world.members)))
         nodes = [node for node in nodes if not are_built or all(self._has_built(one) for one in node)]
+        nodes = self.links.reaching(self.roster, nodes, stay)
         nodes = nodes[: max(0, self.settings.max_nodes - len(nodes_of(stay)))]
         if not stay and len(nodes) < self.settings.min_nodes:
             return ()
@@ -517,11 +567,12 @@ class Membership:
         return bool(stay) and len(nodes_of(stay)) >= self.settings.min_nodes and not self._is_lacking
 
     def _have_others_waited(self, now: float) -> bool:
-        """Whether late nodes have kept other ones out for too long."""
+        """Return whether late nodes have kept others waiting for too long: some of the world, or nodes that wait."""
         world, late, most = self.world, self._late, self.settings.stuck_seconds
         if world is None or not late or self._is_lacking or not 0 < most <= now - self.changes[-1][1]:
             return False
-        return world.survivors + len(late) < len(world.members) or bool(self._newcomers(world.members))
+        coming = [one for one in self._present(world.members[world.survivors :]) if not self._is_leaving(one)]
+        return not set(coming) <= set(late) or bool(self._newcomers(world.members))
 
     def _left_out(self, now: float) -> tuple[str, ...]:
         """Late members that a generation which cannot wait goes on without."""
@@ -595,8 +646,11 @@ class Membership:
         passed_over = () if self.world is None else self._present(self.world.members)
         if self._breach and self.world is not None:
             self._see_who_is_mute(self.world, now)
-        self._is_starter = self._is_starter or self.world is None
+        if self.world is None:
+            self._is_starter = True
+            self.links.move(now)
         self.world, self._newest = world, world.generation
+        self.links.look(now)
         self._breach = ""
         self._back.clear()
         self._has_begun = world.begun

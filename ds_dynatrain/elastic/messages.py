@@ -6,10 +6,11 @@ field, a value of another type or a length above the limit is a `MessageError` t
 
 A connection opens with `Challenge` from the coordinator and `Hello` from the peer, answered by `Welcome` or `Refused`;
 from `Hello` on all is proved. After that a worker sends one `Announce`, then `Report` whenever something changed and as
-its heartbeat, and `Bye` at its end; an agent sends one `Agent` and `Beat`; whoever only asks sends `Query` or
-`Dismiss`. The coordinator sends `Changed`, `Leave`, `Fence`, `Finished`, `Status`, `Dismissed` and `Refused`. Reports
-say all that a worker is, so a lost or a repeated one does no harm. `Switched` is for people alone: the worker of rank 0
-sends one a switch, and its last ones again to another coordinator, which knows them by their numbers.
+its heartbeat, `Probed` for each `Probe`, and `Bye` at its end; an agent sends one `Agent` and `Beat`; whoever only asks
+sends `Query` or `Dismiss`. The coordinator sends `Changed`, `Leave`, `Probe`, `Fence`, `Finished`, `Status`,
+`Dismissed` and `Refused`. Reports say all that a worker is, so a lost or a repeated one does no harm. `Switched` is for
+people alone: the worker of rank 0 sends one a switch, and its last ones again to another coordinator, which knows them
+by their numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from ds_dynatrain.elastic.world import LONGEST_NODE, MemberId, Members, NodeId, Record, Text, World
 from ds_dynatrain.errors import MessageError
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Version of all this; both ends must have the same one."""
 LARGEST_GREETING = 4 * 1024
 """Bytes of a message from a peer that has not proved anything yet."""
@@ -41,6 +42,13 @@ MOST_PHASES = 16
 LONGEST_WORDS = 160
 Words = Annotated[str, Field(max_length=LONGEST_WORDS)]
 """So long that a switch fits into `LARGEST_GREETING` bytes, which is what a worker may send at once."""
+HostPort = Annotated[str, Field(pattern=r"^([0-9.]{7,15}|\[[0-9a-f:.]{2,45}\]):[0-9]{1,5}$")]
+"""An address without names to be looked up."""
+MOST_PROBED = 48
+"""Addresses in a message: its answer has to fit into `LARGEST_GREETING` bytes, too."""
+MOST_PARTED = 16
+"""Pairs of hosts that a status names."""
+Probes = Annotated[tuple[HostPort, ...], Field(max_length=MOST_PROBED)]
 Phase = Literal["warming", "waiting", "building", "working", "leaving"]
 
 
@@ -86,7 +94,8 @@ class Announce(Record):
     """Who a worker is. On a further connection also what it knows: the newest world that it was told of.
 
     nonce: drawn once by each process. With the same pid and nonce an announcement replaces the process's connection of
-    before; empty on a peer that never comes back. restarts: how often its agent has started workers before.
+    before; empty on a peer that never comes back. restarts: how often its agent has started workers before. reach: an
+    address to which others can try to connect, on the host of its process groups; empty where that is not known.
     """
 
     kind: Literal["announce"] = "announce"
@@ -97,6 +106,7 @@ class Announce(Record):
     nonce: Text = ""
     restarts: Count = 0
     world: World | None = None
+    reach: HostPort | Literal[""] = ""
 
 
 Engines = Literal["none", "building", "built"]
@@ -179,6 +189,14 @@ class Switched(Record):
     """Why it was rolled back."""
 
 
+class Probed(Record):
+    """Which of the addresses of a `Probe` a worker could connect to, and which not."""
+
+    kind: Literal["probed"] = "probed"
+    reached: Probes = ()
+    unreached: Probes = ()
+
+
 class Bye(Record):
     """A worker's script has ended, or an agent's workers have: the end of this connection is no loss."""
 
@@ -233,6 +251,13 @@ class Leave(Record):
     """To a worker: somebody wants its node; hand over, and go."""
 
     kind: Literal["leave"] = "leave"
+
+
+class Probe(Record):
+    """To a worker: say which of these other workers' addresses you can connect to."""
+
+    kind: Literal["probe"] = "probe"
+    peers: Probes
 
 
 class Fence(Record):
@@ -302,10 +327,12 @@ class Status(Record):
     members: tuple[MemberStatus, ...]
     starting: tuple[StartingNode, ...] = ()
     changes: tuple[ChangeStatus, ...]
+    parted: Annotated[tuple[Text, ...], Field(max_length=MOST_PARTED)] = ()
+    """Pairs of hosts that do not reach each other, in words."""
 
 
-FromPeer = Hello | Announce | Report | Switched | Bye | Agent | Beat | Query | Dismiss
-FromCoordinator = Challenge | Welcome | Refused | Changed | Leave | Fence | Finished | Status | Dismissed
+FromPeer = Hello | Announce | Report | Switched | Probed | Bye | Agent | Beat | Query | Dismiss
+FromCoordinator = Challenge | Welcome | Refused | Changed | Leave | Probe | Fence | Finished | Status | Dismissed
 Message = FromPeer | FromCoordinator
 
 _MESSAGES: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="kind")])

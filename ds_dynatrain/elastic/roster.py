@@ -25,6 +25,13 @@ class Entry:
     report: Report = field(default_factory=Report)
     arrival: int = 0
     """When it got ready, counted over all; 0 before."""
+    reach: str = ""
+    """The address at which others can try to connect to it; empty where that is not known."""
+
+    @property
+    def host(self) -> str:
+        """The part of `reach` that all workers of a machine have in common."""
+        return self.reach.rpartition(":")[0]
 
     @property
     def is_waiting(self) -> bool:
@@ -78,7 +85,7 @@ class Roster:
                     f"{member} says that its node has {said.local_size} workers, {other.member} says "
                     f"{other.local_size}; start both with one LOCAL_WORLD_SIZE, or give the nodes different names"
                 )
-        entry = Entry(member, said.local_rank, said.local_size, said.pid, said.nonce, heard=now)
+        entry = Entry(member, said.local_rank, said.local_size, said.pid, said.nonce, heard=now, reach=said.reach)
         self._entries[member] = entry
         return entry
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ds_dynatrain.elastic.membership import Membership
-from ds_dynatrain.elastic.messages import ChangeStatus, MemberStatus, StartingNode, Status
+from ds_dynatrain.elastic.messages import MOST_PARTED, ChangeStatus, MemberStatus, StartingNode, Status
 from ds_dynatrain.elastic.world import nodes_of
 
 
@@ -44,6 +44,7 @@ def snapshot(membership: Membership, job: str, now: float, agents: Mapping[str, 
         )
         for each, at in membership.changes
     )
+    parted = sorted(membership.links.parted)
     return Status(
         job=job,
         term=membership.term,
@@ -56,6 +57,7 @@ def snapshot(membership: Membership, job: str, now: float, agents: Mapping[str, 
         members=tuple(members),
         starting=_starting(membership, agents or {}, now),
         changes=changes,
+        parted=tuple(f"{one} and {other} do not reach each other" for one, other in parted[:MOST_PARTED]),
     )
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ds_dynatrain.elastic.effects import Effect, Finish, GiveUp, Publish
+from ds_dynatrain.elastic.effects import Effect, Finish, GiveUp, Probe, Publish
 from ds_dynatrain.elastic.membership import Membership
-from ds_dynatrain.elastic.messages import Announce, Bye, Report
+from ds_dynatrain.elastic.messages import Announce, Bye, Probed, Report
 from ds_dynatrain.elastic.settings import Settings
-from ds_dynatrain.elastic.world import World, member_id
+from ds_dynatrain.elastic.world import World, member_id, node_of
 
 
 @dataclass
@@ -30,6 +30,10 @@ class Driver:
     """Members that have said that they made a step."""
     breaches: dict[str, int] = field(default_factory=dict)
     """Members in whose world a collective has failed, with no generation since that ends it; of which they said so."""
+    hosts: dict[str, str] = field(default_factory=dict)
+    """Where the members of a node can be connected to; nobody tries where that is not said."""
+    blocked: set[tuple[str, str]] = field(default_factory=set)
+    """The pairs of nodes of which the first does not reach the second."""
 
     def __post_init__(self) -> None:
         self.membership = self._new()
@@ -60,6 +64,7 @@ class Driver:
             nonce=nonce,
             restarts=restarts,
             world=self.told.get(member),
+            reach=self.hosts.get(node, ""),
         )
         assert self.membership.announce(said, self.now) == member
         self.reports.setdefault(member, Report())
@@ -94,6 +99,10 @@ class Driver:
             else:
                 self.breaches[member] = world.generation
                 self.say(member, broken=world.generation)
+
+    def part(self, one: str, other: str) -> None:
+        """Two nodes do not reach each other any more."""
+        self.blocked |= {(one, other), (other, one)}
 
     def enter(self, *members: str) -> None:
         """Members (by default all) enter the newest world that they were told of."""
@@ -130,6 +139,12 @@ class Driver:
                     self._say_again(world, [one for one in to if one in self.membership.roster])
                 case GiveUp(member, _, _):
                     self.fenced.append(member)
+                case Probe(member, peers):
+                    nodes = {address: node for node, address in self.hosts.items()}
+                    here = node_of(member)
+                    cut = tuple(peer for peer in peers if (here, nodes[peer]) in self.blocked)
+                    rest = tuple(peer for peer in peers if peer not in cut)
+                    self.membership.probed(member, Probed(reached=rest, unreached=cut), self.now)
                 case Finish(to):
                     self.finished += to
         return effects

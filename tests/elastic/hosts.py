@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 STAY = ("sh", "-c", "echo ready; exec sleep infinity")
+NOBODY = "02:00:00:00:00:01"
 ISOLATED = ("unshare", "--user", "--map-root-user", "--net")
 
 
@@ -46,6 +47,16 @@ class Hosts:
     def plug(self, number: int) -> None:
         """It is put back."""
         self._run(self._switch, f"ip link set cable{number} up")
+
+    def part(self, one: int, other: int) -> None:
+        """Two hosts hear nothing of each other any more: each sends to a card that nobody has. Others hear both."""
+        self._run(self._hosts[one - 1], f"ip neighbour replace {address(other)} lladdr {NOBODY} dev eth0 nud permanent")
+        self._run(self._hosts[other - 1], f"ip neighbour replace {address(one)} lladdr {NOBODY} dev eth0 nud permanent")
+
+    def join(self, one: int, other: int) -> None:
+        """They do again."""
+        self._run(self._hosts[one - 1], f"ip neighbour delete {address(other)} dev eth0")
+        self._run(self._hosts[other - 1], f"ip neighbour delete {address(one)} dev eth0")
 
     def close(self) -> None:
         """Nothing is left of them once all that runs on them has ended."""

@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 from ds_dynatrain.elastic.effects import Publish
+from ds_dynatrain.elastic.links import Links
 from ds_dynatrain.elastic.member import Member
 from ds_dynatrain.elastic.membership import Membership
 from ds_dynatrain.elastic.messages import Bye, Report
@@ -25,12 +26,16 @@ from ds_dynatrain.engine.members.elastic import Elastic
 
 @dataclass(frozen=True)
 class Bug:
-    """owner: whose `method` it is; instead: what is there in its place; seed: of the first history that finds it."""
+    """owner: whose `method` it is; instead: what is there in its place; seed: of the first history that finds it.
+
+    parts: in these histories hosts lose each other.
+    """
 
     owner: Any
     method: str
     instead: Any
     seed: int
+    parts: bool = False
 
 
 def _plain_harmless(self: Elastic, world: World) -> bool:
@@ -113,6 +118,13 @@ BUGS: dict[str, Bug] = {
     "the stuck are never given up": Bug(Membership, "_give_up_stuck", _always([]), seed=25),
     "others wait for late nodes for ever": Bug(Membership, "_is_overdue", _always(False), seed=30),
     "who is passed over is not told": Bug(Membership, "_publish", _narrow_publish, seed=95),
+    "hosts that lose each other stay in one world": Bug(
+        Membership, "_give_up_unreached", _always([]), seed=15, parts=True
+    ),
+    "nobody waits until it reaches all": Bug(
+        Links, "reaching", lambda self, roster, nodes, stay: list(nodes), seed=29, parts=True
+    ),
+    "hosts that reach each other again are not asked": Bug(Links, "_doubted", _always(set()), seed=170, parts=True),
     "nobody says that it has made its engines": Bug(Member, "built", _always(None), seed=60),
     "all members say what they hold": Bug(change, "who_is_asked", lambda world: world.members, seed=30),
     "idle members say nothing after a failure": Bug(ChangeMachine, "_agree", _silent_agree, seed=6),

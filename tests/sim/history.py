@@ -9,7 +9,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import combinations
 
+from ds_dynatrain.elastic.links import largest_reaching
 from ds_dynatrain.elastic.settings import Settings
 from tests.engine.simulated import Job, Member
 from tests.sim.network import Network
@@ -36,6 +38,8 @@ class SimulatedJob(Job):
     """Its processes do what they do when the clock says so."""
 
     seed: int = 0
+    parts: bool = False
+    """Whether hosts lose each other while both reach the coordinator."""
     came: int = 0
 
     def __post_init__(self) -> None:
@@ -47,11 +51,13 @@ class SimulatedJob(Job):
         for _ in range(self.nodes):
             self.join()
 
-    def join(self, restarts: int = 0) -> None:
-        """A node comes."""
+    def join(self, restarts: int = 0, reach: str = "") -> None:
+        """A node comes. reach: where it is, by default on a host of its own."""
         node, self.came = f"n{self.came}", self.came + 1
         member = self.members[f"{node}/0"] = Member(self, f"{node}/0")
-        self.network.start(node, restarts)
+        if self.parts:
+            reach = reach or f"10.0.{self.came // 256}.{self.came % 256}:1"
+        self.network.start(node, restarts, reach)
         self._take_turns(member)
 
     def _hear(self, name: str) -> None:
@@ -64,16 +70,39 @@ class SimulatedJob(Job):
         if not member.end:
             member.end = f"ended: {why}"
             self.network.die(name)
-            self.network.after(RESTART_SECONDS, lambda: self.join(restarts=1))
+            reach = self.network.lines[name].reach
+            self.network.after(RESTART_SECONDS, lambda: self.join(restarts=1, reach=reach))
 
     def _take_turns(self, member: Member) -> None:
         if member.end:
             return
         if member.elastic.is_aborted:
             self.broken.discard(member.id)
-        if not self.network.hangs(member.id) and member.id not in self.broken:
+        if (
+            not self.network.hangs(member.id)
+            and member.id not in self.broken
+            and not self._waits_for_lost_hosts(member)
+        ):
             member.turn()
+            self._count_steps(member)
         self.network.after(TURN_SECONDS * self.chance.uniform(0.2, 2.0), lambda: self._take_turns(member))
+
+    def _count_steps(self, member: Member) -> None:
+        """What the next heartbeat says of its step; that of the first one is said at once."""
+        said = self.network.reports[member.id]
+        step = max((engine.step for engine in member.engines), default=0)
+        if self.parts and said.step not in (0, step):
+            self.network.reports[member.id] = said.model_copy(update={"step": step})
+
+    def _waits_for_lost_hosts(self, member: Member) -> bool:
+        """Whether a collective of the newest generation that a member knows of can never end."""
+        world = self.network.told.get(member.id)
+        there = () if world is None or not self.network.parted else (*world.members, *world.leaving)
+        return member.id in there and any(not self._reach(*pair) for pair in combinations(there, 2))
+
+    def _reach(self, one: str, other: str) -> bool:
+        lines = self.network.lines
+        return self.network.reaches(lines[one].reach, lines[other].reach)
 
     @property
     def is_anew(self) -> bool:
@@ -113,10 +142,18 @@ class SimulatedJob(Job):
             lambda: self._cut_all(seconds),
             lambda: self.building.append(self.chance.choice(BUILD_TURNS)),
         ]
-        if one is not None and self.chance.random() < 0.6:
+        if self.parts and len(alive) > 1 and self.chance.random() < 0.2:
+            self._part(*self.chance.sample(alive, 2))
+        elif one is not None and self.chance.random() < 0.6:
             self.chance.choice(on_one)(one)
         else:
             self.chance.choice(on_all)()
+
+    def _part(self, one: Member, other: Member) -> None:
+        """Two hosts lose each other; both still reach the coordinator."""
+        pair = frozenset(self.network.lines[member.id].reach for member in (one, other))
+        if len(pair) == 2:
+            self.network.parted[pair] = self.network.now + self.chance.choice((0.5, 3.0, 10.0, FOR_EVER))
 
     def _cut_all(self, seconds: float) -> None:
         """The coordinator's own link is cut."""
@@ -175,7 +212,8 @@ class SimulatedJob(Job):
     @property
     def has_too_few(self) -> bool:
         """Whether fewer nodes than MIN are there, so that nobody may train."""
-        return len([one for one in self.live if not self.network.reports[one.id].leaving]) < self.least
+        stay = [one.id for one in self.live if not self.network.reports[one.id].leaving]
+        return len(largest_reaching(stay, lambda one, other: not self._reach(one, other))) < self.least
 
     @property
     def unrest(self) -> str:
@@ -209,19 +247,25 @@ class SimulatedJob(Job):
                 return f"{member.id} is not in generation {world.generation}: {member.machine.stage}"
         if len(training) < len(there):
             return "some of the world are dead"
-        waiting = [one for one in live if one.id not in world.members]
+        if any(not self._reach(*pair) for pair in combinations(world.members, 2)):
+            return "two of the world do not reach each other"
+        waiting = [one for one in live if all(self._reach(one.id, other) for other in world.members)]
+        waiting = [one for one in waiting if one.id not in world.members]
         if waiting and len(world.members) < self.most:
             return f"{waiting[0].id} is not let in"
         return ""
 
 
-def history(seed: int) -> SimulatedJob:
-    """Run one. AssertionError if something happens that never may, StuckError if it does not come to rest."""
+def history(seed: int, parts: bool = False) -> SimulatedJob:
+    """Run one. AssertionError if something happens that never may, StuckError if it does not come to rest.
+
+    parts: hosts lose each other, too.
+    """
     chance = random.Random(f"shape {seed}")
     nodes = chance.randint(1, 3)
     job = SimulatedJob(
         nodes, nodes + chance.randint(0, 2), chance.randint(0, 1), chance.choice((1, 1, 2)), chance.randint(1, 4),
-        chance.random() < 0.5, least=min(nodes, chance.choice((1, 1, 1, 2))), seed=seed,
+        chance.random() < 0.5, least=min(nodes, chance.choice((1, 1, 1, 2))), seed=seed, parts=parts,
     )  # fmt: skip
     job.widest = max(job.widest, job.least)
     job.network.run(chance.uniform(1.0, 2.5))
@@ -233,16 +277,24 @@ def history(seed: int) -> SimulatedJob:
     if job.network.membership is None:
         job.network.start_coordinator()
     end = job.network.now + REST_SECONDS
+    while True:
+        rest(job, end)
+        if job.has_too_few:
+            return job
+        steps = {member.id: member.engines[0].step for member in job.live if member.engines and member.engines[0].works}
+        job.network.run(2.0)
+        members = {name: job.members[name] for name in steps}
+        if all(one.end or one.engines[0].step > steps[name] for name, one in members.items()):
+            return job
+        if not (parts and job.unrest):  # else a newcomer came in, and does not reach all
+            raise StuckError(f"seed {seed}: at rest, but it makes no steps")
+
+
+def rest(job: SimulatedJob, end: float) -> None:
+    """Let a job come to rest; StuckError if it does not by `end`."""
     while reason := job.unrest:
         if job.network.now > end:
-            raise StuckError(f"seed {seed}: {REST_SECONDS:g} s after the last fault, {reason}")
+            raise StuckError(f"seed {job.seed}: {REST_SECONDS:g} s after the last fault, {reason}")
         job.network.run(0.5)
         if job.network.now > end - REST_SECONDS + LOOK_SECONDS:
             job.kill_what_hangs()
-    if job.has_too_few:
-        return job
-    steps = {member.id: member.engines[0].step for member in job.live if member.engines and member.engines[0].works}
-    job.network.run(2.0)
-    if any(job.members[name].engines[0].step <= step and not job.members[name].end for name, step in steps.items()):
-        raise StuckError(f"seed {seed}: at rest, but it makes no steps")
-    return job

@@ -13,15 +13,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from ds_dynatrain.elastic.effects import Effect, GiveUp, Publish
+from ds_dynatrain.elastic.effects import Effect, GiveUp, Probe, Publish
 from ds_dynatrain.elastic.membership import Membership
-from ds_dynatrain.elastic.messages import Announce, Bye, Report
+from ds_dynatrain.elastic.messages import Announce, Bye, Probed, Report
 from ds_dynatrain.elastic.settings import ORPHAN_SECONDS, Settings
 from ds_dynatrain.elastic.world import World, member_id
 from ds_dynatrain.errors import JobFinished, PeerRefused
 
 LATENCIES = (0.0001, 0.001, 0.001, 0.005, 0.05)
 RETRY_SECONDS = 0.2
+PROBE_SECONDS = 0.1
+"""How long members take to find out whom they reach."""
 Action = Callable[[], None]
 
 
@@ -34,6 +36,7 @@ class Line:
 
     member: str
     restarts: int = 0
+    reach: str = ""
     term: str = ""
     number: int = 0
     taken: int = 0
@@ -68,6 +71,8 @@ class Network:
     membership: Membership | None = None
     terms: int = 0
     """Number of coordinators so far."""
+    parted: dict[frozenset[str], float] = field(default_factory=dict)
+    """Until when two hosts do not reach each other."""
     _paused_until: float = 0.0
     _events: list[tuple[float, int, Action]] = field(default_factory=list)
     _count: int = 0
@@ -135,16 +140,33 @@ class Network:
                     self.lines[member].taken = 0
                     self._lose(self.lines[member])
                     self.after(self._latency(), partial(self.on_end, member, reason))
+                case Probe(member, peers):
+                    line = self.lines[member]
+                    self.after(PROBE_SECONDS, partial(self._try, line, line.term, peers))
                 case _:
                     pass
 
+    def _try(self, line: Line, term: str, peers: tuple[str, ...]) -> None:
+        """A member has tried to connect to others' hosts."""
+        reached = tuple(peer for peer in peers if self.reaches(line.reach, peer))
+        said = Probed(reached=reached, unreached=tuple(peer for peer in peers if peer not in reached))
+        if line.term == term and not line.is_ended:
+            self._up(line, lambda to: to.probed(line.member, said, self.now))
+
+    def reaches(self, one: str, other: str) -> bool:
+        """Whether two addresses are of hosts that reach each other."""
+        return self.parted.get(frozenset((one, other)), 0.0) <= self.now
+
     # -- connections -------------------------------------------------------------------------------------------------
 
-    def start(self, node: str, restarts: int = 0) -> None:
-        """A worker of a new node tries to reach the coordinator, and is ready as soon as it does."""
+    def start(self, node: str, restarts: int = 0, reach: str = "") -> None:
+        """A worker of a new node tries to reach the coordinator, and is ready as soon as it does.
+
+        reach: where others can connect to it; nobody tries where it is empty.
+        """
         member = member_id(node, 0)
         self.reports[member] = Report(ready=True)
-        self.lines[member] = Line(member, restarts, lost_at=self.now)
+        self.lines[member] = Line(member, restarts, reach, lost_at=self.now)
         self._connect(self.lines[member])
         self._beat(self.lines[member])
 
@@ -223,7 +245,14 @@ class Network:
             return
         node, world = line.member.partition("/")[0], self.told.get(line.member)
         said = Announce(
-            node=node, local_rank=0, local_size=1, pid=7, nonce=line.member, restarts=line.restarts, world=world
+            node=node,
+            local_rank=0,
+            local_size=1,
+            pid=7,
+            nonce=line.member,
+            restarts=line.restarts,
+            world=world,
+            reach=line.reach,
         )
         try:
             self.membership.announce(said, self.now)

@@ -17,12 +17,19 @@ def test_all_come_to_rest(part: int) -> None:
         history(seed)
 
 
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.full) for part in range(1, PARTS))])
+def test_all_come_to_rest_where_hosts_lose_each_other(part: int) -> None:
+    for seed in range(part * HISTORIES // PARTS, (part + 1) * HISTORIES // PARTS):
+        history(seed, parts=True)
+
+
 @pytest.mark.parametrize("name", BUGS)
 def test_a_mistake_is_found(name: str) -> None:
     """By a history that finds nothing without it. Where the simulator has changed, the next test says by which."""
-    history(BUGS[name].seed)
-    with put_in(BUGS[name]), pytest.raises(AssertionError):
-        history(BUGS[name].seed)
+    bug = BUGS[name]
+    history(bug.seed, bug.parts)
+    with put_in(bug), pytest.raises(AssertionError):
+        history(bug.seed, bug.parts)
 
 
 @pytest.mark.full
@@ -35,7 +42,7 @@ def _first_to_find(name: str) -> int:
     with put_in(BUGS[name]):
         for seed in range(MOST_TO_FIND):
             try:
-                history(seed)
+                history(seed, BUGS[name].parts)
             except AssertionError:
                 return seed
     raise ValueError(f"{name}: nothing in {MOST_TO_FIND} histories")

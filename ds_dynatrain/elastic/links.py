@@ -1,0 +1,160 @@
+"""Which hosts of a job do not reach each other, and the largest set of nodes that do.
+
+The coordinator's side, without sockets and without a clock. Where the world has stood still for a while its members try
+to connect to each other (`reach`), and what they found goes in. A host is named by the address that its process groups
+use, so what is known of it outlives its processes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TypeVar
+
+from ds_dynatrain.elastic.effects import Probe
+from ds_dynatrain.elastic.messages import MOST_PROBED, Probed
+from ds_dynatrain.elastic.roster import Roster
+from ds_dynatrain.elastic.world import node_of
+
+Node = TypeVar("Node", bound=Hashable)
+STANDSTILL = 2
+"""So many times `silent_seconds` without a step, or a member that enters a generation, are a standstill."""
+RAREST = 12
+"""A standstill in which all reach each other, as in a long evaluation, is looked at less and less often, but once in so
+many times `silent_seconds`."""
+FAILURES = 2
+"""So often in a row two hosts have to fail in both directions: less may be a moment's loss of packets."""
+MOST_LINKS = 1 << 16
+"""Remembered failures; those of the longest ago are forgotten."""
+MOST_BRANCHES = 10_000
+"""Of the search for the largest set; beyond it the answer is a large set, but maybe not the largest."""
+
+
+class Links:
+    """What members found when they tried to connect to each other's hosts. seconds: `silent_seconds`."""
+
+    def __init__(self, seconds: float, now: float) -> None:
+        self._seconds = self._pause = seconds
+        self._failures = Counter[tuple[str, str]]()
+        self._moved_at = self._probe_at = now
+
+    def move(self, now: float) -> None:
+        """Take note that a member of the world has made a step or entered a generation."""
+        self._moved_at = now
+        self.look(now)
+
+    def look(self, now: float) -> None:
+        """Ask soon where the world stands still: there is a reason to."""
+        self._pause = self._seconds
+        self._probe_at = min(self._probe_at, now + self._seconds)
+
+    def still_for(self, now: float) -> float:
+        """Return for how long the world has stood still."""
+        return now - self._moved_at
+
+    def stands_still(self, now: float) -> bool:
+        """Return whether that is so long that the network may be the reason."""
+        return self.still_for(now) > STANDSTILL * self._seconds
+
+    def probes(self, roster: Roster, there: Iterable[str], now: float) -> list[Probe]:
+        """Return what to ask now. there: the members of the world.
+
+        In a standstill one member of each of their hosts tries all others; hosts that doubt each other do at any time.
+        """
+        if now < self._probe_at:
+            return []
+        speakers = {entry.host: entry for entry in reversed(list(roster)) if entry.host}
+        standing = {roster[one].host for one in there} if self.stands_still(now) else set[str]()
+        doubted = {host: self._doubted(host) for host in speakers}
+        slower = min(2 * self._pause, RAREST * self._seconds)
+        self._pause = slower if standing and not any(doubted.values()) else self._seconds
+        self._probe_at = now + self._pause
+        probes = list[Probe]()
+        for host, others in doubted.items():
+            asked = (others | standing if host in standing else others).intersection(speakers) - {host}
+            peers = tuple(speakers[other].reach for other in sorted(asked))
+            parts = (peers[start : start + MOST_PROBED] for start in range(0, len(peers), MOST_PROBED))
+            probes += [Probe(speakers[host].member, part) for part in parts]
+        return probes
+
+    def hear(self, host: str, said: Probed, now: float) -> bool:
+        """Take what a member of a host found. Return whether other hosts are parted now than before.
+
+        A connection needs packets in both directions, so one that is made clears both.
+        """
+        before = self.parted
+        for other in map(_host, said.reached):
+            self._failures.pop((host, other), None)
+            self._failures.pop((other, host), None)
+        for other in map(_host, said.unreached):
+            self._failures[host, other] += 1
+            if len(self._failures) > MOST_LINKS:
+                del self._failures[next(iter(self._failures))]
+        if said.unreached:
+            self.look(now)
+        return self.parted != before
+
+    @property
+    def parted(self) -> set[tuple[str, str]]:
+        """The pairs of hosts that do not reach each other, each pair in order."""
+        return {pair for pair in self._failures if pair[0] < pair[1] and self._are_parted(*pair)}
+
+    def outside(self, roster: Roster, there: Sequence[str]) -> dict[str, str]:
+        """Return the members that the largest set of nodes which reach each other does not have, and why."""
+        hosts = {node_of(one): roster[one].host for one in there}
+        kept = largest_reaching(tuple(hosts), lambda one, other: self._are_parted(hosts[one], hosts[other]))
+        found = dict[str, str]()
+        for one in there:
+            here = roster[one].host
+            unreached = sorted({hosts[node] for node in kept if self._are_parted(here, hosts[node])})
+            if node_of(one) not in kept:
+                found[one] = f"{here} and {', '.join(unreached)} do not reach each other"
+        return found
+
+    def reaching(self, roster: Roster, nodes: Sequence[tuple[str, ...]], stay: Iterable[str]) -> list[tuple[str, ...]]:
+        """Return those nodes that reach all who stay, and each other. nodes: the members of each."""
+        if not self._failures:
+            return list(nodes)
+        there = {roster[one].host for one in stay if one in roster}
+        hosts = {node: roster[node[0]].host for node in nodes}
+        welcome = [node for node in nodes if not any(self._are_parted(hosts[node], other) for other in there)]
+        return list(largest_reaching(welcome, lambda one, other: self._are_parted(hosts[one], hosts[other])))
+
+    def _are_parted(self, one: str, other: str) -> bool:
+        return min(self._failures[one, other], self._failures[other, one]) >= FAILURES
+
+    def _doubted(self, host: str) -> set[str]:
+        """Return the hosts that this one failed to reach, or that failed to reach it."""
+        return {one if other == host else other for one, other in self._failures if host in (one, other)}
+
+
+def largest_reaching(nodes: Sequence[Node], are_parted: Callable[[Node, Node], bool]) -> tuple[Node, ...]:
+    """Return the largest set of nodes without a parted pair, in their order; of several, the one with the first nodes.
+
+    Of each parted pair one goes: so either a node does, or all that are parted from it.
+    """
+    apart = {node: {other for other in nodes if other != node and are_parted(node, other)} for node in nodes}
+    branches, best = 0, tuple[int, ...]()
+
+    def search(gone: frozenset[Node]) -> None:
+        nonlocal best, branches
+        branches += 1
+        left = {node: len(apart[node] - gone) for node in nodes if node not in gone}
+        if len(left) < len(best) or (best and branches > MOST_BRANCHES):
+            return
+        most = max(left.values(), default=0)
+        if most:
+            chosen = [node for node, count in left.items() if count == most][-1]
+            search(gone | {chosen})
+            search(gone | apart[chosen])
+            return
+        kept = tuple(place for place, node in enumerate(nodes) if node in left)
+        if (-len(kept), kept) < (-len(best), best):
+            best = kept
+
+    search(frozenset())
+    return tuple(nodes[place] for place in best)
+
+
+def _host(address: str) -> str:
+    return address.rpartition(":")[0]

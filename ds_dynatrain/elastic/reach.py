@@ -1,0 +1,144 @@
+"""Whether other hosts can be reached: where a member can be connected to, and its attempts to connect to others.
+
+gloo's connections are made from host to host, while the coordinator sees only its own. When a world stands still the
+coordinator asks its members who reaches whom (`links`). Each member listens at an address that nothing is said at: a
+connection that is made there is proof enough, and is closed.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import queue
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+
+import torch.distributed as td
+from torch._C._distributed_c10d import HashStore
+
+from ds_dynatrain.elastic.abort import new_sockets, open_sockets
+from ds_dynatrain.elastic.address import BACKLOG, Address
+
+REACH_SECONDS = 2.0
+"""How long a connection may take to be made: a lost packet is sent again after one second."""
+UNREACHED = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)
+ANSWERED = (0, errno.ECONNREFUSED)
+
+
+class Reach:
+    """A member's listening socket and its thread that connects to others.
+
+    tell: called on that thread with the addresses that were reached, and those that were not.
+    """
+
+    def __init__(self, tell: Callable[[Sequence[str], Sequence[str]], None]) -> None:
+        self._tell = tell
+        self._listener: socket.socket | None = None
+        self._asked: queue.SimpleQueue[Sequence[str]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def listen(self) -> str:
+        """Listen where process groups do, and return the address; empty where that is not known."""
+        host = group_host()
+        with suppress(OSError):
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            self._listener = socket.create_server((host, 0), family=family, backlog=BACKLOG) if host else None
+        if self._listener is None:
+            return ""
+        self._listener.setblocking(False)
+        return str(Address(host, self._listener.getsockname()[1]))
+
+    def filenos(self) -> tuple[int, ...]:
+        """Return the descriptor to be polled for `answer`, if there is one."""
+        return () if self._listener is None else (self._listener.fileno(),)
+
+    def answer(self) -> None:
+        """Close what others have connected."""
+        with suppress(OSError):
+            while self._listener is not None:
+                self._listener.accept()[0].close()
+
+    def ask(self, addresses: Sequence[str]) -> None:
+        """Try to connect to these addresses, in a thread."""
+        self._asked.put(addresses)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="dynatrain-reach", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """Listen no more."""
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
+    def _run(self) -> None:
+        while True:
+            with suppress(OSError):  # the coordinator has gone meanwhile
+                self._tell(*reached_of(self._asked.get()))
+
+
+def reached_of(addresses: Sequence[str], seconds: float = REACH_SECONDS) -> tuple[list[str], list[str]]:
+    """Return which of these addresses can be connected to within `seconds`, and which cannot.
+
+    A host that refuses has answered. What fails for a reason of this process's own is in neither list.
+    """
+    with_words: dict[int, tuple[socket.socket, str]] = {}
+    results: dict[str, int] = {}
+    poll = select.poll()
+    try:
+        for text in addresses:
+            address = Address.parse(text)
+            with suppress(OSError):
+                each = socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET, socket.SOCK_STREAM)
+                with_words[each.fileno()] = each, text
+                each.setblocking(False)
+                result = each.connect_ex((address.host, address.port))
+                if result != errno.EINPROGRESS:
+                    results[text] = result
+                else:
+                    poll.register(each, select.POLLOUT)
+        end = time.monotonic() + seconds
+        waiting = {number for number, (_, text) in with_words.items() if text not in results}
+        while waiting:
+            left = end - time.monotonic()
+            ready = poll.poll(max(0.0, left) * 1000)
+            for number, _ in ready:
+                each, text = with_words[number]
+                results[text] = each.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                poll.unregister(number)
+                waiting.discard(number)
+            if not ready and left <= 0:
+                break
+        results |= {with_words[number][1]: errno.ETIMEDOUT for number in waiting}
+    finally:
+        for each, _ in with_words.values():
+            each.close()
+    reached = [text for text, result in results.items() if result in ANSWERED]
+    return reached, [text for text, result in results.items() if result in UNREACHED]
+
+
+def group_host() -> str:
+    """Return the address that gloo listens at in this process, as it chooses one; empty where that is not seen."""
+    before = open_sockets()
+    with suppress(RuntimeError):
+        group = td.ProcessGroupGloo(HashStore(), 0, 1, timeout=timedelta(seconds=REACH_SECONDS))
+        hosts = [_listens_at(descriptor) for descriptor in new_sockets(before, open_sockets())]
+        del group
+        return next(filter(None, hosts), "")
+    return ""
+
+
+def _listens_at(descriptor: int) -> str:
+    """Return the address of a listening socket; empty for any other, and for one that only this link knows."""
+    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as copy:
+        is_listening = copy.family in (socket.AF_INET, socket.AF_INET6) and copy.getsockopt(
+            socket.SOL_SOCKET, socket.SO_ACCEPTCONN
+        )
+        host = str(copy.getsockname()[0]) if is_listening else ""
+        return "" if "%" in host else host
+    return ""
