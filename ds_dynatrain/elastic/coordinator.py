@@ -244,18 +244,22 @@ class Coordinator:
         if node in self._agents:
             logger.warning("%s has connected again before its former connection ended; the new one counts", peer.name)
         self._agents[node] = peer
+        self.membership.watched.add(node)
         for fence in self._owed.pop(node, []):
             peer.send(fence)
         try:
             while True:
                 message = await asyncio.wait_for(peer.receive(), self.membership.settings.silent_seconds)
                 if isinstance(message, Bye):
+                    if message.failed:
+                        self.membership.failed(node, time.monotonic())
                     return
                 if not isinstance(message, Beat):
                     raise MessageError(f"{message.kind}: an agent sends beat or bye")
         finally:
             if self._agents.get(node) is peer:
                 del self._agents[node]
+                self.membership.watched.discard(node)
             self._stirred.set()
 
     # -- the whole ---------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import sys
 
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.elastic.rendezvous import (
@@ -97,7 +98,7 @@ class NodeRendezvous(RendezvousHandler):
         RendezvousConnectionError if there is no coordinator in time or it does not let us in, RendezvousClosedError if
         the job has finished.
         """
-        self._end_line()
+        self._end_line(failed=True)  # torchrun asks again only where it starts workers anew that have failed
         node = self._new_node()
         seconds = float(self._parameters.get("join_timeout", JOIN_SECONDS))
         job = str(self._parameters.run_id)
@@ -130,17 +131,20 @@ class NodeRendezvous(RendezvousHandler):
         return str(self._parameters.run_id)
 
     def shutdown(self) -> bool:
-        """The workers have ended. A coordinator that is hosted here goes on until those of the others have, too."""
-        self._end_line()
+        """Say how the workers have ended. A coordinator that is hosted here serves until those of the others have, too.
+
+        torchrun calls this last, and while it raises ChildFailedError if a worker has failed.
+        """
+        self._end_line(failed=sys.exc_info()[0] is not None)
         if self._host is not None:
             self._host.outlive()
         return True
 
     # -- small things ------------------------------------------------------------------------------------------------
 
-    def _end_line(self) -> None:
+    def _end_line(self, failed: bool) -> None:
         if self._line is not None:
-            self._line.close()
+            self._line.close(failed)
             self._line = None
 
     def _new_node(self) -> str:

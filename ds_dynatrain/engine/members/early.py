@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 from dataclasses import dataclass, field
 
 from ds_dynatrain.adapters.device import warm
@@ -10,6 +9,7 @@ from ds_dynatrain.adapters.launch_world import LaunchWorld
 from ds_dynatrain.adapters.watched import GroupStatus
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.elastic.environment import WorkerPlace, token_from
+from ds_dynatrain.elastic.process import at_exit
 from ds_dynatrain.elastic.query import ask_status
 from ds_dynatrain.engine.liveness import ended_in_error
 from ds_dynatrain.engine.members.elastic import CONNECT_SECONDS, Elastic
@@ -43,7 +43,7 @@ class Early:
     def install(self) -> None:
         """Let `torch.distributed`, DeepSpeed and the environment variables speak of its group."""
         self.launch.install()
-        atexit.register(self.end)
+        at_exit(self.end)
 
     def connect(self) -> None:
         """Let tensors of an accelerator go over the group of those that start a job: all of them call it.
