@@ -124,7 +124,7 @@ class Script:
     def hear(self, world: World) -> bool:
         """A failure interrupts whatever is in flight. Each generation is formed anew, so it ends the one before."""
         if world.change == "failure":
-            self.sockets.abort(spare=self.member.descriptors())
+            self.sockets.abort()
         return True
 
     def run(self) -> None:

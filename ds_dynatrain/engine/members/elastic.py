@@ -158,7 +158,7 @@ class Elastic:
         known = {name for sockets in present for name in sockets.groups}
         resting = self.lose(known, {number for one, number in self.registry.numbers.items() if one in there})
         for sockets in present:
-            sockets.abort(self.member.descriptors(), resting)
+            sockets.abort(resting)
 
     def breach(self) -> None:
         """A collective of the world that trains has failed, and nothing was heard of a reason yet: all have to know."""
@@ -171,7 +171,7 @@ class Elastic:
         if world.change == "failure":
             self.abandon()
             for sockets in list(self._coming.values()):
-                sockets.abort(self.member.descriptors())
+                sockets.abort()
         with self._lock:
             if self.is_harmless(world):
                 return False
