@@ -21,7 +21,7 @@ from ds_dynatrain.elastic.address import Address
 from ds_dynatrain.elastic.agent import AgentLine
 from ds_dynatrain.elastic.announcement import read_endpoint
 from ds_dynatrain.elastic.connection import connect, logger
-from ds_dynatrain.elastic.environment import WorkerPlace, hand_over, new_node, token_from
+from ds_dynatrain.elastic.environment import WorkerPlace, hand_over, job_token, new_node
 from ds_dynatrain.elastic.hosting import Host
 from ds_dynatrain.elastic.monitoring.access import Reading
 from ds_dynatrain.elastic.settings import Settings
@@ -40,8 +40,7 @@ class NodeRendezvous(RendezvousHandler):
     def __init__(self, parameters: RendezvousParameters) -> None:
         self._parameters = parameters
         self._endpoint = read_endpoint(parameters.endpoint)
-        self._token_file = parameters.get("token_file")
-        self._token = token_from(file=self._token_file)
+        self._token, self._token_file = job_token(self._endpoint, file=parameters.get("token_file"))
         self._host = self._hosted()
         self._line: AgentLine | None = None
         self._store: TCPStore | None = None
@@ -65,7 +64,7 @@ class NodeRendezvous(RendezvousHandler):
         job = self._parameters.run_id
         reading = Reading.of(self._parameters.get("http"), self._parameters.get("http_token_file"), self._token)
         try:
-            host = Host(self._endpoint, self._settings(), self._token, job, store_port, reading)
+            host = Host(self._endpoint, self._settings(), self._token, job, store_port, reading, self._token_file)
         except OSError as error:
             is_elsewhere = error.errno in FOREIGN_ADDRESS or isinstance(error, socket.gaierror)
             if is_host or not is_elsewhere:

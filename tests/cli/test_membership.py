@@ -15,6 +15,8 @@ from typer.testing import CliRunner, Result
 
 from ds_dynatrain.cli.main import app
 from ds_dynatrain.cli.membership import nodes
+from ds_dynatrain.elastic.address import Address
+from ds_dynatrain.elastic.environment import job_token
 from ds_dynatrain.elastic.messages import Leave, Report
 from ds_dynatrain.errors import ConfigError
 from tests.elastic.served import SECONDS, enter, serving, told
@@ -33,8 +35,13 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+def mine() -> str:
+    """What a job has that was given no token."""
+    return job_token(Address("127.0.0.1", 0))[0]
+
+
 def test_status_for_eyes_and_for_programs() -> None:
-    with serving(job="run 7") as served:
+    with serving(token=mine(), job="run 7") as served:
         assert "has not started" in run("status", served.address).stdout
         a = served.join("a")
         enter(a, told(a).generation)
@@ -52,7 +59,7 @@ def test_status_for_eyes_and_for_programs() -> None:
 def test_names_of_members_are_whole_in_a_narrow_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are what `leave` asks for."""
     monkeypatch.setenv("COLUMNS", "80")
-    with serving() as served:
+    with serving(token=mine()) as served:
         a = served.join("a-node-with-a-long-name-19030")
         enter(a, told(a).generation)
         a.send(Report(ready=True, entered=1, step=12, layout="data=1 zero_stage=1", pause_ms=84))
@@ -60,7 +67,7 @@ def test_names_of_members_are_whole_in_a_narrow_window(monkeypatch: pytest.Monke
 
 
 def test_status_of_nothing_is_an_error() -> None:
-    with serving() as served:
+    with serving(token=mine()) as served:
         address = served.address
     result = run("status", address)
     assert result.exit_code == 2 and f"no coordinator answers at {address}" in result.stderr
@@ -78,7 +85,7 @@ def test_status_needs_the_token(tmp_path: Path) -> None:
 
 
 def test_a_node_is_told_to_leave() -> None:
-    with serving() as served:
+    with serving(token=mine()) as served:
         workers = [served.join("a", rank, 2) for rank in range(2)]
         other = served.join("b")
         for one in (*workers, other):
@@ -92,7 +99,9 @@ def test_a_node_is_told_to_leave() -> None:
     assert run("leave", served.address, "a").exit_code == 2
 
 
-def test_an_open_coordinator_needs_a_token() -> None:
+def test_a_coordinator_without_a_token_does_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None was given, and this user has no folder to make one in."""
+    monkeypatch.setenv("XDG_STATE_HOME", "/dev/null")
     result = run("coordinator", "0.0.0.0:0", "--nnodes", "1:2")
     assert result.exit_code == 2 and "DYNATRAIN_TOKEN_FILE" in result.stderr
 

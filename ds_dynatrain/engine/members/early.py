@@ -8,7 +8,7 @@ from ds_dynatrain.adapters.device import warm
 from ds_dynatrain.adapters.launch_world import LaunchWorld
 from ds_dynatrain.adapters.watched import GroupStatus
 from ds_dynatrain.config import DynatrainConfig
-from ds_dynatrain.elastic.environment import WorkerPlace, token_from
+from ds_dynatrain.elastic.environment import WorkerPlace, job_token
 from ds_dynatrain.elastic.process import at_exit
 from ds_dynatrain.elastic.query import ask_status
 from ds_dynatrain.engine.liveness import ended_in_error
@@ -118,7 +118,8 @@ def _start(membership: ElasticMembership, alone: LaunchWorld, seconds: float) ->
 def _is_running(elastic: Elastic) -> bool:
     """Whether the coordinator has a world already, without this process."""
     try:
-        status = ask_status(elastic.member.place.coordinator, token_from(), CONNECT_SECONDS)
+        where = elastic.member.place.coordinator
+        status = ask_status(where, job_token(where)[0], CONNECT_SECONDS)
     except OSError:
         return False
     return status.generation > 0 and elastic.member.id not in status.ranks

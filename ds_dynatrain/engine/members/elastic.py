@@ -17,7 +17,7 @@ import torch.distributed as td
 from ds_dynatrain.adapters.worlds import Note
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.elastic.abort import WorldSockets
-from ds_dynatrain.elastic.environment import WorkerPlace, token_from
+from ds_dynatrain.elastic.environment import WorkerPlace, job_token
 from ds_dynatrain.elastic.member import Member
 from ds_dynatrain.elastic.token import derive
 from ds_dynatrain.elastic.world import World, node_of
@@ -50,7 +50,7 @@ class Elastic:
     """
 
     def __init__(self, place: WorkerPlace, timeout_seconds: float, wait_seconds: float) -> None:
-        self._token = token_from()
+        self._token, _ = job_token(place.coordinator)
         self.member = Member(place, self._token, on_world=self._hear, waits_in=WAITING)
         self.timeout_seconds = timeout_seconds
         self.wait_seconds = wait_seconds
