@@ -50,8 +50,9 @@ def join(
     itself; without it process 0 hosts one, for `min_nodes` to `max_nodes` nodes (by default as many as there are): then
     the job lives as long as process 0. A second mpirun joins the job of an `endpoint`.
 
-    Where nodes are several and there is no token, process 0 makes one for this start. ImportError without mpi4py;
-    ConfigError, on all processes, for an endpoint or numbers that make no sense; ElasticError if process 0 cannot host.
+    Where there is no token, process 0 makes one for this start, if it hosts the coordinator. ImportError without
+    mpi4py; ConfigError, on all processes, for an endpoint or numbers that make no sense; ElasticError if process 0
+    cannot host.
     """
     from mpi4py import MPI
 
@@ -102,10 +103,10 @@ def _invitation(
 def _hosted(nodes: int, least: int, most: int | None, token: str | None) -> dict[str, Any]:
     from ds_dynatrain.elastic.hosting import Host  # imports torch
 
-    made = secrets.token_hex(32) if token is None and nodes > 1 else None
+    made = secrets.token_hex(32)
     address = Address(LOOPBACK if nodes == 1 else socket.gethostname(), 0)
     job = f"mpi-{secrets.token_hex(4)}"
     host = Host(address, Settings(least, max(least, nodes) if most is None else most), token or made, job)
     host.start()
     atexit.register(host.outlive)
-    return {"endpoint": str(host.address), "job": job, "token": made}
+    return {"endpoint": str(host.address), "job": job, "token": made if token is None else None}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator
 from itertools import chain
@@ -49,6 +50,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure() -> None:
     """What all processes that the tests start are to have in their environment."""
     os.environ.setdefault("RES_OPTIONS", RESOLVER)
+    os.environ["XDG_STATE_HOME"] = str(Path(tempfile.gettempdir()) / f"dynatrain-tests-{os.geteuid()}")
     os.environ.update(surroundings())
 
 

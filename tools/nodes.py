@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 from ds_dynatrain.elastic.address import Address
 from ds_dynatrain.elastic.announcement import Announced, Endpoint
+from ds_dynatrain.elastic.environment import job_token
 from ds_dynatrain.elastic.messages import Status
 from ds_dynatrain.elastic.query import ask_status
 
@@ -160,7 +161,8 @@ class Job:
     def status(self) -> Status | None:
         """The coordinator's, if there is one."""
         try:
-            return ask_status(self.endpoint, self.variables.get("DYNATRAIN_TOKEN"), seconds=2.0)
+            token, _ = job_token(self.endpoint, {**os.environ, **self.variables})
+            return ask_status(self.endpoint, token, seconds=2.0)
         except OSError:
             return None
 

@@ -14,7 +14,9 @@ from ds_dynatrain.version import __version__
 
 TokenFile = Annotated[
     Path | None,
-    typer.Option(help="A file with the job's token. Without it: DYNATRAIN_TOKEN_FILE, DYNATRAIN_TOKEN, else no token."),
+    typer.Option(
+        help="A file with the job's token. Without it: DYNATRAIN_TOKEN_FILE, DYNATRAIN_TOKEN, else this user's."
+    ),
 ]
 
 app = typer.Typer(

@@ -16,8 +16,8 @@ from rich.table import Table
 
 from ds_dynatrain.cli.terminal import stdout_console
 from ds_dynatrain.elastic.address import Address
-from ds_dynatrain.elastic.announcement import Endpoint, announced, read_endpoint
-from ds_dynatrain.elastic.environment import token_from
+from ds_dynatrain.elastic.announcement import Announced, Endpoint, announced, read_endpoint
+from ds_dynatrain.elastic.environment import job_token
 from ds_dynatrain.elastic.messages import Status
 from ds_dynatrain.elastic.monitoring.access import Reading
 from ds_dynatrain.elastic.query import ask_status, ask_to_leave
@@ -54,11 +54,12 @@ def run_coordinator(
     from ds_dynatrain.elastic.hosting import Host  # imports torch
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    token = token_from(file=None if token_file is None else str(token_file))
     where = Address.parse(address)
+    endpoint = where if announce is None else Announced(announce)
+    token, found_in = job_token(endpoint, file=None if token_file is None else str(token_file))
     reading = Reading.of(http, http_token_file, token)
     try:
-        host = Host(where, settings, token, job, store_port, reading)
+        host = Host(where, settings, token, job, store_port, reading, found_in)
     except OSError as error:
         raise ElasticError(
             f"cannot listen at {where}: {error}; give another port, or end the process that has this one"
@@ -85,8 +86,8 @@ def leave(address: str, node: str, token_file: Path | None) -> tuple[str, ...]:
 
 
 def _asked(address: str, token_file: Path | None, question: Callable[[Endpoint, str | None], Answer]) -> Answer:
-    token = token_from(file=None if token_file is None else str(token_file))
     where = read_endpoint(address)
+    token, _ = job_token(where, file=None if token_file is None else str(token_file))
     try:
         return question(where, token)
     except OSError as error:

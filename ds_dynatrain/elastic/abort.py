@@ -10,19 +10,23 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from ds_dynatrain.errors import WorldChanged
 
+_DESCRIPTORS = "/proc/self/fd"
 _SOCKET = "socket:["
+_EPOLL = "anon_inode:[eventpoll]"
 
 
 class WorldSockets:
-    """The sockets of one world's groups, known by what was opened while they were built. Linux only.
+    """The sockets of one world's groups, known by what gloo opened while they were built. Linux only.
 
-    Build the groups inside of `building`; `abort` may be called at any time, from any thread. What other threads open
-    meanwhile counts as the world's: keep downloads and loggers out of that block, or name their sockets in `spare`.
+    Build the groups inside of `building`; `abort` may be called at any time, from any thread. Sockets that other
+    threads open meanwhile, in Python or in a library, are left alone.
     """
 
     def __init__(self) -> None:
@@ -37,17 +41,19 @@ class WorldSockets:
 
     @contextmanager
     def building(self, is_wanted: Callable[[], bool] = lambda: True) -> Iterator[Callable[[str], None]]:
-        """Sockets that are opened inside of the block belong to the world, also while it is not through yet.
+        """Sockets that gloo opens inside of the block belong to the world, also while it is not through yet, and so do
+        those of stores that this thread connects to (`count_store`).
 
         Gives what is to be called with a group's name once that is built: then sockets that are new are this group's.
         is_wanted: asked once an `abort` would be felt; if the world is not wanted any more, WorldChanged is raised, so
         that an abort which came a moment too early is not lost.
         """
-        self._before = before = seen = open_sockets()
+        self._before = before = seen = gloo_sockets()
+        outer, _here.building = getattr(_here, "building", None), self
 
         def note(name: str) -> None:
             nonlocal seen
-            known, seen = seen, open_sockets()
+            known, seen = seen, gloo_sockets()
             self._groups = {**self._groups, name: new_sockets(known, seen)}
 
         try:
@@ -55,21 +61,21 @@ class WorldSockets:
                 raise WorldChanged("another generation was published before this one was built")
             yield note
         finally:
-            self._built |= new_sockets(before, open_sockets())
-            self._before = None
+            self._built = {**self._built, **new_sockets(before, gloo_sockets())}
+            self._before, _here.building = None, outer
 
-    def abort(self, spare: frozenset[int] = frozenset(), resting: Collection[str] = ()) -> int:
+    def abort(self, resting: Collection[str] = ()) -> int:
         """Shut all of them down; how many there were. Blocked collectives raise RuntimeError, a build DistError.
 
-        spare: descriptors that are left alone. resting: names of groups that are.
+        resting: names of groups whose sockets are left alone.
         """
         mine = dict(self._built)
         before = self._before
         if before is not None:
-            mine |= new_sockets(before, open_sockets())
+            mine |= new_sockets(before, gloo_sockets())
         groups = self._groups
         rest = {each for name in resting if name in groups for each in groups[name].items()}
-        return sum(_shut(*each) for each in mine.items() if each[0] not in spare and each not in rest)
+        return sum(_shut(*each) for each in mine.items() if each not in rest)
 
     def take_over(self, previous: WorldSockets) -> None:
         """The next world has some of the groups of another one, whose sockets are this one's too, if they are open."""
@@ -83,16 +89,47 @@ class WorldSockets:
         self._built, self._groups = {}, {}
 
 
+_here = threading.local()
+"""Its `building`: the WorldSockets whose block the present thread is in."""
+
+
+def count_store(sockets: Mapping[int, int]) -> None:
+    """Let a store's own socket, which was opened just now, be one of the world that this thread builds, if it does."""
+    world: WorldSockets | None = getattr(_here, "building", None)
+    if world is not None:
+        world._built = {**world._built, **sockets}
+
+
 def open_sockets() -> dict[int, int]:
     """Inode of each socket that this process has open, by its descriptor."""
     found: dict[int, int] = {}
-    for name in os.listdir("/proc/self/fd"):
+    for name in os.listdir(_DESCRIPTORS):
         try:
-            target = os.readlink(f"/proc/self/fd/{name}")
+            target = os.readlink(f"{_DESCRIPTORS}/{name}")
         except OSError:
             continue  # closed since
         if target.startswith(_SOCKET):
             found[int(name)] = int(target[len(_SOCKET) : -1])
+    return found
+
+
+def gloo_sockets() -> dict[int, int]:
+    """As `open_sockets`, of gloo's alone: its loops watch all that it has by epoll.
+
+    Such a loop is known by what it is woken by, a pipe (libuv and gRPC take an eventfd, asyncio a pair of sockets), and
+    by the socket at which gloo listens.
+    """
+    sockets, found = open_sockets(), dict[int, int]()
+    for name in os.listdir(_DESCRIPTORS):
+        with suppress(OSError):  # closed since
+            if os.readlink(f"{_DESCRIPTORS}/{name}") != _EPOLL:
+                continue
+            lines = Path(f"/proc/self/fdinfo/{name}").read_text(encoding="ascii").splitlines()
+            watched = [int(line.split()[1]) for line in lines if line.startswith("tfd:")]
+            others = [os.readlink(f"{_DESCRIPTORS}/{one}") for one in watched if one not in sockets]
+            mine = {one: sockets[one] for one in watched if one in sockets}
+            if others and all(one.startswith("pipe:") for one in others) and any(map(_listens, mine)):
+                found |= mine
     return found
 
 
@@ -101,13 +138,19 @@ def new_sockets(before: dict[int, int], after: dict[int, int]) -> dict[int, int]
     return {descriptor: inode for descriptor, inode in after.items() if before.get(descriptor) != inode}
 
 
+def _listens(descriptor: int) -> bool:
+    """Whether a socket is one at which others connect."""
+    with socket.socket(fileno=os.dup(descriptor)) as copy:
+        return bool(copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
 def _shut(descriptor: int, inode: int) -> bool:
     """Shut a socket down if it is still the one with this inode, and an established TCP connection."""
     try:
         with socket.socket(fileno=os.dup(descriptor)) as copy:  # a copy stays the same one, whoever closes the original
             if os.fstat(copy.fileno()).st_ino != inode or copy.family not in (socket.AF_INET, socket.AF_INET6):
                 return False
-            if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            if _listens(copy.fileno()):
                 return False
             copy.shutdown(socket.SHUT_RDWR)
             return True

@@ -39,12 +39,12 @@ class AgentLine:
         self._connection.send(Agent(node=self._node))
         self._thread.start()
 
-    def close(self) -> None:
-        """Say good-bye; the workers have ended."""
+    def close(self, failed: bool = False) -> None:
+        """Say good-bye once all workers have ended. failed: one of them with an exit code other than 0."""
         self._ended.set()
         self._thread.join()
         try:
-            self._connection.send(Bye())
+            self._connection.send(Bye(failed=failed))
         except OSError:
             pass
         self._connection.close()

@@ -45,7 +45,6 @@ from ds_dynatrain.elastic.peer import Peer
 from ds_dynatrain.elastic.settings import ORPHAN_SECONDS
 from ds_dynatrain.elastic.snapshot import snapshot
 from ds_dynatrain.elastic.strangers import Complaints, Strangers
-from ds_dynatrain.elastic.users import check_user, tells_users
 from ds_dynatrain.elastic.world import node_of, nodes_of
 from ds_dynatrain.errors import JobFinished, MessageError, PeerRefused
 
@@ -62,11 +61,13 @@ logger = logging.getLogger("ds_dynatrain.elastic")
 class Coordinator:
     """Serves one job on a listening socket until the job has finished."""
 
-    def __init__(self, membership: Membership, store_port: int, token: str | None = None, job: str = "") -> None:
+    def __init__(
+        self, membership: Membership, store_port: int, token: str | None = None, job: str = "", token_file: str = ""
+    ) -> None:
         self.membership = membership
         self.history = History()
         self._store_port = store_port
-        self._token = token
+        self._token, self._token_file = token, token_file
         self._job = job
         self._workers: dict[str, Peer] = {}
         self._agents: dict[str, Peer] = {}
@@ -74,19 +75,12 @@ class Coordinator:
         self._owed: defaultdict[str, list[Fence]] = defaultdict(list)
         self._strangers = Strangers()
         self._complaints = Complaints()
-        self._checks_users = False
         self._peers: dict[Peer, asyncio.Task[None]] = {}
         self._stirred = asyncio.Event()
         self._wakes_at = 0.0
 
     async def serve(self, listener: socket.socket, stop: asyncio.Event | None = None) -> None:
         """Serve until the job has finished and everybody has gone, or until `stop`; then close all connections."""
-        self._checks_users = self._token is None and tells_users(listener.getsockname())
-        if self._token is None and not self._checks_users:
-            logger.warning(
-                "this kernel does not tell users apart: any user of this machine can be in the job; give it a token "
-                "(DYNATRAIN_TOKEN_FILE) to keep others out"
-            )
         asyncio.get_running_loop().set_exception_handler(self._hear_of_error)
         server = await asyncio.start_server(self._take, sock=listener, backlog=BACKLOG)
         keeper = asyncio.create_task(self._keep_time())
@@ -150,11 +144,9 @@ class Coordinator:
     async def _attend(self, peer: Peer, writer: asyncio.StreamWriter) -> None:
         """From the first word of a peer to its last."""
         tune(writer.get_extra_info("socket"))
-        there, here = (writer.get_extra_info(name) for name in ("peername", "sockname"))
+        there = writer.get_extra_info("peername")
         if there is None:
             raise ConnectionError("it has gone already")
-        if self._checks_users:
-            check_user(there, here)
         self._strangers.add(peer, str(there[0]))
         try:
             said = await asyncio.wait_for(self._introduction(peer), GREETING_SECONDS)
@@ -181,7 +173,7 @@ class Coordinator:
         return Dismissed(members=members)
 
     async def _introduction(self, peer: Peer) -> Announce | Agent | Query | Dismiss:
-        hello = await peer.greet(self._token)
+        hello = await peer.greet(self._token, self._token_file)
         self._check_job(hello.job)
         settings = self.membership.settings
         peer.send(
@@ -263,18 +255,22 @@ class Coordinator:
             logger.warning("%s has connected again before its former connection ended; the new one counts", peer.name)
         self._agents[node] = peer
         self._agents_since.setdefault(node, time.monotonic())
+        self.membership.watched.add(node)
         for fence in self._owed.pop(node, []):
             peer.send(fence)
         try:
             while True:
                 message = await asyncio.wait_for(peer.receive(), self.membership.settings.silent_seconds)
                 if isinstance(message, Bye):
+                    if message.failed:
+                        self.membership.failed(node, time.monotonic())
                     return
                 if not isinstance(message, Beat):
                     raise MessageError(f"{message.kind}: an agent sends beat or bye")
         finally:
             if self._agents.get(node) is peer:
                 del self._agents[node], self._agents_since[node]
+                self.membership.watched.discard(node)
             self._stirred.set()
 
     # -- the whole ---------------------------------------------------------------------------------------------------

@@ -7,14 +7,18 @@ import re
 import secrets
 import socket
 from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
-from ds_dynatrain.elastic.announcement import Endpoint, read_endpoint
-from ds_dynatrain.elastic.token import checked_token, read_token
+from ds_dynatrain.elastic.announcement import Announced, Endpoint, read_endpoint
+from ds_dynatrain.elastic.token import checked_token, made_token, read_token
 from ds_dynatrain.errors import ConfigError
 
 TOKEN = "DYNATRAIN_TOKEN"
 TOKEN_FILE = "DYNATRAIN_TOKEN_FILE"
+STATE = "XDG_STATE_HOME"
+"""The user's folder for what programs keep; `~/.local/state` by default."""
 REPLACE_C10D = "DYNATRAIN_REPLACE_C10D"
 """1: `--rdzv-backend=c10d` means this backend too, for launchers whose command line cannot be changed."""
 
@@ -67,24 +71,43 @@ def token_from(variables: Mapping[str, str] = os.environ, file: str | None = Non
     return checked_token(token, TOKEN) if token else None
 
 
+def job_token(
+    endpoint: Endpoint, variables: Mapping[str, str] = os.environ, file: str | None = None
+) -> tuple[str, str]:
+    """(the token of the job whose coordinator is there, the file that it is in; empty if it was given as text).
+
+    A job that was given none has one of this user's: beside the file in which its coordinator announces itself, else in
+    the user's own folder, the same for all jobs. ConfigError as of `token_from` and `made_token`.
+    """
+    given, named = token_from(variables, file), file or variables.get(TOKEN_FILE)
+    if given is not None:
+        return given, os.path.abspath(named) if named else ""
+    if isinstance(endpoint, Announced):
+        made = endpoint.file.with_name(f"{endpoint.file.name}.token")
+    else:
+        made = Path(variables.get(STATE) or os.path.expanduser("~/.local/state")) / "dynatrain" / "token"
+        with suppress(OSError):  # it is told when the file cannot be made
+            made.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return made_token(made), str(made)
+
+
 def replaces_c10d(variables: Mapping[str, str] = os.environ) -> bool:
     """Whether `--rdzv-backend=c10d` is to mean this backend."""
     return variables.get(REPLACE_C10D, "") == "1"
 
 
-def hand_over(
-    place: WorkerPlace, variables: MutableMapping[str, str] = os.environ, token_file: str | None = None
-) -> None:
+def hand_over(place: WorkerPlace, variables: MutableMapping[str, str] = os.environ, token_file: str = "") -> None:
     """Put what a node's workers have to know where they will inherit it; torchrun adds the two local numbers.
 
-    token_file: the file that the agent has read the token from, if its command line names one.
+    token_file: the file that the agent has the token from, if from any; as an absolute path, since a script may change
+    its folder.
     """
     variables[NODE] = place.node
     variables[COORDINATOR] = str(place.coordinator)
     variables[JOB] = place.job
     variables[AGENT] = "" if place.agent is None else str(place.agent)
     if token_file:
-        variables[TOKEN_FILE] = os.path.abspath(token_file)  # a script may change its folder first
+        variables[TOKEN_FILE] = token_file
 
 
 def settle_watchdog(variables: MutableMapping[str, str] = os.environ) -> None:

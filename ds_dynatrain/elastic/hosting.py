@@ -34,26 +34,26 @@ MOST_DESCRIPTORS = 1 << 20
 
 
 class Host:
-    """Holds the listening socket and the store of a coordinator. OSError if the address is taken or not ours,
-    ElasticError if it is open to other machines and there is no token.
+    """Holds the listening socket and the store of a coordinator. OSError if the address is taken or not ours.
 
-    reading: where the job can be watched; nowhere by default. ConfigError if a library is missing for it, ElasticError
-    if it cannot be there.
+    token_file: where who is refused finds the token, if it is in a file. reading: where the job can be watched; nowhere
+    by default. ConfigError if a library is missing for it, ElasticError if it cannot be there.
     """
 
     def __init__(
         self,
         address: Address,
         settings: Settings,
-        token: str | None = None,
+        token: str,
         job: str = "",
         store_port: int = 0,
         reading: Reading | None = None,
+        token_file: str = "",
     ) -> None:
-        self._listener = listen(address, is_guarded=token is not None)
+        self._listener = listen(address, is_guarded=True)
         self.address = Address(address.host, self._listener.getsockname()[1])
         try:
-            self._store_listener = listen(Address(address.host, store_port), is_guarded=token is not None)
+            self._store_listener = listen(Address(address.host, store_port), is_guarded=True)
             self.monitor = None if reading is None else _monitor(reading)
         except BaseException:
             self._listener.close()
@@ -61,7 +61,7 @@ class Host:
         self._store_port = self._store_listener.getsockname()[1]
         self._store: TCPStore | None = None
         self._settings = settings
-        self._token = token
+        self._token, self._token_file = token, token_file
         self._job = job
         self._thread = threading.Thread(target=self.run, name="dynatrain-coordinator", daemon=True)
         self._stop: Callable[[], object] = lambda: None
@@ -111,7 +111,7 @@ class Host:
         if self._is_ended.is_set():
             stop.set()
         files = raise_descriptors()
-        self._coordinator = Coordinator(membership, self._store_port, self._token, self._job)
+        self._coordinator = Coordinator(membership, self._store_port, self._token, self._job, self._token_file)
         self._is_up.set()
         settings = self._settings
         nodes = f"{settings.min_nodes} to {settings.max_nodes} nodes"

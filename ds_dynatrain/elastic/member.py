@@ -272,11 +272,6 @@ class Member:
             raise RuntimeError(f"{self.id} has not been started")
         return self._connection.address.host, self._connection.welcome.store_port
 
-    def descriptors(self) -> frozenset[int]:
-        """Of the member's own socket: to be spared when a world's sockets are shut down."""
-        connection = self._connection
-        return frozenset() if connection is None else frozenset([connection.fileno()])
-
     def stop(self, has_ended: bool = True) -> None:
         """Say good-bye: the script has ended, or its state was handed over.
 

@@ -79,6 +79,9 @@ class Membership:
         """The highest number that was ever published or taken over here."""
         self._gone: dict[str, str] = {}
         self._done: set[str] = set()
+        """Members of the world whose scripts have ended, with exit code 0 unless their agent says otherwise."""
+        self.watched: set[str] = set()
+        """Nodes whose agents are connected, and will say how the workers there have ended. The coordinator keeps it."""
         self._entered = 0
         self._has_begun = False
         """Whether somebody has said that it made a step; see `World.begun`."""
@@ -228,6 +231,17 @@ class Membership:
         else:
             self._done.add(member)
             self._note(now)
+
+    def failed(self, node: str, now: float) -> None:
+        """Take a node's workers for lost: its agent says that one ended with an error, or a code other than 0.
+
+        A process does not know its exit code when it says good-bye, so it may have said that its script has ended.
+        """
+        ended = [member for member in (*self._done, *self.roster.members) if node_of(member) == node]
+        for member in [] if self.is_finished else ended:
+            self._done.discard(member)
+            self.roster.remove(member)
+            self._is_gone(member, "its node's workers have failed", now)
 
     def lost(self, member: str, why: str, now: float) -> None:
         """A worker is dead, or must be taken for dead."""
@@ -662,6 +676,8 @@ class Membership:
         """The job is over when some scripts have ended and nobody is left to end who ever was in a world."""
         if self.is_finished or not self._done:
             return []
+        if any(node_of(member) in self.watched for member in self._done):
+            return []  # their agent may still say that they have failed
         there = [entry for entry in self.roster if self._works(entry.member) and not entry.report.leaving]
         if any(entry.report.entered for entry in there):
             return []

@@ -205,6 +205,8 @@ class Bye(Record):
     """The last generation that the worker was told of."""
     has_left: bool = False
     """It was told to go, and nobody needs anything of it any more: what it held is with others, or saved."""
+    failed: bool = False
+    """One of the agent's workers ended with an error, or with an exit code other than 0."""
 
 
 class Agent(Record):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 
 from ds_dynatrain.elastic.channel import NO_TAG, TAG_BYTES, Channel, new_nonce
 from ds_dynatrain.elastic.messages import (
@@ -22,6 +23,15 @@ from ds_dynatrain.elastic.messages import (
 from ds_dynatrain.elastic.world import LONGEST_TEXT
 from ds_dynatrain.errors import MessageError, PeerRefused
 
+
+def _where(token_file: str) -> str:
+    """What somebody has to do who has not got the token."""
+    return (
+        f"of {token_file} on {socket.gethostname()}: copy this file to its machine, with mode 600, and name it in "
+        "DYNATRAIN_TOKEN_FILE"
+    )
+
+
 MOST_UNREAD = 2 * LARGEST_MESSAGE
 """Bytes that wait for a peer which does not read; above, it is dropped."""
 
@@ -35,9 +45,12 @@ class Peer:
         self._channel: Channel | None = None
         self.name = str(writer.get_extra_info("peername"))
 
-    async def greet(self, token: str | None) -> Hello:
+    async def greet(self, token: str | None, token_file: str = "") -> Hello:
         """Let the peer prove that it knows the token; PeerRefused or MessageError if not. Every message to it does so,
-        too, from then on."""
+        too, from then on.
+
+        token_file: where it finds the token on this machine, if that is in a file.
+        """
         nonce = new_nonce()
         self.send(Challenge(version=PROTOCOL, nonce=nonce))
         wire, tag = await self._next(LARGEST_GREETING)
@@ -48,7 +61,7 @@ class Peer:
         if not channel.is_next(wire, tag):
             raise PeerRefused(
                 "the token is missing or another one (DYNATRAIN_TOKEN_FILE, DYNATRAIN_TOKEN); give this process that "
-                "of the coordinator"
+                + (_where(token_file) if token_file else "of the coordinator")
             )
         self._channel = channel
         return hello

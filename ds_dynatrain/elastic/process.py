@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import signal
@@ -27,6 +28,12 @@ def end_with_parent(agent: int | None = None) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent or (agent is not None and not _is_alive(agent)):
         os._exit(1)
+
+
+def at_exit(call: Callable[..., Any], *arguments: Any) -> None:
+    """Call it when this process ends, and not when one ends that the user has forked from it."""
+    process = os.getpid()
+    atexit.register(lambda: call(*arguments) if os.getpid() == process else None)
 
 
 def in_forked_children(method: Callable[[], Any]) -> None:

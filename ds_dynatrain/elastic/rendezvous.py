@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import sys
 
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.elastic.rendezvous import (
@@ -20,7 +21,7 @@ from ds_dynatrain.elastic.address import Address
 from ds_dynatrain.elastic.agent import AgentLine
 from ds_dynatrain.elastic.announcement import read_endpoint
 from ds_dynatrain.elastic.connection import connect, logger
-from ds_dynatrain.elastic.environment import WorkerPlace, hand_over, new_node, token_from
+from ds_dynatrain.elastic.environment import WorkerPlace, hand_over, job_token, new_node
 from ds_dynatrain.elastic.hosting import Host
 from ds_dynatrain.elastic.monitoring.access import Reading
 from ds_dynatrain.elastic.settings import Settings
@@ -41,8 +42,7 @@ class NodeRendezvous(RendezvousHandler):
         show_by_default()
         self._parameters = parameters
         self._endpoint = read_endpoint(parameters.endpoint)
-        self._token_file = parameters.get("token_file")
-        self._token = token_from(file=self._token_file)
+        self._token, self._token_file = job_token(self._endpoint, file=parameters.get("token_file"))
         self._host = self._hosted()
         self._line: AgentLine | None = None
         self._store: TCPStore | None = None
@@ -66,7 +66,7 @@ class NodeRendezvous(RendezvousHandler):
         job = self._parameters.run_id
         reading = Reading.of(self._parameters.get("http"), self._parameters.get("http_token_file"), self._token)
         try:
-            host = Host(self._endpoint, self._settings(), self._token, job, store_port, reading)
+            host = Host(self._endpoint, self._settings(), self._token, job, store_port, reading, self._token_file)
         except OSError as error:
             is_elsewhere = error.errno in FOREIGN_ADDRESS or isinstance(error, socket.gaierror)
             if is_host or not is_elsewhere:
@@ -99,7 +99,7 @@ class NodeRendezvous(RendezvousHandler):
         RendezvousConnectionError if there is no coordinator in time or it does not let us in, RendezvousClosedError if
         the job has finished.
         """
-        self._end_line()
+        self._end_line(failed=True)  # torchrun asks again only where it starts workers anew that have failed
         node = self._new_node()
         seconds = float(self._parameters.get("join_timeout", JOIN_SECONDS))
         job = str(self._parameters.run_id)
@@ -132,17 +132,20 @@ class NodeRendezvous(RendezvousHandler):
         return str(self._parameters.run_id)
 
     def shutdown(self) -> bool:
-        """The workers have ended. A coordinator that is hosted here goes on until those of the others have, too."""
-        self._end_line()
+        """Say how the workers have ended. A coordinator that is hosted here serves until those of the others have, too.
+
+        torchrun calls this last, and while it raises ChildFailedError if a worker has failed.
+        """
+        self._end_line(failed=sys.exc_info()[0] is not None)
         if self._host is not None:
             self._host.outlive()
         return True
 
     # -- small things ------------------------------------------------------------------------------------------------
 
-    def _end_line(self) -> None:
+    def _end_line(self, failed: bool) -> None:
         if self._line is not None:
-            self._line.close()
+            self._line.close(failed)
             self._line = None
 
     def _new_node(self) -> str:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 import torch.distributed as td
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from ds_dynatrain.elastic.abort import new_sockets, open_sockets
+from ds_dynatrain.elastic.abort import count_store, new_sockets, open_sockets
 from ds_dynatrain.elastic.address import Address, listen
 from ds_dynatrain.elastic.world import World
 
@@ -101,13 +101,17 @@ def answered(ask: Callable[[], Answer], seconds: float) -> Answer:
 
 
 def _limit(store: Any, sockets: Mapping[int, int]) -> None:
-    """Let calls on a store end if there is no answer. sockets: new ones, its own among them."""
+    """Let calls on a store end if there is no answer, or if the world that it is opened for is aborted.
+
+    sockets: new ones, its own among them.
+    """
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     if not isinstance(store, TCPStore):
         return
     limit = struct.pack("ll", int(ANSWER_SECONDS), 0)
-    for descriptor in sockets:
+    for descriptor, inode in sockets.items():
         with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as copy:
             if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.getpeername()[1] == store.port:
                 copy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+                count_store({descriptor: inode})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import os
+import secrets
 import shlex
 import stat
 from pathlib import Path
@@ -12,6 +13,8 @@ from ds_dynatrain.errors import ConfigError
 
 SHORTEST_TOKEN = 16
 """Characters; `openssl rand -hex 32` gives 64."""
+
+NAME_ONE = "make one (openssl rand -hex 32), and name its file in DYNATRAIN_TOKEN_FILE"
 
 
 def read_token(path: str | Path) -> str:
@@ -30,6 +33,38 @@ def read_token(path: str | Path) -> str:
             f"token file {str(path)!r}: {others} can read or change it; chmod 600 {shlex.quote(str(path))}"
         )
     return checked_token(text, f"token file {str(path)!r}")
+
+
+def made_token(path: Path) -> str:
+    """The token in a file of this user's, which is made with a new one if it is not there. All who ask for it at once
+    get the same.
+
+    ConfigError as of `read_token`, if the file cannot be made, and if it is another user's.
+    """
+    try:
+        if not path.exists():
+            _make(path)
+        owner = path.stat().st_uid
+    except OSError as error:
+        raise ConfigError(
+            f"this job was given no token, and none can be made in {str(path)!r}: {error}; {NAME_ONE}"
+        ) from error
+    if owner != os.geteuid():
+        raise ConfigError(f"token file {str(path)!r} is of user {owner}, who knows what is in it; {NAME_ONE}")
+    return read_token(path)
+
+
+def _make(path: Path) -> None:
+    """Put a new token there, whole, unless somebody else is first."""
+    new = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
+        file.write(secrets.token_hex(32) + "\n")
+    try:
+        os.link(new, path)
+    except FileExistsError:
+        pass
+    finally:
+        new.unlink()
 
 
 def _others_who_read(file: os.stat_result) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import copy
 import weakref
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from ds_dynatrain.adapters.shaper import Shaper
 from ds_dynatrain.adapters.start import engine_around
 from ds_dynatrain.adapters.world import World
 from ds_dynatrain.adapters.worlds import WorldSpec, build_world, drop, install, installed, stand_in_world
+from ds_dynatrain.elastic.process import at_exit
 from ds_dynatrain.engine.context import Context
 from ds_dynatrain.engine.ending import open_for_work
 from ds_dynatrain.engine.engine import DynatrainEngine
@@ -58,7 +58,7 @@ class Construction:
                 take_in(engine._parts, self.incoming, space)
         open_for_work(engine._parts, space)
         self._settle(engine._parts)
-        atexit.register(_close, weakref.ref(engine))
+        at_exit(_close, weakref.ref(engine))
         return engine
 
     @property

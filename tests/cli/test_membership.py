@@ -15,6 +15,8 @@ from typer.testing import CliRunner, Result
 
 from ds_dynatrain.cli.main import app
 from ds_dynatrain.cli.membership import nodes
+from ds_dynatrain.elastic.address import Address
+from ds_dynatrain.elastic.environment import job_token
 from ds_dynatrain.elastic.messages import Agent, Leave, Report
 from ds_dynatrain.errors import ConfigError
 from tests.elastic.served import SECONDS, enter, serving, told
@@ -41,8 +43,13 @@ def wait_until(holds: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
+def mine() -> str:
+    """What a job has that was given no token."""
+    return job_token(Address("127.0.0.1", 0))[0]
+
+
 def test_status_for_eyes_and_for_programs() -> None:
-    with serving(job="run 7") as served:
+    with serving(token=mine(), job="run 7") as served:
         assert "has not started" in run("status", served.address).stdout
         a = served.join("a")
         enter(a, told(a).generation)
@@ -60,7 +67,7 @@ def test_status_for_eyes_and_for_programs() -> None:
 def test_names_of_members_are_whole_in_a_narrow_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are what `leave` asks for."""
     monkeypatch.setenv("COLUMNS", "80")
-    with serving() as served:
+    with serving(token=mine()) as served:
         a = served.join("a-node-with-a-long-name-19030")
         enter(a, told(a).generation)
         a.send(Report(ready=True, entered=1, step=12, layout="data=1 zero_stage=1", pause_ms=84))
@@ -71,7 +78,7 @@ def test_status_is_whole_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without COLUMNS and without a terminal nothing is cut or folded."""
     monkeypatch.delenv("COLUMNS")
     layout = "data=2 pipe=2 tensor=2 expert=2 sequence=2 zero_stage=1 offload=cpu"
-    with serving(job="run 7") as served:
+    with serving(token=mine(), job="run 7") as served:
         a = served.join("a-node-with-a-long-name-19030")
         enter(a, told(a).generation)
         a.send(Report(ready=True, entered=1, step=12, layout=layout, pause_ms=84, waits_for="member 1, at the move"))
@@ -81,7 +88,7 @@ def test_status_is_whole_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_status_folds_in_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    with serving() as served:
+    with serving(token=mine()) as served:
         a = served.join("a")
         enter(a, told(a).generation)
         a.send(Report(ready=True, entered=1, step=12, layout="data=2 zero_stage=1", waits_for="member 1, at the move"))
@@ -92,7 +99,7 @@ def test_status_folds_in_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_status_names_nodes_that_start() -> None:
     """A node whose workers still import is known by its agent, from its connection to its first worker."""
-    with serving(least=2) as served:
+    with serving(least=2, token=mine()) as served:
         agent = served.connect()
         agent.send(Agent(node="b"))
         wait_until(lambda: served.status().starting != ())
@@ -105,7 +112,7 @@ def test_status_names_nodes_that_start() -> None:
 
 
 def test_status_of_nothing_is_an_error() -> None:
-    with serving() as served:
+    with serving(token=mine()) as served:
         address = served.address
     result = run("status", address)
     assert result.exit_code == 2 and f"no coordinator answers at {address}" in result.stderr
@@ -123,7 +130,7 @@ def test_status_needs_the_token(tmp_path: Path) -> None:
 
 
 def test_a_node_is_told_to_leave() -> None:
-    with serving() as served:
+    with serving(token=mine()) as served:
         workers = [served.join("a", rank, 2) for rank in range(2)]
         other = served.join("b")
         for one in (*workers, other):
@@ -137,7 +144,9 @@ def test_a_node_is_told_to_leave() -> None:
     assert run("leave", served.address, "a").exit_code == 2
 
 
-def test_an_open_coordinator_needs_a_token() -> None:
+def test_a_coordinator_without_a_token_does_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None was given, and this user has no folder to make one in."""
+    monkeypatch.setenv("XDG_STATE_HOME", "/dev/null")
     result = run("coordinator", "0.0.0.0:0", "--nnodes", "1:2")
     assert result.exit_code == 2 and "DYNATRAIN_TOKEN_FILE" in result.stderr
 

@@ -1,8 +1,15 @@
-"""`training.py` with a line for each change that it is told of, and for what it sees then."""
+"""`training.py` with a line for each change that it is told of, and for what it sees then.
+
+A thread opens connections all the time, as a library that reads or reports does, and says so if one is cut.
+"""
 
 from __future__ import annotations
 
+import socket
 import sys
+import threading
+import time
+from collections import deque
 from typing import Any
 
 import deepspeed
@@ -18,6 +25,24 @@ class Changing(Script):
     def __init__(self) -> None:
         super().__init__()
         self.engine.on_change(self.tell)
+        threading.Thread(target=self.chat, daemon=True).start()
+
+    def chat(self) -> None:
+        """On this machine, by two of its addresses; each connection is used as long as it is among the newest."""
+        pairs = deque[tuple[socket.socket, socket.socket]](maxlen=200)
+        listeners = [socket.create_server((host, 0)) for host in ("127.0.0.1", "127.0.0.2")]
+        try:
+            while True:
+                for listener in listeners:
+                    here = socket.create_connection(listener.getsockname())
+                    pairs.append((here, listener.accept()[0]))
+                for here, there in pairs:
+                    here.sendall(b"x")
+                    if there.recv(1) != b"x":
+                        raise ConnectionError("somebody has shut it down")
+                time.sleep(0.02)
+        except OSError as error:
+            self.say(event="cut", why=repr(error))
 
     def tell(self, change: Change) -> None:
         """It is so already, and no batch is dealt."""

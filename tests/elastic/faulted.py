@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -95,6 +96,21 @@ def linger() -> None:
     time.sleep(LINGER_SECONDS)
 
 
+def leave() -> None:
+    """The script ends by itself, with a code that is not 0."""
+    sys.exit(1)
+
+
+def complain() -> None:
+    """It ends with a text on the standard error, and so with code 1."""
+    raise SystemExit("told to end")
+
+
+def vanish() -> None:
+    """The process ends without a word, and says that all is well."""
+    os._exit(0)
+
+
 def fail() -> None:
     """Something of this switch fails here, and nothing else."""
     raise RuntimeError("told to fail")
@@ -125,15 +141,18 @@ def drift() -> None:
 
 
 ACTS: dict[str, Callable[[], None]] = {
+    "complain": complain,
     "drift": drift,
     "end": end,
     "fail": fail,
     "flip": flip,
     "kill": kill,
+    "leave": leave,
     "linger": linger,
     "term": term,
     "together": together,
     "unable": unable,
+    "vanish": vanish,
 }
 
 INSTANTS: dict[str, tuple[Any, str, bool]] = {

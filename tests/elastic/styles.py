@@ -182,7 +182,7 @@ class Cut(Styled):
         loss = self.engine(inputs, targets)
         if self.engine.global_steps >= 3 and self.engine.rank == 1:
             elastic = PROCESS.membership.elastic
-            elastic._present[1].abort(elastic.member.descriptors())
+            elastic._present[1].abort()
         self.engine.backward(loss)
         self.engine.step()
         return float(loss.item())

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ds_dynatrain.data.workers import SharedEnd, WorkerStart
 from ds_dynatrain.elastic.abort import WorldSockets
-from ds_dynatrain.elastic.environment import token_from, worker_place
+from ds_dynatrain.elastic.environment import job_token, worker_place
 from ds_dynatrain.elastic.member import ORPHAN_SECONDS, Member
 from ds_dynatrain.elastic.world import World
 from ds_dynatrain.errors import JobFinished, WorldChanged
@@ -117,14 +117,14 @@ class Script:
         self.work = Work()
         self.sockets = WorldSockets()
         patience = float(os.environ.get("ORPHAN_SECONDS", ORPHAN_SECONDS))
-        self.member = Member(place, token_from(), on_world=self.hear, orphan_seconds=patience)
+        self.member = Member(place, job_token(place.coordinator)[0], on_world=self.hear, orphan_seconds=patience)
         self.world: World | None = None
         self.known = 0
 
     def hear(self, world: World) -> bool:
         """A failure interrupts whatever is in flight. Each generation is formed anew, so it ends the one before."""
         if world.change == "failure":
-            self.sockets.abort(spare=self.member.descriptors())
+            self.sockets.abort()
         return True
 
     def run(self) -> None:

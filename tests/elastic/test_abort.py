@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch.distributed import DistError, HashStore, PrefixStore, ProcessGroupGloo, TCPStore
 
-from ds_dynatrain.elastic.abort import WorldSockets, open_sockets
-from ds_dynatrain.elastic.store import serve_store
+from ds_dynatrain.elastic.abort import WorldSockets, gloo_sockets, new_sockets, open_sockets
+from ds_dynatrain.elastic.store import connected, serve_store
 from ds_dynatrain.errors import WorldChanged
 
 WAIT = timedelta(seconds=20)
@@ -65,7 +65,7 @@ def test_a_group_that_is_being_built_raises_too(in_time: Callable[[float, float]
 
     def build() -> object:
         with sockets.building():
-            store = TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False, timeout=WAIT)
+            store = connected(lambda: client(server.port), 5)
             return ProcessGroupGloo(PrefixStore("world/a/1", store), 0, 2, WAIT)
 
     building = blocked(build)
@@ -82,40 +82,68 @@ def test_an_abort_that_comes_too_early_is_not_lost() -> None:
 
 
 def test_other_sockets_are_left_alone() -> None:
-    sockets, pairs = WorldSockets(), list[socket.socket]()
-    before = tcp_pair()
-    with sockets.building():
-        world, spared, local = tcp_pair(), tcp_pair(), socket.socketpair()
+    """A thread opens some all the time while groups are built: in Python, and over stores, which libraries do in C."""
+    sockets, opened, store = WorldSockets(), list[tuple[socket.socket, socket.socket]](), serve_store("127.0.0.1")
+    boards, has_built = list[TCPStore](), threading.Event()
+
+    def run() -> None:
+        while not has_built.wait(0.001):
+            opened.extend([tcp_pair(), tcp_pair("127.0.0.2"), socket.socketpair()])
+            boards.append(connected(lambda: client(store.port), 5))
+
+    thread = threading.Thread(target=run)
+    with sockets.building() as note:
+        thread.start()
+        ranks = groups(3)
+        note("first")
+        more = groups(2)
+        note("second")
+        time.sleep(0.05)
+        has_built.set()
+        thread.join()
         listener = socket.create_server(("127.0.0.1", 0))
-    after = tcp_pair()
-    pairs += [*before, *world, *spared, *local, *after, listener]
-    assert sockets.abort(spare=frozenset(end.fileno() for end in spared)) == 2
-    for here, there in (before, spared, local, after):
+    assert len(opened) > 3 and boards
+    waiting = blocked(ranks[0].allreduce([torch.ones(4)]).wait)
+    resting = blocked(more[0].allreduce([torch.ones(4)]).wait)
+    assert sockets.abort(resting=["second"]) == 6, "two ends of three pairs"
+    with pytest.raises(RuntimeError):
+        waiting.result(5)
+    more[1].allreduce([torch.ones(4)]).wait()
+    resting.result(5)
+    for here, there in opened:
         here.send(b"x")
         assert there.recv(1) == b"x"
-    assert world[0].recv(1) == b""
+    for board in boards:
+        board.set("it", "answers")
     socket.create_connection(listener.getsockname()).close()
-    for each in pairs:
+    for each in [*(end for pair in opened for end in pair), listener]:
         each.close()
 
 
 def test_a_descriptor_that_was_used_again_is_left_alone() -> None:
-    sockets = WorldSockets()
+    sockets, before = WorldSockets(), gloo_sockets()
     with sockets.building():
-        old = tcp_pair()
-    numbers = {end.fileno() for end in old}
-    for end in old:
-        end.close()
-    new = tcp_pair()
-    assert numbers & {end.fileno() for end in new}, "the system gives the lowest free number"
+        ranks = groups(2)
+    numbers = set(new_sockets(before, gloo_sockets()))
+    assert len(numbers) == 4
+    ranks.clear()
+    pairs = [tcp_pair() for _ in numbers]
+    new = {end.fileno() for pair in pairs for end in pair}
+    assert numbers & new, "the system gives the lowest free number"
     assert sockets.abort() == 0
-    assert set(open_sockets()) >= {end.fileno() for end in new}
-    for end in new:
-        end.close()
+    assert set(open_sockets()) >= new
+    for here, there in pairs:
+        here.close()
+        there.close()
 
 
-def tcp_pair() -> tuple[socket.socket, socket.socket]:
+def client(port: int) -> TCPStore:
+    """A connection of its own to a store of this machine."""
+    return TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=WAIT)
+
+
+def tcp_pair(host: str = "127.0.0.1") -> tuple[socket.socket, socket.socket]:
     """Two ends of one connection."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    with socket.create_server((host, 0)) as listener:
         here = socket.create_connection(listener.getsockname())
         return here, listener.accept()[0]

@@ -237,6 +237,30 @@ def test_another_job_is_refused() -> None:
             served.connect(job="two")
 
 
+def test_who_only_asks_gives_a_job_no_name() -> None:
+    with serving() as served:
+        served.connect(job="not your job").close()  # it says hello, and no more
+        first = served.connect(job="job")
+        first.send(Agent(node="a"))
+        while served.status().job != "job":
+            pass
+        with pytest.raises(PeerRefused, match=r"'job', not of 'another'"):
+            served.connect(job="another")
+
+
+def test_a_name_that_was_given_meanwhile_counts() -> None:
+    with serving() as served:
+        late = served.connect(job="another")
+        first = served.connect(job="job")
+        first.send(Agent(node="a"))
+        while served.status().job != "job":
+            pass
+        late.send(Agent(node="b"))
+        with pytest.raises(PeerRefused, match=r"'job', not of 'another'"):
+            while True:
+                late.expect(5)
+
+
 HELLO = Hello(nonce="0" * 32)
 STRANGE: dict[str, bytes] = {
     "nothing": b"",

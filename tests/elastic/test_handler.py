@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
+import stat
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,11 +19,13 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError, Rend
 from ds_dynatrain.elastic import environment
 from ds_dynatrain.elastic.address import Address
 from ds_dynatrain.elastic.agent import AgentLine, is_child, processes_of
-from ds_dynatrain.elastic.environment import WorkerPlace, hand_over, token_from, worker_place
+from ds_dynatrain.elastic.announcement import Announced
+from ds_dynatrain.elastic.environment import WorkerPlace, hand_over, job_token, token_from, worker_place
 from ds_dynatrain.elastic.handler import NAME, create, get_handler
 from ds_dynatrain.elastic.query import ask_status
 from ds_dynatrain.elastic.rendezvous import NodeRendezvous
-from ds_dynatrain.errors import ConfigError, ElasticError
+from ds_dynatrain.elastic.token import made_token
+from ds_dynatrain.errors import ConfigError, CoordinatorUnproved
 from tests.elastic.served import SECONDS, serving
 
 ROOT = Path(__file__).parents[2]
@@ -61,7 +65,7 @@ def test_two_agents_and_one_coordinator() -> None:
     second.next_rendezvous()  # its workers crashed, and are started again
     again = worker_place()
     assert again is not None and again.node != place.node
-    assert ask_status(place.coordinator).max_nodes == 4
+    assert ask_status(place.coordinator, job_token(place.coordinator)[0]).max_nodes == 4
     second.shutdown()
     first.shutdown()
     with pytest.raises(OSError):
@@ -86,9 +90,63 @@ def test_the_token_has_to_be_the_same(tmp_path: Path) -> None:
     host.shutdown()
 
 
-def test_an_open_address_needs_a_token() -> None:
-    with pytest.raises(ElasticError, match="DYNATRAIN_TOKEN_FILE"):
-        create(RendezvousParameters(NAME, f"0.0.0.0:{free_port()}", "job", 1, 4))
+def test_a_job_that_was_given_no_token_has_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All agents and workers of one user find it; who has not got it is told which file to copy."""
+    monkeypatch.setenv(environment.STATE, str(tmp_path))
+    for name in (environment.TOKEN, environment.TOKEN_FILE):
+        monkeypatch.delenv(name, raising=False)
+    port, file = free_port(), tmp_path / "dynatrain" / "token"
+    host, other = made(port), made(port)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600 and stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+    for agent in (host, other):
+        agent.next_rendezvous()
+    assert os.environ[environment.TOKEN_FILE] == str(file), "workers find it, too"
+    monkeypatch.delenv(environment.TOKEN_FILE)
+    with pytest.raises(CoordinatorUnproved, match=f"of {file} on .*name it in DYNATRAIN_TOKEN_FILE"):
+        ask_status(Address("127.0.0.1", port))
+    other.shutdown()
+    host.shutdown()
+
+
+def test_nobody_obeys_what_has_taken_the_port_of_a_coordinator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a job that was given no token: an agent is told to end a worker by a program that has none."""
+    monkeypatch.setenv(environment.STATE, str(tmp_path))
+    token, _ = job_token(Address("127.0.0.1", 1))
+    with serving(token=token) as served, subprocess.Popen(["sleep", "60"]) as worker:
+        line = AgentLine(served.connect(), "a", served.address, token, "")
+        line.start()
+        served.stop()
+        with serving(address=served.address, silent_seconds=0.2) as rogue:
+            rogue.join("a", pid=worker.pid)
+            time.sleep(1)
+            assert worker.poll() is None
+        line.close()
+        worker.kill()
+
+
+def test_a_made_token_is_the_same_for_all_who_ask_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "coordinator"
+    with ThreadPoolExecutor(8) as threads:
+        found = set(threads.map(lambda _: job_token(Announced(file), {}), range(32)))
+    ((token, where),) = found
+    assert (
+        len(token) == 64
+        and where == f"{file}.token"
+        and [one.name for one in tmp_path.iterdir()] == [f"{file.name}.token"]
+    )
+
+
+def test_a_made_token_is_this_users(tmp_path: Path) -> None:
+    file = tmp_path / "coordinator.token"
+    with pytest.raises(ConfigError, match=r"none can be made .*DYNATRAIN_TOKEN_FILE"):
+        made_token(tmp_path / "missing" / "token")
+    if os.geteuid():
+        pytest.skip("only root can give files away")
+    file.write_text("known to somebody else\n")
+    file.chmod(0o600)
+    os.chown(file, 1, -1)
+    with pytest.raises(ConfigError, match=r"of user 1, who knows .*DYNATRAIN_TOKEN_FILE"):
+        made_token(file)
 
 
 def test_c10d_is_replaced_on_request(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,32 +15,27 @@ from ds_dynatrain.elastic.query import ask_status
 from ds_dynatrain.elastic.settings import Settings
 from ds_dynatrain.elastic.store import world_store
 from ds_dynatrain.elastic.world import World
-from ds_dynatrain.errors import ElasticError
 
+TOKEN = "a token of some length"
 HERE = Address("127.0.0.1", 0)
 
 
 def test_a_host_serves_and_stops() -> None:
-    host = Host(HERE, Settings(1, 2), job="one")
+    host = Host(HERE, Settings(1, 2), TOKEN, job="one")
     host.start()
-    connection = Connection.open(host.address, None)
+    connection = Connection.open(host.address, TOKEN)
     port = connection.welcome.store_port
     worlds = [World(term="a", generation=number, change="planned", members=("a/0",)) for number in (1, 2)]
     stores = [world_store("127.0.0.1", port, world, 5.0) for world in worlds]
     stores[0].set("key", "1")
     assert stores[0].get("key") == b"1" and not stores[1].check(["key"]), "generations share no key"
     with pytest.raises(OSError):
-        Host(host.address, Settings(1, 2))
-    assert ask_status(host.address).job == "one"
+        Host(host.address, Settings(1, 2), TOKEN)
+    assert ask_status(host.address, TOKEN).job == "one"
     host.stop()
     with pytest.raises(OSError):
-        ask_status(host.address)
+        ask_status(host.address, TOKEN)
     connection.close()
-
-
-def test_the_store_is_as_guarded_as_the_rest() -> None:
-    with pytest.raises(ElasticError, match="token"):
-        Host(Address("0.0.0.0", 0), Settings(1, 2))
 
 
 def test_a_host_answers_before_torch_is_there() -> None:

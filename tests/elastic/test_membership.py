@@ -603,6 +603,31 @@ def test_scripts_that_end_make_no_change_and_spares_are_sent_home() -> None:
         driver.start("d")
 
 
+def test_a_script_whose_agent_says_that_it_failed_has_not_ended_the_job() -> None:
+    """A process does not know its exit code when it says good-bye; until its agent has spoken nobody is sent home."""
+    driver = running("a", "b")
+    driver.membership.watched.update(("a", "b"))
+    driver.bye("b/0")
+    driver.start("c")
+    driver.wait(1)
+    assert len(driver.worlds) == 1
+    driver.membership.failed("b", driver.now)
+    driver.wait()
+    assert (driver.world.change, driver.world.lost, driver.world.members) == ("failure", ("b/0",), ("a/0",))
+    driver.enter()
+    driver.wait()
+    assert driver.world.members == ("a/0", "c/0")
+    driver.enter()
+    driver.bye("a/0")
+    driver.bye("c/0")
+    driver.wait()
+    assert not driver.finished
+    driver.start("d")
+    driver.membership.watched.clear()
+    driver.wait()
+    assert driver.finished == ["d/0"]
+
+
 def test_the_last_member_can_leave() -> None:
     driver = running("a")
     driver.say("a/0", leaving=True)

@@ -51,6 +51,15 @@ def test_a_worker_dies_with_the_process_that_started_it() -> None:
     wait_until_killed(worker)
 
 
+def test_a_forked_child_does_not_end_for_its_parent() -> None:
+    script = (
+        "import os, sys\nfrom ds_dynatrain.elastic.process import at_exit\nat_exit(print, 'good-bye')\n"
+        "if os.fork() == 0:\n    sys.exit(1)\nos.wait()"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "good-bye\n"
+
+
 def wait_until_killed(pid: int) -> None:
     end = time.monotonic() + SECONDS
     while time.monotonic() < end:

@@ -38,6 +38,7 @@ def test_a_join_a_death_and_a_leave(train: Callable[..., Job], late: bool) -> No
     job.settled(1, generation)
     job.code("a")
     finish(job, "c", "coordinator")
+    assert not job.rows("cut"), "connections that are none of ours"
     told = {pid: [row for row in job.rows("told") if row["pid"] == pid] for pid in (a, b, c)}
     assert [row["after"]["size"] for row in told[a]] == [2, 3, 2]
     assert [row["after"]["size"] for row in told[b]] == [2, 3]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import atexit
 from dataclasses import dataclass, field
 
 from ds_dynatrain.adapters.device import warm
 from ds_dynatrain.adapters.launch_world import LaunchWorld
 from ds_dynatrain.adapters.watched import GroupStatus
 from ds_dynatrain.config import DynatrainConfig
-from ds_dynatrain.elastic.environment import WorkerPlace, token_from
+from ds_dynatrain.elastic.environment import WorkerPlace, job_token
+from ds_dynatrain.elastic.process import at_exit
 from ds_dynatrain.elastic.query import ask_status
 from ds_dynatrain.engine.liveness import ended_in_error
 from ds_dynatrain.engine.members.elastic import CONNECT_SECONDS, Elastic
@@ -51,7 +51,7 @@ class Early:
     def install(self) -> None:
         """Let `torch.distributed`, DeepSpeed and the environment variables speak of its group."""
         self.launch.install()
-        atexit.register(self.end)
+        at_exit(self.end)
 
     def connect(self) -> None:
         """Let tensors of an accelerator go over the group of those that start a job: all of them call it.
@@ -127,7 +127,8 @@ def _start(membership: ElasticMembership, alone: LaunchWorld, seconds: float) ->
 def _is_running(elastic: Elastic) -> bool:
     """Whether the coordinator has a world already, without this process."""
     try:
-        status = ask_status(elastic.member.place.coordinator, token_from(), CONNECT_SECONDS)
+        where = elastic.member.place.coordinator
+        status = ask_status(where, job_token(where)[0], CONNECT_SECONDS)
     except OSError:
         return False
     return status.generation > 0 and elastic.member.id not in status.ranks

@@ -17,7 +17,7 @@ import torch.distributed as td
 from ds_dynatrain.adapters.worlds import Note
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.elastic.abort import WorldSockets
-from ds_dynatrain.elastic.environment import WorkerPlace, token_from
+from ds_dynatrain.elastic.environment import WorkerPlace, job_token
 from ds_dynatrain.elastic.member import Member
 from ds_dynatrain.elastic.token import derive
 from ds_dynatrain.elastic.world import World, node_of
@@ -50,7 +50,7 @@ class Elastic:
     """
 
     def __init__(self, place: WorkerPlace, timeout_seconds: float, wait_seconds: float) -> None:
-        self._token = token_from()
+        self._token, _ = job_token(place.coordinator)
         self.member = Member(place, self._token, on_world=self._hear, waits_in=WAITING)
         self.timeout_seconds = timeout_seconds
         self.wait_seconds = wait_seconds
@@ -158,7 +158,7 @@ class Elastic:
         known = {name for sockets in present for name in sockets.groups}
         resting = self.lose(known, {number for one, number in self.registry.numbers.items() if one in there})
         for sockets in present:
-            sockets.abort(self.member.descriptors(), resting)
+            sockets.abort(resting)
 
     def breach(self) -> None:
         """A collective of the world that trains has failed, and nothing was heard of a reason yet: all have to know."""
@@ -171,7 +171,7 @@ class Elastic:
         if world.change == "failure":
             self.abandon()
             for sockets in list(self._coming.values()):
-                sockets.abort(self.member.descriptors())
+                sockets.abort()
         with self._lock:
             if self.is_harmless(world):
                 return False
