@@ -45,7 +45,8 @@ class Regrouping:
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON."""
-        return {"groups": [asdict(group) for group in self.groups], "requires_grad": list(self.requires_grad)}
+        groups = [{**asdict(group), "names": list(group.names)} for group in self.groups]
+        return {"groups": groups, "requires_grad": list(self.requires_grad)}
 
     @staticmethod
     def from_json(record: Mapping[str, Any]) -> Regrouping:

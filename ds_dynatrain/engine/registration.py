@@ -20,7 +20,7 @@ from ds_dynatrain.adapters.incoming import Place, pieces_by_tensor
 from ds_dynatrain.adapters.memory import provide, zeros
 from ds_dynatrain.adapters.model import ModelMap
 from ds_dynatrain.adapters.optimizers import rule_of
-from ds_dynatrain.adapters.regroup import Regrouping, Wanted, regroup, wanted_of
+from ds_dynatrain.adapters.regroup import NewGroup, Regrouping, Wanted, regroup, wanted_of
 from ds_dynatrain.adapters.replaced import replaced
 from ds_dynatrain.adapters.schedulers import Lists, follow, lists_per_group, put_lists_back
 from ds_dynatrain.adapters.state import Buffers, Scalars
@@ -36,7 +36,7 @@ from ds_dynatrain.engine.space import space_of
 from ds_dynatrain.engine.transaction.session import Request, Session
 from ds_dynatrain.engine.transaction.shares import agreed
 from ds_dynatrain.engine.transaction.swap import Swap
-from ds_dynatrain.errors import CertificateError, OutcomeUnknown, SwitchFailed, SwitchRefused
+from ds_dynatrain.errors import CertificateError, CheckpointError, OutcomeUnknown, SwitchFailed, SwitchRefused
 from ds_dynatrain.space import MASTER, WEIGHT, LogicalTensor, VirtualParameterSpace, is_partitioned
 from ds_dynatrain.transfer import digest
 
@@ -103,15 +103,66 @@ def catch_up(engine: EngineCore) -> None:
 
 def repeat(engine: EngineCore, records: Sequence[dict[str, Any]]) -> None:
     """On an idle member: register what the job has registered, in its order."""
-    host = engine.host
     for record in records:
-        asked = Regrouping.from_json(record)
-        lists = lists_per_group(host.lr_scheduler, len(host.basic_optimizer.param_groups))
-        _adopt(engine, asked, _model_after(engine, asked))
-        follow(lists, asked.origins)
-        tensors = _whole_tensors(engine.vps, host.model_map)
-        engine.adopt_space(space_of(engine, engine.layout, engine.members, tensors))
+        Adoption(engine, Regrouping.from_json(record)).make()
         engine.registered.append(record)
+
+
+def note(engine: EngineCore, asked: Regrouping) -> None:
+    """Count a registration that is committed; idle members read it on the board (`catch_up`)."""
+    engine.registered.append(asked.to_json())
+    engine.control.decide(f"registration/{len(engine.registered)}", asked.to_json())
+
+
+def registration_of(engine: EngineCore) -> Regrouping:
+    """What is trained and in which groups, as a checkpoint says it: origins are the groups that `initialize` made."""
+    model = engine.host.model_map
+    groups = [NewGroup(first, False, names) for first, names in zip(_origins(engine), model.group_names, strict=True)]
+    flags = zip(model.tensors, model.requires_grad, strict=True)
+    return Regrouping(tuple(groups), tuple(tensor.name for tensor, flag in flags if flag))
+
+
+def regrouping_to(engine: EngineCore, saved: Regrouping) -> Regrouping | None:
+    """The registration that leads from the present groups to those of a checkpoint; None if these are the same.
+
+    None, too, for a checkpoint of another model. CheckpointError, naming the parameter, where it cannot be.
+    """
+    model, present = engine.host.model_map, registration_of(engine)
+    flags = {tensor.name: flag for tensor, flag in zip(model.tensors, model.requires_grad, strict=True)}
+    wanted = {name for group in saved.groups for name in group.names}.union(saved.requires_grad)
+    listed = [group.names for group in saved.groups]
+    trained = {name for name, flag in flags.items() if flag}
+    is_same = listed == [group.names for group in present.groups] and trained == {*saved.requires_grad}
+    if is_same or not wanted <= flags.keys():
+        return None
+    try:
+        engine.host.shaper.refuse_to_train({*saved.requires_grad} - trained)
+        lists_per_group(engine.host.lr_scheduler, len(model.groups))
+    except SwitchRefused as refused:
+        changed = sorted(trained.symmetric_difference(saved.requires_grad)) or sorted(wanted)
+        raise CheckpointError(
+            f"{changed[0]!r} was registered anew by the job that saved it, and this cannot be repeated here: "
+            f"{refused.reason}; {refused.way_out}"
+        ) from None
+    origins, groups = _origins(engine), list[NewGroup]()
+    for group in saved.groups:
+        if group.origin not in origins:
+            raise CheckpointError(
+                f"{group.names[0]!r} is in an optimizer group that comes from group {group.origin} of initialize, "
+                f"which this job does not have any more; start the job anew, with dynatrain.resume"
+            )
+        at = origins.index(group.origin)
+        groups.append(NewGroup(at, any(at == each.origin for each in groups), group.names))
+    return Regrouping(tuple(groups), tuple(name for name in flags if name in saved.requires_grad))
+
+
+def _origins(engine: EngineCore) -> list[int]:
+    """For each present group the number of the group of `initialize` that it comes from."""
+    origins: list[int] | None = None
+    for record in engine.registered:
+        step = Regrouping.from_json(record).origins
+        origins = step if origins is None else [origins[each] for each in step]
+    return list(range(len(engine.host.model_map.groups))) if origins is None else origins
 
 
 def _has_begun(engine: EngineCore) -> bool:
@@ -130,31 +181,63 @@ def _whole_tensors(vps: VirtualParameterSpace, model: ModelMap) -> tuple[Logical
     return tuple(replace(vps.tensors[vps.line.index(each.name)], group=each.group) for each in model.tensors)
 
 
-def _adopt(engine: EngineCore, asked: Regrouping, model: ModelMap) -> None:
-    """Make the new groups those of the optimizer; a group that lives on is the same dictionary.
+class Adoption:
+    """Other optimizer groups on an engine whose optimizer is off, and the present ones back again.
 
-    What requires a gradient is set for parameters of other members, too.
+    The constructor notes the present ones: model and space, the optimizer's dictionaries with what is in them, and the
+    scheduler's lists. SwitchRefused for a scheduler of another class.
     """
-    host = engine.host
-    for parameter, flag in zip(model.parameters, model.requires_grad, strict=True):
-        parameter.requires_grad_(flag)
-    present = list(host.basic_optimizer.param_groups)
-    wanted = asked.groups_of(present, model.named)
-    for group, values in zip(asked.groups, wanted, strict=True):
-        if not group.fresh:
-            present[group.origin].update(values)
-    groups = [
-        values if group.fresh else present[group.origin] for group, values in zip(asked.groups, wanted, strict=True)
-    ]
-    host.adopt(model, groups)
+
+    def __init__(self, engine: EngineCore, asked: Regrouping) -> None:
+        self._engine, self._asked, host = engine, asked, engine.host
+        self.model, self.vps = host.model_map, engine.vps
+        self._groups = [(group, dict(group)) for group in host.basic_optimizer.param_groups]
+        self._lists: Lists = lists_per_group(host.lr_scheduler, len(self._groups))
+
+    def make(self, vps: VirtualParameterSpace | None = None) -> None:
+        """Make the new groups those of the optimizer; a group that lives on is the same dictionary.
+
+        What requires a gradient is set for parameters of other members, too. vps: the new space, if it is known.
+        """
+        engine, asked, host = self._engine, self._asked, self._engine.host
+        model = _model_after(engine, asked)
+        for parameter, flag in zip(model.parameters, model.requires_grad, strict=True):
+            parameter.requires_grad_(flag)
+        present = list(host.basic_optimizer.param_groups)
+        wanted = asked.groups_of(present, model.named)
+        for group, values in zip(asked.groups, wanted, strict=True):
+            if not group.fresh:
+                present[group.origin].update(values)
+        groups = [
+            values if group.fresh else present[group.origin] for group, values in zip(asked.groups, wanted, strict=True)
+        ]
+        host.adopt(model, groups)
+        follow(self._lists, asked.origins)
+        tensors = _whole_tensors(self.vps, model)
+        engine.adopt_space(space_of(engine, engine.layout, engine.members, tensors) if vps is None else vps)
+
+    def undo(self) -> None:
+        """Put back what was there; the optimizer is off again, or still."""
+        engine = self._engine
+        self.require_as_before()
+        for (group, values), listed in zip(self._groups, self.model.groups, strict=True):
+            group.clear()
+            group.update({**values, "params": list(listed)})
+        engine.host.adopt(self.model, [group for group, _ in self._groups])
+        put_lists_back(self._lists)
+        engine.adopt_space(self.vps)
+
+    def require_as_before(self) -> None:
+        """Set what requires a gradient as it was registered."""
+        for parameter, was in zip(self.model.parameters, self.model.requires_grad, strict=True):
+            parameter.requires_grad_(was)
 
 
 @dataclass
 class _Old:
-    """What is put back if it fails. groups: the optimizer's dictionaries, and what was in them."""
+    """What is put back if it fails."""
 
     model: ModelMap
-    groups: list[tuple[dict[str, Any], dict[str, Any]]]
     vps: VirtualParameterSpace
     buffers: Buffers
     scalars: Scalars
@@ -170,17 +253,15 @@ class _Registration:
         if engine.world is None:
             raise RuntimeError("an idle member has nothing to register")
         self.world = engine.world
-        self.lists: Lists = lists_per_group(host.lr_scheduler, len(host.basic_optimizer.param_groups))
+        self.adoption = Adoption(engine, asked)
         host.settle_parameters()
         buffers, scalars = host.state_buffers()
-        groups = [(group, dict(group)) for group in host.basic_optimizer.param_groups]
-        shared = shared_carry(engine, scalars)
-        self.old = _Old(host.model_map, groups, engine.vps, buffers, scalars, shared)
+        self.old = _Old(host.model_map, engine.vps, buffers, scalars, shared_carry(engine, scalars))
         self.kinds: tuple[str, ...] = ()
         self.begun = begun
         self.new_kinds: tuple[str, ...] = ()
         self.swap = Swap(engine)
-        self.swap.on_undo(self._require_as_before)
+        self.swap.on_undo(self.adoption.require_as_before)
 
     def run(self) -> None:
         """Everything or nothing, on all members alike; SwitchFailed if it is nothing."""
@@ -190,8 +271,7 @@ class _Registration:
             self.swap.undo()
             raise
         if decision.commit:
-            self.engine.registered.append(self.asked.to_json())
-            self.control.decide(f"registration/{len(self.engine.registered)}", self.asked.to_json())
+            note(self.engine, self.asked)
             self.swap.keep()
         else:
             self.swap.undo()
@@ -216,9 +296,7 @@ class _Registration:
         self._check_memory(vps)
         target, expected = self._filled(vps)
         self.swap.off(self._back)
-        _adopt(engine, self.asked, model)
-        follow(self.lists, self.asked.origins)
-        engine.adopt_space(vps)
+        self.adoption.make(vps)
         self.swap.on_undo(host.detach)
         host.attach(self.layout, self.world, host.present_config, target, scalars)
         settle_counters(engine, old.shared)
@@ -350,21 +428,10 @@ class _Registration:
         found: Digests = self.session.reduce("masters", mine, np.add)
         return found
 
-    def _require_as_before(self) -> None:
-        """What requires a gradient is what was registered."""
-        for parameter, was in zip(self.old.model.parameters, self.old.model.requires_grad, strict=True):
-            parameter.requires_grad_(was)
-
     def _back(self) -> None:
         """The old optimizer over the old memory."""
         engine, old = self.engine, self.old
-        self._require_as_before()
-        for (group, values), listed in zip(old.groups, old.model.groups, strict=True):
-            group.clear()
-            group.update({**values, "params": list(listed)})
-        engine.host.adopt(old.model, [group for group, _ in old.groups])
-        put_lists_back(self.lists)
-        engine.adopt_space(old.vps)
+        self.adoption.undo()
         engine.host.attach(self.layout, self.world, engine.host.present_config, old.buffers, old.scalars)
         put_back(engine, old.shared)
 

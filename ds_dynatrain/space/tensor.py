@@ -57,6 +57,12 @@ class LogicalTensor:
         """Whether an optimizer group owns the tensor."""
         return self.group != FROZEN
 
+    @property
+    def words(self) -> str:
+        """Shape and group for messages, such as "of shape (4, 4), in optimizer group 1"."""
+        group = f"in optimizer group {self.group}" if self.trainable else "frozen"
+        return f"of shape {self.shape}, {group}{', an expert' if self.expert else ''}"
+
 
 @dataclass(frozen=True, eq=False)
 class Line:

@@ -8,11 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from ds_dynatrain.checkpoint.others.recognize import told_at
 from ds_dynatrain.cli.main import app
-from ds_dynatrain.errors import CheckpointError
+from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 from tests.checkpoint.test_damage import whole
 
 
@@ -36,6 +38,22 @@ def test_two_notes_that_disagree(tmp_path: Path) -> None:
         (tmp_path / note).write_text(name)
         (tmp_path / name).mkdir()
     with pytest.raises(CheckpointError, match=r"not clear: latest and latest_universal name .*one and .*other"):
+        told_at(tmp_path)
+
+
+@pytest.mark.parametrize("weights", ["model.safetensors", "adapter_model.safetensors", "model.safetensors.index.json"])
+def test_weights_beside_the_state_that_latest_names(tmp_path: Path, weights: str) -> None:
+    """The checkpoint folder of a stock Trainer: weights for inference, and all of the training below."""
+    (tmp_path / "global_step6").mkdir()
+    (tmp_path / "global_step6" / "mp_rank_00_model_states.pt").write_bytes(b"PK\x03\x04 and no more")
+    (tmp_path / weights).write_bytes(b"")
+    if weights.startswith("model"):
+        save_file({"a": torch.ones(3)}, tmp_path / "model.safetensors")
+    (tmp_path / "latest").write_text("global_step6\n")
+    with pytest.raises(CheckpointDamaged, match=r"global_step6.*no file of torch.save"):
+        told_at(tmp_path)
+    (tmp_path / "latest").write_text("global_step7\n")
+    with pytest.raises(CheckpointError, match=r"not clear: latest in it names 'global_step7', which is not"):
         told_at(tmp_path)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -13,7 +15,10 @@ import torch.distributed as td
 from torch import nn
 
 from ds_dynatrain.adapters.host import Host
-from ds_dynatrain.errors import SwitchFailed, SwitchRefused
+from ds_dynatrain.adapters.worlds import WorldSpec, build_world, drop
+from ds_dynatrain.engine.checkpoints.restore import restore
+from ds_dynatrain.errors import CheckpointError, SwitchFailed, SwitchRefused
+from ds_dynatrain.space import Layout
 from tests.engine import freezing, jobs, oracle
 from tests.engine.freezing import trained, wrong_after
 from tests.engine.models import Sequences, small_gpt
@@ -388,3 +393,96 @@ def test_schedules_go_on(pool: RankPool, kind: str) -> None:
 def test_unknown_scheduler_is_refused_by_name(pool: RankPool) -> None:
     result = pool.run(scheduled_case, kind="own")[0]
     assert "test_register.Own: what it keeps per optimizer group is not known" in result[1]
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------------------------
+
+
+def _failing(own: Callable[..., Any]) -> Callable[..., Any]:
+    """`attach`, whose first call fails on member 1."""
+    calls: list[int] = []
+
+    def attach(self: Any, *arguments: Any) -> None:
+        calls.append(1)
+        if len(calls) == 1 and td.get_rank() == 1:
+            raise RuntimeError("no memory")
+        own(self, *arguments)
+
+    return attach
+
+
+Went = tuple[dict[str, oracle.State], list[dict[int, list[tuple[float, int]]]], list[list[float]]]
+"""States by where they were looked at, losses of each step before loads and after, and the rates of each step."""
+
+
+def scheduled(model: nn.Module) -> dict[str, Any]:
+    """An optimizer of two groups, and a schedule whose functions no checkpoint has."""
+    optimizer = torch.optim.AdamW(groups_of(model), lr=2e-3)
+    rates = [lambda step: 1 / (step + 1), lambda step: 2 / (step + 1)]
+    return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, rates)}
+
+
+def resuming_case(folder: Path) -> Went | None:
+    """A script that goes on from its newest checkpoint, if there is one; it saves before and after registrations."""
+    config = settings("fp32", (2, 1))
+    config["dynatrain"]["resume"] = {"path": str(folder)}
+    model, states, wrong = partly_trained(), dict[str, oracle.State](), list[str]()
+
+    def each(made: jobs.Job) -> None:
+        wrong.extend(change(made))
+        step = made.engine.global_steps
+        if step in (2, 9):
+            states[f"saved {step}"] = oracle.gather(made.engine)
+            made.engine.save(folder)
+
+    with jobs.job(config, model=model, **scheduled(model)) as made:
+        engine = made.engine
+        if not engine.idle:
+            states[f"began {engine.global_steps}"] = oracle.gather(engine)
+        record = jobs.train(made, 11, None, None, each)
+        if engine.global_steps == 11:  # not on a member that has just come
+            registered = trained(engine.module)
+            for tag in ("step2", "step9"):
+                engine.load(folder, tag)
+                states[f"loaded {tag}"] = oracle.gather(engine)
+                assert not engine.update_param_groups(), "nothing has changed since"
+            assert trained(engine.module) == registered
+            with patch.object(Host, "attach", _failing(Host.attach)), pytest.raises(CheckpointError, match="as before"):
+                engine.load(folder, "step2")
+            assert oracle.differences(states["loaded step9"], oracle.gather(engine)) == []
+            assert trained(engine.module) == registered
+        more = jobs.train(made, 12, {11: (3, 3)})
+        states["end"] = oracle.gather(engine)
+    assert wrong == []
+    return (states, [record.losses, more.losses], list(record.rates.values())) if states else None
+
+
+def restoring_case(folder: Path) -> tuple[oracle.State, set[str]]:
+    """As after a failure: nothing that members hold is used, and those that were idle are called, too."""
+    model, target, members = partly_trained(), Layout(data=4, zero_stage=3), (0, 1, 2, 3)
+    with jobs.job(settings("fp32", (2, 1)), model=model, **scheduled(model)) as made:
+        engine, parts = made.engine, made.engine._parts
+        old, board = parts.world, parts.control
+        spec = WorldSpec(9, board.member, members, members, target, parts.vps.ties(target))
+        world = build_world(board.store, spec, board.timeout_seconds)
+        world.connect(board.timeout_seconds)
+        restore(parts, target, members, world, folder)
+        if old is not None:
+            board.track_teardown(drop(old))
+        return oracle.gather(engine), trained(engine.module)
+
+
+def test_a_job_goes_on_from_its_own_checkpoints(pool: RankPool, tmp_path: Path) -> None:
+    """The script builds its model as at the start; groups and what is trained are those of the checkpoint."""
+    first, again = pool.run(resuming_case, folder=tmp_path), pool.run(resuming_case, folder=tmp_path)
+    for (states, losses, rates), (others, there, resumed) in zip(first[:2], again[:2], strict=True):
+        assert oracle.differences(states["saved 9"], others["began 9"]) == []
+        assert oracle.differences(states["end"], others["end"]) == []
+        assert {step: losses[0][step] for step in (9, 10)} == there[0]
+        assert losses[1] == there[1] and sorted(there[1]) == [9, 10, 11]
+        assert rates[9:] == resumed
+        for step, seen in itertools.product((2, 9), (states, others)):
+            assert oracle.differences(states[f"saved {step}"], seen[f"loaded step{step}"]) == []
+    for state, flags in pool.run(restoring_case, folder=tmp_path):
+        assert oracle.differences(first[0][0]["saved 9"], state) == []
+        assert any(name.startswith("words") for name in flags)

@@ -35,13 +35,28 @@ SORTS: Mapping[str, tuple[Callable[[Path], bool], Callable[[Path, bool], Foreign
 
 
 def told_at(path: Path, trust_pickle: bool = False) -> Foreign:
-    """The checkpoint of another tool at a path, or the one that a note there names.
+    """Describe the checkpoint of another tool at a path: the one that a note there names, whatever lies beside it.
 
     CheckpointError for none, for one of ours, and where it is not clear, naming what was looked for.
     """
     if (path / RECORD).is_file():
         raise CheckpointError(f"{path} is a checkpoint of ds_dynatrain already; load it as it is, or give another --to")
+    named = {name: path / read_note(path / name) for name in NOTES if (path / name).is_file()}
+    inside = {name: each for name, each in named.items() if each.parent == path}
+    there = sorted({each for each in inside.values() if each.is_dir()})
+    if len(there) > 1:
+        raise CheckpointError(
+            f"{path} is not clear: {' and '.join(named)} name {' and '.join(map(str, there))}; give one of these paths"
+        )
+    if there:
+        return told_at(there[0], trust_pickle)
     found = [(what, read) for what, (is_there, read) in SORTS.items() if is_there(path)]
+    if found and inside:
+        note, gone = next(iter(inside.items()))
+        raise CheckpointError(
+            f"{path} is not clear: {note} in it names {gone.name!r}, which is not there, and it is {found[0][0]}; "
+            f"bring {gone.name!r} back, or move the other files into a folder of their own and give that"
+        )
     if len(found) == 1:
         (what, read) = found[0]
         try:
@@ -56,13 +71,5 @@ def told_at(path: Path, trust_pickle: bool = False) -> Foreign:
             f"{path} is not clear: it is {' and '.join(what for what, _ in found)}; move the files of one of them "
             "into a folder of their own"
         )
-    named = {name: path / read_note(path / name) for name in NOTES if (path / name).is_file()}
-    there = sorted({each for each in named.values() if each.parent == path and each.is_dir()})
-    if len(there) > 1:
-        raise CheckpointError(
-            f"{path} is not clear: {' and '.join(named)} name {' and '.join(map(str, there))}; give one of these paths"
-        )
-    if there:
-        return told_at(there[0], trust_pickle)
     looked = "; ".join([*SORTS, f"one that {' or '.join(NOTES)} in a folder names"])
     raise CheckpointError(f"there is no checkpoint at {path}; give the path of one of these: {looked}")

@@ -17,6 +17,7 @@ import torch
 
 from ds_dynatrain.adapters.device import is_accelerated
 from ds_dynatrain.adapters.placement import Memory
+from ds_dynatrain.adapters.regroup import Regrouping
 from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.adapters.world import World
 from ds_dynatrain.engine import streams
@@ -80,6 +81,7 @@ class FromCopies:
         self._target = engine.vps.with_layout(goal.layout, goal.members)
         self._rests: dict[int, dict[str, Any]] = {}
         self.client_state: dict[str, Any] = {}
+        self.registration: Regrouping | None = None
         for rank, copy in self._copies.items():
             self._session.say(f"said/{rank}", copy.said)
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ds_dynatrain.adapters.placement import Memory
+from ds_dynatrain.adapters.regroup import Regrouping
 from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.checkpoint import Reader
 from ds_dynatrain.checkpoint.elements import name_of
@@ -23,7 +25,7 @@ from ds_dynatrain.engine.digests import side_digests, state_digest
 from ds_dynatrain.engine.transaction.shares import agreed
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 from ds_dynatrain.report import logger
-from ds_dynatrain.space import WEIGHT, Pieces
+from ds_dynatrain.space import WEIGHT, Pieces, VirtualParameterSpace
 
 
 def from_checkpoint(path: Path, trust_pickle: bool = False, strict: bool = True) -> Opener:
@@ -47,7 +49,6 @@ class FromCheckpoint:
 
     def __init__(self, engine: EngineCore, goal: Goal, source: Source, reader: Reader, strict: bool = True) -> None:
         self._engine, self._goal, self._source, self._reader, self._strict = engine, goal, source, reader, strict
-        self._vps = engine.vps.with_layout(goal.layout, goal.members)
         self._memory: dict[str, Memory] = {}
         self._numbers: dict[int, int] = {}
 
@@ -58,6 +59,15 @@ class FromCheckpoint:
     @property
     def client_state(self) -> dict[str, Any]:
         return self._source.client_state
+
+    @property
+    def registration(self) -> Regrouping | None:
+        return self._source.registration
+
+    @cached_property
+    def _vps(self) -> VirtualParameterSpace:
+        """The space to fill, once what is trained is what was saved."""
+        return self._engine.vps.with_layout(self._goal.layout, self._goal.members)
 
     def memory(self, memory: Mapping[str, Memory]) -> dict[str, Memory]:
         self._numbers = self._checked_tensors()
@@ -92,7 +102,9 @@ class FromCheckpoint:
                 )
             if mine[1] != tensor:
                 raise CheckpointError(
-                    f"it has {tensor}, and this training has {mine[1]}; build the same model and optimizer groups"
+                    f"{tensor.name!r} is {tensor.words} in it, and {mine[1].words} in this training; build the model "
+                    "of the job that saved it, and give initialize the same trainable parameters in the same optimizer "
+                    "groups (requires_grad, model_parameters)"
                 )
             found[number] = mine[0]
         if here:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from ds_dynatrain.adapters.memory import provide, release, zeros
 from ds_dynatrain.adapters.placement import Memory
+from ds_dynatrain.adapters.regroup import Regrouping
 from ds_dynatrain.adapters.state import Buffers, Scalars
 from ds_dynatrain.adapters.world import World
 from ds_dynatrain.adapters.worlds import install
@@ -26,6 +27,7 @@ from ds_dynatrain.engine.census import check_census
 from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.encoding import fingerprint
+from ds_dynatrain.engine.registration import Adoption, note, regrouping_to
 from ds_dynatrain.engine.targets import needs
 from ds_dynatrain.engine.transaction.session import Session
 from ds_dynatrain.engine.transaction.swap import Swap
@@ -76,13 +78,18 @@ class Goal:
 class StateSource(Protocol):
     """What has a whole state, as one member of a goal reads it.
 
-    kinds: state kinds in it. client_state: see `Restored`. `memory` is asked first, `prove` last.
+    kinds: state kinds in it. client_state: see `Restored`. After `registration`, which the engine then follows,
+    `memory` is asked first, `prove` last.
     """
 
     @property
     def kinds(self) -> Sequence[str]: ...
     @property
     def client_state(self) -> dict[str, Any]: ...
+    @property
+    def registration(self) -> Regrouping | None:
+        """What was trained in which groups, where it says so; None: what is trained now."""
+        ...
 
     def memory(self, memory: Mapping[str, Memory]) -> dict[str, Memory]:
         """Of what the kinds are made that there will be; CheckpointError if it is of another model or optimizer."""
@@ -149,6 +156,7 @@ class Restoration:
         self.client_state: dict[str, Any] = {}
         self.rank = goal.members.index(engine.control.member)
         self.vps: VirtualParameterSpace = engine.vps.with_layout(goal.layout, goal.members)
+        self.registered: Regrouping | None = None
         self.buffers: Buffers = {}
         self.shared: dict[str, Any] = {}
         self.rest: dict[str, Any] = {}
@@ -181,16 +189,29 @@ class Restoration:
         present = None if self.old is None else self.old.shared
         what = f"{'restoring' if self.old is None else 'loading'} {self.where}"
         with OWN_WAITS.waiting(what), self._opener(self.engine, self.goal, present) as source:
+            self._register(source)
             self._read(source)
             self._verify_tensors(source)
             self.client_state = source.client_state
         self._swap()
         self._verify_carry()
 
+    def _register(self, source: StateSource) -> None:
+        """Train what was trained when it was saved, in the same groups; then the optimizer is off."""
+        engine, saved = self.engine, source.registration
+        self.registered = None if saved is None else regrouping_to(engine, saved)
+        if self.registered is None:
+            return
+        self._off()
+        adoption = Adoption(engine, self.registered)
+        self.swap.on_undo(adoption.undo)
+        adoption.make()
+        self.vps = engine.vps.with_layout(self.goal.layout, self.goal.members)
+
     # ---- new buffers -------------------------------------------------------------------------------------------------
 
     def _read(self, source: StateSource) -> None:
-        """Fill new buffers, and get ready what else there is; nothing of the engine is touched."""
+        """Fill new buffers, and get ready what else there is; no buffer of the engine's is touched."""
         engine, layout, vps = self.engine, self.goal.layout, self.vps
         self.memory = source.memory(engine.memory_in(layout))
         local = vps.local(layout, self.rank)
@@ -246,13 +267,17 @@ class Restoration:
 
     # ---- the engine --------------------------------------------------------------------------------------------------
 
+    def _off(self) -> None:
+        """Take the optimizer off, unless it is off."""
+        if self.old is not None and not self.swap.has_begun:
+            self.swap.off(partial(self._back, self.old))
+
     def _swap(self) -> None:
         engine, goal = self.engine, self.goal
+        self._off()
         if self.old is None:
             self.swap.on_undo(engine.host.leave_world)
             install(goal.world)
-        else:
-            self.swap.off(partial(self._back, self.old))
         self.swap.over(self.vps, goal.layout, goal.world, self.rank, self.buffers, scalars_of(self.shared))
         self._take(self.shared, self.rest, self.streams)
 
@@ -266,6 +291,8 @@ class Restoration:
 
     def _commit(self) -> None:
         engine = self.engine
+        if self.registered is not None:
+            note(engine, self.registered)
         self.swap.keep()
         if self.goal.enter is not None:
             self.goal.enter()

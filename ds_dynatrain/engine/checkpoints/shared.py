@@ -15,6 +15,22 @@ Number = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,18})$")]
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
+class _Group(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+    origin: Count
+    fresh: bool
+    names: list[str]
+    values: dict[str, Any]
+
+
+class _Registration(BaseModel):
+    """A `Regrouping` in JSON."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    groups: list[_Group]
+    requires_grad: list[str]
+
+
 class _Types(BaseModel):
     """What is in it, as far as it is there; anything else is the training's matter that saved it."""
 
@@ -23,6 +39,7 @@ class _Types(BaseModel):
     scalars: dict[str, dict[Number, float]] = {}
     counters: dict[str, Count] = {}
     windows: Count = 0
+    registration: _Registration | None = None
 
 
 def shared_of(saved: Saved) -> dict[str, Any]:
@@ -39,6 +56,9 @@ def shared_of(saved: Saved) -> dict[str, Any]:
     numbers = [int(number) for table in said.scalars.values() for number in table]
     if max(numbers, default=-1) >= len(tensors):
         raise CheckpointDamaged(f"{RECORD}: carry.scalars: of tensor {max(numbers)}, and there are {len(tensors)}")
+    listed = [name for group in said.registration.groups for name in group.names] if said.registration else []
+    if len(set(listed)) != len(listed) or not {each.name for each in tensors}.issuperset(listed):
+        raise CheckpointDamaged(f"{RECORD}: carry.registration: a tensor is in two groups, or in none of the model's")
     groups = 1 + max((each.group for each in tensors), default=-1)
     if "groups" in found and len(said.groups) < groups:
         raise CheckpointDamaged(f"{RECORD}: carry.groups: {len(said.groups)} groups, and tensors are of {groups}")

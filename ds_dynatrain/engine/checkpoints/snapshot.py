@@ -18,6 +18,7 @@ from ds_dynatrain.engine.checkpoints.extra_state import packed
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.digests import SideDigests, side_digests
 from ds_dynatrain.engine.encoding import encode, fingerprint
+from ds_dynatrain.engine.registration import registration_of
 from ds_dynatrain.errors import CheckpointError
 from ds_dynatrain.space import Layout, VirtualParameterSpace
 
@@ -71,7 +72,7 @@ class Snapshot:
             seed=engine.job.job_seed,
             kinds=kinds,
             tensors=[(each.name, list(each.shape), each.group, each.expert) for each in engine.vps.tensors],
-            carry=plain(shared),
+            carry=plain({**shared, "registration": registration_of(engine).to_json()}),
             rests=rests,
             sums={},
             sizes={},

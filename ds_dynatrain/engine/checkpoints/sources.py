@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
+from ds_dynatrain.adapters.regroup import Regrouping
 from ds_dynatrain.checkpoint import Manifest, Reader, Row, Saved
 from ds_dynatrain.checkpoint.crcs import Crcs
 from ds_dynatrain.checkpoint.elements import name_of
@@ -63,7 +64,7 @@ NO_CLIENT_STATE = frozenset(
 class Source(Protocol):
     """A checkpoint that is open. kinds: state kinds in it. client_state: what `load_checkpoint` gives back.
 
-    kept: numbers of the frozen tensors that it was saved without.
+    kept: numbers of the frozen tensors that it was saved without. registration: see `StateSource`.
     """
 
     @property
@@ -78,6 +79,8 @@ class Source(Protocol):
     def kept(self) -> tuple[int, ...]: ...
     @property
     def client_state(self) -> dict[str, Any]: ...
+    @property
+    def registration(self) -> Regrouping | None: ...
 
     def shared(self, numbers: Mapping[int, int]) -> dict[str, Any]:
         """The shared carry. numbers: of a tensor there -> here."""
@@ -126,14 +129,22 @@ class Universal:
     def client_state(self) -> dict[str, Any]:
         return {}
 
+    @cached_property
+    def carry(self) -> dict[str, Any]:
+        """The shared carry as it was saved."""
+        return shared_of(self.saved)
+
+    @property
+    def registration(self) -> Regrouping | None:
+        said = self.carry.get("registration")  # an early checkpoint has none
+        return None if said is None else Regrouping.from_json(said)
+
     def shared(self, numbers: Mapping[int, int]) -> dict[str, Any]:
-        shared = shared_of(self.saved)
-        scalars = shared["scalars"]
-        shared["scalars"] = {
+        scalars = {
             name: {str(numbers[int(number)]): value for number, value in table.items()}
-            for name, table in scalars.items()
+            for name, table in self.carry["scalars"].items()
         }
-        return shared
+        return {**self.carry, "scalars": scalars}
 
     def rest(self, reader: Reader, layout: Layout, rank: int) -> dict[str, Any]:
         return rest_for(self.saved, reader, layout, rank)
@@ -180,6 +191,10 @@ class Stock:
     @property
     def kept(self) -> tuple[int, ...]:
         return frozen_left_out(self.space, self.manifest)
+
+    @property
+    def registration(self) -> Regrouping | None:
+        return None
 
     @property
     def client_state(self) -> dict[str, Any]:
