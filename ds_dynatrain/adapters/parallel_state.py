@@ -6,7 +6,7 @@ DeepSpeed itself has without an `mpu`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from types import SimpleNamespace
 from typing import Protocol
@@ -15,7 +15,6 @@ import torch.distributed as td
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.utils import groups
 
-from ds_dynatrain.adapters.process_groups import is_ours
 from ds_dynatrain.space import Layout
 
 KIND_OF_NAME: Mapping[str, str] = {
@@ -110,7 +109,7 @@ def point_at(world: Groups, mpu: SimpleNamespace | None) -> None:
 def forget() -> None:
     """Clear all that `point_at` sets, and what DeepSpeed sets beside it. The tables stay the same objects.
 
-    Groups that a script has given `parallel_state_sp` itself stay there.
+    What `parallel_state_sp` has stays: scripts ask it between the calls of several engines, too. See `let_go`.
     """
     for _, *tables in _EXPERT_TABLES:
         for table in tables:
@@ -120,13 +119,14 @@ def forget() -> None:
     groups._MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE = groups._MPU_TENSOR_MODEL_PARALLEL_RANK = None
     groups.mpu = groups.mesh_device = None
     groups.expert_tensor_parallel_world_size = 1
-    if is_ours(parallel_state_sp._SEQUENCE_PARALLEL_GROUP):
+
+
+def let_go(gone: Collection[td.ProcessGroup]) -> None:
+    """Let DeepSpeed's modules speak of none of these groups, which are taken down."""
+    if any(group is groups._WORLD_GROUP for group in gone):
+        forget()
+    if any(group is parallel_state_sp._SEQUENCE_PARALLEL_GROUP for group in gone):
         parallel_state_sp._SEQUENCE_PARALLEL_GROUP = parallel_state_sp._SEQUENCE_DATA_PARALLEL_GROUP = None
-
-
-def points_at(held: Iterable[td.ProcessGroup]) -> bool:
-    """Whether DeepSpeed's group of the whole world is one of these."""
-    return any(group is groups._WORLD_GROUP for group in held)
 
 
 _EXPERT_TABLES = (

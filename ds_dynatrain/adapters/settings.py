@@ -58,6 +58,10 @@ class BatchSizes:
         return BatchSizes(batch, micro, in_leaves)
 
 
+SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+"""DeepSpeed's keys of which two give the third."""
+
+
 class _DataAxis:
     """Tells DeepSpeedConfig how many ranks share the batch."""
 
@@ -86,9 +90,10 @@ class Batch(Protocol):
 
 
 def layout_config(config: dict[str, Any], layout: Layout, batch: Batch) -> tuple[dict[str, Any], DeepSpeedConfig]:
-    """(dictionary, DeepSpeedConfig) for `layout`, where the latter has the exact `train_batch_size`.
+    """Return (dictionary, DeepSpeedConfig) for `layout`, where the latter has the exact `train_batch_size`.
 
-    The dictionary keeps a product of the three sizes: stage 3 reads it again, and checks that.
+    At stage 3 DeepSpeed reads the dictionary again and checks that it has a product of the three sizes. Below, it has
+    those that the user wrote: whoever reads `engine.config` may count other ranks than those of the data axis.
     """
     micro_batch_size = batch.largest_slot
     adapted = copy.deepcopy(config)
@@ -99,4 +104,8 @@ def layout_config(config: dict[str, Any], layout: Layout, batch: Batch) -> tuple
     adapted["train_batch_size"] = micro_batch_size * batch.accumulation * layout.data
     parsed = DeepSpeedConfig(adapted, _DataAxis(layout.data))
     parsed.train_batch_size = batch.train_batch_size
+    if layout.zero_stage < 3:
+        for size in SIZES:
+            if size not in config:
+                del adapted[size]
     return adapted, parsed

@@ -222,8 +222,7 @@ def drop(world: World, is_broken: bool = False) -> threading.Thread:
     if world.status is not None:
         world.status.is_closed = True
     gone, disconnected = world.give_up(world.kinds), world.disconnect(is_broken)
-    if parallel_state.points_at(gone):
-        parallel_state.forget()
+    parallel_state.let_go(gone)
     _unregister(gone)
     return tear_down(gone, disconnected)
 

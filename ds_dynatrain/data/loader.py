@@ -180,7 +180,8 @@ class TrainLoader:
             pairs = ", ".join(f"{name} {theirs.get(name)!r} there and {mine[name]!r} here" for name in differing)
             raise DataError(
                 f"loader {self.name!r}: the position cannot be taken over, it was counted in another order: {pairs}; "
-                "use the same data set and batch size, or start the epoch anew"
+                "use the same data set and batch size, or begin anew with a loader of another name: "
+                "engine.loader(dataset, name=...)"
             )
         cursor = Cursor.from_dict(state["cursor"])
         if cursor.step > self.order.steps:

@@ -165,7 +165,9 @@ class DynatrainEngine(OverridingEngine):
 
     @property
     def job_epoch(self) -> int:
-        """Epochs that the job has begun."""
+        """Epochs that `engine.epochs` has gone through, on whichever members. A plain loop leaves it 0: there
+        `loader.cursor.epoch` counts.
+        """
         return self._parts.job_epoch
 
     # ---- switching ---------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as td
+from deepspeed.runtime.sequence_parallel import parallel_state_sp
 
 import ds_dynatrain
 from ds_dynatrain.engine.process import PROCESS
@@ -179,6 +180,28 @@ AXES = {
 )
 def test_axes_beside_each_other(pool: RankPool, names: tuple[str, ...]) -> None:
     compare(pool, [AXES[name] for name in names])
+
+
+def sequence_ranks() -> list[int]:
+    """What DeepSpeed's module of sequence parallelism says, wherever it is asked; 0 where it is not set up."""
+    asked = parallel_state_sp.get_sequence_parallel_world_size
+    kinds = [replace(ACTOR, switches={}), replace(AXES["sequence"], switches={1: "s4z1"})]
+    with running(*kinds) as (actor, other):
+        found = [asked()]
+        for _ in range(2):
+            actor.step()
+            other.step()
+            with actor.engine.turn():
+                found.append(asked())
+            found.append(asked())
+    with pytest.raises(AssertionError, match="not initialized"):
+        asked()
+    return found
+
+
+def test_sequence_ranks_are_known_between_the_calls(pool: RankPool) -> None:
+    """As in DeepSpeed, which sets them up once: also in the turn of an engine without that axis."""
+    assert pool.run(sequence_ranks) == [[2, 2, 2, 4, 4]] * 4
 
 
 def in_background() -> list[Any]:

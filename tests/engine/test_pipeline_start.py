@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as td
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.utils import groups
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
@@ -99,6 +100,7 @@ def ours(stages: int, stage: int, method: str, path: Sequence[Layout] = (), step
                 engine.boundary()
                 assert engine.last_switch.outcome == "committed", engine.last_switch.reason
                 assert oracle.differences(before, oracle.gather(engine)) == []
+            DeepSpeedConfig(engine.config)  # what deepspeed.checkpointing.configure makes of it
             for _ in range(steps):
                 samples = micro_batches(engine.global_steps, engine.data, engine.data_rank)
                 found.append(engine.train_batch(samples).item())
