@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils.data import DataLoader
 
 from tests.engine.pool import RankPool
 from tests.integrations import trainers
@@ -57,9 +58,22 @@ def steps_of(log: Log) -> Log:
     return [row for row in log if "train_loss" not in row]
 
 
-@pytest.mark.parametrize("ragged", [pytest.param(False, marks=pytest.mark.full), True])
-def test_on_one_rank_every_bit_is_stock_trainers(alone: RankPool, tmp_path: Path, ragged: bool) -> None:
-    job = {"folder": tmp_path, "ragged": ragged, "gradient_accumulation_steps": 2, "max_steps": 6}
+class OwnLoader(trainers.Trainer):
+    """Makes its DataLoader by itself, as subclasses do, and lets Accelerate prepare it."""
+
+    def get_train_dataloader(self) -> Any:
+        made: Any = DataLoader(self.train_dataset, batch_size=3, shuffle=True, collate_fn=self.data_collator)  # type: ignore[arg-type]
+        return self.accelerator.prepare(made)
+
+
+@pytest.mark.parametrize(
+    ("ragged", "kind"),
+    [pytest.param(False, trainers.Trainer, marks=pytest.mark.full), (True, trainers.Trainer), (False, OwnLoader)],
+)
+def test_on_one_rank_every_bit_is_stock_trainers(
+    alone: RankPool, tmp_path: Path, ragged: bool, kind: type[trainers.Trainer]
+) -> None:
+    job = {"folder": tmp_path, "ragged": ragged, "kind": kind, "gradient_accumulation_steps": 2, "max_steps": 6}
     logs = [alone.run(trainers.train, block=block, **job)[0]["log"] for block in (None, {})]
     assert logs[0] == logs[1] and len(logs[0]) == 7
 
