@@ -6,8 +6,6 @@ import importlib
 import logging
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,7 +13,6 @@ from deepspeed import ops, set_optimizer_flags, zero
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.utils.file_baton import FileBaton
 
-from ds_dynatrain.adapters.replaced import replaced
 from ds_dynatrain.adapters.stage3 import restore_linear
 from ds_dynatrain.adapters.versions import configure_python_gc, mend
 
@@ -50,26 +47,24 @@ def start_without_compiler() -> None:
         ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
-@contextmanager
-def telling_of_locks(seconds: float | None = None) -> Iterator[None]:
-    """Inside the block, whoever waits for the compilation of an operator for so long (LOCK_SECONDS) says so on the log.
+def tell_of_locks() -> None:
+    """From now on whoever in this process waits LOCK_SECONDS for the compilation of an operator says so on the log.
 
-    torch before 2.14 waits until a lock file is gone, for ever, and a process that is killed while it compiles leaves
-    it behind.
+    Called when the engine is imported: DeepSpeed compiles in its own calls too, which a framework or a script may make
+    before any of ours. torch before 2.14 waits until a lock file is gone, for ever, and a process that is killed while
+    it compiles leaves it behind.
     """
-    limit = LOCK_SECONDS if seconds is None else seconds
+    FileBaton.wait = _wait_aloud  # type: ignore[method-assign]
 
-    def wait(self: FileBaton) -> None:
-        begin, is_said = time.monotonic(), False
-        lock = Path(self.lock_file_path)
-        while lock.exists():
-            time.sleep(self.wait_seconds)
-            if not is_said and time.monotonic() - begin > limit:
-                _say_locked(lock, limit)
-                is_said = True
 
-    with replaced(FileBaton, "wait", wait):
-        yield
+def _wait_aloud(self: FileBaton) -> None:
+    begin, is_said = time.monotonic(), False
+    lock = Path(self.lock_file_path)
+    while lock.exists():
+        time.sleep(self.wait_seconds)
+        if not is_said and time.monotonic() - begin > LOCK_SECONDS:
+            _say_locked(lock, LOCK_SECONDS)
+            is_said = True
 
 
 def _say_locked(lock: Path, seconds: float) -> None:

@@ -189,8 +189,26 @@ def _broken_off() -> Iterator[Check]:
     for lock in sorted({*root.glob("*/lock"), *root.glob("*/*/lock")}):
         try:
             minutes = (time.time() - lock.stat().st_mtime) / 60
+            is_left = _is_left(lock)
         except FileNotFoundError:  # done just now
             continue
-        if minutes > LONGEST_COMPILATION_MINUTES:
+        if is_left or minutes > LONGEST_COMPILATION_MINUTES:
             note = f"a compilation begun {minutes:.0f} minutes ago was broken off"
+            if minutes <= LONGEST_COMPILATION_MINUTES:
+                note += ", unless another machine shares this folder and compiles now"
             yield Check("lock", str(lock), False, f"{note}, and every start waits for it: delete this file")
+
+
+def _is_left(lock: Path) -> bool:
+    """Return whether no process of this machine has a lock open, which its holder does while it compiles.
+
+    False where that cannot be known: another user's, or no /proc. FileNotFoundError if the lock is gone.
+    """
+    made = lock.stat()
+    if os.geteuid() not in (0, made.st_uid) or not Path("/proc/self/fd").is_dir():
+        return False
+    for held in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):  # it is closed, or its process is another user's, which does not hold this one
+            if os.path.samestat(held.stat(), made):
+                return False
+    return True

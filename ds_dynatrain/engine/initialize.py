@@ -23,7 +23,7 @@ from ds_dynatrain.adapters.pipeline import is_pipeline, refuse_stage_of_another
 from ds_dynatrain.adapters.settings import BatchSizes
 from ds_dynatrain.adapters.shaping import shaper_of
 from ds_dynatrain.adapters.staged import put_together, start_stages
-from ds_dynatrain.adapters.start import import_what_is_lazy, start_without_compiler, telling_of_locks
+from ds_dynatrain.adapters.start import import_what_is_lazy, start_without_compiler, tell_of_locks
 from ds_dynatrain.adapters.support import check_elastic_launch, refuse_unsupported
 from ds_dynatrain.adapters.template import ModelFactory
 from ds_dynatrain.adapters.worlds import is_ours_installed
@@ -53,6 +53,8 @@ DEFAULT_PORT = 29500
 """DeepSpeed's own default for `distributed_port`."""
 
 Results = tuple[Any, Any, Any, Any]
+
+tell_of_locks()
 
 
 def initialize(
@@ -136,8 +138,7 @@ def init_distributed(*arguments: Any, **named: Any) -> bool:
         if early is None:
             early = PROCESS.early = begin(place)
         joins = early.joins
-    with telling_of_locks():
-        deepspeed.init_distributed(*arguments, **named)
+    deepspeed.init_distributed(*arguments, **named)
     return joins
 
 
@@ -191,9 +192,8 @@ def _joined(given: _Given, start: dict[str, Any]) -> DynatrainEngine:
     early: Early | None = PROCESS.found_early()
     if place is not None and early is None and not PROCESS.engines:
         start_alone()
-    with telling_of_locks():
-        deepspeed.init_distributed(**start)
-    with telling_of_locks(), PROCESS.joining():
+    deepspeed.init_distributed(**start)
+    with PROCESS.joining():
         return _build(given, place, early)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 TRAINER = {
     "transformers.trainer": "Trainer _is_peft_model",
     "transformers.trainer.Trainer": (
-        "_get_dataloader _init_training_state _prepare_for_training get_batch_samples _get_num_items_in_batch "
+        "get_train_dataloader _init_training_state _prepare_for_training get_batch_samples _get_num_items_in_batch "
         "training_step _maybe_log_save_evaluate _save_checkpoint _save_optimizer_and_scheduler _save_rng_state "
         "_load_rng_state _load_optimizer_and_scheduler floating_point_ops _track_num_input_tokens "
         "get_total_train_batch_size create_scheduler save_model _load_best_model _evaluate log"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import TrainingArguments
 
 from ds_dynatrain.elastic.environment import worker_place
-from ds_dynatrain.errors import UnsupportedError
+from ds_dynatrain.errors import ConfigError, UnsupportedError
 from ds_dynatrain.integrations.shared.refusal import AXES, BLOCK, Refusal, refuse
 
 
@@ -97,6 +97,25 @@ def refuse_trainer(kind: type[Any]) -> None:
         raise UnsupportedError(
             f"{named[0]}: it deals prompts to the ranks of the start and gathers answers over them; train on pairs or "
             "texts (SFTTrainer, DPOTrainer), or write the loop with ds_dynatrain.initialize"
+        )
+
+
+def refuse_loader(loader: object, batch_size: int) -> None:
+    """Raise UnsupportedError for a `get_train_dataloader` that gives no DataLoader, ConfigError for other batches.
+
+    Samplers and batch samplers of its own are refused when the engine takes it apart.
+    """
+    if not isinstance(loader, DataLoader):
+        raise UnsupportedError(
+            f"get_train_dataloader() returned a {type(loader).__name__}: samples are dealt to a world that changes, "
+            "which needs a torch DataLoader over a data set with __getitem__ and __len__; return that, as it is or "
+            "from accelerator.prepare"
+        )
+    if loader.batch_size not in (None, batch_size):
+        raise ConfigError(
+            f"the DataLoader of get_train_dataloader() has batches of {loader.batch_size} samples, and "
+            f"per_device_train_batch_size is {batch_size}: it is the most samples that a micro-batch ever holds; make "
+            "them equal"
         )
 
 

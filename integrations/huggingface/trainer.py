@@ -7,15 +7,15 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 
+from ds_dynatrain.adapters.replaced import replaced
 from ds_dynatrain.engine.changes import Change
 from ds_dynatrain.errors import CheckpointError, WorldChanged
 from ds_dynatrain.integrations.huggingface import checkpoints, names, refusals, settings
 from ds_dynatrain.integrations.huggingface.callbacks import Following, SwitchCallback
 from ds_dynatrain.integrations.huggingface.carried import PROGRESS, TrainerProgress
-from ds_dynatrain.integrations.huggingface.reporting import refresh_trainer
+from ds_dynatrain.integrations.huggingface.reporting import refresh_trainer, say_change
 from ds_dynatrain.integrations.huggingface.schedules import restore_schedule, schedule_of
 from ds_dynatrain.integrations.shared.batches import GlobalBatches, Window
 from ds_dynatrain.integrations.shared.names import check
@@ -75,15 +75,15 @@ class ElasticMixin(Below):
         """Samples of an optimizer step, in every world."""
         return self._settings.global_batch
 
-    def _get_dataloader(self, *arguments: Any, **named: Any) -> Any:
-        """Trainer's for evaluation. That for training is taken before Accelerate cuts it for the present world."""
-        if not named.get("is_training"):
-            return super()._get_dataloader(*arguments, **named)
-        prepare, self.accelerator.prepare = self.accelerator.prepare, lambda loader: loader
-        try:
-            loader: DataLoader[Any] = super()._get_dataloader(*arguments, **named)
-        finally:
-            self.accelerator.prepare = prepare
+    def get_train_dataloader(self) -> Any:
+        """Return the loader of global batches, over Trainer's DataLoader or that of a subclass.
+
+        The DataLoader is taken as it is before Accelerate cuts it for the present world. ConfigError for one with other
+        batches than `per_device_train_batch_size`, UnsupportedError for what is none.
+        """
+        with replaced(self.accelerator, "prepare", lambda *given, **_: given[0] if len(given) == 1 else given):
+            loader: Any = super().get_train_dataloader()
+        refusals.refuse_loader(loader, self._train_batch_size)
         if self._seed is None:  # later on each rank has random streams of its own
             self._seed = self.args.data_seed if self.args.data_seed is not None else torch.initial_seed()
         self.global_batches = GlobalBatches(loader, self._settings.global_batch, "trainer", self._seed)
@@ -159,6 +159,8 @@ class ElasticMixin(Below):
         """Before a batch is drawn in another world, or one with another stage."""
         if not change.after.idle:
             refresh_trainer(self)
+        if change.after.rank == 0:
+            say_change(change, self.engine.last_switch)
 
     def _begin_window(self) -> None:
         """A global batch was drawn."""

@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 
 import ds_dynatrain
-from ds_dynatrain.adapters.start import start_without_compiler, telling_of_locks
+from ds_dynatrain.adapters.start import start_without_compiler
 from ds_dynatrain.engine.changes import Change
 from ds_dynatrain.errors import ConfigError, UnsupportedError
 from ds_dynatrain.integrations.lightning import refusals, settings
@@ -136,8 +136,7 @@ class DynatrainStrategy(Checkpoints, Below):
         reset_seed()
         self.set_world_ranks()
         start_without_compiler()
-        with telling_of_locks():
-            self._init_deepspeed_distributed()
+        self._init_deepspeed_distributed()
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:

@@ -13,13 +13,21 @@ import pytest
 import torch
 from torch.utils import cpp_extension
 
-from ds_dynatrain.adapters.start import telling_of_locks
+from ds_dynatrain.adapters import start
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 0.3
 needs_batons = pytest.mark.skipif(
     not hasattr(cpp_extension, "FileBaton"), reason=f"torch {torch.__version__} does not wait for files that were left"
 )
+
+
+@pytest.fixture(autouse=True)
+def wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an import of the engine puts in torch's place, for a while."""
+    if hasattr(cpp_extension, "FileBaton"):
+        monkeypatch.setattr(cpp_extension.FileBaton, "wait", cpp_extension.FileBaton.wait)
+    start.tell_of_locks()
 
 
 def compiled(folder: Path, name: str) -> None:
@@ -31,7 +39,10 @@ def compiled(folder: Path, name: str) -> None:
 
 
 @needs_batons
-def test_a_lock_that_was_left_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lock_that_was_left_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start, "LOCK_SECONDS", LIMIT)
     lock = tmp_path / "lock"
     lock.touch()
     said: list[str] = []
@@ -46,8 +57,7 @@ def test_a_lock_that_was_left_is_named(tmp_path: Path, caplog: pytest.LogCapture
     user = threading.Thread(target=remove_when_told, daemon=True)
     user.start()
     begin = time.monotonic()
-    with telling_of_locks(LIMIT):
-        compiled(tmp_path, "left")
+    compiled(tmp_path, "left")
     assert time.monotonic() - begin > LIMIT
     user.join()
     assert len(caplog.messages) == 1, "once"
@@ -59,29 +69,36 @@ def test_a_short_wait_is_nobodys_affair(tmp_path: Path, caplog: pytest.LogCaptur
     lock = tmp_path / "lock"
     lock.touch()
     threading.Timer(LIMIT, lock.unlink).start()
-    with telling_of_locks(60):
-        compiled(tmp_path, "soon")
+    compiled(tmp_path, "soon")
     assert not caplog.messages
 
 
 SCRIPT = """
 import sys
+import deepspeed
 from torch import nn
 import ds_dynatrain
+from ds_dynatrain import initialize
 from ds_dynatrain.adapters import start
 start.LOCK_SECONDS = 0.5
 config = {"train_batch_size": 4, "dynatrain": {}, "optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
 if sys.argv[1] == "first":
     ds_dynatrain.init_distributed()
-ds_dynatrain.initialize(model=nn.Linear(2, 2), config=config)
+if sys.argv[1] == "stock":
+    deepspeed.init_distributed()
+if sys.argv[1] == "trainer":
+    from ds_dynatrain.integrations.transformers import elastic
+    from transformers import TrainingArguments
+    TrainingArguments(output_dir="/dev/null", deepspeed=config, report_to=[])
+initialize(model=nn.Linear(2, 2), config=config)
 """
 
 
 @needs_batons
 @pytest.mark.full
-@pytest.mark.parametrize("call", ["first", "initialize"])
+@pytest.mark.parametrize("call", ["first", "initialize", "stock", "trainer"])
 def test_the_start_of_a_job_tells(tmp_path: Path, call: str) -> None:
-    """DeepSpeed builds an operator of its CPU back-end first of all."""
+    """DeepSpeed builds an operator of its CPU back-end first of all, in whichever call comes first."""
     lock = tmp_path / "deepspeed_shm_comm" / "lock"
     lock.parent.mkdir()
     lock.touch()

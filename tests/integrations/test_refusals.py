@@ -110,6 +110,15 @@ def test_a_sampler_of_its_own(alone: RankPool, tmp_path: Path) -> None:
     assert "WeightedRandomSampler" in alone.run(batch_sampler_case, folder=tmp_path)[0]
 
 
+def test_loaders_of_subclasses() -> None:
+    """What is no DataLoader, and other batches; `test_trainer.py` has one that works."""
+    refusals.refuse_loader(torch.utils.data.DataLoader(trainers.Texts(24), batch_size=3), 3)
+    with pytest.raises(UnsupportedError, match="returned a list: samples are dealt to a world"):
+        refusals.refuse_loader([], 3)
+    with pytest.raises(ConfigError, match="batches of 4 samples, and per_device_train_batch_size is 3"):
+        refusals.refuse_loader(torch.utils.data.DataLoader(trainers.Texts(24), batch_size=4), 3)
+
+
 @pytest.mark.parametrize("is_elastic", [False, True])
 def test_a_second_training(monkeypatch: pytest.MonkeyPatch, is_elastic: bool) -> None:
     """Refused where not all processes come to it; `test_trainer.py` has one that works."""

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import signal
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils.data import DataLoader
 
 from tests.engine.pool import RankPool
 from tests.integrations import trainers
@@ -57,9 +61,22 @@ def steps_of(log: Log) -> Log:
     return [row for row in log if "train_loss" not in row]
 
 
-@pytest.mark.parametrize("ragged", [pytest.param(False, marks=pytest.mark.full), True])
-def test_on_one_rank_every_bit_is_stock_trainers(alone: RankPool, tmp_path: Path, ragged: bool) -> None:
-    job = {"folder": tmp_path, "ragged": ragged, "gradient_accumulation_steps": 2, "max_steps": 6}
+class OwnLoader(trainers.Trainer):
+    """Makes its DataLoader by itself, as subclasses do, and lets Accelerate prepare it."""
+
+    def get_train_dataloader(self) -> Any:
+        made: Any = DataLoader(self.train_dataset, batch_size=3, shuffle=True, collate_fn=self.data_collator)  # type: ignore[arg-type]
+        return self.accelerator.prepare(made)
+
+
+@pytest.mark.parametrize(
+    ("ragged", "kind"),
+    [pytest.param(False, trainers.Trainer, marks=pytest.mark.full), (True, trainers.Trainer), (False, OwnLoader)],
+)
+def test_on_one_rank_every_bit_is_stock_trainers(
+    alone: RankPool, tmp_path: Path, ragged: bool, kind: type[trainers.Trainer]
+) -> None:
+    job = {"folder": tmp_path, "ragged": ragged, "kind": kind, "gradient_accumulation_steps": 2, "max_steps": 6}
     logs = [alone.run(trainers.train, block=block, **job)[0]["log"] for block in (None, {})]
     assert logs[0] == logs[1] and len(logs[0]) == 7
 
@@ -215,7 +232,12 @@ def test_a_stock_checkpoint_with_other_epochs_is_refused(alone: RankPool, tmp_pa
 
 def test_a_second_training(four: RankPool, tmp_path: Path) -> None:
     """It begins anew with the weights of the first one, as a trainer of them does; a switch in each."""
-    first, second, fresh = of_rank_0(four.run(twice_case, folder=tmp_path, seconds=120))["logs"]
+    found = of_rank_0(four.run(twice_case, folder=tmp_path, seconds=120))
+    first, second, fresh = found["logs"]
+    assert len(found["said"]) == 1, "a line of rank 0's in Trainer's log"
+    assert re.fullmatch(
+        r"step 2: data=2 zero_stage=1 on 2 ranks -> data=4 zero_stage=3 on 4 ranks \(switch, \d+ ms\)", found["said"][0]
+    )
     assert [row["step"] for row in second] == [1, 2, 3, 4, 4] and second[0]["loss"] < first[0]["loss"]
     assert furthest(second, fresh)[1] < 1e-6
 
@@ -230,7 +252,8 @@ def twice_case(folder: Path) -> dict[str, Any]:
     made: Any = trainers.elastic(trainers.Trainer)
     trainer = made(model=trainers.model(), args=trainers.arguments(folder, **job), **given)
     logs = []
-    trainer.train()
+    with redirect_stdout(StringIO()) as out:
+        trainer.train()
     logs.append(trainers.logged(trainer))
     weights = {name: held.detach().clone() for name, held in trainer.engine.module_state_dict().items()}
     trainer.train()
@@ -243,7 +266,8 @@ def twice_case(folder: Path) -> dict[str, Any]:
     trainer.train()
     logs.append(trainers.logged(trainer))
     trainer.engine.destroy()
-    return {"rank": trainer.args.process_index, "logs": logs}
+    said = [line for line in out.getvalue().splitlines() if line.startswith("step ")]
+    return {"rank": trainer.args.process_index, "logs": logs, "said": said}
 
 
 @pytest.mark.full
