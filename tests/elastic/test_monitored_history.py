@@ -8,6 +8,7 @@ from ds_dynatrain.elastic.messages import (
     LARGEST_GREETING,
     LONGEST_WORDS,
     MOST_PHASES,
+    ChangeStatus,
     MemberStatus,
     Report,
     Status,
@@ -218,6 +219,11 @@ def of(*members: MemberStatus, **given: object) -> Status:
     return Status(**{"paused": False, "finished": False, "ranks": ranks, "members": members, **fixed, **given})
 
 
+def ended(change: str) -> ChangeStatus:
+    """A generation without members."""
+    return ChangeStatus(generation=2, change=change, size=0, seconds_ago=1.0, reason="")
+
+
 A, B = member("a/0", 0), member("b/0", 1)
 
 
@@ -227,6 +233,9 @@ A, B = member("a/0", 0), member("b/0", 1)
         (of(A, B), 0.5, "running", "step 7 on 2 members"),
         (of(A, B, finished=True), 0.5, "finished", "ended"),
         (of(A, paused=True), 0.5, "paused", "1 node of the 2 that training needs"),
+        (of(paused=True, changes=(ended("failure"),)), 0.5, "lost", "no member has its state any more"),
+        (of(paused=True, changes=(ended("planned"),)), 0.5, "waiting", "all members were told to go; 0 nodes of 2"),
+        (of(A, member("b/0", 1, protected="no")), 0.5, "running", "step 7 on 2 members, unprotected"),
         (of(member("a/0", None, phase="warming"), generation=0), None, "waiting", "0 nodes of 2 ready; a still import"),
         (of(A, member("b/0", 1, entered=1)), 0.5, "changing", "generation 2 is being entered; b/0 at work on it"),
         (of(A, B), 60.0, "standing", "no step for 60 s; a/0, b/0 at work"),
