@@ -120,11 +120,14 @@ class ReportConfig(_Block):
 class BuddiesConfig(_Block):
     """Copies in members' memory of what one rank holds alone, for jobs whose members come and go."""
 
-    mode: Literal["off", "copy", "auto", "replay"] = "off"
-    """Whether other members keep copies of what one rank holds alone. "copy": as often as `every_steps` says; "replay":
-    buddies make each other's steps, so that a death loses none; "auto": copies while a step waits for them less than
-    2 % of its time, else what costs less of steps that are replayed and copies that are as seldom as keeps it below
-    that. All engines of a process have the same block."""
+    mode: Annotated[
+        Literal["off", "copy", "auto", "replay"] | None, Said(default='"copy" in an elastic launch, else "off"')
+    ] = None
+    """Whether other members keep copies of what one rank holds alone. "copy": as often as `every_steps` says; `None`:
+    the same in an elastic launch, while two nodes or more train and half of the memory that is free holds the copies;
+    "replay": buddies make each other's steps, so that a death loses none; "auto": copies while a step waits for them
+    less than 2 % of its time, else what costs less of steps that are replayed and copies that are as seldom as keeps it
+    below that. All engines of a process have the same block."""
     every_steps: Steps = 1
     """A copy after so many steps; "auto" takes them no more often, and "replay" needs none."""
     copies: Annotated[Size, Said("members")] = 1
@@ -134,7 +137,7 @@ class BuddiesConfig(_Block):
 
     @property
     def are_on(self) -> bool:
-        """Whether there are any."""
+        """Whether there may be copies; read it once `initialize` has settled `mode` for the kind of launch."""
         return self.mode != "off"
 
 
@@ -260,6 +263,12 @@ class DynatrainConfig(_Block):
     buddies: BuddiesConfig = BuddiesConfig()
     balance: BalanceConfig | None = None
     """Layers and members are timed, and move to where the time is; `None`: nothing is timed."""
+
+    def in_fixed_launch(self) -> DynatrainConfig:
+        """Return the block without the copies that an elastic launch has by default; `initialize` calls it."""
+        if self.buddies.mode is not None:
+            return self
+        return self.model_copy(update={"buddies": self.buddies.model_copy(update={"mode": "off"})})
 
     @property
     def raw_layouts(self) -> str | dict[str, dict[str, Any]]:

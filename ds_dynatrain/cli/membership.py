@@ -20,6 +20,7 @@ from ds_dynatrain.elastic.announcement import Announced, Endpoint, announced, re
 from ds_dynatrain.elastic.environment import job_token
 from ds_dynatrain.elastic.messages import Status
 from ds_dynatrain.elastic.monitoring.access import Reading
+from ds_dynatrain.elastic.monitoring.standing import is_lost, is_unprotected
 from ds_dynatrain.elastic.query import ask_status, ask_to_leave
 from ds_dynatrain.elastic.settings import Settings
 from ds_dynatrain.errors import ConfigError, ElasticError
@@ -100,8 +101,7 @@ def _asked(address: str, token_file: Path | None, question: Callable[[Endpoint, 
 def show_status(status: Status) -> None:
     """Print it for a reader: the job, its members, the last changes."""
     console = stdout_console()
-    state = "finished" if status.finished else "paused: too few nodes" if status.paused else "running"
-    state = "has not started" if status.generation == 0 else state
+    state = _state(status)
     name = f"job {status.job!r}" if status.job else "a job without a name"
     console.print(
         escape(
@@ -121,6 +121,20 @@ def show_status(status: Status) -> None:
             f"{change.seconds_ago:8.1f} s ago  generation {change.generation} ({change.change}), {change.size} members"
         )
         console.print(escape(f"{head}  {change.reason}"), soft_wrap=True)
+
+
+def _state(status: Status) -> str:
+    """Return what the job does, in words."""
+    if status.finished:
+        return "finished"
+    if status.generation == 0:
+        return "has not started"
+    if is_lost(status):
+        return "lost: no member has its state any more"
+    if not status.ranks:
+        return "waiting: all members were told to go"
+    state = "paused: too few nodes" if status.paused else "running"
+    return f"{state}, unprotected" if is_unprotected(status) else state
 
 
 def _members(status: Status) -> Table:

@@ -101,6 +101,8 @@ def initialize(
         raise ConfigError("initialize was called without a model; give model=")
     if worker_place() is not None:
         _settle_elastic_launch()
+    else:
+        settings = settings.in_fixed_launch()
     refuse_unsupported(own, model, optimizer, mpu, mesh_param)
     if settings.exact:
         refuse_inexact_job(own, model, mpu)

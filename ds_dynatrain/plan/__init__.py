@@ -13,7 +13,10 @@ from ds_dynatrain.plan.buddies import (
     has_single_holders,
     is_copied,
     memory_of_copies,
+    needs_copies,
+    outlives_a_node,
     wards_of,
+    whole_replicas,
 )
 from ds_dynatrain.plan.cost import Cost, estimate, state_bytes
 from ds_dynatrain.plan.moves import Moves
@@ -36,10 +39,13 @@ __all__ = [
     "has_single_holders",
     "is_copied",
     "memory_of_copies",
+    "needs_copies",
+    "outlives_a_node",
     "plan_switch",
     "rounds",
     "slot_costs",
     "standing_in",
     "state_bytes",
     "wards_of",
+    "whole_replicas",
 ]

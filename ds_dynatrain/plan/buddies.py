@@ -19,7 +19,7 @@ On a single node each rank counts as a node of its own: a process that dies alon
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
@@ -53,8 +53,40 @@ def is_trained_weight(vps: VirtualParameterSpace, kind: str, name: BufferId) -> 
 
 
 def has_single_holders(vps: VirtualParameterSpace, layout: Layout) -> bool:
-    """Whether the death of one rank of the layout may take elements away."""
+    """Return whether the death of one rank of the layout may take elements away."""
     return any(has_one_holder(vps, layout, kind) for kind in vps.present_kinds(layout))
+
+
+def needs_copies(vps: VirtualParameterSpace, layout: Layout, nodes: Sequence[str]) -> bool:
+    """Return whether the death of one node may take elements away; see `outlives_a_node`."""
+    return has_single_holders(vps, layout) or not outlives_a_node(layout, nodes)
+
+
+def outlives_a_node(layout: Layout, nodes: Sequence[str]) -> bool:
+    """Return whether all of a state that ZeRO does not cut is left, whichever node dies. nodes: the node of each rank.
+
+    A single node counts as one for each rank, as in `buddies_of`.
+    """
+    names = nodes if len(set(nodes)) > 1 else [str(rank) for rank in range(len(nodes))]
+    left = [{rank for rank, name in enumerate(names) if name != lost} for lost in set(names)]
+    return all(whole_replicas(layout, alive) for alive in left)
+
+
+def whole_replicas(layout: Layout, alive: Collection[int]) -> list[int]:
+    """Return the data indices all of whose ranks are alive, in whole blocks of the expert axis; with ZeRO all or none.
+
+    Where there are any, these ranks have all of the state.
+    """
+    if len(alive) == layout.world_size:
+        return list(range(layout.data))
+    if layout.zero_stage > 0:
+        return []
+    block = layout.expert
+    if layout.data % block:  # the expert axis runs over other axes, too
+        return []
+    lost = {layout.coordinate(rank)["data"] for rank in range(layout.world_size) if rank not in alive}
+    blocks = [range(start, start + block) for start in range(0, layout.data, block)]
+    return [index for each in blocks if not lost & {*each} for index in each]
 
 
 def is_copied(vps: VirtualParameterSpace, layout: Layout, kind: str, name: BufferId, everything: bool = False) -> bool:

@@ -19,7 +19,7 @@ from ds_dynatrain.elastic.address import Address
 from ds_dynatrain.elastic.environment import job_token
 from ds_dynatrain.elastic.messages import Agent, Leave, Report
 from ds_dynatrain.errors import ConfigError
-from tests.elastic.served import SECONDS, enter, serving, told
+from tests.elastic.served import SECONDS, Served, enter, serving, told
 
 ROOT = Path(__file__).parents[2]
 
@@ -61,7 +61,19 @@ def test_status_for_eyes_and_for_programs() -> None:
         assert "a/0" in text and "data=1 [x]" in text and "84 ms" in text and "yes" in text and "b joined" in text
         said = json.loads(run("status", served.address, "--json").stdout)
         assert said["generation"] == 2 and said["ranks"] == ["a/0", "b/0"] and said["members"][0]["step"] == 12
+        a.send(Report(ready=True, entered=1, step=13, protected="no"))
+        says(served, "job 'run 7': running, unprotected; generation 2")
+        a.close()
         b.close()
+        says(served, "job 'run 7': lost: no member has its state any more; ")
+
+
+def says(served: Served, words: str) -> None:
+    """The status comes to say so."""
+    end = time.monotonic() + SECONDS
+    while words not in (text := run("status", served.address).stdout):
+        assert time.monotonic() < end, text
+        time.sleep(0.02)
 
 
 def test_names_of_members_are_whole_in_a_narrow_window(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,10 @@ KINDS: Mapping[str, Kind] = {
 
 
 def settings(stage: int = 1, own: dict[str, Any] | None = None, **block: Any) -> dict[str, Any]:
-    """A configuration that says nothing about the world. own: more of DeepSpeed's; block: more of dynatrain's."""
+    """A configuration that says nothing about the world. own: more of DeepSpeed's; block: more of dynatrain's.
+
+    No copies are taken unless a test asks for them: most tests are about what a job does without any.
+    """
     return {
         "train_batch_size": 12,
         "train_micro_batch_size_per_gpu": 6,
@@ -33,6 +36,6 @@ def settings(stage: int = 1, own: dict[str, Any] | None = None, **block: Any) ->
         "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 2e-4, "torch_adam": True}},
         "zero_optimization": {"stage": stage},
-        "dynatrain": {"timeout_seconds": 20, **block},
+        "dynatrain": {"timeout_seconds": 20, "buddies": {"mode": "off"}, **block},
         **(own or {}),
     }

@@ -7,18 +7,23 @@ in which nobody dies.
 from __future__ import annotations
 
 import os
+import random
 import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from ds_dynatrain.plan import buddies_of
-from tests.elastic.agents import processes
+from tests.elastic.agents import Job, processes
 from tests.elastic.deaths import NODES, Deaths, Undisturbed, protected
 from tests.elastic.runs import SCRIPT, Static, check_history, finish, node_of, steps_on, training, worker
 
 EPOCH = 8
 """Steps."""
+
+DEATHS = 10
 
 
 QUICK = ((2, "update"),)
@@ -46,6 +51,38 @@ def test_one_dies_and_a_spare_takes_its_place(
         deaths.check_spare(undisturbed, most_again=2 if instant == "ship" else 1)
     finally:
         deaths.job.clean_up()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", [1, 2])
+def test_deaths_in_the_launch_of_the_readme(train: Callable[..., Job], static: Static, seed: int) -> None:
+    """An empty block, ZeRO 2, two nodes: ten times one of them dies at any instant, the other goes on, one more comes.
+
+    Nobody makes more than one step again for a death, and what is protected says so.
+    """
+    job, chance, nodes = train(nodes="1:2", stage=2, own={"dynatrain": {}}), random.Random(seed), ["n0", "n1"]
+    job.coordinator("coordinator")
+    for node in nodes:
+        job.node(node, is_host=0)
+    joined, again = job.settled(2), dict[int, int]()
+    for number in range(DEATHS):
+        job.wait(lambda: protected(job.status()), "protection")
+        time.sleep(chance.uniform(0.0, 1.6))
+        victim = node_of(job, joined, chance.randrange(2))
+        job.kill(victim)
+        alone = job.settled(1, joined.generation)
+        assert protected(job.status()) is None
+        (survivor,) = processes(alone)
+        made = [row["step"] for row in job.rows("step") if row["pid"] == survivor]
+        again[survivor] = again.get(survivor, 0) + 1
+        assert len(made) - len(set(made)) <= again[survivor], made
+        nodes = [*(node for node in nodes if node != victim), f"n{2 + number}"]
+        job.node(nodes[-1], is_host=0)
+        joined = job.settled(2, alone.generation)
+    finish(job, *nodes, "coordinator")
+    check_history(job, static, kills=DEATHS)
+    log = "".join((job.folder / f"n{number}.log").read_text() for number in range(2 + DEATHS))
+    assert "buddies: unprotected: all members that train are on node" in log
 
 
 @pytest.mark.full

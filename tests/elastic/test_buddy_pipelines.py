@@ -6,13 +6,13 @@ a run in which nobody dies, bit for bit. The disk is read-only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.elastic.agents import Row, processes
+from tests.elastic.agents import Job, Row, processes
 from tests.elastic.deaths import STEPS, Deaths
 from tests.elastic.runs import Losses, Static, finish_together, node_of, steps_on
 
@@ -152,3 +152,19 @@ def test_one_step_is_lost_at_most(tmp_path: Path, undisturbed: Undisturbed, numb
     own = UNCLIPPED if number % 2 else CLIPPED
     *_, rows = die(tmp_path, COPIES, TWO_BY_TWO, own, number % 4, instant)
     check(rows, undisturbed.of(TWO_BY_TWO, own), most_again=1)
+
+
+@pytest.mark.full
+def test_a_node_has_a_stage_of_frozen_weights_alone(train: Callable[..., Job]) -> None:
+    """Each rank alone could be spared, and a node could not: that is said, and the job is not called protected."""
+    block = {"layout": {"data": 2, "pipe": 2, "zero_stage": 1}, "buddies": {}}
+    job = train(nodes="1:2", workers=2, stage=1, block=block, variables={"KIND": "pipeline"})
+    job.coordinator("coordinator")
+    for node in "ab":
+        job.node(node, is_host=0)
+    job.settled(4)
+    steps_on(job, 5)
+    assert {one.protected for one in job.wait(job.status, "the status").members} == {"no"}
+    said = "the frozen weights of one place are all on one node, and no copy has them; a death ends the job"
+    assert sum((job.folder / f"{node}.log").read_text().count(said) for node in "ab") == 1
+    finish_together(job)

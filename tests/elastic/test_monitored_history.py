@@ -8,6 +8,7 @@ from ds_dynatrain.elastic.messages import (
     LARGEST_GREETING,
     LONGEST_WORDS,
     MOST_PHASES,
+    ChangeStatus,
     MemberStatus,
     Report,
     StartingNode,
@@ -219,6 +220,11 @@ def of(*members: MemberStatus, **given: object) -> Status:
     return Status(**{"paused": False, "finished": False, "ranks": ranks, "members": members, **fixed, **given})
 
 
+def ended(change: str) -> ChangeStatus:
+    """A generation without members."""
+    return ChangeStatus(generation=2, change=change, size=0, seconds_ago=1.0, reason="")
+
+
 A, B = member("a/0", 0), member("b/0", 1)
 B_STARTS = StartingNode(node="b", seconds=32.0)
 
@@ -229,6 +235,9 @@ B_STARTS = StartingNode(node="b", seconds=32.0)
         (of(A, B), 0.5, "running", "step 7 on 2 members"),
         (of(A, B, finished=True), 0.5, "finished", "ended"),
         (of(A, paused=True), 0.5, "paused", "1 node of the 2 that training needs"),
+        (of(paused=True, changes=(ended("failure"),)), 0.5, "lost", "no member has its state any more"),
+        (of(paused=True, changes=(ended("planned"),)), 0.5, "waiting", "all members were told to go; 0 nodes of 2"),
+        (of(A, member("b/0", 1, protected="no")), 0.5, "running", "step 7 on 2 members, unprotected"),
         (of(member("a/0", None, phase="warming"), generation=0), None, "waiting", "0 nodes of 2 ready; a still import"),
         (of(generation=0, starting=(B_STARTS,)), None, "waiting", "0 nodes of 2 ready; its workers start on b (32 s)"),
         (of(A, member("b/0", 1, entered=1)), 0.5, "changing", "generation 2 is being entered; b/0 at work on it"),

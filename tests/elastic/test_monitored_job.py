@@ -19,11 +19,12 @@ from tools.nodes import free_port
 
 @pytest.fixture
 def watch(tmp_path: Path, train: Callable[..., Job]) -> Callable[..., tuple[Job, str, Path]]:
-    """(a job with its coordinator, where it can be watched, its report file)"""
+    """(a job with its coordinator, where it can be watched, its report file), with the buddies of every elastic job."""
 
     def make(**given: Any) -> tuple[Job, str, Path]:
         report, port = tmp_path / "report.jsonl", free_port()
         block = {"report": {"jsonl": str(report)}, "fallback": {"path": str(tmp_path / "fallback"), "every_steps": 3}}
+        block["buddies"] = {}
         job = train(nodes="1:4", block=block, variables={"WORKERS": "0", "STEP_SECONDS": "0.2"}, **given)
         job.coordinator("coordinator", f"--http=127.0.0.1:{port}")
         return job, f"http://127.0.0.1:{port}", report
@@ -35,9 +36,12 @@ def test_counters_are_what_the_report_file_says(watch: Callable[..., tuple[Job, 
     job, url, report = watch()
     job.node("a", is_host=0)
     first = job.settled(1)
+    job.wait(lambda: status(url)["why"].endswith("on 1 member, unprotected"), "the word that one node is unprotected")
+    assert (job.folder / "a.log").read_text().count("buddies: unprotected: all members that train are on node") == 1
     job.node("b", is_host=0)
     job.node("c", is_host=0)
     joined = job.settled(3, first.generation)
+    job.wait(lambda: status(url)["why"].endswith("on 3 members"), "protection")
     steps_on(job)
     job.kill(node_of(job, joined, 1))
     left = job.settled(2, joined.generation)
@@ -51,7 +55,7 @@ def test_counters_are_what_the_report_file_says(watch: Callable[..., tuple[Job, 
     numbers, seen, events = metrics(url), status(url), read_events(report)
     compare(numbers, events)
     assert [one["kind"] for one in seen["changes"] if one["kind"] != "join"] == ["start", "failure", "leave"]
-    assert seen["state"] == "running" and len(seen["switches"]) == len(events)
+    assert seen["state"] == "running" and seen["why"].endswith(", unprotected") and len(seen["switches"]) == len(events)
     planned = [one["still_seconds"] for one in seen["changes"] if one["kind"] in ("join", "leave")]
     stood = [each for each in planned if each is not None]  # none for one that the next one came before
     assert len(stood) == len(events), (planned, events)
@@ -60,6 +64,7 @@ def test_counters_are_what_the_report_file_says(watch: Callable[..., tuple[Job, 
     failure = next(one for one in seen["changes"] if one["kind"] == "failure")
     rows = [row["step"] for row in job.rows("step") if row["pid"] == processes(left)[0]]
     again = len(rows) - len(set(rows))
+    assert again <= 1, "they go on from copies, not from the checkpoint of every third step"
     assert abs(failure["lost_steps"] - again) <= 1 and numbers["dynatrain_lost_steps_total"] == failure["lost_steps"]
     assert numbers["dynatrain_disruptions_total"] == 1 and 0 < failure["still_seconds"] < 60
     account(seen, numbers)

@@ -19,6 +19,7 @@ from torch import nn
 from ds_dynatrain.adapters.optimizers import register_optimizer
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.engine import initialize
+from ds_dynatrain.engine.buddies import buddies as buddies_module
 from ds_dynatrain.engine.buddies.buddies import Buddies
 from ds_dynatrain.engine.buddies.choice import TRIAL_STEPS, Choice
 from ds_dynatrain.engine.buddies.kept import Kept
@@ -415,3 +416,39 @@ def test_memory_is_that_of_all_engines() -> None:
     needs = [each._needs(["a", "b"])[0] for each in (first, other)]
     alone = memory_of_copies(first._engine.vps, first._engine.layout, ["a", "b"])[0]
     assert needs[0] == needs[1] == alone + 2 * alone, "at stage 0 each has all of it"
+
+
+@pytest.mark.parametrize(("free", "node"), [(10**6, "b"), (10**6, "a"), (100, "b")])
+def test_without_being_asked_for_there_are_copies_where_they_can_be(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, free: int, node: str
+) -> None:
+    """On two nodes, in half of the memory that is free there; else one warning says what a death costs."""
+    monkeypatch.setattr(buddies_module, "available_bytes", lambda: free)
+    monkeypatch.setattr(td, "all_reduce", lambda said, group: said.copy_(said[:, :1].expand(2, 2).clone()))
+    buddies, _ = of_two_engines()
+    engine: Any = buddies._engine
+    block = DynatrainConfig.model_validate({"fallback": {"path": "checkpoints"}})
+    engine.settings, buddies._settings, buddies._of_all = block, block.buddies, tuple
+    engine.candidates, engine.world = Candidates(0, {0: "a", 1: node}), SimpleNamespace(default=None)
+    buddies._pairing._settings = block.buddies
+    buddies.check()
+    for _ in range(2):
+        buddies._enter()
+    said = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    if free > 100 and node == "b":
+        assert not said and buddies._pairing.by_member == PAIR
+        return
+    why = "all members that train are on node 'a'" if node == "a" else "copies would take 192 bytes on node 'a'"
+    assert not buddies._pairing.by_member and not buddies.protection.is_protected and buddies.protection.why
+    assert len(said) == 1 and why in said[0]
+    assert said[0].endswith("a death takes training back to the newest fallback checkpoint in checkpoints")
+
+
+def test_a_step_that_waits_long_for_copies_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    buddies, _ = of_two_engines()
+    buddies._enter()
+    for share in (0.05, 0.25, 0.5):
+        buddies._share = share
+        buddies._see(two_rounds(3))
+    said = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(said) == 1 and "25 % of a step is waiting for the copies" in said[0]

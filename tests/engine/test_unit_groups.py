@@ -41,7 +41,7 @@ def test_buddies_have_a_group_of_all_where_they_are_on() -> None:
     assert groups.add(None) == "own0" and len(groups) == 1
     assert [*kinds(groups, 4).items()] == [("buddies", (0, 1, 2, 3)), ("own0", (0, 1, 2, 3))]
     assert kinds(groups, 9) == {}, "an idle member"
-    assert kinds(OwnGroups(DynatrainConfig()), 4) == {}
+    assert kinds(OwnGroups(DynatrainConfig().in_fixed_launch()), 4) == {}
 
 
 @pytest.mark.parametrize("ranks", [[[0, 4]], [[-1]], [[0, 1], [1, 2]]])

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_dynatrain.plan import buddies_of, is_copied, memory_of_copies, wards_of
+from ds_dynatrain.plan import buddies_of, is_copied, memory_of_copies, outlives_a_node, wards_of
 from ds_dynatrain.space import WEIGHT, Layout, LogicalTensor, VirtualParameterSpace, ZeroRules, standard_kinds
 from ds_dynatrain.space.tensor import FROZEN
 
@@ -254,3 +254,12 @@ def test_memory_of_copies_on_idle_members() -> None:
     alone = Layout(data=1, zero_stage=1)
     one, other = memory_of_copies(space(alone), alone, ["a"], idle=["b"])
     assert one == other > 0
+
+
+def test_a_node_may_hold_what_many_ranks_hold() -> None:
+    """Two ranks of one stage on one node spare each other, and not their node; so it is with one process a node."""
+    layout = Layout(data=2, pipe=2, zero_stage=0)
+    assert not outlives_a_node(layout, "aabb") and outlives_a_node(layout, "abab") and outlives_a_node(layout, "abcd")
+    assert outlives_a_node(layout, "aaaa"), "on a single node each process counts as a node"
+    assert outlives_a_node(Layout(data=2, zero_stage=0), "ab")
+    assert not outlives_a_node(Layout(data=2, zero_stage=1), "ab")

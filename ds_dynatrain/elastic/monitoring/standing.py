@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from ds_dynatrain.elastic.messages import MemberStatus, Status
 from ds_dynatrain.elastic.world import nodes_of
 
-State = Literal["waiting", "running", "changing", "standing", "paused", "finished"]
+State = Literal["waiting", "running", "changing", "standing", "paused", "lost", "finished"]
 STATES: tuple[State, ...] = get_args(State)
 LEAST_QUIET_SECONDS = 10.0
 QUIET_STEPS = 5.0
@@ -22,7 +22,14 @@ def standing(status: Status, quiet: float | None, usual: float) -> tuple[State, 
         return "finished", "the scripts of those that worked have ended"
     if status.generation == 0:
         return "waiting", _before_the_start(status)
-    if status.paused or not status.ranks:
+    if not status.ranks:
+        if is_lost(status):
+            return "lost", (
+                "no member has its state any more; nodes that start go on from the newest fallback checkpoint, or "
+                "without one from where the script starts"
+            )
+        return "waiting", f"all members were told to go; {_before_the_start(status)}"
+    if status.paused:
         there = len(nodes_of(status.ranks))
         return "paused", f"{_count(there, 'node')} of the {status.min_nodes} that training needs at least"
     working = [one for one in status.members if one.rank is not None]
@@ -34,7 +41,20 @@ def standing(status: Status, quiet: float | None, usual: float) -> tuple[State, 
         return "changing", f"no step was made yet; {_awaited(working)}"
     if quiet > most:
         return "standing", f"no step for {quiet:.0f} s; {_awaited(working)}"
-    return "running", f"step {max((one.step for one in working), default=0)} on {_count(len(working), 'member')}"
+    step = max((one.step for one in working), default=0)
+    return "running", f"step {step} on {_count(len(working), 'member')}" + (
+        ", unprotected" if is_unprotected(status) else ""
+    )
+
+
+def is_lost(status: Status) -> bool:
+    """Return whether a failure has left nobody who holds the state of the job."""
+    return not status.finished and not status.ranks and bool(status.changes) and status.changes[-1].change == "failure"
+
+
+def is_unprotected(status: Status) -> bool:
+    """Return whether a member that trains has said that a death would cost more than the newest steps."""
+    return any(one.protected == "no" for one in status.members if one.rank is not None)
 
 
 def _before_the_start(status: Status) -> str:

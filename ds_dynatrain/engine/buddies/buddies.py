@@ -22,6 +22,7 @@ from ds_dynatrain.adapters.world import World
 from ds_dynatrain.elastic.main_thread import OWN_WAITS
 from ds_dynatrain.elastic.messages import Protected
 from ds_dynatrain.engine.buddies.choice import Choice
+from ds_dynatrain.engine.buddies.copy import lacks_frozen
 from ds_dynatrain.engine.buddies.keeper import Keeper
 from ds_dynatrain.engine.buddies.keeping import Keeping
 from ds_dynatrain.engine.buddies.pairing import Pairing
@@ -30,12 +31,16 @@ from ds_dynatrain.engine.buddies.taking import mark_of
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.feasible import available_bytes
 from ds_dynatrain.errors import ConfigError, WorldChanged
-from ds_dynatrain.plan import has_single_holders, memory_of_copies
+from ds_dynatrain.plan import has_single_holders, memory_of_copies, needs_copies, outlives_a_node
 from ds_dynatrain.report import Protection, logger
 
 MILLIONTHS = 1_000_000
 NOT_REPLAYED = "steps are not replayed any more, and no copy is whole yet"
 NEW_WORLD = "no copy of this world is whole yet"
+MOST_BY_DEFAULT = 0.5
+"""Share of a node's free memory that copies may take where nobody has asked for them."""
+MUCH_OF_A_STEP = 0.1
+"""A step that waits longer than this share of its time for copies is worth a warning."""
 
 
 class Buddies:
@@ -51,7 +56,12 @@ class Buddies:
         self._pairing = Pairing(engine, lambda: [one._engine for one in self._all])
         self._keeping: Keeping | None = None
         self._why = NEW_WORLD
-        self._is_protected = self._is_behind = False
+        self._is_protected = self._is_behind = self._has_said_cost = False
+        self._cannot = ""
+        """Why no copies are taken in this world, where they are on by default."""
+        self._lacks = ""
+        """Why copies alone do not protect this world."""
+        self._last_warning = ""
         self._whole_of: dict[int, tuple[int, ...]] = {}
         """The same of the newest moment that is whole; of a world before, maybe."""
         self._seen: tuple[str, tuple[int, ...], int] = ("", (), -1)
@@ -77,9 +87,14 @@ class Buddies:
         return [one.keeper for one in self._all]
 
     def check(self) -> None:
-        """The first world. UnsupportedError if its steps cannot be replayed as is asked for, ConfigError if it has too
-        few members, or this node too little host memory for its copies, with those of engines that are there already.
+        """Refuse a first world that cannot have the buddies that the user asked for; `open_for_work` calls it.
+
+        Raise UnsupportedError if its steps cannot be replayed, ConfigError if it has too few members, or this node too
+        little host memory for its copies and those of the engines that are there already. Where buddies are on by
+        default nothing is refused: `_why_not` finds what they lack, in every world.
         """
+        if self._settings.mode is None:
+            return
         self._choice.check()
         engine, nodes = self._engine, self._engine.candidates.nodes
         where, mine = [nodes[member] for member in engine.members], nodes[engine.control.member]
@@ -97,14 +112,41 @@ class Buddies:
             )
 
     def _needs(self, nodes: Sequence[str]) -> list[int]:
-        """Bytes for copies of all engines, at each rank. nodes: of these."""
+        """Return the bytes that copies of all engines take at each rank. nodes: the node of each rank."""
         engines = [*(one._engine for one in self._of_all() if one is not self), self._engine]
         alone, copies = [has_single_holders(one.vps, one.layout) for one in engines], self._settings.copies
+        is_needed = any(needs_copies(one.vps, one.layout, nodes) for one in engines)
         needs = [
-            memory_of_copies(one.vps, one.layout, nodes, copies, everything=any(alone) and not has_alone)
+            memory_of_copies(one.vps, one.layout, nodes, copies, everything=is_needed and not has_alone)
             for one, has_alone in zip(engines, alone, strict=True)
         ]
         return [sum(of_rank) for of_rank in zip(*needs, strict=True)]
+
+    def _why_not(self) -> str:
+        """Return why this world has no copies where they are on by default, or nothing; all members find the same.
+
+        Collective over the world of the engine where there are two nodes or more.
+        """
+        engine, world = self._engine, self._engine.world
+        where = [engine.candidates.nodes[member] for member in engine.members]
+        if self._settings.mode is not None or world is None:
+            return ""
+        if len(set(where)) == 1:
+            return f"all members that train are on node {where[0]!r}; start another node, and copies begin"
+        has = torch.zeros(2, len(where), dtype=torch.int64)
+        held = sum(keeper.kept.nbytes for keeper in self._keepers)
+        has[:, engine.rank] = torch.tensor([held, available_bytes()])
+        td.all_reduce(has, group=world.default)
+        needs = self._needs(where)
+        for node in dict.fromkeys(where):
+            ranks = [rank for rank, name in enumerate(where) if name == node]
+            most = int(MOST_BY_DEFAULT * (int(has[0, ranks].sum()) + int(has[1, ranks].min())))
+            if (need := sum(needs[rank] for rank in ranks)) > most:
+                return (
+                    f"copies would take {need} bytes on node {node!r}, more than half of the memory that is free there "
+                    f'({2 * most}); to have them all the same, set dynatrain.buddies.mode to "copy"'
+                )
+        return ""
 
     # ---- at a boundary -----------------------------------------------------------------------------------------------
 
@@ -212,31 +254,47 @@ class Buddies:
         self._choice.end()
         keepers, self._rounds, self._next = self._keepers, (), None
         self._worlds = [keeper.engine.world for keeper in keepers]
+        self._cannot = self._why_not()
         self._see_idle()
         self._choice.enter(bool(self._pairing.by_member))
 
     def _see_idle(self) -> None:
-        """Another world, or other idle members in it: who keeps whose copies there."""
+        """Settle who keeps whose copies in another world, or beside other idle members in it."""
         engine, keepers, here = self._engine, self._keepers, {*self._engine.candidates.members}
-        is_needed = any(keeper.has_single_holders for keeper in keepers)
-        self._pairing.enter(is_needed)
+        nodes = [engine.candidates.nodes[member] for member in engine.members]
+        is_needed = any(needs_copies(keeper.engine.vps, keeper.engine.layout, nodes) for keeper in keepers)
+        self._pairing.enter(is_needed and not self._cannot)
+        self._lacks = next((lack for keeper in keepers if (lack := _lack(keeper.engine, nodes))), "")
         for keeper in keepers:
             keeper.enter(self._pairing.by_member)
         kept, was_protected = [{member, *buddies} for member, buddies in self._whole_of.items()], self._is_protected
         self._is_protected = was_protected and all(len(here & holders) > 1 for holders in kept)
         self._why = "" if self._is_protected else NEW_WORLD
-        if not is_needed:
+        if self._cannot or self._lacks:
+            self._is_protected, self._why = False, self._cannot or self._lacks
+        elif not is_needed:
             layouts = " and ".join(dict.fromkeys(str(keeper.engine.layout) for keeper in keepers))
             self._is_protected, self._why = True, f"in {layouts} every element has several holders: nothing is copied"
         elif len(engine.members) == 1 and not self._pairing.idle:
             self._is_protected, self._why = False, "one member alone works: nobody could keep its copy"
-        if engine.rank == 0 and was_protected and not self._is_protected:
-            logger.warning(
-                "buddies: unprotected: %s; until copies are whole, a death may go back to the last checkpoint",
-                self._why,
-            )
+        if self._cannot or self._lacks or (was_protected and not self._is_protected):
+            self._warn()
         elif engine.rank == 0 and not self._pairing.by_member and not self._pairing.idle:
             logger.info("buddies: %s", self._why)
+
+    def _warn(self) -> None:
+        """Say what a death would cost, on rank 0; once for each reason in a row."""
+        why, fallback = self._why, self._engine.settings.fallback
+        if self._engine.rank != 0 or why == self._last_warning:
+            return
+        self._last_warning = why
+        cost = (
+            "ends the job and loses what was not saved; set dynatrain.fallback.path to have checkpoints saved"
+            if fallback is None
+            else f"takes training back to the newest fallback checkpoint in {fallback.path}"
+        )
+        until = "" if self._cannot or self._lacks else "until copies are whole, "
+        logger.warning("buddies: unprotected: %s; %sa death %s", why, until, cost)
 
     def _take_idle(self, has_idle: bool) -> None:
         """Let idle members be buddies, or not; on all that work alike, with no round under way."""
@@ -308,6 +366,7 @@ class Buddies:
         if is_whole:
             self._whole_of = dict(self._pairing.by_member)
         self._tell(found, is_whole)
+        self._say_cost(-int(said[3]) / MILLIONTHS)
         self._choice.weigh(-int(said[3]) / MILLIONTHS, sum(keeper.take_seconds for keeper in self._keepers))
         if is_whole:
             self._take_idle(is_ready)
@@ -315,8 +374,19 @@ class Buddies:
             self._take_idle(False)
             self._pairing.give_idle_up()
 
+    def _say_cost(self, share: float) -> None:
+        """Warn once, on rank 0, where a step waits long for copies. share: of the step, on the rank that waits most."""
+        if self._engine.rank or self._has_said_cost or self._choice.is_on or share < MUCH_OF_A_STEP:
+            return
+        self._has_said_cost = True
+        logger.warning(
+            "buddies: %.0f %% of a step is waiting for the copies that protect the job from a death; raise "
+            'dynatrain.buddies.every_steps, or set dynatrain.buddies.mode to "off"',
+            100 * share,
+        )
+
     def _tell(self, found: Sequence[Round], is_whole: bool) -> None:
-        """Once of each thing that has changed."""
+        """Log each change of the protection, once."""
         step, error = found[0].mark.step, next((each.error for each in found if each.error), "")
         if error != self._last_error:
             self._last_error = error
@@ -325,11 +395,12 @@ class Buddies:
                     "buddies: the copies of step %d are not whole (%s); the last whole ones count", step, error
                 )
         was_protected, was_behind = self._is_protected, self._is_behind
-        self._is_protected, self._is_behind = was_protected or is_whole, not is_whole
+        self._is_protected, self._is_behind = was_protected or (is_whole and not self._lacks), not is_whole
         self._why = "" if self._is_protected else self._why
         if self._engine.rank != 0:
             return
-        if is_whole and not was_protected:
+        if self._is_protected and not was_protected:
+            self._last_warning = ""
             logger.info("buddies: protected from step %d on: the death of a member loses no more than follows it", step)
         elif self._is_protected and self._is_behind and not was_behind:
             whole = self.kept.whole
@@ -370,3 +441,11 @@ class Buddies:
             taken=first._taken,
             skipped=first._skipped,
         )
+
+
+def _lack(engine: EngineCore, nodes: Sequence[str]) -> str:
+    """Return which part of an engine's state is in no copy and goes with a node, or nothing. nodes: of each rank."""
+    layout = engine.layout
+    if not lacks_frozen(engine.vps, layout) or outlives_a_node(layout.replace(zero_stage=0), nodes):
+        return ""
+    return f"in {layout} the frozen weights of one place are all on one node, and no copy has them"

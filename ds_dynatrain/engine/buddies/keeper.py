@@ -35,6 +35,7 @@ class Keeper:
         self.buddies: tuple[tuple[int, ...], ...] = ()
         self.take_seconds, self.ship_seconds, self.sent_bytes = 0.0, 0.0, 0
         self._thread: threading.Thread | None = None
+        self._last_error = ""
 
     @property
     def has_single_holders(self) -> bool:
@@ -73,11 +74,14 @@ class Keeper:
             with PROCESS.turn(engine):
                 taken = take(engine, own, mark, everything=not self.has_single_holders)
             self.kept.frozen, self.kept.frozen_of = taken.frozen, (engine.layout, rank)
+            self._last_error = ""
         except (DynatrainError, RuntimeError, MemoryError, OSError) as error:  # torch has no memory: RuntimeError
-            logger.error(
-                "buddies: member %d has no copy of step %d (%s); a death costs what follows the last whole copies",
-                *(members[rank], mark.step, error),
-            )
+            if str(error) != self._last_error:
+                logger.error(
+                    "buddies: member %d has no copy of step %d (%s); a death costs what follows the last whole copies",
+                    *(members[rank], mark.step, error),
+                )
+            self._last_error = str(error)
         kept_here = [Ward(members[ward], ward, room) for ward, room in zip(wards, rooms, strict=True)]
         group = GroupTransport(world.group(BUDDIES), members) if len(members) > 1 else None
         way = pairing.begin(engine, mark, whole, group)

@@ -14,6 +14,7 @@ from typing import Any
 
 from ds_dynatrain.engine.buddies.copy import Mark
 from ds_dynatrain.engine.buddies.whole import Frozen, Had, WholeCopies, missing, newest_whole
+from ds_dynatrain.plan import whole_replicas
 from ds_dynatrain.space import Layout
 
 
@@ -83,7 +84,7 @@ def _complete(layout: Layout, alive: Mapping[int, int]) -> tuple[Layout, tuple[i
 
     alive: rank -> member.
     """
-    replicas = _replicas(layout, alive)
+    replicas = whole_replicas(layout, alive)
     if not replicas:
         return None
     smaller = layout.replace(data=len(replicas))
@@ -184,26 +185,6 @@ def _had(survivors: Mapping[str, Survivor]) -> dict[int, list[Had]]:
         number: [one for one in copies if one.mark.stretch >= since and one.mark.registered == registered]
         for number, copies in had.items()
     }
-
-
-def _replicas(layout: Layout, alive: Mapping[int, int]) -> list[int]:
-    """The data indices of which nothing is missing, in whole blocks of the expert axis."""
-    if len(alive) == layout.world_size:
-        return list(range(layout.data))
-    if layout.zero_stage > 0:
-        return []
-    block = layout.expert
-    if layout.data % block:  # the expert axis runs over other axes, too
-        return []
-    complete = {
-        index
-        for index in range(layout.data)
-        if all(rank in alive for rank in range(layout.world_size) if layout.coordinate(rank)["data"] == index)
-    }
-    starts = range(0, layout.data, block)
-    return [
-        index for start in starts if complete >= {*range(start, start + block)} for index in range(start, start + block)
-    ]
 
 
 def _old_rank(layout: Layout, smaller: Layout, replicas: list[int], rank: int) -> int:
