@@ -163,7 +163,7 @@ class Membership:
 
     def _held_state_in(self, world: World, member: str) -> bool:
         """Return whether a member of a generation had its state: all have, once one of them has entered it."""
-        return world.generation <= self._entered or member in world.members[: world.survivors]
+        return world.generation <= self._entered or member in (*world.members[: world.survivors], *world.leaving)
 
     def _goes_on_without(self, member: str, missed: Missed) -> bool:
         """Return whether the others need a silent member no more: one of them has entered a generation without it."""
@@ -221,6 +221,8 @@ class Membership:
             if self._may_be_the_last_holder(member):
                 self._breach = f"{member} went, and nobody has said that it has the state"
             self._note(now)
+        elif said.has_left and self.world is not None and said.newest < self.world.generation:
+            self._is_gone(member, f"left after generation {said.newest}, which went on without it", now)
         elif entry.report.leaving:  # the others still count on it
             self._is_gone(member, "ended before the others could let it go", now)
         else:
@@ -529,7 +531,8 @@ class Membership:
         if old is None:
             return ()
         told = tuple(one for one in self._in_order(old.members) if one in self.roster and self._is_leaving(one))
-        return told + self._present(old.leaving)
+        back = tuple(one for one in self._back if one in self.roster and self._is_leaving(one))
+        return tuple(dict.fromkeys((*told, *self._present(old.leaving), *back)))
 
     def _is_leaving(self, member: str) -> bool:
         return self.roster[member].report.leaving

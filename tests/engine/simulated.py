@@ -126,10 +126,11 @@ class Job:
     def begin(self, world: World) -> None:
         """All members of a world start the job together: it begins anew, or a state that was lost comes back."""
         have_trained = [one for one in self.ended if one.id in self.driver.trained]
-        if (
-            self.driver.terms == 1 and self.driver.membership is not None
-        ):  # else those with the state may not have come back yet
-            there = [member for member in self.alive if member.id in self.driver.membership.roster]  # else given up
+        membership = self.driver.membership
+        newest = None if membership is None else membership.world
+        is_over = newest is not None and world.generation < newest.generation
+        if self.driver.terms == 1 and membership is not None and not is_over:
+            there = [member for member in self.alive if member.id in membership.roster]  # else given up
             holders = [member.id for member in there for engine in member.engines if engine.works]
             assert not holders, f"{holders} have the state"
             assert not have_trained or world.begun or any(one.end == "saved" for one in have_trained)
