@@ -97,7 +97,8 @@ class SimulatedJob(Job):
     def _waits_for_lost_hosts(self, member: Member) -> bool:
         """Whether a collective of the newest generation that a member knows of can never end."""
         world = self.network.told.get(member.id)
-        there = () if world is None or not self.network.parted else (*world.members, *world.leaving)
+        all_in_it = () if world is None or not self.network.parted else (*world.members, *world.leaving)
+        there = [one for one in all_in_it if not self.members[one].end]
         return member.id in there and any(not self._reach(*pair) for pair in combinations(there, 2))
 
     def _reach(self, one: str, other: str) -> bool:
