@@ -42,7 +42,7 @@ from ds_dynatrain.engine.members.description import described
 from ds_dynatrain.engine.members.early import Early, begin
 from ds_dynatrain.engine.members.entry import Entry, beside, start_alone, with_launch, with_members
 from ds_dynatrain.engine.members.policy import rule_of
-from ds_dynatrain.engine.process import PROCESS, refuse_beside_plain, refuse_idle
+from ds_dynatrain.engine.process import PROCESS, refuse_beside_plain, refuse_idle, refuse_module_of_another
 from ds_dynatrain.engine.profiled import cut_by_profile
 from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.report import show_by_default
@@ -262,6 +262,7 @@ def _build(given: _Given, place: WorkerPlace | None, early: Early | None) -> Dyn
         else:
             layout = first_layout(model, own, settings, entry.size, mpu, pipe, grows=place is not None)
             refuse_beside_plain(layout, entry.size)
+            refuse_module_of_another(model, layout)
             if PROCESS.engines:
                 refuse_idle(layout, entry.size)
                 refuse_stage_of_another(model, entry.mine)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as td
+from torch import nn
 
 from ds_dynatrain.adapters.plain_engines import PlainEngine, plain_engines
 from ds_dynatrain.adapters.process_groups import is_known
@@ -217,6 +218,16 @@ def refuse_idle(layout: Layout, processes: int) -> None:
     """UnsupportedError for a layout of one of several engines that leaves processes without work."""
     if layout.world_size < processes:
         raise usage("idle processes beside another engine").error(_idle_in(layout, processes))
+
+
+def refuse_module_of_another(model: nn.Module, layout: Layout) -> None:
+    """Raise UnsupportedError for a model that an open engine holds in ZeRO-3, where this layout has another stage."""
+    mine = {id(parameter) for parameter in model.parameters()}
+    for engine in PROCESS.engines:
+        is_shared = any(id(parameter) in mine for parameter in engine.host.module.parameters())
+        if is_shared and engine.layout.zero_stage == 3 and layout.zero_stage != 3:
+            have = f"initialize in {layout} with parameters of engine {engine.job.number}, in {engine.layout}"
+            raise usage("a model of another engine in ZeRO-3").error(have)
 
 
 def refuse_beside_plain(layout: Layout, processes: int) -> None:

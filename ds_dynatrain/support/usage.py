@@ -193,6 +193,12 @@ USAGE = (
         "tests/engine/test_beside_stock.py::test_a_plain_engine_wants_all_processes",
     ),
     _start(
+        "a model of another engine in ZeRO-3",
+        "that engine has taken its parameters apart, and gathers them for itself",
+        "call engine.destroy() on that one, and build the model anew; or switch its stage in place of a second engine",
+        f"{_ENGINES}::test_a_model_of_another_engine_is_refused",
+    ),
+    _start(
         "one backward pass through two engines",
         "what DeepSpeed does with a gradient depends on whose turn it is, and autograd mixes them",
         "call backward() on the loss of each engine, or detach what one engine takes from the other",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -415,6 +416,21 @@ def test_layouts_that_leave_processes_idle_are_refused(pool: RankPool, tmp_path:
         assert "PipelineModule: it was built as rank" in stage
         assert "a switch of another engine of this process is pending" in busy
         assert steps == ["6", "6"]
+
+
+def same_model(stage: int) -> str:
+    model = small_gpt()
+    with jobs.job(jobs.config(start=(4, 3)), model=model) as made:
+        found = refused(lambda: ds_dynatrain.initialize(model=model, config=jobs.config(start=(4, stage))))
+        jobs.train(made, 2)
+    return found
+
+
+def test_a_model_of_another_engine_is_refused(pool: RankPool) -> None:
+    for found in pool.run(same_model, stage=1):
+        assert re.search("in data=4 zero_stage=1 with parameters of engine [0-9]+, in data=4 zero_stage=3", found), (
+            found
+        )
 
 
 def through_both() -> list[str]:
