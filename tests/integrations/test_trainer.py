@@ -12,14 +12,17 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
+from tests.docs.pages import ROOT, blocks
 from tests.engine.pool import RankPool
 from tests.integrations import trainers
 
+PAGE = ROOT / "docs" / "carry.md"
 BATCH = 12
 SCHEDULE = {3: {"data": 4, "zero_stage": 3}, 6: {"data": 3, "zero_stage": 2}}
 EACH = {"eval_strategy": "steps", "eval_steps": 3, "ragged": True}
@@ -268,6 +271,41 @@ def twice_case(folder: Path) -> dict[str, Any]:
     trainer.engine.destroy()
     said = [line for line in out.getvalue().splitlines() if line.startswith("step ")]
     return {"rank": trainer.args.process_index, "logs": logs, "said": said}
+
+
+def test_an_average_of_the_weights(four: RankPool, alone: RankPool, tmp_path: Path) -> None:
+    """The callback on the page, at stage 3 and on ranks that come later, against one rank without shards."""
+    (whole,) = alone.run(average_case, folder=tmp_path, stage=0, layout={"data": 1}, accumulation=4, schedule={})
+    found = four.run(
+        average_case, folder=tmp_path, stage=3, layout={"data": 2}, accumulation=2, schedule={2: {"data": 4}}
+    )
+    for average in found:  # a key's bias has no gradient but rounding, of which Adam makes steps of 1e-5
+        assert average.keys() == whole.keys()
+        torch.testing.assert_close(average, whole, rtol=1e-5, atol=1e-5)
+
+
+def average_case(
+    folder: Path, stage: int, layout: Mapping[str, int], accumulation: int, schedule: Mapping[int, Mapping[str, Any]]
+) -> dict[str, torch.Tensor]:
+    """What the callback on the page has after four steps."""
+    trainers.allow_ranks()
+    trainers.forget_ranks()
+    names: dict[str, Any] = {"deepspeed": deepspeed, "TrainerCallback": trainers.TrainerCallback}
+    (page,) = (text for text in blocks(PAGE, "py") if text.startswith("class Averaging"))
+    exec(page, names)
+    args = trainers.arguments(
+        folder, {"layout": dict(layout)}, stage=stage, max_steps=4, gradient_accumulation_steps=accumulation
+    )
+    model = trainers.model()
+    averaging = names["Averaging"](model)
+    made: Any = trainers.elastic(trainers.Trainer)
+    callbacks = [averaging, trainers.SwitchCallback(schedule)]
+    names["trainer"] = trainer = made(model=model, args=args, train_dataset=trainers.Texts(48), callbacks=callbacks)
+    try:
+        trainer.train()
+    finally:
+        trainer.engine.destroy()
+    return dict(averaging.average)
 
 
 @pytest.mark.full
