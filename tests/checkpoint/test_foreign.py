@@ -185,6 +185,18 @@ def test_pieces_of_several_ranks(tmp_path: Path) -> None:
         taken(told_at(tmp_path / "theirs"), tmp_path / "damaged")
 
 
+def test_an_optimizer_that_names_no_weights(tmp_path: Path) -> None:
+    """As `optimizer.state_dict()` has it, by numbers; and states without groups."""
+    weight, moment = {"a": torch.ones(3)}, {"exp_avg": torch.ones(3)}
+    by_number = {"state": {0: moment}, "param_groups": [{"lr": 1e-3, "params": [0]}]}
+    theirs = saved_by_torch(tmp_path / "number", {"model": weight, "optimizer": by_number})
+    with pytest.raises(CheckpointError, match=r"optimizer states of '0', and no weight of that name.*get_state_dict"):
+        told_at(theirs)
+    theirs = saved_by_torch(tmp_path / "states", {"model": weight, "optim": {"state": {"a": moment}}})
+    with pytest.raises(CheckpointError, match=r"no 'optim\.param_groups' that names their tensors"):
+        told_at(theirs)
+
+
 class Trap:
     """Leaves a trace where it is unpickled."""
 

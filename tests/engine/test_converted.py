@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.utils.data import DataLoader
 from typer.testing import CliRunner
 
 from ds_dynatrain.cli.main import app
 from ds_dynatrain.errors import CheckpointError
 from ds_dynatrain.space import Layout
 from tests.engine import axis_walks, jobs, oracle
-from tests.engine.models import small_gpt
+from tests.engine.models import Sequences, small_gpt
 from tests.engine.pool import RankPool
 from tests.engine.subjects import SUBJECTS
 from tests.engine.test_conversions import converted
@@ -141,6 +147,59 @@ def test_to_dcp_and_back(pool: RankPool, tmp_path: Path, dtype: str) -> None:
     for found in pool.run(taking_case, sizes=(2, 1), folder=tmp_path / "ours", dtype=dtype)[:2]:
         state.counters = {**found.counters, "global_steps": STEPS}
         assert oracle.differences(state, found) == []
+
+
+def partly_trained() -> tuple[nn.Module, list[dict[str, Any]]]:
+    """The small model with frozen parameters, and two groups of the others."""
+    model = small_gpt()
+    model.places.requires_grad_(False)
+    trained = [held for held in model.parameters() if held.requires_grad]
+    flat, deep = [held for held in trained if held.ndim < 2], [held for held in trained if held.ndim > 1]
+    return model, [{"params": deep, "lr": 2e-3, "weight_decay": 0.1}, {"params": flat, "lr": 5e-4, "weight_decay": 0.0}]
+
+
+def torch_steps(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterable[Any]) -> list[float]:
+    losses = []
+    for batch in batches:
+        loss = model(*batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def going_on_case(folder: Path) -> tuple[jobs.Record, list[Any]] | None:
+    """Load and train three steps: losses, and the batches of this rank."""
+    (model, groups), batches, record = partly_trained(), list[Any](), jobs.Record()
+    with jobs.job(jobs.config("fp32", (3, 3), gradient_clipping=0.0), model=model, model_parameters=groups) as made:
+        if made.engine.idle:
+            return None
+        assert made.engine.load(folder).step == made.engine.global_steps == STEPS
+        for batch in itertools.islice(made.loader, 3):
+            batches.append(batch)
+            jobs.one_micro_batch(made.engine, batch, record)
+        assert [group["lr"] for group in made.engine.basic_optimizer.param_groups] == [2e-3, 5e-4]
+        return record, batches
+    return None
+
+
+@pytest.mark.parametrize("is_flat", [True, False])
+def test_training_of_torch_goes_on(pool: RankPool, tmp_path: Path, is_flat: bool) -> None:
+    """A DCP as torch writes it: moments, steps, groups with their rates, frozen parameters."""
+    model, groups = partly_trained()
+    optimizer = torch.optim.AdamW(groups)
+    samples = DataLoader(Sequences(), batch_size=12)
+    torch_steps(model, optimizer, itertools.islice(samples, STEPS))
+    weights, states = get_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=is_flat))
+    dcp.save({"model": weights, "optim": states}, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    assert "left out" not in ours(tmp_path / "theirs", tmp_path / "ours")
+    found = [each for each in pool.run(going_on_case, folder=tmp_path / "ours") if each is not None]
+    whole = [
+        [torch.cat(parts) for parts in zip(*each, strict=True)] for each in zip(*[b for _, b in found], strict=True)
+    ]
+    expected = torch_steps(model, optimizer, whole)
+    assert jobs.furthest(jobs.global_losses([record for record, _ in found]), expected) <= 1e-6
 
 
 # ---- safetensors ----------------------------------------------------------------------------------------------------

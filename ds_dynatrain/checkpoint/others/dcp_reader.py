@@ -8,13 +8,17 @@ small files of `torch.save`, one for each piece of a tensor.
 | `model.NAME`, else all tensors | weights; masters are made of those that are trained |
 | `optim.state.NAME.exp_avg` `.step` | moments and steps |
 | `optim.param_groups.NAME.lr` | hyper-parameters by tensor, from which groups are made again |
+| `optim.param_groups.0.lr` `.params` | a group's hyper-parameters, and the names of its tensors |
+
+`optim` may be called `optimizer`. Its levels are apart (`optim`, `state`, NAME, `exp_avg`), or in one name below
+`optim`, as torch has them with `flatten_optimizer_state_dict=True`.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -28,7 +32,7 @@ from ds_dynatrain.checkpoint.extents import Extent
 from ds_dynatrain.checkpoint.files import WHERE_DAMAGED, read_small
 from ds_dynatrain.checkpoint.manifest import Manifest, Row
 from ds_dynatrain.checkpoint.names import is_component
-from ds_dynatrain.checkpoint.others.foreign import Foreign, in_order, number_of
+from ds_dynatrain.checkpoint.others.foreign import Foreign, hyper_parameters, in_order, number_of
 from ds_dynatrain.checkpoint.others.pickles import MOST_BYTES, Opaque, check_pickle, check_tree
 from ds_dynatrain.checkpoint.others.torch_files import Stored, read_tree, with_values
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError, LayoutError
@@ -36,6 +40,8 @@ from ds_dynatrain.space import FROZEN, WEIGHT, Box, LogicalTensor, runs_of_box
 
 FORMAT = "a torch distributed checkpoint"
 METADATA, MODEL, OPTIM = ".metadata", "model", "optim"
+OPTIMS = (OPTIM, "optimizer")
+STATE, GROUPS = (OPTIM, "state"), (OPTIM, "param_groups")
 
 
 def _layout(name: object) -> str:
@@ -129,14 +135,25 @@ class _Folder:
             place = index.fields.get("offset"), name, int(info.fields["offset"]), int(info.fields["length"])
             places.setdefault(index.fields["fqn"], []).append(place)
         nested = said.get("planner_data") or {}
-        keys = {key: tuple(map(str, nested.get(key) or _split(key, held))) for key in held}
+        keys = {key: _levels(tuple(map(str, nested.get(key) or _split(key, held)))) for key in held}
         sizes = {key: each.fields.get("size") for key, each in held.items()}
         shapes = {key: None if size is None else tuple(map(int, size)) for key, size in sizes.items()}
         return _Folder(path, trust_pickle, keys, shapes, places)
 
     def foreign(self) -> Foreign:
         weights = self._weights()
+        strange = next((name for name in self._states if name not in weights), None)
+        if strange is not None:
+            raise CheckpointError(
+                f"{self.path} has optimizer states of {strange!r}, and no weight of that name; save both with "
+                "torch.distributed.checkpoint.state_dict.get_state_dict, or the model alone to go on without them"
+            )
         groups, number_in = self._groups(weights)
+        if self._states and not groups:
+            raise CheckpointError(
+                f"{self.path} has optimizer states and no '{OPTIM}.param_groups' that names their tensors; save "
+                "it with torch.distributed.checkpoint.state_dict.get_state_dict"
+            )
         frozen = FROZEN if groups else 0
         found = [LogicalTensor(name, self._shape(key), number_in.get(name, frozen)) for name, key in weights.items()]
         tensors = in_order(found)
@@ -150,9 +167,11 @@ class _Folder:
                 else:
                     rows += self._rows(tensor, kind, key)
         taken = {*weights.values(), *(key for each in tensors for key in self._states.get(each.name, {}).values())}
-        of_groups = [key for key, each in self.keys.items() if groups and each[:2] == (OPTIM, "param_groups")]
+        of_groups = [key for key, each in self.keys.items() if groups and each[:2] == GROUPS]
         left_out = sorted({*self.keys} - taken - {*of_groups, "step"})
-        step = int(number_of(self.path, self._value("step"))) if self.keys.get("step") == ("step",) else 0
+        step = int(max(scalars.get("step", {}).values(), default=0))
+        if self.keys.get("step") == ("step",):
+            step = int(number_of(self.path, self._value("step")))
         carry: dict[str, Any] = {}
         if groups:
             carry = {"groups": groups, "scalars": scalars, "counters": {"global_steps": step}, "windows": step}
@@ -178,24 +197,44 @@ class _Folder:
         """Tensor -> state of its optimizer -> key."""
         found: dict[str, dict[str, str]] = {}
         for key, each in self.keys.items():
-            if each[:2] == (OPTIM, "state") and len(each) > 3 and self.shapes[key] is not None:
+            if each[:2] == STATE and len(each) > 3 and self.shapes[key] is not None:
                 found.setdefault(".".join(each[2:-1]), {})[each[-1]] = key
         return found
 
-    def _groups(self, names: Iterable[str]) -> tuple[list[dict[str, Any]], dict[str, int]]:
-        """(hyper-parameters of the groups, group of each tensor): tensors with equal ones are a group."""
-        by_tensor: dict[str, dict[str, Any]] = {}
+    def _groups(self, weights: Iterable[str]) -> tuple[list[dict[str, Any]], dict[str, int]]:
+        """(hyper-parameters of the groups, group of each tensor).
+
+        Where they are noted by tensor, those with equal ones are a group; else groups are as they were.
+        """
+        said: dict[str, dict[str, Any]] = {}
         for key, each in self.keys.items():
-            if each[:2] == (OPTIM, "param_groups") and len(each) > 3:
-                by_tensor.setdefault(".".join(each[2:-1]), {})[each[-1]] = self._plain(key)
+            if each[:2] == GROUPS and len(each) > 3:
+                said.setdefault(".".join(each[2:-1]), {})[each[-1]] = self._plain(key)
+        if any("params" in group for group in said.values()):
+            return self._listed_groups([said[number] for number in sorted(said, key=int)], {*weights})
         groups: list[dict[str, Any]] = []
         found: dict[str, int] = {}
-        for name in names:
-            if name in by_tensor:
-                if by_tensor[name] not in groups:
-                    groups.append(by_tensor[name])
-                found[name] = groups.index(by_tensor[name])
+        for name in weights:
+            if name in said:
+                if said[name] not in groups:
+                    groups.append(said[name])
+                found[name] = groups.index(said[name])
         return groups, found
+
+    def _listed_groups(
+        self, said: list[dict[str, Any]], weights: Collection[str]
+    ) -> tuple[list[dict[str, Any]], dict[str, int]]:
+        """The same for groups that list their tensors; CheckpointError for a list of anything but weights' names."""
+        found: dict[str, int] = {}
+        for number, group in enumerate(said):
+            for name in group.get("params", ()):
+                if name not in weights or name in found:
+                    raise CheckpointError(
+                        f"{self.path}: group {number} of its optimizer has {name!r}, which is no weight's name or in "
+                        "two groups; save it with torch.distributed.checkpoint.state_dict.get_state_dict"
+                    )
+                found[name] = number
+        return [hyper_parameters(group) for group in said], found
 
     # ---- values ------------------------------------------------------------------------------------------------------
 
@@ -262,6 +301,18 @@ def _split(key: str, keys: Iterable[str]) -> tuple[str, ...]:
             name, _, last = key.removeprefix(prefix).rpartition(".")
             return (*prefix.rstrip(".").split("."), name, last)
     return (MODEL, key.removeprefix(f"{MODEL}.")) if key.startswith(f"{MODEL}.") else (key,)
+
+
+def _levels(path: tuple[str, ...]) -> tuple[str, ...]:
+    """The levels of a key, each by itself, and an optimizer's below `optim`."""
+    top, *rest = path
+    if top not in OPTIMS or not rest:
+        return path
+    kind, _, below = rest[0].partition(".")
+    if len(rest) == 1 and (OPTIM, kind) in (STATE, GROUPS) and below:
+        name, _, last = below.rpartition(".")
+        rest = [kind, name, last]
+    return (OPTIM, *rest)
 
 
 def _metadata(path: Path) -> dict[str, Any]:
