@@ -421,6 +421,7 @@ class Membership:
         self.world = None if recovery is None else recovery.choose()
         if self.world is None or recovery is None:
             return []
+        self._missed = {member: missed for member, missed in self._missed.items() if missed.world is None}
         self._is_starter, self._newest = False, max(self._newest, self.world.generation)
         self.links.move(now)
         self._done.difference_update(started)
@@ -526,13 +527,15 @@ class Membership:
         return tuple(one for one in dict.fromkeys((*before, *members)) if one in members or one in self._back)
 
     def _newcomers(self, stay: tuple[str, ...], are_built: bool = False) -> tuple[str, ...]:
-        """Who joins those that stay: whole nodes, as many as MAX allows; to start a job, MIN of them or nobody.
+        """Return who joins those that stay: whole nodes, as many as MAX allows; to start a job, MIN of them or nobody.
 
-        are_built: only those that have made their engines.
+        A member that has entered a generation which is over does not: it ends once it hears of that. are_built: only
+        nodes that have made their engines.
         """
         if self._done:
             return ()
         nodes = self.roster.complete_nodes(apart=(*self._back, *(() if self.world is None else self.world.members)))
+        nodes = [node for node in nodes if not any(self.roster[one].report.entered for one in node)]
         nodes = [node for node in nodes if not are_built or all(self._has_built(one) for one in node)]
         nodes = self.links.reaching(self.roster, nodes, stay)
         nodes = nodes[: max(0, self.settings.max_nodes - len(nodes_of(stay)))]

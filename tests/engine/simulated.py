@@ -130,7 +130,8 @@ class Job:
         newest = None if membership is None else membership.world
         is_over = newest is not None and world.generation < newest.generation
         if self.driver.terms == 1 and membership is not None and not is_over:
-            there = [member for member in self.alive if member.id in membership.roster]  # else given up
+            known = [one for one in membership.roster.members if one not in membership._back]  # else given up, for now
+            there = [member for member in self.alive if member.id in known]
             holders = [member.id for member in there for engine in member.engines if engine.works]
             assert not holders, f"{holders} have the state"
             assert not have_trained or world.begun or any(one.end == "saved" for one in have_trained)
