@@ -7,14 +7,13 @@ silent, unknown) ends that connection and nothing else. One task keeps the time 
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import socket
 import time
 from collections import defaultdict
-from typing import Any
 
-from ds_dynatrain.elastic.address import BACKLOG, tune
+from ds_dynatrain.elastic.address import tune
+from ds_dynatrain.elastic.channel import Channel
 from ds_dynatrain.elastic.effects import Effect, Finish, GiveUp, Publish
 from ds_dynatrain.elastic.effects import Probe as AskToReach
 from ds_dynatrain.elastic.membership import Membership
@@ -29,6 +28,7 @@ from ds_dynatrain.elastic.messages import (
     Dismissed,
     Fence,
     Finished,
+    Hello,
     Leave,
     Probe,
     Probed,
@@ -44,12 +44,12 @@ from ds_dynatrain.elastic.monitoring.view import View, view
 from ds_dynatrain.elastic.peer import Peer
 from ds_dynatrain.elastic.settings import ORPHAN_SECONDS
 from ds_dynatrain.elastic.snapshot import snapshot
-from ds_dynatrain.elastic.strangers import Complaints, Strangers
+from ds_dynatrain.elastic.strangers import Door
 from ds_dynatrain.elastic.world import node_of, nodes_of
 from ds_dynatrain.errors import JobFinished, MessageError, PeerRefused
 
 GREETING_SECONDS = 5.0
-"""From the opening of a connection until the peer has said who it is."""
+"""From its greeting until a peer has said who it is."""
 LINGER_SECONDS = 30.0
 """How long a coordinator whose job has finished waits for the others to go."""
 MOST_OWED = 4096
@@ -73,27 +73,28 @@ class Coordinator:
         self._agents: dict[str, Peer] = {}
         self._agents_since: dict[str, float] = {}
         self._owed: defaultdict[str, list[Fence]] = defaultdict(list)
-        self._strangers = Strangers()
-        self._complaints = Complaints()
-        self._peers: dict[Peer, asyncio.Task[None]] = {}
+        self._peers: set[Peer] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._stirred = asyncio.Event()
         self._wakes_at = 0.0
 
     async def serve(self, listener: socket.socket, stop: asyncio.Event | None = None) -> None:
         """Serve until the job has finished and everybody has gone, or until `stop`; then close all connections."""
-        asyncio.get_running_loop().set_exception_handler(self._hear_of_error)
-        server = await asyncio.start_server(self._take, sock=listener, backlog=BACKLOG)
+        door = Door(listener, self._token, _refusal(self._token_file), self._admit)
+        door.open()
         keeper = asyncio.create_task(self._keep_time())
         stopper = asyncio.create_task((stop or asyncio.Event()).wait())
         try:
             await asyncio.wait([keeper, stopper], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            server.close()
+            door.close()
             keeper.cancel()
             stopper.cancel()
             for peer in list(self._peers):
                 peer.abort()
-            await asyncio.gather(keeper, stopper, *self._peers.values(), return_exceptions=True)
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(keeper, stopper, *self._tasks, return_exceptions=True)
         if not keeper.cancelled():
             keeper.result()  # raises what it ended with, if it did
 
@@ -110,48 +111,43 @@ class Coordinator:
     def _status(self, now: float) -> Status:
         return snapshot(self.membership, self._job, now, self._agents_since)
 
-    def _hear_of_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Without descriptors nobody can be let in; asyncio tells it with a traceback, many times a second."""
-        error = context.get("exception")
-        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-            self._complaints.say(f"no connection can be accepted: {error}; raise `ulimit -n`")
-        else:
-            loop.default_exception_handler(context)
-
     # -- one peer ----------------------------------------------------------------------------------------------------
 
-    async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        peer = Peer(reader, writer)
-        task = asyncio.current_task()
-        if task is None:
-            peer.close()
-            return
-        self._peers[peer] = task
+    def _admit(self, link: socket.socket, name: str, channel: Channel, hello: Hello, rest: bytes) -> None:
+        """Attend to a peer that has proved that it knows the token."""
+        task = asyncio.create_task(self._take(link, name, channel, hello, rest))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _take(self, link: socket.socket, name: str, channel: Channel, hello: Hello, rest: bytes) -> None:
+        loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
+        reader.feed_data(rest)
+        protocol = asyncio.StreamReaderProtocol(reader)
         try:
-            await self._attend(peer, writer)
+            tune(link)
+            transport, _ = await loop.create_connection(lambda: protocol, sock=link)
+        except OSError:  # it has gone already
+            link.close()
+            return
+        writer = asyncio.StreamWriter(transport, protocol, reader, loop)
+        peer = Peer(reader, writer, name, channel)
+        self._peers.add(peer)
+        try:
+            await self._attend(peer, hello)
         except (PeerRefused, MessageError) as error:
-            say = logger.warning if peer.is_proved else self._complaints.say
-            say(f"{peer.name}: refused: {error}")
+            logger.warning("%s: refused: %s", peer.name, error)
             peer.refuse(str(error))
         except JobFinished:
             peer.send(Finished())
         except (EOFError, OSError, asyncio.TimeoutError):
             pass
         finally:
-            del self._peers[peer]
+            self._peers.discard(peer)
             peer.close()
 
-    async def _attend(self, peer: Peer, writer: asyncio.StreamWriter) -> None:
-        """From the first word of a peer to its last."""
-        tune(writer.get_extra_info("socket"))
-        there = writer.get_extra_info("peername")
-        if there is None:
-            raise ConnectionError("it has gone already")
-        self._strangers.add(peer, str(there[0]))
-        try:
-            said = await asyncio.wait_for(self._introduction(peer), GREETING_SECONDS)
-        finally:
-            self._strangers.remove(peer)
+    async def _attend(self, peer: Peer, hello: Hello) -> None:
+        """From the greeting of a peer to its last word."""
+        said = await asyncio.wait_for(self._introduction(peer, hello), GREETING_SECONDS)
         match said:
             case Announce():
                 await self._attend_worker(peer, said)
@@ -172,8 +168,7 @@ class Coordinator:
         self._send_all(encode(Leave()), members)
         return Dismissed(members=members)
 
-    async def _introduction(self, peer: Peer) -> Announce | Agent | Query | Dismiss:
-        hello = await peer.greet(self._token, self._token_file)
+    async def _introduction(self, peer: Peer, hello: Hello) -> Announce | Agent | Query | Dismiss:
         self._check_job(hello.job)
         settings = self.membership.settings
         peer.send(
@@ -325,3 +320,14 @@ class Coordinator:
         for member in to:
             if member in self._workers:
                 self._workers[member].send_bytes(wire)
+
+
+def _refusal(token_file: str) -> str:
+    """What somebody is told who has not got the token. token_file: where it is on this machine, if it is in a file."""
+    what = "the token is missing or another one (DYNATRAIN_TOKEN_FILE, DYNATRAIN_TOKEN); give this process that of "
+    if not token_file:
+        return what + "the coordinator"
+    return (
+        f"{what}{token_file} on {socket.gethostname()}: copy this file to its machine, with mode 600, and name it in "
+        "DYNATRAIN_TOKEN_FILE"
+    )

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import random
+import resource
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import pytest
 
@@ -20,7 +20,7 @@ from ds_dynatrain.elastic import coordinator as coordinator_module
 from ds_dynatrain.elastic import peer as peer_module
 from ds_dynatrain.elastic import strangers as strangers_module
 from ds_dynatrain.elastic.address import Address, listen
-from ds_dynatrain.elastic.channel import NO_TAG
+from ds_dynatrain.elastic.channel import NO_TAG, Channel
 from ds_dynatrain.elastic.connection import Connection
 from ds_dynatrain.elastic.membership import Membership
 from ds_dynatrain.elastic.messages import (
@@ -332,7 +332,7 @@ def test_random_bytes_disturb_nobody() -> None:
 
 
 def test_who_says_nothing_is_closed(monkeypatch: pytest.MonkeyPatch, in_time: Callable[[float, float], None]) -> None:
-    monkeypatch.setattr(coordinator_module, "GREETING_SECONDS", 0.2)
+    monkeypatch.setattr(strangers_module, "PROVE_SECONDS", 0.2)
     with serving() as served, raw(served.address) as peer:
         begin = time.monotonic()
         peer.rest()
@@ -341,8 +341,8 @@ def test_who_says_nothing_is_closed(monkeypatch: pytest.MonkeyPatch, in_time: Ca
 
 def test_many_strangers_keep_no_member_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that wait longest are sent away."""
-    monkeypatch.setattr(strangers_module, "MOST_OF_ONE_HOST", 8)
-    monkeypatch.setattr(coordinator_module, "GREETING_SECONDS", 600)
+    monkeypatch.setattr(strangers_module, "MOST_STRANGERS", 8)
+    monkeypatch.setattr(strangers_module, "PROVE_SECONDS", 600)
     with serving(token=TOKEN) as served:
         a = served.join("a")
         enter(a, told(a).generation)
@@ -359,32 +359,33 @@ def test_many_strangers_keep_no_member_out(monkeypatch: pytest.MonkeyPatch) -> N
             one.link.close()
 
 
-def test_one_host_takes_no_places_from_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strangers_module, "MOST_OF_ONE_HOST", 2)
-    monkeypatch.setattr(strangers_module, "MOST_STRANGERS", 4)
+FLOOD = """
+import socket, sys, time
+begin, count, held = time.monotonic(), 0, []
+while time.monotonic() - begin < 2:
+    for _ in range(int((time.monotonic() - begin) * 3000) - count):
+        count += 1
+        held.append(socket.socket())
+        held[-1].setblocking(False)
+        held[-1].connect_ex(("127.0.0.1", int(sys.argv[1])))
+    while len(held) > 800:
+        held.pop(0).close()
+    time.sleep(0.002)
+"""
 
-    @dataclass(eq=False)
-    class Caller:
-        host: str
-        is_there: bool = True
 
-        def abort(self) -> None:
-            self.is_there = False
-
-    strangers = strangers_module.Strangers()
-    callers = [Caller(host) for host in "aabbbcd"]
-
-    def there() -> str:
-        return "".join(each.host if each.is_there else "." for each in callers)
-
-    for each in callers[:5]:
-        strangers.add(cast(Peer, each), each.host)
-    assert there() == "aa.bbcd" and len(strangers) == 4
-    strangers.add(cast(Peer, callers[5]), "c")
-    assert there() == ".a.bbcd" and len(strangers) == 4
-    for each in callers:
-        strangers.remove(cast(Peer, each))
-    assert len(strangers) == 0 and not strangers._by_host
+def test_honest_peers_come_in_beside_thousands_of_strangers(in_time: Callable[[float, float], None]) -> None:
+    found, before = list[float](), len(os.listdir("/proc/self/fd"))
+    with serving(token=TOKEN) as served:
+        with subprocess.Popen([sys.executable, "-c", FLOOD, str(served.address.port)]) as flood:
+            while flood.poll() is None:
+                begin = time.monotonic()
+                served.status()
+                found.append(time.monotonic() - begin)
+                assert len(os.listdir("/proc/self/fd")) < before + strangers_module.MOST_STRANGERS + 50
+                time.sleep(0.02)
+        assert flood.returncode == 0
+    in_time(max(found), 1)
 
 
 def test_strangers_get_a_line_a_second_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
@@ -415,16 +416,22 @@ def test_the_log_says_how_many_there_were(caplog: pytest.LogCaptureFixture, monk
 
 
 def test_without_descriptors_the_log_stays_short(caplog: pytest.LogCaptureFixture) -> None:
-    loop = asyncio.new_event_loop()
-    coordinator = coordinator_module.Coordinator(Membership(Settings(1, 1), "a", 0.0), 1)
-    for _ in range(5):
-        coordinator._hear_of_error(
-            loop, {"message": "accept", "exception": OSError(errno.EMFILE, "too many open files")}
-        )
-    coordinator._hear_of_error(loop, {"message": "a mistake of ours", "exception": ValueError("x")})
-    loop.close()
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 2 and "ulimit -n" in said[0] and "a mistake of ours" in said[1]
+    """A coordinator that can open no file more says so once a second, and goes on as soon as it can."""
+    with serving() as served:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        waiting = [socket.socket() for _ in range(3)]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1, limit[1]))
+        try:
+            for one in waiting:
+                one.connect((served.address.host, served.address.port))
+            time.sleep(0.5)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+        assert not served.status().members
+        for one in waiting:
+            one.close()
+    said = [record.getMessage() for record in caplog.records if "ulimit -n" in record.getMessage()]
+    assert len(said) == 1
 
 
 def test_what_is_owed_to_nodes_that_never_come_back_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -442,7 +449,7 @@ def test_who_does_not_read_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
         here, there = socket.socketpair()
         with there:
             reader, writer = await asyncio.open_connection(sock=here)
-            peer = Peer(reader, writer)
+            peer = Peer(reader, writer, "a", Channel(None, ("", ""), "coordinator"))
             for _ in range(8):
                 peer.send_bytes(b"x" * (1 << 18))
                 if writer.is_closing():
