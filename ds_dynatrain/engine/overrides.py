@@ -18,7 +18,7 @@ from ds_dynatrain.adapters.shaper import Shaper
 from ds_dynatrain.adapters.world import World
 from ds_dynatrain.data.cursor import Cursor
 from ds_dynatrain.engine import ending
-from ds_dynatrain.engine.checkpoints.stock import Part
+from ds_dynatrain.engine.checkpoints.from_checkpoint import Part
 from ds_dynatrain.engine.context import Context
 from ds_dynatrain.engine.job import Job
 from ds_dynatrain.engine.members.discarded import needs_peers, plain
@@ -290,7 +290,8 @@ class OverridingEngine(HostEngine):
         """DeepSpeed's; and it loads what was saved in another layout, and checkpoints of `engine.save`.
 
         That is one step for all members, as `engine.load`, which see also for `trust_pickle`; CheckpointError says
-        why it cannot be. In the layout that was saved, or with only a part of the state asked for, it is DeepSpeed's.
+        why it cannot be. In the layout that was saved, and cut by the same options, or with only weights asked for, it
+        is DeepSpeed's.
         With `load_module_strict=False` frozen weights that it was saved without stay as they are.
 
         On a member that joins a running job, before its first batch there, it loads nothing and returns what the job's

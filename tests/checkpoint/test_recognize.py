@@ -27,6 +27,13 @@ def test_nothing_there(tmp_path: Path) -> None:
         told_at(tmp_path)
 
 
+def test_theirs_where_ours_is_meant(tmp_path: Path) -> None:
+    (tmp_path / "mp_rank_00_model_states.pt").write_bytes(b"")
+    found = CliRunner().invoke(app, ["checkpoint", "convert", str(tmp_path), str(tmp_path / "x.safetensors")])
+    words = " ".join(found.output.split())
+    assert found.exit_code == 2 and "first convert another tool's" in words and "--to universal" in words, words
+
+
 def test_one_of_ours(tmp_path: Path) -> None:
     whole(tmp_path)
     with pytest.raises(CheckpointError, match="is a checkpoint of ds_dynatrain already"):

@@ -143,6 +143,70 @@ def test_written_by_stock_deepspeed(pool: RankPool, tmp_path: Path, options: dic
         assert oracle.differences(state, found) == []
 
 
+# ---- cut in another way, and parts of it -----------------------------------------------------------------------------
+
+
+def cut_anew_case(folder: Path, stage: int, block: dict[str, Any], save: bool) -> oracle.State | None:
+    """Train and save, or load, with these entries of `zero_optimization`."""
+    settings = jobs.config("bf16", (3, stage))
+    settings["zero_optimization"].update(block)
+    with jobs.job(settings) as made:
+        if made.engine.idle:
+            return None
+        if save:
+            jobs.train(made, STEPS)
+            made.engine.save_checkpoint(str(folder))
+        else:
+            assert made.engine.load_checkpoint(str(folder))[0] is not None
+        return oracle.gather(made.engine)
+    return None
+
+
+IN_TURN = {"round_robin_gradients": True}
+
+
+@pytest.mark.parametrize(
+    ("stage", "saved", "loaded"), [(2, IN_TURN, {}), (1, {}, IN_TURN), (3, {}, {"sub_group_size": 900})]
+)
+def test_cut_in_another_way(pool: RankPool, tmp_path: Path, stage: int, saved: Any, loaded: Any) -> None:
+    """In the same layout; DeepSpeed permutes the weights without a word, or fails."""
+    state = pool.run(cut_anew_case, folder=tmp_path, stage=stage, block=saved, save=True)[0]
+    for found in pool.run(cut_anew_case, folder=tmp_path, stage=stage, block=loaded, save=False)[:3]:
+        assert oracle.differences(state, found) == []
+
+
+def scheduled_case(folder: Path, sizes: jobs.Sizes, save: bool) -> list[str] | None:
+    """Save, or load all but the schedule; what is said of weights alone."""
+    settings, said = jobs.config("bf16", sizes), list[str]()
+    settings["scheduler"] = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 50}}
+    with jobs.job(settings) as made:
+        engine = made.engine
+        if engine.idle:
+            return None
+        if save:
+            jobs.train(made, STEPS)
+            engine.save_checkpoint(str(folder))
+            return said
+        for part in ({"load_module_only": True}, {"load_optimizer_states": False}):
+            with pytest.raises(CheckpointError) as caught:
+                engine.load_checkpoint(str(folder), **part)
+            said.append(str(caught.value))
+        before = engine.lr_scheduler.last_batch_iteration
+        engine.load_checkpoint(str(folder), load_lr_scheduler_states=False)
+        assert engine.global_steps == STEPS and engine.lr_scheduler.last_batch_iteration == before
+        engine.load_checkpoint(str(folder))
+        assert engine.lr_scheduler.last_batch_iteration > before
+        return said
+    return None
+
+
+def test_parts_in_another_world(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(scheduled_case, folder=tmp_path, sizes=(2, 3), save=True)
+    for said in pool.run(scheduled_case, folder=tmp_path, sizes=(3, 3), save=False)[:3]:
+        assert said is not None and len(said) == 2
+        assert all("load_module_only" in words and "another layout" in words for words in said)
+
+
 # ---- saved without the frozen weights --------------------------------------------------------------------------------
 
 

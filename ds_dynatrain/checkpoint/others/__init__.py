@@ -18,7 +18,7 @@ Knows no engine and no DeepSpeed: the files say what they are.
 from ds_dynatrain.checkpoint.others.pickles import Opaque
 from ds_dynatrain.checkpoint.others.torch_files import Stored, fields_of, read_tree, value_of, with_values
 from ds_dynatrain.checkpoint.others.zero_files import ZeroFolder, is_zero_folder, scaler_fields
-from ds_dynatrain.checkpoint.others.zero_rows import frozen_left_out, layout_of, rows_of, scalars_of, then
+from ds_dynatrain.checkpoint.others.zero_rows import frozen_left_out, layout_of, rows_of, rules_then, scalars_of, then
 from ds_dynatrain.checkpoint.others.zips import Archive, members_of
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "members_of",
     "read_tree",
     "rows_of",
+    "rules_then",
     "scalars_of",
     "scaler_fields",
     "then",

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ds_dynatrain.engine.checkpoints import restore, stock
+from ds_dynatrain.engine.checkpoints.from_checkpoint import ALL, Part
 from ds_dynatrain.engine.checkpoints.restoration import Restored
 from ds_dynatrain.engine.checkpoints.saving import PendingSave, Saver
-from ds_dynatrain.engine.checkpoints.stock import Part
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.members.discarded import Window
 from ds_dynatrain.engine.process import PROCESS
@@ -43,8 +43,8 @@ class Checkpoints:
         in_the_way = self._switcher.in_the_way(of_reading=True)
         return how(folder, name, f"save/{self._switcher.place_in_training()}", in_the_way, None)
 
-    def load(self, path: str | os.PathLike[str], tag: str | None, trust_pickle: bool, strict: bool = True) -> Restored:
-        """See `DynatrainEngine.load`; it uses a generation up, as a switch does. strict: see `from_checkpoint`."""
+    def load(self, path: str | os.PathLike[str], tag: str | None, trust_pickle: bool, part: Part = ALL) -> Restored:
+        """See `DynatrainEngine.load`; it uses a generation up, as a switch does. part: see `from_checkpoint`."""
         agreed = self._arrive("load", path, tag)
         if agreed is None:
             raise CheckpointError(
@@ -56,7 +56,7 @@ class Checkpoints:
         engine, place, in_the_way = self.engine, self._switcher.place_in_training(), self._switcher.in_the_way()
         engine.attempt += 1
         engine.begin_segment()
-        found = restore.load(engine, folder, name, place, engine.attempt, in_the_way, trust_pickle, strict)
+        found = restore.load(engine, folder, name, place, engine.attempt, in_the_way, trust_pickle, part)
         engine.settle_fallback()
         return found
 
@@ -97,7 +97,7 @@ class Checkpoints:
             return None, {}
         folder, tag = agreed
         if not engine.idle and self._reads(folder, tag, trust_pickle, part):
-            found = self.load(folder, tag, trust_pickle, part.load_module_strict)
+            found = self.load(folder, tag, trust_pickle, part)
             result: tuple[Any, ...] = str(found.path), found.client_state
         else:
             if not engine.idle:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,10 +28,30 @@ from ds_dynatrain.report import logger
 from ds_dynatrain.space import WEIGHT, Pieces, VirtualParameterSpace
 
 
-def from_checkpoint(path: Path, trust_pickle: bool = False, strict: bool = True) -> Opener:
+class Part(NamedTuple):
+    """What of a checkpoint DeepSpeed's `load_checkpoint` is asked for, in its order; all of the state by default."""
+
+    load_module_strict: bool = True
+    load_optimizer_states: bool = True
+    load_lr_scheduler_states: bool = True
+    load_module_only: bool = False
+    custom_load_fn: Callable[..., Any] | None = None
+
+    @property
+    def is_read_here(self) -> bool:
+        """Whether it can be read here: masters and states, with or without the schedule and the frozen weights."""
+        return self._replace(load_module_strict=True, load_lr_scheduler_states=True) == Part()
+
+
+ALL = Part()
+"""What `engine.load` asks for."""
+
+
+def from_checkpoint(path: Path, trust_pickle: bool = False, part: Part = ALL) -> Opener:
     """What opens the checkpoint in a folder; see `opening.opened`.
 
-    strict: whether one that was saved without the frozen weights is refused; else they stay as they are.
+    part: of what `is_read_here`. What it leaves out stays as it is: frozen weights that it was saved without, which are
+    else refused, and the schedule.
     """
 
     @contextmanager
@@ -39,7 +59,7 @@ def from_checkpoint(path: Path, trust_pickle: bool = False, strict: bool = True)
         with naming(path):
             source = opened(path, engine, present, trust_pickle)
             with Reader(path, source.manifest, engine.settings.memory_budget_bytes) as reader:
-                yield FromCheckpoint(engine, goal, source, reader, strict)
+                yield FromCheckpoint(engine, goal, source, reader, present, part)
 
     return opener
 
@@ -47,8 +67,11 @@ def from_checkpoint(path: Path, trust_pickle: bool = False, strict: bool = True)
 class FromCheckpoint:
     """See `StateSource`."""
 
-    def __init__(self, engine: EngineCore, goal: Goal, source: Source, reader: Reader, strict: bool = True) -> None:
-        self._engine, self._goal, self._source, self._reader, self._strict = engine, goal, source, reader, strict
+    def __init__(
+        self, engine: EngineCore, goal: Goal, source: Source, reader: Reader, present: dict[str, Any] | None, part: Part
+    ) -> None:
+        self._engine, self._goal, self._source, self._reader = engine, goal, source, reader
+        self._present, self._part = present, part
         self._memory: dict[str, Memory] = {}
         self._numbers: dict[int, int] = {}
 
@@ -115,7 +138,7 @@ class FromCheckpoint:
 
     def _check_kept(self) -> None:
         kept = self._source.kept
-        if kept and self._strict:
+        if kept and self._part.load_module_strict:
             raise CheckpointError(
                 f"it was saved without {len(kept)} frozen parameters that this model has, such as "
                 f"{self._vps.tensors[kept[0]].name!r}; load_checkpoint(..., load_module_strict=False) leaves them as "
@@ -144,7 +167,10 @@ class FromCheckpoint:
         return pieces
 
     def shared(self) -> dict[str, Any]:
-        return self._source.shared(self._numbers)
+        shared = self._source.shared(self._numbers)
+        if self._part.load_lr_scheduler_states or self._present is None:
+            return shared
+        return {**shared, "scheduler": self._present["scheduler"]}
 
     def rest(self, rank: int) -> dict[str, Any]:
         return self._source.rest(self._reader, self._goal.layout, rank)

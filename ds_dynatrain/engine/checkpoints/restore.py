@@ -18,7 +18,7 @@ from ds_dynatrain.checkpoint.others import is_zero_folder
 from ds_dynatrain.checkpoint.record import RECORD
 from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.checkpoints.asking import ask, refusal_of
-from ds_dynatrain.engine.checkpoints.from_checkpoint import from_checkpoint
+from ds_dynatrain.engine.checkpoints.from_checkpoint import ALL, Part, from_checkpoint
 from ds_dynatrain.engine.checkpoints.restoration import Goal, Old, Restoration, Restored
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.transaction.session import Decision, Request, Session
@@ -34,11 +34,11 @@ def load(
     generation: int,
     is_open: str,
     trust_pickle: bool = False,
-    strict: bool = True,
+    part: Part = ALL,
 ) -> Restored:
     """See `DynatrainEngine.load`. generation: the number that the load uses up, as a switch does.
 
-    place, is_open: as for `registration.register`. strict: as for `from_checkpoint`.
+    place, is_open: as for `registration.register`. part: as for `from_checkpoint`.
     """
     control, members, where = engine.control, engine.members, Path(path).absolute()
     request = Request(
@@ -52,7 +52,7 @@ def load(
         raise RuntimeError("an idle member has nothing to load")
     goal = Goal(engine.layout, members, engine.world, f"load/{place}", f"record/{generation}")
     found = _chosen(engine, goal, lambda: _named(where, tag))
-    return _restored(engine, goal, found, Old.of(engine), trust_pickle, strict)
+    return _restored(engine, goal, found, Old.of(engine), trust_pickle, part)
 
 
 def restore(
@@ -122,9 +122,9 @@ def _restored(
     path: Path,
     old: Old | None = None,
     trust_pickle: bool = False,
-    strict: bool = True,
+    part: Part = ALL,
 ) -> Restored:
-    restoration = Restoration(engine, goal, from_checkpoint(path, trust_pickle, strict), str(path), old)
+    restoration = Restoration(engine, goal, from_checkpoint(path, trust_pickle, part), str(path), old)
     restoration.run()
     return Restored(path, engine.global_steps, restoration.client_state, restoration.kinds, restoration.digest)
 

@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+import numpy as np
 
 from ds_dynatrain.checkpoint import folder
-from ds_dynatrain.checkpoint.others import ZeroFolder, is_zero_folder
+from ds_dynatrain.checkpoint.others import ZeroFolder, is_zero_folder, rules_then
 from ds_dynatrain.checkpoint.record import RECORD
+from ds_dynatrain.engine.checkpoints.from_checkpoint import Part
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.transaction.session import Session
 from ds_dynatrain.errors import CheckpointError
-
-
-class Part(NamedTuple):
-    """What of a checkpoint DeepSpeed's `load_checkpoint` is asked for, in its order; all of the state by default."""
-
-    load_module_strict: bool = True
-    load_optimizer_states: bool = True
-    load_lr_scheduler_states: bool = True
-    load_module_only: bool = False
-    custom_load_fn: Callable[..., Any] | None = None
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it is all of the state; not strict, without the frozen weights that it was saved without."""
-        return self._replace(load_module_strict=True) == Part()
+from ds_dynatrain.space import MASTER, VirtualParameterSpace
 
 
 def is_for_us(
@@ -37,40 +25,84 @@ def is_for_us(
     part: Part,
     trust_pickle: bool,
 ) -> bool:
-    """Whether a checkpoint is one of ours, or one of DeepSpeed's that was saved in another layout.
+    """Return whether a checkpoint is read here: one of ours, or one of DeepSpeed's that its own call may not read.
 
-    A part of the state is left to DeepSpeed. Rank 0 looks, and tells all working members: what follows is a matter of
-    all. key: of nothing else on the notice board. CheckpointError, on all alike, if it cannot be told.
+    Rank 0 looks, and tells all working members: what follows is a matter of all. key: of nothing else on the notice
+    board. CheckpointError, on all alike, if it cannot be told, and for weights alone that DeepSpeed would not read.
     """
-    if not part.is_whole or engine.deepspeed.load_universal_checkpoint():
+    if engine.deepspeed.load_universal_checkpoint():
         return False
     session = Session(engine.control, key, engine.members, "load_checkpoint", is_patient=True)
     return session.first(
-        "is_for_us", lambda: _is_read_here(engine, load_dir, tag, trust_pickle), "looking at a checkpoint"
+        "is_for_us", lambda: _is_read_here(engine, load_dir, tag, part, trust_pickle), "looking at a checkpoint"
     )
 
 
-def _is_read_here(engine: EngineCore, load_dir: Any, tag: Any, trust_pickle: bool) -> bool:
+def _is_read_here(engine: EngineCore, load_dir: Any, tag: Any, part: Part, trust_pickle: bool) -> bool:
     try:
         path = Path(load_dir) / (folder.latest(Path(load_dir)) if tag is None else str(tag))
     except CheckpointError:
         return False  # DeepSpeed has words for it
-    if (path / RECORD).is_file():
-        return True
-    return is_zero_folder(path) and _differs(engine, path, trust_pickle)
+    is_ours = (path / RECORD).is_file()
+    if part.is_read_here:
+        return is_ours or (is_zero_folder(path) and _differs(engine, path, trust_pickle))
+    if is_ours or (is_zero_folder(path) and _is_beyond(engine, path, part, trust_pickle)):
+        raise CheckpointError(
+            f"load_checkpoint: a part of {path} (load_optimizer_states, load_module_only, custom_load_fn) is read by "
+            "DeepSpeed, which cannot: it was saved by engine.save, or in another layout; load all "
+            "of it, or give initialize a model with its weights (ds-dynatrain checkpoint convert)"
+        )
+    return False
 
 
 def _differs(engine: EngineCore, path: Path, trust_pickle: bool) -> bool:
-    """Whether the layout that was saved is another one, as far as DeepSpeed's files know of layouts."""
+    """Return whether a checkpoint was cut in another way: its layout, or what ZeRO cuts by (`ZeroRules`)."""
     layout = engine.layout
     try:
         held = ZeroFolder.open(path, trust_pickle)
-        if (held.ranks, held.parts) != (layout.data * layout.sequence, layout.pipe * layout.tensor):
+        if not _is_same_layout(engine, held):
             return True
-        stage = 1 if engine.vps.rules.parts_without_zero and not layout.zero_stage else layout.zero_stage
-        return held.stage != stage or (layout.pipe > 1 and not _trains_alike(engine, held))
+        return (layout.pipe > 1 and not _trains_alike(engine, held)) or _is_cut_anew(engine, held)
     except CheckpointError:
         return False  # experts, or content that is not read here: it has to be the same layout
+
+
+def _is_beyond(engine: EngineCore, path: Path, part: Part, trust_pickle: bool) -> bool:
+    """Return whether DeepSpeed would fail to read this part, or read nothing.
+
+    It gathers the weights of stage 3 from files of as many ranks, and with `load_module_only` alone it leaves them out.
+    """
+    if part.load_optimizer_states and not part.load_module_only:
+        return _differs(engine, path, trust_pickle)
+    try:
+        held = ZeroFolder.open(path, trust_pickle)
+    except CheckpointError:
+        return False
+    is_gathered = not part.load_optimizer_states and _is_same_layout(engine, held)
+    return 3 in (held.stage, engine.layout.zero_stage) and not is_gathered
+
+
+def _is_same_layout(engine: EngineCore, held: ZeroFolder) -> bool:
+    layout = engine.layout
+    stage = 1 if engine.vps.rules.parts_without_zero and not layout.zero_stage else layout.zero_stage
+    now = layout.data * layout.sequence, layout.pipe * layout.tensor, stage
+    return (held.ranks, held.parts, held.stage) == now
+
+
+def _is_cut_anew(engine: EngineCore, held: ZeroFolder) -> bool:
+    """Return whether ranks held their parts at other places: another `round_robin_gradients`, `sub_group_size` ..."""
+    layout, now = engine.layout, engine.vps
+    if not layout.zero_stage:
+        return False
+    rules = rules_then(held, now.rules)
+    before = VirtualParameterSpace(now.line, rules, now.kinds, layout, now.members, now.partitioner)
+    for rank in range(layout.world_size):
+        one, other = before.holding(layout, rank, MASTER), now.holding(layout, rank, MASTER)
+        pairs = (one.start, other.start), (one.stop, other.stop), (one.buffer, other.buffer), (one.offset, other.offset)
+        is_sized_alike = before.local(layout, rank).sizes() == now.local(layout, rank).sizes()
+        if not is_sized_alike or not all(np.array_equal(*pair) for pair in pairs):
+            return True
+    return False
 
 
 def _trains_alike(engine: EngineCore, held: ZeroFolder) -> bool:
