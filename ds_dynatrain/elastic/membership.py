@@ -421,7 +421,7 @@ class Membership:
         self.world = None if recovery is None else recovery.choose()
         if self.world is None or recovery is None:
             return []
-        self._missed = {member: missed for member, missed in self._missed.items() if missed.world is None}
+        begun_here = [member for member, missed in self._missed.items() if missed.world is not None]
         self._is_starter, self._newest = False, max(self._newest, self.world.generation)
         self.links.move(now)
         self._done.difference_update(started)
@@ -437,6 +437,7 @@ class Membership:
         strangers = [one for one in self.roster.members if recovery.heard_of(one) or one in started]
         over = [one for one in strangers if one not in present or one in started]
         effects: list[Effect] = [self._give_up(one, now) for one in over]
+        effects += [GiveUp(one, self._missed.pop(one).entry.pid, self._gone[one]) for one in begun_here]
         effects += self._miss(now)
         self.changes.append((self.world, now))
         self._published = Publish(self.world, self._present(present))
