@@ -30,10 +30,7 @@ LONGEST_COMPILATION_MINUTES = 15
 LOOPBACK = "::ffff:127.0.0.1"
 """As torch's stores see a process of their own machine: no line of /etc/hosts answers for it."""
 LOOK_UPS, LONGEST_LOOK_UP_SECONDS = 3, 0.5
-STATUS = (
-    "CPU processes over gloo; on GPUs a fixed launch was tried with four processes on one H200, elastic "
-    "ones on no card. For loops of your own, with Accelerate too, Hugging Face's Trainer and Lightning's."
-)
+STATUS = "CPU processes over gloo; on GPUs a fixed launch was tried on one shared card, elastic ones on none"
 """What everybody should know first; the box at the top of README.md says it in these words."""
 
 

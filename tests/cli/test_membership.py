@@ -63,6 +63,8 @@ def test_status_for_eyes_and_for_programs() -> None:
         assert said["generation"] == 2 and said["ranks"] == ["a/0", "b/0"] and said["members"][0]["step"] == 12
         a.send(Report(ready=True, entered=1, step=13, protected="no"))
         says(served, "job 'run 7': running, unprotected; generation 2")
+        for one, step in ((a, 13), (b, 0)):
+            one.send(Report(ready=True, entered=step and 1, step=step))  # heard of just now: its end is a death
         a.close()
         b.close()
         says(served, "job 'run 7': lost: no member has its state any more; ")
