@@ -2,14 +2,41 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def nodes() -> ModuleType:
+    """The script that plays nodes through."""
+    spec = importlib.util.spec_from_file_location("nodes_of_the_example", EXAMPLES / "elastic" / "nodes.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_what_a_death_costs_is_counted_to_the_next_new_step() -> None:
+    """Step 186 is noted by who is left, and undone: steps 180 to 186 are made again, 2 s after the last one before."""
+    noted = [(step, 2, 0.1 * step) for step in range(186)]
+    noted += [(186, 1, 19.6), *((step, 1, 20.5 + 0.1 * (step - 180)) for step in range(180, 220))]
+    rows = [{"step": step, "members": members, "time": time} for step, members, time in noted]
+    pause, again = nodes().cost(rows, 180)
+    assert again == 7 and pause == pytest.approx(1e3 * (21.2 - 18.5 - 0.2))
+
+
+def test_a_join_costs_its_pause() -> None:
+    rows = [{"step": step, "members": 1 + step // 20, "time": 0.1 * step + (step // 20)} for step in range(40)]
+    pause, again = nodes().cost(rows, 15)
+    assert again == 0 and pause == pytest.approx(1000)
 
 
 @pytest.mark.full
@@ -23,5 +50,10 @@ def test_nodes_come_go_and_die(tmp_path: Path) -> None:
         assert change in run.stdout
     rows = [json.loads(line) for line in (out / "steps.jsonl").read_text().splitlines()]
     assert {row["step"] for row in rows} == set(range(rows[-1]["step"] + 1))
+    costs = re.findall(r"│ \d -> \d .*?([\d-]+) ms +│ +(\d+) +│", run.stdout)
+    again = [int(steps) for _, steps in costs]
+    assert len(costs) == 3 and again[:2] == [0, 0] and again[2] <= 1, run.stdout
+    assert sum(again) == len(rows) - len({row["step"] for row in rows}), "what the file says"
+    assert 0 < float(costs[2][0]) < 60_000, run.stdout
     again = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert again.returncode != 0 and "is not empty" in again.stderr

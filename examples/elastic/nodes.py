@@ -2,7 +2,8 @@
 
 python examples/elastic/nodes.py --out build/elastic
 
-Says what happens and what it costs: the time without a step, beyond that of a usual one, and the steps made again.
+Says what happens and what it costs: the time until there is a new step, beyond that of usual ones, and the steps made
+again, which a death has undone.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -71,12 +72,15 @@ class Nodes:
         raise RuntimeError(f"{what}: it did not come; what the nodes have printed is in {self.out}/*.log")
 
     def settle(self, members: int, after: int = 0) -> list[Row]:
-        """The steps, once so many members have made `STEPS_BETWEEN` of them; `after`: steps that do not count."""
+        """Wait for `STEPS_BETWEEN` steps of so many members, the last of them a new one, and return all steps.
+
+        after: so many steps do not count.
+        """
 
         def holds(rows: list[Row]) -> bool:
-            return len(rows) >= after + STEPS_BETWEEN and all(
-                row["members"] == members for row in rows[-STEPS_BETWEEN:]
-            )
+            last = rows[-STEPS_BETWEEN:]
+            is_new = bool(rows) and all(row["step"] < rows[-1]["step"] for row in rows[:-1])
+            return len(rows) >= after + STEPS_BETWEEN and is_new and all(row["members"] == members for row in last)
 
         return self.wait(f"a world of {members}", holds)
 
@@ -91,12 +95,19 @@ class Nodes:
 
 
 def cost(rows: list[Row], before: int) -> tuple[float, int]:
-    """(milliseconds without a step beyond a usual one, steps made again) at the change after `before` steps."""
+    """Return (milliseconds of a pause, steps made again) of the change of members after `before` lines.
+
+    The pause ends with the first new step: who is left after a death may note a step that is undone all the same.
+    """
     change = next(i for i in range(before, len(rows)) if rows[i]["members"] != rows[before - 1]["members"])
-    gaps = [after["time"] - one["time"] for one, after in pairwise(rows)]
-    usual = median(gaps[max(change - STEPS_BETWEEN, 0) : change - 1])
-    again = rows[change - 1]["step"] + 1 - rows[change]["step"]
-    return 1e3 * (gaps[change - 1] - usual), again
+    furthest = list(accumulate((row["step"] for row in rows), max))
+    again = [i for i in range(before, len(rows)) if rows[i]["step"] <= furthest[i - 1]]
+    last, new = rows[change - 1], rows[max([change, *(i + 1 for i in again)])]
+    usual = median(
+        after["time"] - one["time"] for one, after in pairwise(rows[max(change - STEPS_BETWEEN, 0) : change])
+    )
+    pause = new["time"] - last["time"] - (new["step"] - last["step"]) * usual
+    return 1e3 * pause, len(again)
 
 
 def story(nodes: Nodes, console: Console) -> Table:
@@ -117,7 +128,7 @@ def story(nodes: Nodes, console: Console) -> Table:
         happen()
         rows = nodes.settle(members, before)
         milliseconds, again = cost(rows, before)
-        console.print(f"  {was} members -> {members}, {milliseconds:.0f} ms without a step")
+        console.print(f"  {was} members -> {members}, {milliseconds:.0f} ms until a new step, {again} made again")
         table.add_row(what, f"{was} -> {members}", rows[-1]["layout"], f"{milliseconds:.0f} ms", str(again))
     return table
 

@@ -60,7 +60,10 @@ def main() -> None:
         engine.step()
         if engine.global_steps == step:  # a micro-batch in between, or a death has discarded this step
             continue
-        note(engine, args.out, step, engine.mean(loss, loader.samples))
+        mean = engine.mean(loss, loader.samples)
+        if engine.global_steps <= step:  # a death has undone this step meanwhile
+            continue
+        note(engine, args.out, step, mean)
         if engine.mean(float((args.out / "stop").exists()), 1) > 0:  # all members see it in the same step
             break
 
