@@ -184,7 +184,7 @@ class Saved:
         if not (path / RECORD).is_file():
             raise CheckpointError(
                 f"{path} is no checkpoint of ds_dynatrain: it has no {RECORD}; give the folder of a tag, or first "
-                "convert another tool's: `ds-dynatrain checkpoint convert THEIRS OURS --to universal`"
+                "convert another tool's: `ds-dynatrain checkpoint convert PATH FOLDER --to universal`"
             )
         with naming(path):
             record = from_bytes(read_small(path / RECORD))

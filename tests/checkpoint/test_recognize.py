@@ -28,7 +28,9 @@ def test_nothing_there(tmp_path: Path) -> None:
 
 
 def test_theirs_where_ours_is_meant(tmp_path: Path) -> None:
-    (tmp_path / "mp_rank_00_model_states.pt").write_bytes(b"")
+    (tmp_path / "latest").write_text("theirs")
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "mp_rank_00_model_states.pt").write_bytes(b"")
     found = CliRunner().invoke(app, ["checkpoint", "convert", str(tmp_path), str(tmp_path / "x.safetensors")])
     words = " ".join(found.output.split())
     assert found.exit_code == 2 and "first convert another tool's" in words and "--to universal" in words, words
