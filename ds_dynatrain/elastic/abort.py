@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from ds_dynatrain.errors import WorldChanged
@@ -101,36 +101,46 @@ def count_store(sockets: Mapping[int, int]) -> None:
 
 
 def open_sockets() -> dict[int, int]:
-    """Inode of each socket that this process has open, by its descriptor."""
-    found: dict[int, int] = {}
-    for name in os.listdir(_DESCRIPTORS):
-        try:
-            target = os.readlink(f"{_DESCRIPTORS}/{name}")
-        except OSError:
-            continue  # closed since
-        if target.startswith(_SOCKET):
-            found[int(name)] = int(target[len(_SOCKET) : -1])
-    return found
+    """Return the inode of each socket that this process has open, by its descriptor."""
+    return _sockets({int(name): _target(name) for name in os.listdir(_DESCRIPTORS)})
 
 
 def gloo_sockets() -> dict[int, int]:
-    """As `open_sockets`, of gloo's alone: its loops watch all that it has by epoll.
+    """Return the inodes of gloo's sockets alone: its loops watch all that it has by epoll.
 
     Such a loop is known by what it is woken by, a pipe (libuv and gRPC take an eventfd, asyncio a pair of sockets), and
-    by the socket at which gloo listens.
+    by the socket at which gloo listens. Descriptors may come and go while this looks: each is looked at once.
     """
-    sockets, found = open_sockets(), dict[int, int]()
+    found: dict[int, int] = {}
     for name in os.listdir(_DESCRIPTORS):
-        with suppress(OSError):  # closed since
-            if os.readlink(f"{_DESCRIPTORS}/{name}") != _EPOLL:
-                continue
-            lines = Path(f"/proc/self/fdinfo/{name}").read_text(encoding="ascii").splitlines()
-            watched = [int(line.split()[1]) for line in lines if line.startswith("tfd:")]
-            others = [os.readlink(f"{_DESCRIPTORS}/{one}") for one in watched if one not in sockets]
-            mine = {one: sockets[one] for one in watched if one in sockets}
-            if others and all(one.startswith("pipe:") for one in others) and any(map(_listens, mine)):
-                found |= mine
+        watched = _watched(name) if _target(name) == _EPOLL else {}
+        sockets = _sockets(watched)
+        others = [target for descriptor, target in watched.items() if target and descriptor not in sockets]
+        if others and all(one.startswith("pipe:") for one in others) and any(map(_listens, sockets)):
+            found |= sockets
     return found
+
+
+def _watched(name: str) -> dict[int, str]:
+    """Return the descriptors that an epoll descriptor watches, and what each is; nothing if it was closed since."""
+    try:
+        lines = Path(f"/proc/self/fdinfo/{name}").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return {}
+    watched = [line.split()[1] for line in lines if line.startswith("tfd:")]
+    return {int(one): _target(one) for one in watched}
+
+
+def _target(name: str) -> str:
+    """Return what a descriptor is, in the kernel's words; empty if it was closed since."""
+    try:
+        return os.readlink(f"{_DESCRIPTORS}/{name}")
+    except OSError:
+        return ""
+
+
+def _sockets(targets: Mapping[int, str]) -> dict[int, int]:
+    return {fd: int(target[len(_SOCKET) : -1]) for fd, target in targets.items() if target.startswith(_SOCKET)}
 
 
 def new_sockets(before: dict[int, int], after: dict[int, int]) -> dict[int, int]:
@@ -139,9 +149,12 @@ def new_sockets(before: dict[int, int], after: dict[int, int]) -> dict[int, int]
 
 
 def _listens(descriptor: int) -> bool:
-    """Whether a socket is one at which others connect."""
-    with socket.socket(fileno=os.dup(descriptor)) as copy:
-        return bool(copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+    """Return whether a socket is one at which others connect; not if it was closed since."""
+    try:
+        with socket.socket(fileno=os.dup(descriptor)) as copy:
+            return bool(copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+    except OSError:
+        return False
 
 
 def _shut(descriptor: int, inode: int) -> bool:

@@ -282,7 +282,8 @@ class Membership:
         if not self.is_finished:
             there = () if self.world is None else self._present((*self.world.members, *self.world.leaving))
             effects += self.links.probes(self.roster, there, now)
-        if self._is_overdue(now):
+        is_left_behind = self._may_rejoin and any(self._was_left_behind(one) for one in self.roster.members)
+        if self._is_overdue(now) or is_left_behind:
             self._note(now)
         if self._decide_at is not None and now >= self._decide_at and not self.is_finished:
             self._decide_at = None
@@ -530,19 +531,27 @@ class Membership:
     def _newcomers(self, stay: tuple[str, ...], are_built: bool = False) -> tuple[str, ...]:
         """Return who joins those that stay: whole nodes, as many as MAX allows; to start a job, MIN of them or nobody.
 
-        A member that has entered a generation which is over does not: it ends once it hears of that. are_built: only
-        nodes that have made their engines.
+        A member that has entered a generation which is over has `LEAVER_SECONDS` to end, as it does if it held state
+        there. are_built: only nodes that have made their engines.
         """
         if self._done:
             return ()
         nodes = self.roster.complete_nodes(apart=(*self._back, *(() if self.world is None else self.world.members)))
-        nodes = [node for node in nodes if not any(self.roster[one].report.entered for one in node)]
+        nodes = [node for node in nodes if self._may_rejoin or not any(map(self._was_left_behind, node))]
         nodes = [node for node in nodes if not are_built or all(self._has_built(one) for one in node)]
         nodes = self.links.reaching(self.roster, nodes, stay)
         nodes = nodes[: max(0, self.settings.max_nodes - len(nodes_of(stay)))]
         if not stay and len(nodes) < self.settings.min_nodes:
             return ()
         return tuple(member for node in nodes for member in node)
+
+    @property
+    def _may_rejoin(self) -> bool:
+        """Return whether members of a past generation have had time to end: one that is here still was idle."""
+        return bool(self.changes) and self._advanced - self.changes[-1][1] > LEAVER_SECONDS
+
+    def _was_left_behind(self, member: str) -> bool:
+        return self.roster[member].report.entered > 0 and not self._takes_part(member)
 
     def _leaving(self, old: World | None) -> tuple[str, ...]:
         """Who leaves, and is still there; whoever did before does, though its report may not have come again yet."""

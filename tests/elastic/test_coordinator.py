@@ -420,13 +420,18 @@ def test_without_descriptors_the_log_stays_short(caplog: pytest.LogCaptureFixtur
     with serving() as served:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)
         waiting = [socket.socket() for _ in range(3)]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1, limit[1]))
+        highest, held = max(map(int, os.listdir("/proc/self/fd"))), [os.open(os.devnull, os.O_RDONLY)]
+        while held[-1] < highest:  # no number below the limit is free
+            held.append(os.open(os.devnull, os.O_RDONLY))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (held[-1], limit[1]))
         try:
             for one in waiting:
                 one.connect((served.address.host, served.address.port))
             time.sleep(0.5)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+            for each in held:
+                os.close(each)
         assert not served.status().members
         for one in waiting:
             one.close()

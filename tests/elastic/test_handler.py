@@ -26,7 +26,7 @@ from ds_dynatrain.elastic.query import ask_status
 from ds_dynatrain.elastic.rendezvous import NodeRendezvous
 from ds_dynatrain.elastic.token import made_token
 from ds_dynatrain.errors import ConfigError, CoordinatorUnproved
-from tests.elastic.served import SECONDS, serving
+from tests.elastic.served import SECONDS, enter, serving
 
 ROOT = Path(__file__).parents[2]
 
@@ -165,12 +165,18 @@ def test_the_entry_point_costs_little() -> None:
 
 
 def test_a_worker_that_hangs_is_ended() -> None:
-    with subprocess.Popen(["sleep", "60"]) as worker, serving(silent_seconds=0.4) as served:
+    """As soon as another one has gone on without it."""
+    with subprocess.Popen(["sleep", "60"]) as worker, serving(least=2, silent_seconds=0.4) as served:
         line = AgentLine(served.connect(), "a", served.address, None, "")
         line.start()
-        connection = served.join("a", pid=worker.pid)
-        assert worker.wait(SECONDS) == -9
-        connection.close()
+        connections = served.join("a", pid=worker.pid), served.join("b")
+        end = time.monotonic() + SECONDS
+        while worker.poll() is None and time.monotonic() < end:
+            enter(connections[1], served.status().generation)
+            time.sleep(0.05)
+        assert worker.returncode == -9
+        for each in connections:
+            each.close()
         line.close()
 
 

@@ -79,6 +79,7 @@ def test_nodes_join_step_switch_and_die() -> None:
         assert numbers["dynatrain_pause_seconds_bucket{le=0.5}"] == numbers["dynatrain_pause_seconds_count"] == 1
         assert numbers["dynatrain_steps_total"] == 8 and numbers["dynatrain_state{state=running}"] == 1
         assert numbers["dynatrain_job{name=run-7,term=abc}"] == 1
+        b.send(Report(ready=True, entered=2, step=5))  # heard of just now: its end is a death
         b.close()
         found = waited(served, lambda found: len(found["changes"]) == 3)
         assert found["changes"][2]["kind"] == "failure" and "b/0 lost" in found["changes"][2]["reason"]

@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families as text
 from ds_dynatrain.elastic.monitoring.goodput import MEANING
 from ds_dynatrain.elastic.monitoring.metrics import encoded
 from ds_dynatrain.elastic.monitoring.view import View, view
+from ds_dynatrain.elastic.snapshot import snapshot
 from tests.elastic.driver import running
 from tests.elastic.watched import Told, switched
 
@@ -36,7 +37,7 @@ def shown() -> View:
     for number, committed in ((1, True), (2, False)):
         told.history.switched(switched(number, committed), told.now)
     told.publish("a/0", change="failure", survivors=1)
-    return view(driver.membership, told.history, "run-7", driver.now, 1.0e9)
+    return view(snapshot(driver.membership, "run-7", driver.now), told.history, driver.now, 1.0e9)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from tests.sim.bugs import BUGS, put_in
 from tests.sim.history import history
 
 HISTORIES, PARTS = 2000, 4
-MOST_TO_FIND = 10_000
+MOST_TO_FIND = 20_000
 
 
 @pytest.mark.parametrize("part", [0, 1, *(pytest.param(part, marks=pytest.mark.full) for part in range(2, PARTS))])
