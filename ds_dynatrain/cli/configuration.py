@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import os
 import sys
@@ -16,8 +17,10 @@ from ds_dynatrain.config_file import read_config
 from ds_dynatrain.errors import ConfigError, SwitchRefused
 from ds_dynatrain.space.layout import Layout
 from ds_dynatrain.support import Finding, Target, examine, refuse_layout, usage
+from ds_dynatrain.support.walk import AUTO
 
 STAGES = (0, 1, 2, 3)
+SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
 
 
 @dataclass
@@ -26,7 +29,8 @@ class JobReport:
 
     layout: the first one, if the block and `zero_optimization` name a valid one. findings: key by key. problems:
     whatever else would stop it. stages: of each ZeRO stage, why it could not be had ("" if it could). notes: what else
-    to know. is_exact: whether it is to have the same bits in any world.
+    to know. is_exact: whether it is to have the same bits in any world. is_filled_in: whether Trainer or Accelerate has
+    to fill in some keys.
     """
 
     path: str
@@ -36,6 +40,7 @@ class JobReport:
     stages: dict[int, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     is_exact: bool = False
+    is_filled_in: bool = False
 
     @property
     def would_start(self) -> bool:
@@ -60,6 +65,7 @@ def examine_file(path: Path, processes: int | None, has_deepspeed: bool) -> JobR
         whole = {**whole, BLOCK: {}}
     own, block = _split(whole, report)
     report.findings = examine(own)
+    own = _without_auto(own, report)
     if "optimizer" not in own:
         report.notes.append(f"no optimizer block: {usage('no optimizer').instead}")
     report.is_exact = block is not None and block.exact is not None
@@ -76,6 +82,31 @@ def _split(whole: Mapping[str, Any], report: JobReport) -> tuple[dict[str, Any],
     except ConfigError as error:
         report.problems.append(str(error))
         return {key: value for key, value in whole.items() if key != BLOCK}, None
+
+
+def _without_auto(own: dict[str, Any], report: JobReport) -> dict[str, Any]:
+    """Return the configuration without the keys that Hugging Face's Trainer and Accelerate fill in, and note them.
+
+    A bare `initialize` refuses these keys. A global batch that is filled in counts as 1 sample a rank in what follows.
+    """
+    filled = [finding.key for finding in report.findings if finding.value == AUTO and finding.refusal is not None]
+    report.findings = [finding for finding in report.findings if finding.key not in filled]
+    if not filled:
+        return own
+    report.notes.append(
+        f'filled in by Hugging Face\'s Trainer and by Accelerate, and refused by a bare initialize: "auto" of '
+        f"{', '.join(filled)}"
+    )
+    own, report.is_filled_in = copy.deepcopy(own), True
+    for key in filled:
+        *sections, name = key.split(".")
+        held = own
+        for section in sections:
+            held = held[section]
+        del held[name]
+    if not any(key in own for key in SIZES):
+        own["train_micro_batch_size_per_gpu"] = 1
+    return own
 
 
 def _look_at_layouts(
@@ -142,6 +173,13 @@ def _ask_deepspeed(own: dict[str, Any], layout: Layout, report: JobReport) -> No
             refuse_inexact_job(own, nn.Module(), None)
         sizes = BatchSizes.of(own, layout.data, report.is_exact)
         check_batch(layout, sizes, nn.Module(), layout.pipe > 1)
+        if "train_batch_size" in own:
+            report.notes.append(f"global batch: {sizes.train_batch_size} samples a step, with any number of ranks")
+        elif not report.is_filled_in:
+            report.notes.append(
+                f"global batch: {sizes.train_batch_size} samples a step with {layout.data} ranks; train_batch_size is "
+                "not given, so the number of ranks at the start decides, and an elastic launch refuses this file"
+            )
         micro = sizes.micro_batch_size
         alone = BatchArithmetic(micro, micro, 1)  # outside of a launch there is one rank
         with redirect_stdout(sys.stderr):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,6 +101,7 @@ def initialize(
         raise ConfigError("initialize was called without a model; give model=")
     if worker_place() is not None:
         _settle_elastic_launch()
+        _require_global_batch(own)
     else:
         settings = settings.in_fixed_launch()
     refuse_unsupported(own, model, optimizer, mpu, mesh_param)
@@ -160,6 +161,17 @@ def _join_before_engines() -> bool:
     if PROCESS.early is not None:
         PROCESS.early.connect()  # DeepSpeed sends parameters from device to device
     return joins
+
+
+def _require_global_batch(own: Mapping[str, Any]) -> None:
+    """Raise ConfigError where the global batch would follow from how many ranks are there, and so change with them."""
+    if not isinstance(own.get("train_batch_size"), int):
+        micro, steps = (own.get(key) for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"))
+        raise ConfigError(
+            f"train_batch_size is {own.get('train_batch_size')!r}, train_micro_batch_size_per_gpu {micro!r} and "
+            f"gradient_accumulation_steps {steps!r}: in a launch whose nodes come and go the global batch would change "
+            'with their number; give "train_batch_size", which the ranks that are there share'
+        )
 
 
 def _settle_elastic_launch() -> None:

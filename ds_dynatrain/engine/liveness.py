@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from ds_dynatrain.adapters.watched import is_lost_peer
 from ds_dynatrain.engine.control import Control
 from ds_dynatrain.errors import MemberMissing
 from ds_dynatrain.report import logger
@@ -15,6 +16,11 @@ from ds_dynatrain.report import logger
 BEAT_SECONDS = 1.0
 SILENT_BEATS = 5
 """Fewer missing beats than this are a slow store or a busy machine, however short the time-out."""
+
+
+FIRST_ERROR = "first_error"
+"""Key of the error that ended a script first: the member, and its words."""
+LAST_WORDS_SECONDS = 2.0
 
 
 class Heartbeat:
@@ -65,7 +71,10 @@ class Watch:
         ends = {member: self.control.read(f"ended/{member}") for member in members}
         failed = [member for member, end in ends.items() if end == "error"]
         if failed:
-            logger.error("member %d waits for work; the script of member %s ended with an error, see there", me, failed)
+            logger.error(
+                "member %d waits for work; the script of member %s ended with an error: %s",
+                *(me, failed, first_error(self.control) or "see there"),
+            )
             time.sleep(BEAT_SECONDS)  # let the launcher see the one that failed first
             raise SystemExit(1)
         if all(end is not None for end in ends.values()):
@@ -108,3 +117,29 @@ def ended_in_error() -> bool:
 def post_end(control: Control) -> None:
     """Say that this member's script is through, and whether it ended in an uncaught exception."""
     control.post(f"ended/{control.member}", "error" if ended_in_error() else "done")
+
+
+def say_last_words(control: Control) -> None:
+    """Log the error that ended the job, and on which member, as the last words of a script that ends in an error.
+
+    Where one member raises, the others' own errors only say that a connection was closed. Called before `post_end`.
+    """
+    error = getattr(sys, "last_value", None)
+    if error is None:
+        return
+    if is_lost_peer(error) or isinstance(error, MemberMissing):
+        end, found = time.monotonic() + LAST_WORDS_SECONDS, control.read(FIRST_ERROR)
+        while found is None and time.monotonic() < end:
+            time.sleep(BEAT_SECONDS / 50)
+            found = control.read(FIRST_ERROR)
+    else:
+        said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        found = control.decide(FIRST_ERROR, [control.member, said])
+    if found is not None:
+        logger.error("the job has ended with an error of member %d: %s", *found)
+
+
+def first_error(control: Control) -> str:
+    """Return what ended the job, in words; empty if no member has said it."""
+    found = control.read(FIRST_ERROR)
+    return "" if found is None else f"member {found[0]}: {found[1]}"

@@ -94,6 +94,27 @@ def test_versions_are_those_of_the_package() -> None:
     assert 'ds-dynatrain = "ds_dynatrain.cli.main:main"' in project
 
 
+def test_a_file_of_hugging_face(tmp_path: Path) -> None:
+    """The usual ZeRO-3 file, whose values Trainer fills in."""
+    sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    config = {**dict.fromkeys((*sizes, "gradient_clipping"), "auto"), "bf16": {"enabled": "auto"}}
+    config["optimizer"] = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "torch_adam": True}}
+    config["zero_optimization"] = {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"}
+    said = told(written(tmp_path, config))
+    (note,) = [each for each in said["config"]["notes"] if "filled in by Hugging Face" in each]
+    assert said["would_start"] and all(name in note for name in sizes)
+
+
+BATCHES = [({"train_batch_size": 12}, "12 samples a step, with any"), ({}, "an elastic launch refuses this file")]
+
+
+@pytest.mark.parametrize(("size", "words"), BATCHES)
+def test_the_global_batch_is_named(tmp_path: Path, size: dict[str, int], words: str) -> None:
+    config = {key: value for key, value in GOOD.items() if key != "train_batch_size"}
+    said = told(written(tmp_path, {**config, **(size or {"train_micro_batch_size_per_gpu": 3})}))
+    assert said["would_start"] and any(words in note for note in said["config"]["notes"])
+
+
 def test_a_good_file(tmp_path: Path) -> None:
     path = written(tmp_path, GOOD)
     result = doctor(path)

@@ -143,6 +143,31 @@ def test_written_by_stock_deepspeed(pool: RankPool, tmp_path: Path, options: dic
         assert oracle.differences(state, found) == []
 
 
+def other_batch_case(sizes: jobs.Sizes, folder: Path) -> list[str]:
+    """What both loads say in a job whose global batch is that of three samples on each of its ranks."""
+    settings, found = jobs.config("bf16", sizes), list[str]()
+    del settings["train_batch_size"]
+    settings |= {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 1}
+    with jobs.job(settings) as made:
+        if made.engine.idle:
+            return found
+        for load in (made.engine.load_checkpoint, made.engine.load):
+            try:
+                load(str(folder))
+            except CheckpointError as error:
+                found.append(str(error))
+    return found
+
+
+def test_another_global_batch_is_refused(pool: RankPool, tmp_path: Path) -> None:
+    """Stock DeepSpeed goes on, silently, with 9 samples a step in place of 12."""
+    pool.run(stock_case, folder=tmp_path, options={})
+    for found in pool.run(other_batch_case, sizes=(3, 2), folder=tmp_path)[:3]:
+        assert len(found) == 2
+        assert all("the global batch is 12 samples there and 9 here" in each for each in found)
+        assert all('give "train_batch_size": 12' in each for each in found)
+
+
 # ---- cut in another way, and parts of it -----------------------------------------------------------------------------
 
 

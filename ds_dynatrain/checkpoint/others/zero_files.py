@@ -235,6 +235,21 @@ class ZeroFolder:
         names = {*self.models.values(), *self.optimizers.values(), *self.layers.values()}
         return tuple((name, None) for name in sorted(names))
 
+    def global_batches(self) -> range:
+        """Return the sizes that the global batch may have had; empty if the checkpoint does not say.
+
+        Samples over steps is the size, unless it has changed on the way. Then the configuration is asked, which rounds
+        up where ranks had unequal shares.
+        """
+        said = self.model(0)
+        steps, samples = int(said.get("global_steps", 0)), int(said.get("global_samples", 0))
+        if steps and samples and samples % steps == 0:
+            return range(samples // steps, samples // steps + 1)
+        size = self.config.get("train_batch_size")
+        if not isinstance(size, int):
+            return range(0)
+        return range(min(size, samples // steps) if steps else size, size + 1)
+
     def client_state(self, known: frozenset[str]) -> dict[str, Any]:
         """What the user gave to `save_checkpoint`: all but DeepSpeed's own keys."""
         return {key: value for key, value in self.model(0).items() if key not in known}

@@ -32,4 +32,19 @@ def opened(path: Path, engine: EngineCore, present: dict[str, Any] | None, trust
         return Converted(saved, engine, present)
     template = getattr(engine.host.shaper, "template", None)
     prefixes = template.prefixes() if isinstance(template, PipelineTemplate) else ()
-    return Stock(ZeroFolder.open(path, trust_pickle, prefixes), engine, present)
+    held = ZeroFolder.open(path, trust_pickle, prefixes)
+    check_batch(engine, held)
+    return Stock(held, engine, present)
+
+
+def check_batch(engine: EngineCore, held: ZeroFolder) -> None:
+    """Raise CheckpointError if a checkpoint of DeepSpeed's was trained with another global batch than this job has.
+
+    DeepSpeed's own load says nothing where the batch follows from the micro-batch and the number of ranks.
+    """
+    there, here = held.global_batches(), int(engine.job.batch_sizes.train_batch_size)
+    if there and here not in there:
+        raise CheckpointError(
+            f"{held.path}: the global batch is {there[-1]} samples there and {here} here, so steps, rates and the "
+            f'order of samples would be others; give "train_batch_size": {there[-1]}'
+        )

@@ -11,6 +11,7 @@ from ds_dynatrain.checkpoint import folder
 from ds_dynatrain.checkpoint.others import ZeroFolder, is_zero_folder, rules_then
 from ds_dynatrain.checkpoint.record import RECORD
 from ds_dynatrain.engine.checkpoints.from_checkpoint import Part
+from ds_dynatrain.engine.checkpoints.opening import check_batch
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.transaction.session import Session
 from ds_dynatrain.errors import CheckpointError
@@ -44,6 +45,8 @@ def _is_read_here(engine: EngineCore, load_dir: Any, tag: Any, part: Part, trust
     except CheckpointError:
         return False  # DeepSpeed has words for it
     is_ours = (path / RECORD).is_file()
+    if part.is_read_here and not is_ours and is_zero_folder(path):
+        _refuse_another_batch(engine, path, trust_pickle)
     if part.is_read_here:
         return is_ours or (is_zero_folder(path) and _differs(engine, path, trust_pickle))
     if is_ours or (is_zero_folder(path) and _is_beyond(engine, path, part, trust_pickle)):
@@ -53,6 +56,15 @@ def _is_read_here(engine: EngineCore, load_dir: Any, tag: Any, part: Part, trust
             "of it, or give initialize a model with its weights (ds-dynatrain checkpoint convert)"
         )
     return False
+
+
+def _refuse_another_batch(engine: EngineCore, path: Path, trust_pickle: bool) -> None:
+    """Raise CheckpointError for another global batch, where the folder is one that can be looked into."""
+    try:
+        held = ZeroFolder.open(path, trust_pickle)
+    except CheckpointError:
+        return
+    check_batch(engine, held)
 
 
 def _differs(engine: EngineCore, path: Path, trust_pickle: bool) -> bool:

@@ -1,0 +1,38 @@
+"""One member raises, and the others only see that a connection was closed: all end with its error. A launch of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import ROOT
+
+SCRIPT = """
+import torch, ds_dynatrain
+data = torch.utils.data.TensorDataset(torch.randn(240, 4), torch.zeros(240, dtype=torch.long))
+config = {"train_batch_size": 12, "optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
+config |= {"zero_optimization": {"stage": 1}, "dynatrain": {"layout": {"data": 2}}}
+engine, _, loader, _ = ds_dynatrain.initialize(model=torch.nn.Linear(4, 4), config=config, training_data=data)
+for inputs, targets in loader:
+    if engine.global_steps == 3 and engine.rank == 1:
+        raise ValueError("no such column 'x'")
+    engine.backward(torch.nn.functional.cross_entropy(engine(inputs), targets))
+    engine.step()
+"""
+
+
+@pytest.mark.full
+def test_all_ranks_end_with_the_error_that_ended_the_job(tmp_path: Path) -> None:
+    script, logs = tmp_path / "script.py", tmp_path / "logs"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "--redirects=3"]
+    env = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*command, f"--log-dir={logs}", str(script)], env=env, capture_output=True, timeout=240)
+    assert done.returncode == 1
+    last = {file.parent.name: file.read_text().splitlines()[-1] for file in logs.rglob("stderr.log")}
+    assert len(last) == 3
+    assert all("error" in line and "member 1: ValueError: no such column 'x'" in line for line in last.values()), last
