@@ -179,6 +179,8 @@ class Membership:
     def report(self, member: str, said: Report, now: float) -> None:
         """Take what a worker says of itself. PeerRefused if that cannot be."""
         self._hear_again(member, now)
+        if member not in self.roster:
+            raise PeerRefused(f"{member} was given up ({self._gone.get(member, 'it is not known here')})")
         newest = 0 if self.world is None else self.world.generation
         if self._recovery is None and said.entered > newest:
             raise PeerRefused(

@@ -1,4 +1,4 @@
-"""One member raises, and the others only see that a connection was closed: all end with its error. A launch of its own."""
+"""One member raises, and the others only see a closed connection: all end with its error. A launch of its own."""
 
 from __future__ import annotations
 
