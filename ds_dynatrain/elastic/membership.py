@@ -211,7 +211,7 @@ class Membership:
         """A worker's script has ended."""
         if member in self._missed:
             self._hear_again(member, now)
-        entry = self.roster.remove(member)
+        entry = self._remove(member)
         if entry is None:
             return
         if self.world is not None and member in self.world.leaving and not self._is_handed_over:
@@ -242,15 +242,19 @@ class Membership:
         ended = [member for member in (*self._done, *self.roster.members) if node_of(member) == node]
         for member in [] if self.is_finished else ended:
             self._done.discard(member)
-            self.roster.remove(member)
+            self._remove(member)
             self._is_gone(member, "its node's workers have failed", now)
 
     def lost(self, member: str, why: str, now: float) -> None:
         """A worker is dead, or must be taken for dead."""
+        if self._remove(member) is not None:
+            self._is_gone(member, why, now)
+
+    def _remove(self, member: str) -> Entry | None:
+        """Take a worker out of the roster and of those that may come back; None if it was not in the roster."""
         self._missed.pop(member, None)
         self._back.pop(member, None)
-        if self.roster.remove(member) is not None:
-            self._is_gone(member, why, now)
+        return self.roster.remove(member)
 
     def disconnected(self, member: str, why: str, now: float) -> None:
         """A worker's connection has ended. That is a death, unless nothing had come over it for some heartbeats.
