@@ -140,6 +140,6 @@ def say_last_words(control: Control) -> None:
 
 
 def first_error(control: Control) -> str:
-    """Return what ended the job, in words; empty if no member has said it."""
+    """Return the error that ended the job, with its member; empty if no member has posted one."""
     found = control.read(FIRST_ERROR)
     return "" if found is None else f"member {found[0]}: {found[1]}"

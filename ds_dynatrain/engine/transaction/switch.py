@@ -2,7 +2,7 @@
 
 Up to the commit record every failure ends in a roll-back on all members, after it in none: the record is written
 once, by whoever comes first, and each member reads what was written before it acts. Source buffers are held until
-every member has acknowledged the record.
+every member has acknowledged the record, or the time-out has passed.
 """
 
 from __future__ import annotations
@@ -304,7 +304,7 @@ class Transaction(Meeting):
     def _send_rest(self, transport: Transport) -> None:
         """Send tensors of the carry (module buffers, the user's objects) from rank 0 to the members that start to work.
 
-        They go down a tree in which everybody sends to two at most: the pause does not grow with the number of members.
+        They go down a tree in which no member sends to more than two others.
         """
         deadline = time.monotonic() + self.control.timeout_seconds
         tree = [self.proposal.source_members[0], *self.newcomers]
