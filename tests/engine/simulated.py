@@ -134,7 +134,7 @@ class Job:
             there = [member for member in self.alive if member.id in known]
             holders = [member.id for member in there for engine in member.engines if engine.works]
             assert not holders, f"{holders} have the state"
-            assert not have_trained or world.begun or any(one.end == "saved" for one in have_trained)
+            assert not have_trained or world.begun or any(one.end == "saved" for one in self.ended)
         step = max((member.engines[0].step for member in have_trained), default=0) if world.begun else 0
         self.starts += 1
         for name in world.members:
