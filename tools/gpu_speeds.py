@@ -154,7 +154,7 @@ sys.stdin.read()
 
 def rounding(device: str = "cuda") -> Found:
     """Whether kernels give the same bits wherever their operands lie, and again: what an exact job would need there."""
-    from ds_dynatrain.adapters.exact_trial import try_kernels
+    from ds_dynatrain.exact.trial import try_kernels
 
     trials = [try_kernels(device=device) for _ in range(3)]
     moving = sorted({name for trial in trials for name in trial.moving})

@@ -20,8 +20,6 @@ from ds_dynatrain.adapters.children import Made
 from ds_dynatrain.adapters.compiled import CompileWatch, compiled_in_place
 from ds_dynatrain.adapters.curriculum import CurriculumOrder
 from ds_dynatrain.adapters.device import synchronize
-from ds_dynatrain.adapters.exact import LeafSums
-from ds_dynatrain.adapters.exact_graph import GraphNodes
 from ds_dynatrain.adapters.flat import fill_empty_groups
 from ds_dynatrain.adapters.gradients import GradientWatch
 from ds_dynatrain.adapters.model import ModelMap
@@ -36,8 +34,8 @@ from ds_dynatrain.adapters.stages import adapter_of
 from ds_dynatrain.adapters.state import Buffers, Found, Scalars, StageAdapter
 from ds_dynatrain.adapters.windows import GatherWatch
 from ds_dynatrain.adapters.world import World
-from ds_dynatrain.exact import MicroStep
 from ds_dynatrain.space import IN_EMPTY_GROUP, Layout, LogicalTensor
+from ds_dynatrain.space.leaves import MicroStep
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,9 +58,9 @@ class Host:
     is so on every member, for `attach_first` follows when the parameters have come in.
 
     slot_weight, slot_is_borrowed: of the micro-batch that was dealt. loss_is_divided: whether its loss needs no weight.
-    in_leaves: whether micro-batches are leaves of an exact job, and micro_step: who trains which at present, None
-    between two global batches. window_tokens: of the open window, on this rank. without_gradient: trainable parameters
-    that got no gradient on this rank in the last window.
+    in_leaves: whether micro-batches are the same samples in every world, and micro_step: who trains which at present,
+    None between two global batches. window_tokens: of the open window, on this rank. without_gradient: trainable
+    parameters that got no gradient on this rank in the last window.
     is_weighted: whether a backward pass is under way whose loss is weighted, so that its gradients are not again.
     is_own_optimizer: whether it comes from the configuration.
     """
@@ -89,8 +87,6 @@ class Host:
     _gradients: GradientWatch = field(init=False)
     _gathers: GatherWatch = field(init=False)
     _scaling: scaler.State = field(init=False)
-    _sums: LeafSums | None = None
-    _nodes: GraphNodes | None = None
 
     # ---- DeepSpeed's own ---------------------------------------------------------------------------------------------
 
@@ -230,8 +226,6 @@ class Host:
         The module's parameters keep their data under stages 0 to 2 and are empty after stage 3.
         """
         old, adapter = self.optimizer, self.stage_adapter
-        self._sums = None
-        self._take_nodes_away()
         if hasattr(old, "destroy"):
             old.destroy()
         adapter.release(self.engine, self.model_map)
@@ -299,7 +293,6 @@ class Host:
         """Remove what DeepSpeed and this object keep on the module, and in torch, for as long as the engine lives."""
         self._gradients.stop()
         self._gathers.stop()
-        self._take_nodes_away()
         forget(self.module)
         self.compilations.stop()
         for hook in ("module_forward_pre_hook", "module_forward_post_hook"):
@@ -385,21 +378,9 @@ class Host:
             parameter.grad = None
         self.optimizer.zero_grad()
         self._gradients.missing()
-        if self._sums is not None:
-            self._sums.forget()
 
-    def sum_leaves(self) -> None:
-        """Let the present optimizer add gradients up leaf by leaf, in an exact job."""
-        if self.in_leaves:
-            order = {id(parameter): number for number, parameter in enumerate(self.module.parameters())}
-            self._sums = LeafSums.put_on(self.optimizer, order, lambda: self.micro_step)
-            self._take_nodes_away()
-            self._nodes = GraphNodes(self.module) if int(self.engine.zero_optimization_stage()) < 3 else None
-
-    def _take_nodes_away(self) -> None:
-        if self._nodes is not None:
-            self._nodes.stop()
-        self._nodes = None
+    def optimizer_made(self) -> None:
+        """Called when DeepSpeed has made an optimizer, before its first step."""
 
     def break_off(self) -> None:
         """Be through with a call of DeepSpeed's that an error has ended: a timer that runs does not start again."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -10,13 +11,11 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.utils import configure_moe_param_groups
 from deepspeed.runtime.data_pipeline.constants import RANDOM_LTD_GLOBAL_BATCH_SIZE, RANDOM_LTD_MICRO_BATCH_SIZE
-from deepspeed.runtime.engine import MEMORY_OPT_ALLREDUCE_SIZE, DeepSpeedEngine
-from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from torch import nn
 
 from ds_dynatrain.adapters import scaler
-from ds_dynatrain.adapters.exact_job import refuse_inexact_optimizer
 from ds_dynatrain.adapters.expert_groups import all_counted, ask_for_present_groups, refuse_mixed_groups
 from ds_dynatrain.adapters.expert_groups import clip as clip_with_experts
 from ds_dynatrain.adapters.experts import AutoEPShaper
@@ -72,8 +71,6 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         refuse_mixed_groups(basic.param_groups)
         refuse_optimizer(basic)
         check_optimizer(basic, self.config, self._host.layout)
-        if self._host.in_leaves:
-            refuse_inexact_optimizer(basic)
         self._host.look(basic)
         if self._host.model_map.dtype != self.get_data_types()[0]:
             raise usage("element types").error(f"a parameter is {self._host.model_map.dtype}")
@@ -85,15 +82,6 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
             correct_fragments(self.optimizer)
         else:
             self.basic_optimizer = self.optimizer = basic
-
-    def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> Any:
-        """DeepSpeed's, which says what to wrap the optimizer in.
-
-        Stage 1 of an exact job in bf16 has the ZeRO optimizer of the other stages' kind, too: BF16_Optimizer, which
-        DeepSpeed takes there for sums in fp32, reduces and clips in orders of its own.
-        """
-        found = super()._do_optimizer_sanity_check(basic_optimizer)
-        return ZERO_OPTIMIZATION if self._host.in_leaves else found
 
     def _broadcast_model(self) -> None:
         """DeepSpeed's, unless the parameters are not there yet: then each comes in equal for all."""
@@ -148,8 +136,6 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         its tokens, in whatever world. Give it for every micro-batch of a window or for none; DataError for a loss that
         is divided already.
         """
-        if self._host.in_leaves and self._host.micro_step is None:
-            raise usage("exact: a micro-batch that is no leaf").error("engine.backward")
         if tokens is not None and self._host.loss_is_divided:
             raise DataError(
                 f"engine.backward(tokens={tokens}) in a micro_batch(..., is_divided=True): a loss is divided by the "
@@ -160,7 +146,6 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
             self._host.window_tokens = (self._host.window_tokens or 0) + count
             self._host.slot_weight = float(count)
         weight = self._host.loss_weight
-        scale_wrt_gas = scale_wrt_gas and not self._host.in_leaves
         self._host.is_weighted = True  # the loss is, so its gradients are not again
         forgotten = scaler.forgotten_scale(self)
         try:
@@ -176,19 +161,9 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
     def _backward_prologue_per_tensor(self, grad: torch.Tensor | None) -> torch.Tensor | None:
         """Also weight `loss.backward()`, which does not pass through `backward`."""
         scaled: torch.Tensor | None = super()._backward_prologue_per_tensor(grad)
-        if self._host.in_leaves and scaled is not grad and grad is not None:
-            return grad * self._host.loss_weight  # a leaf is divided by nothing else
         if scaled is None or scaled is grad or self._host.is_weighted or self._host.loss_weight == 1.0:
             return scaled
         return scaled * self._host.loss_weight
-
-    def allreduce_gradients(self, bucket_size: int = MEMORY_OPT_ALLREDUCE_SIZE) -> None:
-        """DeepSpeed's, where a backward pass ends; leaves are added up in every one, at stage 1 too."""
-        if not self._host.in_leaves:
-            super().allreduce_gradients(bucket_size)
-            return
-        self.optimizer.set_gradient_accumulation_boundary(self.is_gradient_accumulation_boundary())
-        self.optimizer.overlapping_partition_gradients_reduce_epilogue()
 
     def clip_fp32_gradients(self) -> None:
         """DeepSpeed's, without ZeRO; its norm would depend on how many ranks share the experts."""
@@ -199,12 +174,19 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
 
     def _take_model_step(self, *arguments: Any) -> None:
         """DeepSpeed's optimizer step, its gradients divided by tokens if the window was weighted by them."""
-        counted, in_leaves = all_counted(self.module, self._host.layout), self._host.in_leaves
-        slots = 1 if in_leaves else self.dp_world_size * int(self.gradient_accumulation_steps())
-        norm = scaler.norm_before_growth(self) if in_leaves else scaler.true_norm(self)
-        with divided_by_tokens(self, self._host.window_tokens, slots), norm, counted:
+        counted = all_counted(self.module, self._host.layout)
+        with divided_by_tokens(self, self._host.window_tokens, self._token_slots), self._norm_said(), counted:
             super()._take_model_step(*arguments)
         self._host.end_step()
+
+    @property
+    def _token_slots(self) -> int:
+        """By what DeepSpeed divides the gradient of a window that is weighted by tokens."""
+        return int(self.dp_world_size * self.gradient_accumulation_steps())
+
+    def _norm_said(self) -> AbstractContextManager[None]:
+        """A block in which the optimizer makes its step and reports the norm of its gradients."""
+        return scaler.true_norm(self)
 
     def _configure_zero(self, basic: torch.optim.Optimizer) -> None:
         """DeepSpeed's own optimizer around one that is registered.
@@ -214,4 +196,4 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         trained = any(group.get("moe") for group in basic.param_groups)
         with replaced(self, "has_moe_layers", self.has_moe_layers and trained):
             super()._configure_optimizer(basic, None)
-        self._host.sum_leaves()
+        self._host.optimizer_made()

@@ -128,7 +128,7 @@ def register_optimizer(
     stored in: an int, a float, or a tensor of no dims; or a function from a parameter group to them. replays: whether a
     step has the same bits in any process that has the same tensors, of the same length, so that buddies may replay it:
     no random numbers, no norm over a tensor, nothing that it keeps outside of its state. placeless: whether that is so
-    in tensors of any length, wherever in them an element lies, so that it may be in an exact job.
+    in tensors of any length, wherever in them an element lies, so that gradients may be added leaf by leaf.
 
     Call it on every process before `initialize`. Returns the class. ConfigError for a class that is known already, or
     names that cannot be.

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe import p2p
-from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, ReduceGrads, ReduceTiedGrads
+from deepspeed.runtime.pipe.schedule import ForwardPass
 from deepspeed.runtime.utils import clip_grad_norm_
 from deepspeed.utils import RepeatingLoader as RepeatingLoader
 from torch import nn
 
+from ds_dynatrain.adapters.attributes import note
 from ds_dynatrain.adapters.bf16 import count_empty_experts, stage_without_gradients
+from ds_dynatrain.adapters.columns import ColumnEngine
 from ds_dynatrain.adapters.compiled import compile_layers
-from ds_dynatrain.adapters.exact import LeafSums
-from ds_dynatrain.adapters.exact_pipeline import LeafPipelineEngine
-from ds_dynatrain.adapters.exact_uses import StageLines, Uses
-from ds_dynatrain.adapters.frozen_prefix import frozen_layers
+from ds_dynatrain.adapters.frozen_prefix import FrozenPrefixEngine, frozen_layers
 from ds_dynatrain.adapters.grid import StageGrid
 from ds_dynatrain.adapters.host import Host
 from ds_dynatrain.adapters.host_engine import COMPILE_BACKEND, NOTHING, HostEngine
@@ -28,7 +27,6 @@ from ds_dynatrain.adapters.replaced import replaced
 from ds_dynatrain.adapters.stage0 import count_empty_groups
 from ds_dynatrain.adapters.stage_module import PipelineShaper, leave, place, take_stage
 from ds_dynatrain.adapters.world import World
-from ds_dynatrain.exact import MicroStep
 from ds_dynatrain.space import Layout, LogicalTensor
 
 _BUFFERS = ("inputs", "labels", "outputs", "output_tensors")
@@ -36,12 +34,10 @@ _BUFFERS = ("inputs", "labels", "outputs", "output_tensors")
 
 @dataclass(eq=False)
 class StageHost(Host):
-    """That of a pipeline engine. compiled_with: what `compile` was told, once it was called. uses: of tied parameters,
-    in an exact job."""
+    """That of a pipeline engine. compiled_with: what `compile` was told, once it was called."""
 
     shaper: PipelineShaper
     compiled_with: dict[str, Any] | None = None
-    uses: Uses = field(default_factory=lambda: Uses(()))
 
     @property
     def compiled_modules(self) -> list[str]:
@@ -67,34 +63,6 @@ class StageHost(Host):
         leave(self.module)
         self.engine._forget_activations()
 
-    def sum_leaves(self) -> None:
-        """As with any engine, over all stages."""
-        if self.in_leaves:
-            order = {id(parameter): number for number, parameter in enumerate(self.module.parameters())}
-            trained = {tensor.name: held for tensor, held in self._trained()}
-            self.uses = Uses.of(self.module, self.shaper.template, {id(held) for held in trained.values()})
-            whole = self.shaper.template.whole.named_parameters()
-            numel = sum(held.numel() for name, held in whole if name in trained)
-            lines = StageLines(self.optimizer, order, self.uses, numel, self.module)
-            self._sums = LeafSums.over(lines, self.optimizer, lambda: self.micro_step)
-
-    def end_leaf(self, step: MicroStep) -> None:
-        """A backward pass of an exact job is over."""
-        self.micro_step = step
-        if self._sums is not None:
-            self._sums.end_leaf()
-
-    def end_leaves(self, last: MicroStep) -> None:
-        """All those of a global batch are over, on all stages. last: also where this stage has none."""
-        self.micro_step = last
-        if self._sums is not None:
-            self._sums.close()
-
-    def detach(self) -> None:
-        """As with any engine."""
-        self.uses = Uses(())
-        super().detach()
-
     def break_off(self) -> None:
         """As with any engine; no micro-batch ends a window any more."""
         super().break_off()
@@ -114,10 +82,10 @@ class StageHost(Host):
     @property
     def frozen_layers(self) -> int:
         """How many layers of the whole model there are before the first one that is registered as trained."""
-        return frozen_layers(self.shaper.template.prefixes(), {tensor.name for tensor, _ in self._trained()})
+        return frozen_layers(self.shaper.template.prefixes(), {tensor.name for tensor, _ in self.trained()})
 
-    def _trained(self) -> list[tuple[LogicalTensor, nn.Parameter]]:
-        """What is registered as trained, on all stages; a parameter of another one is empty here."""
+    def trained(self) -> list[tuple[LogicalTensor, nn.Parameter]]:
+        """Return what is registered as trained, on all stages; a parameter of another stage is empty here."""
         model = self.model_map
         found = zip(model.tensors, model.parameters, model.requires_grad, strict=True)
         return [(tensor, held) for tensor, held, flag in found if flag]
@@ -137,17 +105,10 @@ class StageHost(Host):
         return bool(self.engine.is_first_stage() or self.engine.is_last_stage())
 
 
-class PipelineHostEngine(HostEngine, LeafPipelineEngine):
+class PipelineHostEngine(HostEngine, FrozenPrefixEngine, ColumnEngine):
     """A pipeline engine whose stage changes. `HostEngine`'s openings come before DeepSpeed's two classes."""
 
-    _HOST = StageHost
-    _INSTRUCTION_MAP: ClassVar[dict[type, Callable[..., None]]] = {
-        **LeafPipelineEngine._INSTRUCTION_MAP,
-        ForwardPass: LeafPipelineEngine._exec_forward_pass,
-        BackwardPass: LeafPipelineEngine._exec_backward_pass,
-        ReduceTiedGrads: LeafPipelineEngine._exec_reduce_tied_grads,
-        ReduceGrads: LeafPipelineEngine._exec_reduce_grads,
-    }
+    _HOST: ClassVar[type[Host]] = StageHost
     _host: StageHost
     grid: StageGrid
     _known_loss: torch.Tensor | None = None
@@ -181,6 +142,15 @@ class PipelineHostEngine(HostEngine, LeafPipelineEngine):
         """DeepSpeed's, which compiles layer by layer; layers that a switch makes anew are compiled, too."""
         super().compile(backend, compile_kwargs, schedule, compiled_autograd_enabled)
         self._host.compiled_with = {**compile_kwargs, "backend": backend}
+
+    def _exec_forward_pass(self, buffer_id: int) -> None:
+        note(self.module)
+        super()._exec_forward_pass(buffer_id)
+
+    _INSTRUCTION_MAP: ClassVar[dict[type, Callable[..., None]]] = {
+        **ColumnEngine._INSTRUCTION_MAP,
+        ForwardPass: _exec_forward_pass,
+    }
 
     def _frozen_layers(self) -> int:
         """By what is registered, not by what a parameter says now: so all stages say the same."""
@@ -225,12 +195,17 @@ class PipelineHostEngine(HostEngine, LeafPipelineEngine):
     @torch.no_grad()
     def _share_loss(self) -> None:
         """Let all know the loss of a batch before its step is made: who dies later takes it from nobody."""
-        self._known_loss = super()._aggregate_total_loss()
+        self._known_loss = self._total_loss()
 
     def _aggregate_total_loss(self) -> torch.Tensor:
         """DeepSpeed's, which was shared before the step."""
         known, self._known_loss = self._known_loss, None
-        return super()._aggregate_total_loss() if known is None else known
+        return self._total_loss() if known is None else known
+
+    def _total_loss(self) -> torch.Tensor:
+        """Return DeepSpeed's mean over the pipelines, which is a collective of all stages."""
+        found: torch.Tensor = super()._aggregate_total_loss()
+        return found
 
     def _loss_of_step(self) -> torch.Tensor:
         """That of the step which was made last, also by others for this rank, whose own call was broken off in it."""

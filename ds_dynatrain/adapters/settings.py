@@ -29,8 +29,7 @@ class BatchSizes:
     def of(config: dict[str, Any], data: int, in_leaves: bool = False) -> BatchSizes:
         """DeepSpeed's own rules for what is left out; a batch that the world does not divide is fine here.
 
-        ConfigError with the arithmetic where all three sizes are given and disagree, or none is; and for leaves where
-        one of the first two is not given, which would follow from the world of the start.
+        ConfigError with the arithmetic where all three sizes are given and disagree, or none is.
         """
         batch, micro, steps = (config.get(key) for key in _BATCH_KEYS)
         for key in _BATCH_KEYS:
@@ -41,11 +40,6 @@ class BatchSizes:
             raise ConfigError(
                 f"train_batch_size {batch} != {micro} samples x {steps} accumulation steps x data={data}; leave out "
                 "gradient_accumulation_steps: it follows from the other two in every world"
-            )
-        if in_leaves and (batch is None or micro is None):
-            raise ConfigError(
-                "dynatrain.exact: a leaf is train_micro_batch_size_per_gpu of train_batch_size samples, in every "
-                f"world: give both, not {batch} and {micro}"
             )
         if batch is None and micro is None:
             raise ConfigError(
@@ -90,7 +84,7 @@ class Batch(Protocol):
 
 
 def layout_config(config: dict[str, Any], layout: Layout, batch: Batch) -> tuple[dict[str, Any], DeepSpeedConfig]:
-    """Return (dictionary, DeepSpeedConfig) for `layout`, where the latter has the exact `train_batch_size`.
+    """Return (dictionary, DeepSpeedConfig) for `layout`, where the latter has the user's `train_batch_size`.
 
     At stage 3 DeepSpeed reads the dictionary again and checks that it has a product of the three sizes. Below, it has
     those that the user wrote: whoever reads `engine.config` may count other ranks than those of the data axis.

@@ -48,7 +48,7 @@ class Series:
     follows_own_optimizers: whether optimizer classes of DeepSpeed's own were tested.
     follows_axes: whether other axes than data were tested.
     has_autotp: whether AutoTP describes what it cuts.
-    follows_exact: whether jobs that are exact were tested.
+    follows_leaves: whether gradients that are added leaf by leaf were tested.
     """
 
     tested: str
@@ -61,7 +61,7 @@ class Series:
     follows_own_optimizers: bool = True
     follows_axes: bool = True
     has_autotp: bool = True
-    follows_exact: bool = True
+    follows_leaves: bool = True
 
 
 NEWER = "DeepSpeed 0.18 does not know it; leave it out, or install DeepSpeed 0.19"
@@ -159,7 +159,7 @@ SERIES: Mapping[tuple[int, int], Series] = {
         follows_own_optimizers=False,
         follows_axes=False,
         has_autotp=False,
-        follows_exact=False,
+        follows_leaves=False,
     ),
 }
 """By (major, minor), the one that is developed with first."""
@@ -195,12 +195,6 @@ def refuse_for_series(config: Mapping[str, Any], series: Series | None = None) -
             value = value.get(part) if isinstance(value, Mapping) else None
         if value not in refusal.harmless:
             raise UnsupportedError(f"{key}: {refusal.reason}")
-
-
-def refuse_exact(series: Series | None = None) -> None:
-    """UnsupportedError for an exact job, where the series was not tested in one."""
-    if not (series or present()).follows_exact:
-        raise UnsupportedError(f"dynatrain.exact: {UNTRIED}")
 
 
 def refuse_optimizer(optimizer: torch.optim.Optimizer, series: Series | None = None) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ds_dynatrain.cli.exits import saying
+from ds_dynatrain.exits import saying
 
 
 def balance(

@@ -15,6 +15,7 @@ from typing import Any
 from ds_dynatrain.config import BLOCK, DynatrainConfig, split_config
 from ds_dynatrain.config_file import read_config
 from ds_dynatrain.errors import ConfigError, SwitchRefused
+from ds_dynatrain.extension import BUILT_IN
 from ds_dynatrain.space.layout import Layout
 from ds_dynatrain.support import Finding, Target, examine, refuse_layout, usage
 from ds_dynatrain.support.walk import AUTO
@@ -29,8 +30,7 @@ class JobReport:
 
     layout: the first one, if the block and `zero_optimization` name a valid one. findings: key by key. problems:
     whatever else would stop it. stages: of each ZeRO stage, why it could not be had ("" if it could). notes: what else
-    to know. is_exact: whether it is to have the same bits in any world. is_filled_in: whether Trainer or Accelerate has
-    to fill in some keys.
+    to know. extensions: their keys in the block. is_filled_in: whether Trainer or Accelerate has to fill in some keys.
     """
 
     path: str
@@ -39,7 +39,7 @@ class JobReport:
     problems: list[str] = field(default_factory=list)
     stages: dict[int, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    is_exact: bool = False
+    extensions: tuple[str, ...] = ()
     is_filled_in: bool = False
 
     @property
@@ -68,11 +68,11 @@ def examine_file(path: Path, processes: int | None, has_deepspeed: bool) -> JobR
     own = _without_auto(own, report)
     if "optimizer" not in own:
         report.notes.append(f"no optimizer block: {usage('no optimizer').instead}")
-    report.is_exact = block is not None and block.exact is not None
+    report.extensions = () if block is None else tuple(key for key in BUILT_IN if getattr(block, key))
     if block is not None:
         _look_at_layouts(own, block, processes, has_deepspeed, report)
     if report.layout is not None and report.would_start and has_deepspeed:
-        _ask_deepspeed(own, report.layout, report)
+        _ask_deepspeed(own, block, report.layout, report)
     return report
 
 
@@ -157,22 +157,25 @@ def _refuse_optimizer(own: Mapping[str, Any], layout: Layout, present: Layout | 
         refuse_optimizer_layout(kind.__new__(kind), own, layout, present)  # what is asked for is its class
 
 
-def _ask_deepspeed(own: dict[str, Any], layout: Layout, report: JobReport) -> None:
+def _ask_deepspeed(own: dict[str, Any], block: DynatrainConfig | None, layout: Layout, report: JobReport) -> None:
     """What the installed series cannot do, the arithmetic of the batch, and DeepSpeed's own reading of the values."""
     from torch import nn
 
-    from ds_dynatrain.adapters.exact_job import refuse_inexact_job
     from ds_dynatrain.adapters.settings import BatchSizes, layout_config
     from ds_dynatrain.adapters.versions import refuse_for_series
     from ds_dynatrain.data import BatchArithmetic
     from ds_dynatrain.engine.feasible import check_batch
+    from ds_dynatrain.extension import made
 
     try:
         refuse_for_series(own)
-        if report.is_exact:
-            refuse_inexact_job(own, nn.Module(), None)
-        sizes = BatchSizes.of(own, layout.data, report.is_exact)
+        added = [] if block is None else made(block)
+        for extension in added:
+            extension.check_job(own, nn.Module(), None)
+        sizes = BatchSizes.of(own, layout.data, any(extension.has_leaves for extension in added))
         check_batch(layout, sizes, nn.Module(), layout.pipe > 1)
+        for extension in added:
+            extension.check_layout(layout, sizes, layout.pipe > 1)
         if "train_batch_size" in own:
             report.notes.append(f"global batch: {sizes.train_batch_size} samples a step, with any number of ranks")
         elif not report.is_filled_in:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from ds_dynatrain.report.check import Check
 from ds_dynatrain.support.proved import CPU, PARTS, warning
 from ds_dynatrain.version import __version__
 
@@ -32,16 +33,6 @@ LOOPBACK = "::ffff:127.0.0.1"
 LOOK_UPS, LONGEST_LOOK_UP_SECONDS = 3, 0.5
 STATUS = "CPU processes over gloo; on GPUs a fixed launch was tried on one shared card, elastic ones on none"
 """What everybody should know first; the box at the top of README.md says it in these words."""
-
-
-@dataclass(frozen=True)
-class Check:
-    """One line about this machine. is_well: None where there is nothing to judge. note: what to do, or what for."""
-
-    name: str
-    value: str
-    is_well: bool | None = None
-    note: str = ""
 
 
 @dataclass(frozen=True)

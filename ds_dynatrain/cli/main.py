@@ -9,7 +9,8 @@ import typer
 
 from ds_dynatrain.cli.balance import balance
 from ds_dynatrain.cli.choices import Format, Size, WayName, WeightType
-from ds_dynatrain.cli.exits import REFUSED, saying
+from ds_dynatrain.exits import REFUSED, saying
+from ds_dynatrain.extension import COMMANDS, named
 from ds_dynatrain.version import __version__
 
 TokenFile = Annotated[
@@ -69,12 +70,14 @@ def doctor(
         return
     from ds_dynatrain.cli.configuration import examine_file
     from ds_dynatrain.cli.environment import examine_environment
-    from ds_dynatrain.cli.exact_machine import examine_exact
+    from ds_dynatrain.exact.machine import examine_exact
 
     environment = examine_environment()
     with saying("doctor"):
         job = None if config is None else examine_file(config, processes, environment.has_deepspeed)
-    rounding = examine_exact(environment.has_deepspeed) if exact or (job is not None and job.is_exact) else None
+    rounding = (
+        examine_exact(environment.has_deepspeed) if exact or (job is not None and "exact" in job.extensions) else None
+    )
     if as_json:
         show.json_report(environment, job, rounding)
     else:
@@ -218,35 +221,8 @@ def compare(
         raise typer.Exit(REFUSED)
 
 
-@app.command("compare-exact")
-def compare_exact(
-    one: Annotated[Path, typer.Argument(help="A report file (report.jsonl) of a job with dynatrain.exact.")],
-    other: Annotated[Path, typer.Argument(help="That of another run of it: in another world, on other machines.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
-    """Say whether two runs of an exact job are bit-identical, or name the first step that differs, and what in it.
-
-    Needs neither torch nor DeepSpeed.
-
-    Example: ds-dynatrain compare-exact two_ranks.jsonl four_ranks.jsonl
-
-    Exit code: 0 they are in all steps that both have, 1 they are not, 2 a file cannot be read or they are of two jobs.
-    """
-    import json
-
-    from ds_dynatrain.cli import exact_runs
-
-    with saying("compare-exact"):
-        found = exact_runs.compared(one, other)
-    if as_json:
-        typer.echo(json.dumps(found.to_json(), indent=2))
-    else:
-        for line in found.lines():
-            typer.echo(line)
-    if not found.is_identical:
-        raise typer.Exit(REFUSED)
-
-
+for name, path in COMMANDS.items():
+    app.command(name)(named(path))
 app.command()(balance)
 
 checkpoint = typer.Typer(no_args_is_help=True, help="Look into universal checkpoints, prove them, convert them.")

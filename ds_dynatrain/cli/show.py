@@ -12,10 +12,11 @@ from rich.padding import Padding
 from rich.table import Table
 
 from ds_dynatrain.cli.configuration import JobReport
-from ds_dynatrain.cli.environment import Check, Environment
-from ds_dynatrain.cli.exact_machine import ExactMachine
+from ds_dynatrain.cli.environment import Environment
 from ds_dynatrain.cli.terminal import stdout_console
-from ds_dynatrain.support import TABLES, Finding, Verdict
+from ds_dynatrain.exact.machine import ExactMachine
+from ds_dynatrain.report.check import Check
+from ds_dynatrain.support import Finding, Verdict, all_tables
 from ds_dynatrain.support.markdown import markdown, note
 
 OFF = "off"
@@ -72,7 +73,7 @@ def json_report(environment: Environment, job: JobReport | None, rounding: Exact
 
 def whole_table() -> None:
     """Print every row, as the docs have them."""
-    print("\n\n".join(f"## {name}\n\n{markdown(name)}" for name in TABLES))
+    print("\n\n".join(f"## {name}\n\n{markdown(name)}" for name in all_tables()))
 
 
 def _rows(checks: Iterable[Check]) -> list[dict[str, Any]]:

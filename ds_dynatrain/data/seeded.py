@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ds_dynatrain.exact import sample_seed
+from ds_dynatrain.space.leaves import sample_seed
 
 
 class Sample(NamedTuple):

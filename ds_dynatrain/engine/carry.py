@@ -128,7 +128,7 @@ def settle_counters(engine: EngineCore, shared: dict[str, Any]) -> None:
         setattr(engine.deepspeed, name, shared["counters"][name])
     engine.deepspeed.micro_steps = shared["windows"] * engine.accumulation
     engine.host.take_scaling(shared["scaling"])
-    if shared.get("stream seed") is not None:  # a checkpoint of a job that was not exact has none
+    if shared.get("stream seed") is not None:  # a checkpoint of a job without leaves has none
         engine.stream_seed = shared["stream seed"]
     engine.host.forward_passes = shared["forward passes"]
 

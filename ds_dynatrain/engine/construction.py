@@ -132,13 +132,16 @@ class Construction:
 
 
 def _engine_in(world: World | None, groups: World, arguments: dict[str, Any]) -> DynatrainEngine:
-    """The engine of the class that the model needs.
+    """Return an engine of the class that the model needs, and extensions make of it.
 
     groups: of the world that is installed, which is a stand-in on an idle member.
     """
-    if is_pipeline(arguments["model"]):
-        return engine_around(DynatrainPipelineEngine, world=world, groups=groups, **arguments)
-    return engine_around(DynatrainEngine, world=world, mpu=groups.mpu, **arguments)
+    has_stages = is_pipeline(arguments["model"])
+    kind: type[DynatrainEngine] = DynatrainPipelineEngine if has_stages else DynatrainEngine
+    for extension in arguments["job"].extensions:
+        kind = extension.engine_class(kind)
+    given = {"groups": groups} if has_stages else {"mpu": groups.mpu}
+    return engine_around(kind, world=world, **given, **arguments)
 
 
 def _close(reference: weakref.ref[DynatrainEngine]) -> None:

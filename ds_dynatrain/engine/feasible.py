@@ -14,7 +14,7 @@ from ds_dynatrain.adapters.settings import BatchSizes
 from ds_dynatrain.data import BatchArithmetic, ColumnArithmetic, LeafArithmetic, uneven
 from ds_dynatrain.errors import DataError, LayoutError, SwitchRefused, UnsupportedError
 from ds_dynatrain.space import Layout, VirtualParameterSpace
-from ds_dynatrain.support import EXACT_STAGES, axes, usage
+from ds_dynatrain.support import axes
 
 Needs = Mapping[tuple[int, str], int]
 """(member, type of device) -> bytes that it allocates there."""
@@ -90,7 +90,7 @@ def check_batch(target: Layout, sizes: BatchSizes, module: nn.Module, has_stages
     """
     size = sizes.train_batch_size
     if sizes.in_leaves:
-        _check_leaves(target, sizes, has_stages)
+        _check_leaves(target, sizes)
         return
     if target.data > size:
         raise SwitchRefused(
@@ -123,18 +123,8 @@ def check_batch(target: Layout, sizes: BatchSizes, module: nn.Module, has_stages
     raise SwitchRefused(f"{cut} {gives}, and {why}", way_out)
 
 
-def _check_leaves(target: Layout, sizes: BatchSizes, has_stages: bool) -> None:
-    """SwitchRefused for a layout that an exact job cannot be in."""
-    row = usage("exact: a layout")
-    alike = Layout(data=target.data, zero_stage=target.zero_stage)
-    if has_stages:
-        alike = alike.replace(pipe=target.pipe, boundaries=target.boundaries)
-        if sizes.train_batch_size % sizes.micro_batch_size:
-            raise usage("exact: a smaller last leaf").refused(
-                f"train_batch_size {sizes.train_batch_size} in leaves of {sizes.micro_batch_size} samples"
-            )
-    if target != alike or target.zero_stage not in EXACT_STAGES:
-        raise row.refused(str(target))
+def _check_leaves(target: Layout, sizes: BatchSizes) -> None:
+    """Raise SwitchRefused for more data ranks than a global batch has leaves."""
     leaves = LeafArithmetic(sizes.train_batch_size, sizes.micro_batch_size, 1).leaves
     if target.data > leaves:
         raise SwitchRefused(

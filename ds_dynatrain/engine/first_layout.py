@@ -21,12 +21,19 @@ from ds_dynatrain.support import Target, refuse_layout
 
 
 def first_layout(
-    model: nn.Module, own: dict[str, Any], settings: DynatrainConfig, processes: int, mpu: Any, pipe: int, grows: bool
+    model: nn.Module,
+    own: dict[str, Any],
+    settings: DynatrainConfig,
+    processes: int,
+    mpu: Any,
+    pipe: int,
+    grows: bool,
+    in_leaves: bool,
 ) -> Layout:
     """Of a launch of so many processes; ConfigError if it has not enough of them, or they do not divide.
 
     model: with all its layers, if it was built in stages; pipe: how many. grows: whether members come and go, so that
-    however many there are may start; those that an exact job has no leaf for are idle.
+    however many there are may start. in_leaves: whether batches come in leaves; ranks without a leaf are idle then.
     """
     block = settings.layout
     named = set() if block is None else block.model_fields_set
@@ -41,7 +48,7 @@ def first_layout(
                 f"this launch; start a multiple of {wide} processes, or choose smaller sizes"
             )
         stage, data = (own.get("zero_optimization") or {}).get("stage", 0), processes // wide
-        if grows and settings.exact:
+        if grows and in_leaves:
             sizes = BatchSizes.of(own, data, in_leaves=True)
             data = min(data, LeafArithmetic(sizes.train_batch_size, sizes.micro_batch_size, 1).leaves)
         return Layout(data=data, pipe=pipe, sequence=sequence, expert=expert, tensor=tensor, zero_stage=stage)
@@ -64,6 +71,8 @@ def check_start(layout: Layout, model: nn.Module, shaper: Shaper, job: Job, proc
     try:
         feasible.check_combination(job.features, layout, processes)
         feasible.check_batch(layout, job.batch_sizes, shaper.whole(model), job.has_stages)
+        for extension in job.extensions:
+            extension.check_layout(layout, job.batch_sizes, job.has_stages)
         refuse_module(model, layout, job.user_config)
         refuse_layout(Target(job.user_config, layout))
     except SwitchRefused as refusal:

@@ -14,7 +14,6 @@ from torch import nn
 
 from ds_dynatrain.adapters.communicators import is_watched
 from ds_dynatrain.adapters.device import take_own
-from ds_dynatrain.adapters.exact_job import exact_config, machine, refuse_inexact_job, refuse_inexact_model
 from ds_dynatrain.adapters.forward import OptimizerForwarder
 from ds_dynatrain.adapters.incoming import Incoming
 from ds_dynatrain.adapters.kinds import features_of
@@ -45,9 +44,9 @@ from ds_dynatrain.engine.members.policy import rule_of
 from ds_dynatrain.engine.process import PROCESS, refuse_beside_plain, refuse_idle, refuse_module_of_another
 from ds_dynatrain.engine.profiled import cut_by_profile
 from ds_dynatrain.errors import ConfigError
+from ds_dynatrain.extension import Extension, made
 from ds_dynatrain.report import show_by_default
 from ds_dynatrain.support import usage
-from ds_dynatrain.support.checks import is_low
 
 DEFAULT_PORT = 29500
 """DeepSpeed's own default for `distributed_port`."""
@@ -105,12 +104,12 @@ def initialize(
     else:
         settings = settings.in_fixed_launch()
     refuse_unsupported(own, model, optimizer, mpu, mesh_param)
-    if settings.exact:
-        refuse_inexact_job(own, model, mpu)
-        _refuse_beside_exact(settings)
+    added = made(settings)
+    for extension in added:
+        extension.check_job(own, model, mpu)
     if isinstance(model_parameters, tuple):
         given["model_parameters"] = list(model_parameters)
-    engine = _joined(_Given(own, settings, given, on_idle, param_init_fn, mpu, model_factory), start)
+    engine = _joined(_Given(own, settings, given, on_idle, param_init_fn, mpu, model_factory, tuple(added)), start)
     loader = None if training_data is None else engine._training_loader(training_data, collate_fn)
     try:
         engine.resumed = first_state(engine._parts, engine._parts.checkpoints.load)
@@ -193,6 +192,7 @@ class _Given:
     param_init_fn: ParamInit | None
     mpu: Any
     model_factory: ModelFactory | None
+    extensions: tuple[Extension, ...]
 
 
 def _joined(given: _Given, start: dict[str, Any]) -> DynatrainEngine:
@@ -248,12 +248,6 @@ def _refuse_beside(
             )
 
 
-def _refuse_beside_exact(settings: DynatrainConfig) -> None:
-    """UnsupportedError for other keys of the block that were not tried in an exact job."""
-    if settings.balance is not None and settings.balance.measures:
-        raise usage("exact: a key of the dynatrain block").error("dynatrain.balance beside dynatrain.exact")
-
-
 def _build(given: _Given, place: WorkerPlace | None, early: Early | None) -> DynatrainEngine:
     """The engine on a working or on an idle member."""
     own, settings, arguments, mpu = given.own, given.settings, given.arguments, given.mpu
@@ -267,31 +261,34 @@ def _build(given: _Given, place: WorkerPlace | None, early: Early | None) -> Dyn
         entry.membership.refuse(settings, model)
         cut = cut_by_profile(own, settings, entry, said) if is_pipeline(model) else None
         owners = put_together(model, lists, lambda record: entry.exchange("stages", record))
-        if settings.exact:
-            refuse_inexact_model(own, model, mpu)
+        for extension in given.extensions:
+            extension.check_model(own, model, mpu)
+        in_leaves = any(extension.has_leaves for extension in given.extensions)
         if entry.record is not None:
             layout, sizes = of_running_job(entry.record, said)
         else:
-            layout = first_layout(model, own, settings, entry.size, mpu, pipe, grows=place is not None)
+            layout = first_layout(model, own, settings, entry.size, mpu, pipe, place is not None, in_leaves)
             refuse_beside_plain(layout, entry.size)
             refuse_module_of_another(model, layout)
             if PROCESS.engines:
                 refuse_idle(layout, entry.size)
                 refuse_stage_of_another(model, entry.mine)
-            sizes = BatchSizes.of(own, layout.data, settings.exact is not None)
+            sizes = BatchSizes.of(own, layout.data, in_leaves)
         zero = {**(own.get("zero_optimization") or {}), "stage": layout.zero_stage}
         own = {**own, "zero_optimization": zero}
-        if settings.exact:
-            own = exact_config(own)
+        for extension in given.extensions:
+            own = extension.deepspeed_config(own)
         features = features_of(model, own, mpu)
         shaper = shaper_of(model, own, entry.launch.member, lists, given.model_factory, owners, cut)
         values = {**owners, **shaper.owners}
         incoming = Incoming.look(model, entry.launch, given.param_init_fn, values, entry.joins)
         refuse_without_values(entry, incoming, early is not None and early.joins)
-        mine, rows = machine(is_low(own)) if settings.exact else {}, rows_of(entry, incoming)
+        rows, mine = rows_of(entry, incoming), dict[str, str]()
+        for extension in given.extensions:
+            mine |= extension.described(own)
         records = introduce(entry, rows, mine)
         seed = int((entry.record or records[0])["seed"])
-        parts = (settings, own, sizes, seed, features, rows, said, mine, given.on_idle)
+        parts = (settings, own, sizes, seed, features, rows, said, given.extensions, mine, given.on_idle)
         job = Job(*parts, entry.number)
         around = entry.context(records)
         return Construction(job, entry, around, layout, arguments, incoming, shaper).make()

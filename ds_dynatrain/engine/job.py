@@ -9,6 +9,7 @@ from typing import Any
 from ds_dynatrain.adapters.incoming import Row
 from ds_dynatrain.adapters.settings import BatchSizes
 from ds_dynatrain.config import DynatrainConfig
+from ds_dynatrain.extension import Extension
 from ds_dynatrain.support.axes import PIPELINE, ULYSSES, Features
 
 OnIdle = Callable[[Any], object]
@@ -20,7 +21,8 @@ class Job:
     """What is settled once for the whole job, the same on every process.
 
     features: what the model has in it. rows: its parameters, and described: the configuration, as every process has to
-    have them. machine: of an exact job, what every process has to have in common, by what it is. number: of this engine
+    have them. extensions: in the order in which their hooks are called; machine: what they want to be equal on every
+    process, by its name. number: of this engine
     among those that the process has made, from 1.
     """
 
@@ -31,6 +33,7 @@ class Job:
     features: Features
     rows: list[Row]
     described: dict[str, str]
+    extensions: tuple[Extension, ...]
     machine: dict[str, str]
     on_idle: OnIdle | None
     number: int = 1

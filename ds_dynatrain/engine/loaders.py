@@ -19,8 +19,7 @@ from ds_dynatrain.engine.members.discarded import Window
 from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.engine.switcher import Switcher
 from ds_dynatrain.errors import ConfigError, DataError
-from ds_dynatrain.exact import MicroStep
-from ds_dynatrain.support import usage
+from ds_dynatrain.space.leaves import MicroStep
 
 T = TypeVar("T")
 
@@ -140,8 +139,6 @@ class Loaders:
                 f"engine.micro_batch: a {type(one).__name__} is not one of a loader's windows(); write `for window in "
                 "loader.windows(): for one in window: with engine.micro_batch(one):`"
             )
-        if is_divided and self.engine.host.in_leaves:
-            raise usage("exact: a loss that is divided").error("engine.micro_batch(is_divided=True)")
         if not self.engine.is_discarded:
             if one.generation != self.generation:
                 raise DataError(

@@ -11,7 +11,6 @@ from typing import Any, TypeVar, cast
 import torch
 
 from ds_dynatrain.adapters import attributes
-from ds_dynatrain.adapters.exact_job import unchanged_buffers
 from ds_dynatrain.adapters.host_engine import COMPILE_BACKEND, NOTHING, TO_HOST, HostEngine
 from ds_dynatrain.adapters.module_state import buffers_kept
 from ds_dynatrain.adapters.shaper import Shaper
@@ -25,6 +24,7 @@ from ds_dynatrain.engine.members.discarded import needs_peers, plain
 from ds_dynatrain.engine.parts import EngineParts
 from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.errors import ConfigError, DataError
+from ds_dynatrain.extension import around
 from ds_dynatrain.report import logger
 from ds_dynatrain.space import Layout
 from ds_dynatrain.support import usage
@@ -65,6 +65,8 @@ class OverridingEngine(HostEngine):
         sizes = int(job.batch_sizes.train_batch_size), world is not None
         host = self._host = self._HOST(self, layout, shaper, *sizes, whole, in_leaves=job.batch_sizes.in_leaves)
         self._parts = EngineParts(host, job, context, layout, members, world)
+        for extension in job.extensions:
+            extension.attach(self)
         super().__init__(**arguments)
 
     def turn(self) -> AbstractContextManager[None]:
@@ -102,26 +104,16 @@ class OverridingEngine(HostEngine):
         return output if parts.is_discarded else PROCESS.membership.returned(parts, output)
 
     def _forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        with self._parts.timed_pass(is_backward=False):
-            return self._forward_of_slot(*inputs, **kwargs)
-
-    def _forward_of_slot(self, *inputs: Any, **kwargs: Any) -> Any:
-        output = self._forward_without_trace(*inputs, **kwargs)
-        if self._parts.exact is not None:
-            self._parts.exact.note_loss(output)
+        """Run DeepSpeed's forward pass between the hooks of the extensions."""
+        parts, module = self._parts, self.module
+        attributes.note(module)
+        leaves_no_trace = self._host.slot_is_borrowed and any(part.training for part in module.modules())
+        kept = buffers_kept(module) if leaves_no_trace else nullcontext()
+        with parts.timed_pass(is_backward=False), kept, around(each.around_forward() for each in parts.extensions):
+            output = super().forward(*inputs, **kwargs)
+        for extension in parts.extensions:
+            extension.after_forward(output)
         return output
-
-    def _forward_without_trace(self, *inputs: Any, **kwargs: Any) -> Any:
-        attributes.note(self.module)
-        if not (self._host.slot_is_borrowed and any(part.training for part in self.module.modules())):
-            return self._forward_watched(*inputs, **kwargs)
-        with buffers_kept(self.module):
-            return self._forward_watched(*inputs, **kwargs)
-
-    def _forward_watched(self, *inputs: Any, **kwargs: Any) -> Any:
-        watched = unchanged_buffers(self.module) if self._host.in_leaves and self.module.training else nullcontext()
-        with watched:
-            return super().forward(*inputs, **kwargs)
 
     @in_turn
     def backward(
@@ -130,16 +122,16 @@ class OverridingEngine(HostEngine):
         """DeepSpeed's; see `HostEngine.backward`. In a global batch that is discarded it does nothing."""
         if self._parts.is_discarded:
             return loss
-        loss, run = plain(loss), super().backward
+        loss, run, parts = plain(loss), super().backward, self._parts
 
         def backward() -> torch.Tensor:
-            with self._parts.timed_pass(is_backward=True):
+            with parts.timed_pass(is_backward=True), around(each.around_backward() for each in parts.extensions):
                 made: torch.Tensor = run(loss, retain_graph, scale_wrt_gas, tokens=tokens)
-            if self._parts.exact is not None:
-                self._parts.exact.note_loss(loss)
+            for extension in parts.extensions:
+                extension.after_backward(loss)
             return made
 
-        return PROCESS.membership.surviving(self._parts, backward, lambda: loss)
+        return PROCESS.membership.surviving(parts, backward, lambda: loss)
 
     def _backward_prologue(self) -> None:
         """DeepSpeed's, where any backward pass begins, also one of `loss.backward()`."""
@@ -204,8 +196,8 @@ class OverridingEngine(HostEngine):
         parts.switcher.note_step()
         if parts.open_batch.samples is not None:
             self.global_samples = samples + parts.open_batch.samples
-        if parts.exact is not None:
-            parts.exact.close_batch()
+        for extension in parts.extensions:
+            extension.after_batch()
         parts.forget_batch()
 
     @in_turn
@@ -220,8 +212,6 @@ class OverridingEngine(HostEngine):
 
         UnsupportedError for a schedule of DeepCompile and for compiled autograd.
         """
-        if self._parts is not None and self._host.in_leaves:
-            raise usage("exact: torch.compile").error("engine.compile")
         if schedule is not None:
             raise usage("DeepCompile").error("engine.compile(schedule=...)")
         if compiled_autograd_enabled:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ds_dynatrain.adapters.worlds import drop
 from ds_dynatrain.engine.attempts import Attempts
@@ -16,7 +16,6 @@ from ds_dynatrain.engine.checkpoints.calls import Checkpoints
 from ds_dynatrain.engine.checkpoints.fallback import Fallback
 from ds_dynatrain.engine.checkpoints.saving import Saver
 from ds_dynatrain.engine.core import EngineCore
-from ds_dynatrain.engine.exact_steps import ExactSteps
 from ds_dynatrain.engine.groups import OwnGroups
 from ds_dynatrain.engine.liveness import Heartbeat
 from ds_dynatrain.engine.loaders import Loaders
@@ -25,6 +24,7 @@ from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.engine.switcher import Switcher
 from ds_dynatrain.engine.targets import Targets
 from ds_dynatrain.engine.transaction.session import Session
+from ds_dynatrain.extension import Extension, around
 
 if TYPE_CHECKING:
     from ds_dynatrain.engine.balancer import Balancer
@@ -49,8 +49,6 @@ class EngineParts(EngineCore):
     """None where they are off."""
     balancer: Balancer | None = None
     """None where nothing is measured; nothing of it is imported then."""
-    exact: ExactSteps | None = None
-    """None in a job that is not."""
 
     def __post_init__(self) -> None:
         self.stream_seed = self.job.job_seed
@@ -62,8 +60,6 @@ class EngineParts(EngineCore):
         self.loaders = Loaders(self, self.switcher, self.window)
         self.checkpoints = Checkpoints(self, self.switcher, self.saver, self.window)
         self.own_groups = OwnGroups(self.settings)
-        if self.settings.exact is not None:
-            self.exact = ExactSteps(self, self.settings.exact.digest_every_steps)
         if self.settings.buddies.are_on:
             self.buddies = Buddies(self, lambda: [one.buddies for one in open_engines() if one.buddies is not None])
         if self.settings.balance is not None and self.settings.balance.measures:
@@ -71,6 +67,15 @@ class EngineParts(EngineCore):
 
             self.balancer = balancer = Balancer(self, self.settings.balance, self.switcher, self.attempts)
             self.targets.measured = lambda: balancer.profile
+
+    @property
+    def extensions(self) -> tuple[Extension, ...]:
+        """The extensions of this engine, in the order in which their hooks are called."""
+        return self.job.extensions
+
+    def extension(self, name: str) -> Any:
+        """Return the extension of this name; None if the job has none."""
+        return next((each for each in self.extensions if each.name == name), None)
 
     @property
     def others(self) -> list[EngineParts]:
@@ -101,7 +106,7 @@ class EngineParts(EngineCore):
         """In it the optimizer makes its step, and buddies that replay steps make it, too."""
         watched = nullcontext() if self.buddies is None else self.buddies.watched_step()
         timed = nullcontext() if self.balancer is None else self.balancer.timed_update()
-        with watched, timed:
+        with watched, timed, around(each.around_update() for each in self.extensions):
             yield
 
     def timed_step(self) -> AbstractContextManager[None]:
@@ -120,16 +125,16 @@ class EngineParts(EngineCore):
             self.buddies.finish_step()
         if self.balancer is not None:
             self.balancer.finish_step()
-        if self.exact is not None:
-            self.exact.finish_step()
+        for extension in self.extensions:
+            extension.after_step()
         if self.is_in_doubt and self.layout.zero_stage == 0:  # replicas: whoever lives goes on with what it has
             self.agree()
 
     def forget_batch(self) -> None:
         """No global batch is open, whatever was."""
         super().forget_batch()
-        if self.exact is not None:
-            self.exact.forget_batch()
+        for extension in self.extensions:
+            extension.on_batch_forgotten()
 
     # ---- when a world is aborted -------------------------------------------------------------------------------------
 

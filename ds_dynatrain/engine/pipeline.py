@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader
 
-from ds_dynatrain.adapters.exact_pipeline import LeafPass
 from ds_dynatrain.adapters.pipeline_host import PipelineHostEngine
-from ds_dynatrain.data import EvaluationLoader, Leaf, Pass, TrainLoader
-from ds_dynatrain.engine import streams
+from ds_dynatrain.data import EvaluationLoader, Pass, TrainLoader
 from ds_dynatrain.engine.engine import DynatrainEngine
 from ds_dynatrain.engine.feed import Feed, feed_of, places_of
 from ds_dynatrain.engine.overrides import OverridingEngine, in_turn
 from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.errors import DataError
-from ds_dynatrain.exact import MicroStep
-from ds_dynatrain.support import usage
+from ds_dynatrain.extension import around
 
 
 class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
@@ -45,30 +41,20 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
         samples = self._reach_boundary()
         self._read = cast("Feed", self._feed), int(self.global_steps)
         before = int(self.global_samples)
-        super().set_dataiterator(samples)
-        with self._parts.timed_step(), self._leaves_of(samples):
-            loss: torch.Tensor = super().train_batch()
+        with self._parts.timed_step(), around(each.around_batch() for each in self._parts.extensions):
+            loss = self._train_samples(samples)
         if isinstance(samples, Pass) and not self._host.reads_data:
             samples.skip()
-        if self._parts.exact is not None and self.is_last_stage():
-            self._parts.exact.note_losses(cast("list[torch.Tensor]", self.fwd_outputs))
         self.micro_steps += self._parts.accumulation
         self._end_window(before)
         self._parts.finish_step()
         return loss
 
-    def _leaves_of(self, samples: Iterator[Any]) -> AbstractContextManager[None]:
-        """Around a global batch that is read from `samples`: in an exact job, its leaves."""
-        if not self._host.in_leaves:
-            return nullcontext()
-        if not isinstance(samples, Pass):
-            raise usage("exact: a micro-batch that is no leaf").error(f"train_batch reads a {type(samples).__name__}")
-        batch, seed, step = self.batch, self._parts.stream_seed, int(self.global_steps)
-        dealt = cast("tuple[Leaf, ...]", batch.deal(batch.train_batch_size).rank(self.data_rank))
-        passes = [
-            LeafPass(leaf.number, leaf.weight, MicroStep(leaf.micro_step, batch.data, leaf.leaves)) for leaf in dealt
-        ]
-        return self._training_leaves(passes, lambda leaf, layer: streams.begin_leaf(seed, step, leaf, layer))
+    def _train_samples(self, samples: Iterator[Any]) -> torch.Tensor:
+        """Train a global batch that is read from `samples`, in DeepSpeed's `train_batch`."""
+        super().set_dataiterator(samples)
+        loss: torch.Tensor = super().train_batch()
+        return loss
 
     def _take_model_step(self, *arguments: Any) -> None:
         """DeepSpeed's, once all know the loss: a step that is made without somebody who is dead has one, too."""

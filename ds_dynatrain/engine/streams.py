@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from ds_dynatrain.adapters.rng import further_streams, is_of_tensor_index, restore_further_streams, seeded_stream
-from ds_dynatrain.exact import leaf_seed
 from ds_dynatrain.space import Layout
+from ds_dynatrain.space.leaves import leaf_seed
 
 Streams = dict[str, Any]
 """Name of a generator -> its state as plain JSON."""

@@ -93,6 +93,8 @@ class Targets:
         feasible.check_batch(
             target, engine.job.batch_sizes, engine.host.shaper.whole(engine.host.module), engine.job.has_stages
         )
+        for extension in engine.job.extensions:
+            extension.check_layout(target, engine.job.batch_sizes, engine.job.has_stages)
         self.check_features(target, processes)
 
     def check_late(self, target: Layout) -> None:

@@ -1,22 +1,11 @@
-"""Arithmetic whose results do not depend on how many ranks do it: sums, norms, and seeds of random streams.
+"""Jobs whose losses, gradient norms, weights and moments have the same bits in any world: `"exact": true`.
 
-`sums` is the one order in which leaves of a global batch are added, `squares` a sum of squares that has no order,
-`seeds` what generators are set to. Nothing here knows of ranks, messages or DeepSpeed.
+| file | |
+|---|---|
+| `extension` | what the engine calls: checks, hooks, and the engine classes of `adapters` |
+| `adapters/` | DeepSpeed's engines with gradients that are added leaf by leaf |
+| `sums`, `squares` | arithmetic without an order: leaves added in pairs, a sum of squares in integers |
+| `steps`, `records`, `difference` | what each step had, in bits; its lines in the report file; two runs compared |
+| `rows` | what was tried, and what is refused |
+| `machine`, `trial`, `runs` | `ds-dynatrain doctor --exact` and `compare-exact` |
 """
-
-from ds_dynatrain.exact.seeds import leaf_seed, sample_seed
-from ds_dynatrain.exact.squares import Grid, largest, square_sums
-from ds_dynatrain.exact.sums import MicroStep, level_of, levels_of, pairwise_sum, rest_of
-
-__all__ = [
-    "Grid",
-    "MicroStep",
-    "largest",
-    "leaf_seed",
-    "level_of",
-    "levels_of",
-    "pairwise_sum",
-    "rest_of",
-    "sample_seed",
-    "square_sums",
-]

@@ -11,7 +11,6 @@ left is added, the newest first. Who adds, and when, makes no difference: the pa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 
 def level_of(leaf: int) -> int:
@@ -41,17 +40,3 @@ def pairwise_sum(leaves: Sequence[float]) -> float:
     for level in rest_of(len(leaves)):
         found = partial[level] if found is None else partial[level] + found
     return (found or 0.0) + 0.0
-
-
-@dataclass(frozen=True)
-class MicroStep:
-    """One micro-step of a global batch: data rank r of `data` has leaf number * data + r, or none behind `leaves`."""
-
-    number: int
-    data: int
-    leaves: int
-
-    def own(self) -> range:
-        """The leaves that are trained in it, by rank; who is behind the last one has none."""
-        first = self.number * self.data
-        return range(first, max(first, min(first + self.data, self.leaves)))

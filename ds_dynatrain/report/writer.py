@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from ds_dynatrain.report.event import SwitchEvent
-from ds_dynatrain.report.exact import JOB, STEP, ExactJob, ExactStep
 
 _LATER = {"recompile": "recompile_ms", "gain": "measured_gain"}
 """What is known of an event only after it was written, by the kind of the line that says it."""
@@ -27,9 +26,9 @@ class EventWriter:
         """Append one event; it is in the file when this returns. Raises `OSError` where that fails."""
         self._append(event.to_json())
 
-    def write_exact(self, record: ExactJob | ExactStep) -> None:
-        """Append what an exact job is, or what one of its steps had; `report.exact.read_exact` reads it."""
-        self._append(record.to_json())
+    def write_line(self, line: str) -> None:
+        """Append a line of an extension's own: JSON whose "event" is none of ours."""
+        self._append(line)
 
     def write_recompile(self, event: SwitchEvent) -> None:
         """Append what is known of an event only after the next step: `{"event": "recompile", ...}`."""
@@ -52,22 +51,23 @@ class EventWriter:
 def read_events(path: str | Path) -> list[SwitchEvent]:
     """Return the events of a file in the order in which they were written; raises `ValueError` with the bad line.
 
-    A line of what became known later goes into the event that it is about; those of exact jobs are passed over.
+    A line of what became known later goes into the event that it is about; lines of extensions are passed over.
     """
     events: list[SwitchEvent] = []
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
         try:
-            if not _is_exact(line) and not _add_later(line, events):
+            if not _is_anothers(line) and not _add_later(line, events):
                 events.append(SwitchEvent.from_json(line))
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from error
     return events
 
 
-def _is_exact(line: str) -> bool:
-    """Whether the line is one of an exact job."""
+def _is_anothers(line: str) -> bool:
+    """Return whether an extension has written the line."""
     record = json.loads(line)
-    return isinstance(record, dict) and record.get("event") in (JOB, STEP)
+    event = record.get("event") if isinstance(record, dict) else None
+    return isinstance(event, str) and event not in ("switch", *_LATER)
 
 
 def _add_later(line: str, events: list[SwitchEvent]) -> bool:

@@ -8,30 +8,27 @@ that changes its verdict changes its row. `docs/support-*.md` are made from them
 | `general` | batches, reports, checkpoints, what DeepSpeed has removed |
 | `optimizers`, `precision`, `zero`, `features` | their sections of the configuration |
 | `usage` | what users do around the configuration |
-| `exact` | the same bits in any world: what was tried, and what is refused |
 | `checks` | conditions of rows on more than one key, or on the layout |
 | `axes` | rules on the combinations of axes and stages, of `docs/feasibility.md` |
 | `proved` | not rows: what ran on which accelerator |
 | `row`, `tables`, `walk` | a row; all of them; a configuration against them |
 """
 
-from ds_dynatrain.support.exact import EXACT_STAGES, refuse_inexact
 from ds_dynatrain.support.row import Refusal, Row, Target, Verdict
-from ds_dynatrain.support.tables import CONFIG_TABLES, TABLES, usage
+from ds_dynatrain.support.tables import CONFIG_TABLES, TABLES, all_tables, usage
 from ds_dynatrain.support.walk import Finding, examine, refuse_config, refuse_layout, row_of
 
 __all__ = [
     "CONFIG_TABLES",
-    "EXACT_STAGES",
     "TABLES",
     "Finding",
     "Refusal",
     "Row",
     "Target",
     "Verdict",
+    "all_tables",
     "examine",
     "refuse_config",
-    "refuse_inexact",
     "refuse_layout",
     "row_of",
     "usage",

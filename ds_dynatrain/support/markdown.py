@@ -16,14 +16,14 @@ from pathlib import Path
 from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.support import proved
 from ds_dynatrain.support.row import NOT_TRIED, OFF, REMOVE, Row, Verdict
-from ds_dynatrain.support.tables import CONFIG_TABLES, TABLES
+from ds_dynatrain.support.tables import CONFIG_TABLES, all_tables
 
 _MARKED = re.compile(r"<!-- table: (?P<name>[\w ]+) -->\n.*?<!-- end -->", re.DOTALL)
 
 
 def markdown(name: str) -> str:
     """One table; neighbouring rows that say the same share a line."""
-    lines = [_line(name, list(same)) for _, same in itertools.groupby(TABLES[name], _what_is_said)]
+    lines = [_line(name, list(same)) for _, same in itertools.groupby(all_tables()[name], _what_is_said)]
     head = "what" if name not in CONFIG_TABLES else "key"
     return "\n".join([f"| {head} | | why, and what to do |", "|---|---|---|", *lines])
 
@@ -31,7 +31,7 @@ def markdown(name: str) -> str:
 def filled(pages: Sequence[str]) -> list[str]:
     """Pages with all tables anew; ConfigError unless each table stands once on all of them together."""
     there = [found["name"] for page in pages for found in _MARKED.finditer(page)]
-    wrong = sorted(set(there) ^ set(TABLES)) or [name for name in there if there.count(name) > 1]
+    wrong = sorted(set(there) ^ set(all_tables())) or [name for name in there if there.count(name) > 1]
     if wrong:
         raise ConfigError(
             f"docs/support-*.md have these tables not once: {', '.join(wrong)}; give all pages, with the marks of "

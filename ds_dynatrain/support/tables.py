@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ds_dynatrain import extension
 from ds_dynatrain.support.features import FEATURES, PARALLELISM
 from ds_dynatrain.support.general import BATCHES, CHECKPOINTS, REMOVED, REPORTS
 from ds_dynatrain.support.optimizers import OPTIMIZERS, SCHEDULERS
@@ -27,7 +28,7 @@ CONFIG_TABLES: Mapping[str, tuple[Row, ...]] = {
 }
 """Keys of DeepSpeed's configuration."""
 TABLES: Mapping[str, tuple[Row, ...]] = {**CONFIG_TABLES, "usage": USAGE}
-"""Every row, under the name that the docs use for its table."""
+"""Every row but those of extensions, under the name that the docs use for its table."""
 
 
 def _by_key(tables: Mapping[str, tuple[Row, ...]]) -> dict[str, tuple[Row, ...]]:
@@ -41,6 +42,11 @@ def _by_key(tables: Mapping[str, tuple[Row, ...]]) -> dict[str, tuple[Row, ...]]
 CONFIG_ROWS: Mapping[str, tuple[Row, ...]] = _by_key(CONFIG_TABLES)
 """The rows of each key of the configuration."""
 _USAGE = {row.key: row for row in USAGE}
+
+
+def all_tables() -> dict[str, tuple[Row, ...]]:
+    """Return every row, of extensions too, under the name of its table; for documentation."""
+    return {**TABLES, **extension.rows()}
 
 
 def usage(name: str) -> Row:

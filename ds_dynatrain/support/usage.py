@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ds_dynatrain.support.exact import EXACT
 from ds_dynatrain.support.pipelines import PIPELINES
 from ds_dynatrain.support.row import Row, Verdict
 
@@ -59,7 +58,6 @@ USAGE = (
         "choose a stage from 1 to 3, or leave offload_optimizer out",
         "a_cpu_optimizer_at_stage_0",
     ),
-    *EXACT,
     *PIPELINES,
     _works(
         "mpu for sequence parallelism",

@@ -18,11 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from ds_dynatrain.adapters import exact, exact_lines
-from ds_dynatrain.adapters.exact import LeafSums
-from ds_dynatrain.adapters.exact_lines import lines_of
 from ds_dynatrain.errors import UnsupportedError
-from ds_dynatrain.exact import MicroStep
+from ds_dynatrain.exact.adapters import lines as lines_file
+from ds_dynatrain.exact.adapters import sums as sums_file
+from ds_dynatrain.exact.adapters.lines import lines_of
+from ds_dynatrain.exact.adapters.sums import LeafSums
+from ds_dynatrain.space.leaves import MicroStep
 
 
 class Net:
@@ -65,7 +66,7 @@ class Net:
             self.place.rank = rank
             return work(rank)
 
-        with patch.object(exact, "dist", self), patch.object(exact_lines, "dist", self):
+        with patch.object(sums_file, "dist", self), patch.object(lines_file, "dist", self):
             with ThreadPoolExecutor(self.size) as pool:
                 return list(pool.map(there, range(self.size)))
 
@@ -162,7 +163,7 @@ def trained(sizes: list[list[int]], leaves: Leaves, data: int, stage: int, bucke
                 assert all(held.grad is None for held in flat)
         lines = lines_of(zero, {})
         assert lines is not None
-        norm = exact.global_norm(zero, lines)
+        norm = sums_file.global_norm(zero, lines)
         return {key: [part.clone() for part in parts] for key, parts in zero.averaged_gradients.items()}, norm
 
     found = net.run(rank)
@@ -204,7 +205,7 @@ def test_any_world_and_stage_has_the_tree(
         for row in leaves
     ]
     wanted = [tree([row[place] for row in filled]) + 0.0 for place in range(len(flat))]
-    with patch.object(exact_lines, "LEAST_CHUNK", 1):
+    with patch.object(lines_file, "LEAST_CHUNK", 1):
         found, norm = trained(sizes, leaves, data, stage, bucket, gap)
     for mine, theirs in zip(found, wanted, strict=True):
         assert mine.numpy().tobytes() == theirs.numpy().tobytes()
@@ -242,7 +243,7 @@ def test_memory_is_that_of_the_parts() -> None:
         assert len(held) == 4 and {level.numel() for level in held} == {size // 4}
         assert sums._receive.numel() <= size // 4 and sums._send.numel() <= size // 4
 
-    with patch.object(exact_lines, "LEAST_CHUNK", 1):
+    with patch.object(lines_file, "LEAST_CHUNK", 1):
         net.run(rank)
 
 

@@ -26,11 +26,21 @@ from ds_dynatrain.engine import initialize
 from ds_dynatrain.engine.engine import DynatrainEngine
 from ds_dynatrain.errors import SwitchRefused, UnsupportedError
 from ds_dynatrain.space import Layout
-from ds_dynatrain.support import CONFIG_TABLES, TABLES, Refusal, Row, Target, Verdict, examine, refuse_layout, row_of
+from ds_dynatrain.support import (
+    CONFIG_TABLES,
+    Refusal,
+    Row,
+    Target,
+    Verdict,
+    all_tables,
+    examine,
+    refuse_layout,
+    row_of,
+)
 from ds_dynatrain.support import walk as walk_module
 from ds_dynatrain.support.checks import needs_offload
 
-ROWS = [row for rows in TABLES.values() for row in rows]
+ROWS = [row for rows in all_tables().values() for row in rows]
 CONFIG_ROWS = [row for rows in CONFIG_TABLES.values() for row in rows]
 ROOT = Path(__file__).parents[2]
 ASKED: dict[str, Any] = {
@@ -140,7 +150,7 @@ def test_a_proof_is_there(row: Row) -> None:
 
 
 def test_usages_have_proofs() -> None:
-    assert [row.name for row in TABLES["usage"] if "::" not in row.proof] == []
+    assert [row.name for row in all_tables()["usage"] if "::" not in row.proof] == []
 
 
 @pytest.mark.parametrize("row", [row for row in CONFIG_ROWS if row.verdict is Verdict.AT_START], ids=lambda r: r.name)

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from ds_dynatrain.cli.main import app
+from ds_dynatrain.exact.records import ExactJob, ExactStep, read_exact
 from ds_dynatrain.report import EventWriter
-from ds_dynatrain.report.exact import ExactJob, ExactStep, read_exact
 
 KINDS = ("exp_avg", "master", "weight")
 JOB = ExactJob(seed=7, batch_size=5, leaf_size=2, kinds=KINDS, tensors=(("in.bias", (2,)), ("out.weight", (3, 2))))
@@ -32,9 +32,9 @@ def step(number: int, **more: Any) -> ExactStep:
 
 def written(path: Path, steps: Iterable[ExactStep], job: ExactJob = JOB) -> Path:
     writer = EventWriter(path)
-    writer.write_exact(job)
+    writer.write_line(job.to_json())
     for each in steps:
-        writer.write_exact(each)
+        writer.write_line(each.to_json())
     return path
 
 
@@ -59,7 +59,7 @@ def test_what_was_written_is_read(sound: Path) -> None:
     found = read_exact(sound)
     assert (found.job, list(found.steps.values())) == (JOB, [step(number) for number in range(1, 6)])
     odd = step(6, norm=float("inf"), losses=(float("nan"), None, -0.0), state={})
-    EventWriter(sound).write_exact(odd)
+    EventWriter(sound).write_line(odd.to_json())
     assert read_exact(sound).steps[6].digest == odd.digest
 
 

@@ -15,11 +15,13 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from ds_dynatrain.adapters import exact_job, exact_trial, torch_versions, versions
+from ds_dynatrain.adapters import torch_versions, versions
 from ds_dynatrain.cli import environment
 from ds_dynatrain.cli.main import app
 from ds_dynatrain.exact import squares
-from ds_dynatrain.support import TABLES
+from ds_dynatrain.exact import trial as kernels
+from ds_dynatrain.exact.adapters import refusals
+from ds_dynatrain.support import all_tables
 from ds_dynatrain.support import walk as walk_module
 from ds_dynatrain.support.row import Refusal, Row, Target, Verdict
 from ds_dynatrain.transfer import weighing
@@ -317,7 +319,7 @@ def test_lock_files_of_newer_torch_hold_nobody_up(tmp_path: Path, monkeypatch: p
 def test_the_whole_table() -> None:
     result = doctor("--table")
     assert result.exit_code == 0
-    assert all(f"## {name}\n" in result.stdout for name in TABLES)
+    assert all(f"## {name}\n" in result.stdout for name in all_tables())
 
 
 # ---- exact jobs ------------------------------------------------------------------------------------------------------
@@ -335,8 +337,8 @@ def rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is set; as MKL reads it when Python starts, what kernels do is another matter here."""
     monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    trial = exact_trial.Trial((), "0123456789abcdef")
-    monkeypatch.setattr(exact_trial, "try_kernels", lambda: trial)
+    trial = kernels.Trial((), "0123456789abcdef")
+    monkeypatch.setattr(kernels, "try_kernels", lambda: trial)
 
 
 def exact_checks(*arguments: object) -> dict[str, dict[str, Any]]:
@@ -353,7 +355,7 @@ def test_an_exact_job() -> None:
     assert result.exit_code == 0, result.output
     assert result.stdout.splitlines()[-2:] == ["a job would start", "it would be exact"]
     said = json.loads(doctor("--exact", "--json").stdout)["exact"]
-    assert (said["machine"], said["bits"]) == (exact_job.machine(), "0123456789abcdef")
+    assert (said["machine"], said["bits"]) == (refusals.machine(), "0123456789abcdef")
     assert set(said["machine"]) <= set(exact_checks())
     assert "exact" not in doctor().stdout and json.loads(doctor("--json").stdout)["exact"] is None
 
@@ -372,7 +374,7 @@ def test_what_is_not_set(monkeypatch: pytest.MonkeyPatch, name: str, words: str)
 
 @pytest.mark.usefixtures("rounding")
 def test_kernels_and_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exact_trial, "try_kernels", lambda: exact_trial.Trial(("products",), ""))
+    monkeypatch.setattr(kernels, "try_kernels", lambda: kernels.Trial(("products",), ""))
     check = exact_checks()["kernels"]
     assert not check["ok"] and check["note"].startswith("products: other bits where operands lie elsewhere")
     monkeypatch.setattr(squares, "in_numpy", lambda *arguments: (0, 0))
@@ -389,12 +391,12 @@ def test_kernels_are_tried() -> None:
         yield torch.ones(3)
 
     def moving(place: int) -> Iterator[torch.Tensor]:
-        yield torch.tensor([float(place == exact_trial.PLACES[-1])])
+        yield torch.tensor([float(place == kernels.PLACES[-1])])
 
-    one, other = (exact_trial.try_kernels({"still": still, **more}) for more in ({}, {"moving": moving}))
+    one, other = (kernels.try_kernels({"still": still, **more}) for more in ({}, {"moving": moving}))
     assert (one.moving, other.moving) == ((), ("moving",)) and one.bits != other.bits
-    assert exact_trial.try_kernels().bits == exact_trial.try_kernels().bits
-    assert {"functions", "updates"}.isdisjoint(exact_trial.try_kernels().moving)
+    assert kernels.try_kernels().bits == kernels.try_kernels().bits
+    assert {"functions", "updates"}.isdisjoint(kernels.try_kernels().moving)
 
 
 @pytest.mark.usefixtures("rounding")

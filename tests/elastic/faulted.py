@@ -24,8 +24,6 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import stage3, stage_1_and_2
 
-from ds_dynatrain.adapters import exact
-from ds_dynatrain.adapters.exact import LeafSums
 from ds_dynatrain.adapters.pipeline_host import PipelineHostEngine
 from ds_dynatrain.engine import construction
 from ds_dynatrain.engine.agreement import Proposal
@@ -42,6 +40,8 @@ from ds_dynatrain.engine.preparation import Preparation
 from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.engine.transaction.late import LateTransaction
 from ds_dynatrain.engine.transaction.switch import Transaction
+from ds_dynatrain.exact.adapters import sums as exact
+from ds_dynatrain.exact.adapters.sums import LeafSums
 from ds_dynatrain.space import MASTER
 from tests.engine.models import Sequences
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from ds_dynatrain.engine.exact_steps import ExactSteps
+from ds_dynatrain.exact.difference import Comparison, compare
+from ds_dynatrain.exact.records import ExactRun, read_exact
+from ds_dynatrain.exact.steps import ExactSteps
 from ds_dynatrain.report import read_events
-from ds_dynatrain.report.difference import Comparison, compare
-from ds_dynatrain.report.exact import ExactRun, read_exact
 from ds_dynatrain.space import Layout
 from tests.engine import exact_pipelines, exactly, jobs
 from tests.engine.exactly import NOT_ON_DEVICE, Bits, together

@@ -14,13 +14,14 @@ import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
 
-from ds_dynatrain.adapters.exact_job import refuse_inexact_job
-from ds_dynatrain.adapters.exact_pipeline import as_sent
-from ds_dynatrain.adapters.exact_uses import StageLines, Uses
 from ds_dynatrain.adapters.settings import BatchSizes
+from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.engine import streams
-from ds_dynatrain.engine.feasible import check_batch
 from ds_dynatrain.errors import SwitchRefused, UnsupportedError
+from ds_dynatrain.exact.adapters.pipeline import as_sent
+from ds_dynatrain.exact.adapters.refusals import refuse_inexact_job
+from ds_dynatrain.exact.adapters.tied import StageLines, Uses
+from ds_dynatrain.exact.extension import Exact
 from ds_dynatrain.space import Layout
 from tests.engine import exact_pipelines, jobs
 from tests.engine.exact_pipelines import LEAVES, SAMPLES
@@ -227,13 +228,14 @@ def test_a_loop_of_ones_own(pool: RankPool) -> None:
 
 
 def test_a_smaller_last_leaf() -> None:
+    exact = Exact(DynatrainConfig(exact=True))
     with pytest.raises(SwitchRefused, match=r"train_batch_size 13 in leaves of 2 samples: .*divides$"):
-        check_batch(layout(2, 2), BatchSizes(13, 2, True), nn.Linear(2, 2), has_stages=True)
+        exact.check_layout(layout(2, 2), BatchSizes(13, 2, True), True)
     for world in (layout(2, 2), CUT):
-        check_batch(world, BatchSizes(SAMPLES, 2, True), nn.Linear(2, 2), has_stages=True)
+        exact.check_layout(world, BatchSizes(SAMPLES, 2, True), True)
     for other in (layout(2, 1, 0), Layout(data=2, pipe=2, expert=2, zero_stage=1)):
         with pytest.raises(SwitchRefused, match="or pipelines at ZeRO stage 1; leave expert"):
-            check_batch(other, BatchSizes(SAMPLES, 2, True), nn.Linear(2, 2), has_stages=True)
+            exact.check_layout(other, BatchSizes(SAMPLES, 2, True), True)
 
 
 def test_several_gradients() -> None:

@@ -9,18 +9,21 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 import ds_dynatrain
-from ds_dynatrain.adapters import exact, exact_graph, exact_job, versions
-from ds_dynatrain.adapters.exact_job import refuse_inexact_job, refuse_inexact_optimizer, unchanged_buffers
+from ds_dynatrain.adapters import versions
 from ds_dynatrain.adapters.settings import BatchSizes
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.engine import streams
 from ds_dynatrain.engine.feasible import check_batch
 from ds_dynatrain.engine.first_layout import first_layout
-from ds_dynatrain.engine.initialize import _refuse_beside_exact
 from ds_dynatrain.errors import ConfigError, SwitchRefused, UnsupportedError
+from ds_dynatrain.exact.adapters import graph, refusals
+from ds_dynatrain.exact.adapters import sums as sums_of
+from ds_dynatrain.exact.adapters.refusals import refuse_inexact_job, refuse_inexact_optimizer, unchanged_buffers
+from ds_dynatrain.exact.extension import Exact
 from ds_dynatrain.space import Layout
 from tests.engine import exactly, jobs
 from tests.engine.exactly import NOT_ON_DEVICE, Bits, differences, together
@@ -28,6 +31,7 @@ from tests.engine.models import small_gpt
 from tests.engine.pool import RankPool
 
 ZERO = {"stage": 1}
+SIZES = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}
 
 
 @pytest.fixture(autouse=True)
@@ -68,15 +72,20 @@ def test_what_is_off_or_tried_passes() -> None:
 
 def test_a_key_of_the_block() -> None:
     with pytest.raises(UnsupportedError, match=r"dynatrain.balance beside dynatrain.exact: it was not tried"):
-        _refuse_beside_exact(DynatrainConfig.model_validate({"exact": True, "balance": {"mode": "advise"}}))
-    for more in ({"balance": {"mode": "off"}}, {"late": True}, {"buddies": {"mode": "replay"}}):
-        _refuse_beside_exact(DynatrainConfig.model_validate({"exact": True, **more}))
+        check_job({"balance": {"mode": "advise"}})
+    for more in ({"balance": {"mode": "off"}}, {"late": True}, {"buddies": {"mode": "copy"}}):
+        check_job(more)
+
+
+def check_job(block: dict[str, Any], sizes: dict[str, int] = SIZES) -> None:
+    extension = Exact(DynatrainConfig.model_validate({"exact": True, **block}))
+    extension.check_job({**sizes, "zero_optimization": ZERO}, nn.Linear(2, 2), None)
 
 
 def test_a_series_of_deepspeed() -> None:
-    versions.refuse_exact(versions.SERIES[0, 19])
+    refusals.refuse_series(versions.SERIES[0, 19])
     with pytest.raises(UnsupportedError, match=r"dynatrain.exact: tested with DeepSpeed 0.19 only"):
-        versions.refuse_exact(versions.SERIES[0, 18])
+        refusals.refuse_series(versions.SERIES[0, 18])
 
 
 def test_a_model() -> None:
@@ -84,13 +93,14 @@ def test_a_model() -> None:
 
 
 def test_a_pipeline_of_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exact_job, "is_pipeline", lambda model: True)
+    monkeypatch.setattr(refusals, "is_pipeline", lambda model: True)
     for block in ("bf16", "fp16"):
         refused("^exact: a pipeline of 16 bits: that was not tried yet; train it in fp32", **{block: {"enabled": True}})
 
 
-def test_fp16() -> None:
-    refused("^exact: fp16: DeepSpeed has no fp16 on CPUs, .*train in bf16", fp16={"enabled": True})
+def test_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: False)
+    refused("^exact: fp16: DeepSpeed has no fp16 on this processor, .*train in bf16", fp16={"enabled": True})
     refuse_inexact_job({"zero_optimization": ZERO, "fp16": {"enabled": False}}, nn.Linear(2, 2), None)
 
 
@@ -141,7 +151,7 @@ def test_compile() -> None:
 
 
 def test_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exact_job, "is_accelerated", lambda: True)
+    monkeypatch.setattr(refusals, "is_accelerated", lambda: True)
     refused("^exact on 'cpu': whether its kernels")
 
 
@@ -158,10 +168,9 @@ def test_mkl(monkeypatch: pytest.MonkeyPatch, mode: str | None) -> None:
 
 @pytest.mark.parametrize("missing", ["train_batch_size", "train_micro_batch_size_per_gpu"])
 def test_batch_sizes_that_follow_from_the_world(missing: str) -> None:
-    given = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}
-    assert BatchSizes.of(given, 3, in_leaves=True) == BatchSizes(8, 2, True)
+    assert BatchSizes.of(dict(SIZES), 3, in_leaves=True) == BatchSizes(8, 2, True)
     with pytest.raises(ConfigError, match=r"dynatrain.exact: a leaf is .*give both"):
-        BatchSizes.of({key: value for key, value in given.items() if key != missing}, 2, in_leaves=True)
+        check_job({}, {key: value for key, value in SIZES.items() if key != missing})
 
 
 @pytest.mark.parametrize(
@@ -174,8 +183,10 @@ def test_batch_sizes_that_follow_from_the_world(missing: str) -> None:
     ],
 )
 def test_a_layout(layout: Layout) -> None:
+    exact = Exact(DynatrainConfig(exact=True))
     with pytest.raises(SwitchRefused, match=r"data ranks at ZeRO stages 1 to 3, or pipelines at ZeRO stage 1; leave"):
-        check_batch(layout, BatchSizes(8, 2, True), nn.Linear(2, 2))
+        exact.check_layout(layout, BatchSizes(8, 2, True), False)
+    exact.check_layout(Layout(data=4, zero_stage=2), BatchSizes(8, 2, True), False)
     check_batch(Layout(data=4, zero_stage=2), BatchSizes(8, 2, True), nn.Linear(2, 2))
     with pytest.raises(SwitchRefused, match=r"data=5 ranks share 4 leaves of 2 samples .* nearest: .*data=4"):
         check_batch(Layout(data=5, zero_stage=2), BatchSizes(8, 2, True), nn.Linear(2, 2))
@@ -186,7 +197,7 @@ def test_members_that_no_leaf_is_for() -> None:
     sizes = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2}
     given = {**sizes, "zero_optimization": ZERO}, DynatrainConfig(exact=True)
     for grows, data in ((True, 2), (False, 5)):
-        assert first_layout(nn.Linear(2, 2), *given, 5, None, 1, grows).data == data
+        assert first_layout(nn.Linear(2, 2), *given, 5, None, 1, grows, in_leaves=True).data == data
 
 
 # ---- on ranks ----------------------------------------------------------------------------------------------------
@@ -241,12 +252,12 @@ def test_a_gradient_in_several_parts(pool: RankPool) -> None:
 # ---- mutations: each breaks one rule -----------------------------------------------------------------------------
 
 
-def reversed_rows(sums: Any, chunk: Any, own: Any = exact.LeafSums._rows) -> Any:
+def reversed_rows(sums: Any, chunk: Any, own: Any = sums_of.LeafSums._rows) -> Any:
     """Leaves of a micro-step in the order of the ranks, from the last to the first."""
     return reversed(list(own(sums, chunk)))
 
 
-def rescaled(sums: Any, group: int, leaves: int, own: Any = exact.LeafSums._close) -> torch.Tensor:
+def rescaled(sums: Any, group: int, leaves: int, own: Any = sums_of.LeafSums._close) -> torch.Tensor:
     """Divided by the number of ranks, and multiplied by it."""
     ranks = torch.distributed.get_world_size(group=sums._zero.dp_process_group)
     total: torch.Tensor = own(sums, group, leaves)
@@ -263,11 +274,11 @@ def plain_norm(zero: Any, lines: Any) -> torch.Tensor:
 
 BROKEN: dict[str, Callable[[], Any]] = {
     "nothing": nullcontext,
-    "order": lambda: patch.object(exact.LeafSums, "_rows", reversed_rows),
-    "scale": lambda: patch.object(exact.LeafSums, "_close", rescaled),
+    "order": lambda: patch.object(sums_of.LeafSums, "_rows", reversed_rows),
+    "scale": lambda: patch.object(sums_of.LeafSums, "_close", rescaled),
     "seed": lambda: patch.object(streams, "begin_leaf", lambda *place: torch.manual_seed(torch.distributed.get_rank())),
-    "norm": lambda: patch.object(exact, "global_norm", plain_norm),
-    "graph": lambda: patch.object(exact_graph, "_with_hooks", lambda module: ()),
+    "norm": lambda: patch.object(sums_of, "global_norm", plain_norm),
+    "graph": lambda: patch.object(graph, "_with_hooks", lambda module: ()),
 }
 
 

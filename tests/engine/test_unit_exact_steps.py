@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from ds_dynatrain.engine.core import EngineCore
-from ds_dynatrain.engine.exact_steps import ExactSteps
-from ds_dynatrain.exact import MicroStep
-from ds_dynatrain.report.exact import ExactStep
+from ds_dynatrain.exact.records import ExactStep
+from ds_dynatrain.exact.steps import ExactSteps
+from ds_dynatrain.space.leaves import MicroStep
 
 
 @pytest.fixture

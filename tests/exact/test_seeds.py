@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from ds_dynatrain.exact import leaf_seed, sample_seed
+from ds_dynatrain.space.leaves import leaf_seed, sample_seed
 
 
 def test_each_place_has_its_own() -> None:

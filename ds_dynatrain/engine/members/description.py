@@ -45,13 +45,10 @@ def differing_parameter(
 
 
 def differing_machine(first: Mapping[str, str], other: Mapping[str, str], of_first: str, of_other: str = "here") -> str:
-    """The first thing in which machines of an exact job differ, in words; empty if none does."""
+    """Return the first thing that an extension wants to be equal and that differs, in words; "" if nothing does."""
     for name, value in first.items():
         if other[name] != value:
-            return (
-                f"dynatrain.exact: {name} is {value} {of_first} and {other[name]} {of_other}, which round otherwise: "
-                "make them equal"
-            )
+            return f"{name} is {value} {of_first} and {other[name]} {of_other}: make them equal"
     return ""
 
 

@@ -80,7 +80,7 @@ def _start(name: str, why: str, instead: str, test: str, tests: str = _TEST) -> 
     return Row(f"exact: {name}", Verdict.AT_START, why, instead, proof=tests + test)
 
 
-EXACT = (
+ROWS = (
     Row(
         "exact",
         Verdict.NOTE,
@@ -111,7 +111,7 @@ EXACT = (
     ),
     _start(
         "fp16",
-        "DeepSpeed has no fp16 on CPUs, and exact jobs run on nothing else so far",
+        "DeepSpeed has no fp16 on this processor, and exact jobs run on CPUs alone so far",
         "train in bf16 or fp32, or leave dynatrain.exact out",
         "fp16",
     ),
@@ -212,4 +212,9 @@ def refuse_inexact(key: str, value: object, is_off: bool) -> None:
     alike = [each for each in values or () if each == value and type(each) is type(value)]
     is_tried = values is not None and bool(alike or not values)
     if not is_off and not is_tried and not key.startswith(_OPEN):
-        raise next(row for row in EXACT if row.key == "exact: a key that was not tried").error(f"exact: {key}")
+        raise usage("exact: a key that was not tried").error(f"exact: {key}")
+
+
+def usage(name: str) -> Row:
+    """Return the row of this name; KeyError if there is none."""
+    return {row.key: row for row in ROWS}[name]

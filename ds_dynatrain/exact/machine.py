@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 
-from ds_dynatrain.cli.environment import Check
 from ds_dynatrain.errors import UnsupportedError
+from ds_dynatrain.report.check import Check
 
 THREADS = "OMP_NUM_THREADS"
 VALUES = 10_007
@@ -35,8 +35,8 @@ def examine_exact(has_deepspeed: bool) -> ExactMachine:
     if not has_deepspeed:
         return ExactMachine((Check("kernels", "not run", False, "torch and DeepSpeed are needed, see above"),), {})
     with redirect_stdout(sys.stderr):
-        from ds_dynatrain.adapters.exact_job import machine
-        from ds_dynatrain.adapters.exact_trial import try_kernels
+        from ds_dynatrain.exact.adapters.refusals import machine
+        from ds_dynatrain.exact.trial import try_kernels
 
         trial, values = try_kernels(), machine()
     note = "of a few kernels: on another machine of the job this line has to be the same"
@@ -46,10 +46,10 @@ def examine_exact(has_deepspeed: bool) -> ExactMachine:
 
 def _device() -> Iterator[Check]:
     from ds_dynatrain.adapters.device import compute_device, is_accelerated
-    from ds_dynatrain.adapters.versions import refuse_exact
+    from ds_dynatrain.exact.adapters.refusals import refuse_series
 
     try:
-        refuse_exact()
+        refuse_series()
     except UnsupportedError as error:
         yield Check("series of DeepSpeed", "not tested", False, str(error))
     device = compute_device().type
@@ -61,7 +61,7 @@ def _settings(values: dict[str, str]) -> Iterator[Check]:
     """What is compared when a job starts; what of it can be judged on one machine is."""
     import torch
 
-    from ds_dynatrain.adapters.exact_job import LOOSE_MODES, MODE
+    from ds_dynatrain.exact.adapters.refusals import LOOSE_MODES, MODE
 
     for name, value in values.items():
         if name == MODE:
@@ -81,8 +81,7 @@ def _sums() -> Iterator[Check]:
     """Squares and digests, compiled and in numpy: the same numbers, so that machines may have either."""
     import numpy as np
 
-    from ds_dynatrain.exact import Grid, largest, square_sums
-    from ds_dynatrain.exact.squares import in_numpy, largest_in_numpy
+    from ds_dynatrain.exact.squares import Grid, in_numpy, largest, largest_in_numpy, square_sums
     from ds_dynatrain.transfer.weighing import Compiled, InNumpy, Runs, is_compiled
 
     if not is_compiled():

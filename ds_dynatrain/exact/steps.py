@@ -21,8 +21,8 @@ import torch.distributed as td
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.digests import Digests, side_digests
 from ds_dynatrain.engine.transaction.shares import shares
+from ds_dynatrain.exact.records import ExactJob, ExactStep
 from ds_dynatrain.report import EventWriter
-from ds_dynatrain.report.exact import ExactJob, ExactStep
 from ds_dynatrain.space.kind import HOST_GRAD, STALE_GRAD
 
 OF_A_STAGE = (STALE_GRAD, HOST_GRAD)
@@ -137,8 +137,8 @@ class ExactSteps:
             return
         writer, job = EventWriter(Path(path)), self._job()
         if self._said != (job, made.step - 1):
-            writer.write_exact(job)
-        writer.write_exact(made)
+            writer.write_line(job.to_json())
+        writer.write_line(made.to_json())
         self._said = job, made.step
 
     def _job(self) -> ExactJob:

@@ -19,8 +19,10 @@ from ds_dynatrain.adapters.moe import layers
 from ds_dynatrain.adapters.optimizers import full_name, rule_of
 from ds_dynatrain.adapters.pipeline import is_pipeline
 from ds_dynatrain.adapters.sequence import spread_layers
-from ds_dynatrain.adapters.versions import refuse_exact
-from ds_dynatrain.support import examine, refuse_inexact, usage
+from ds_dynatrain.adapters.versions import UNTRIED, Series, present
+from ds_dynatrain.errors import UnsupportedError
+from ds_dynatrain.exact.rows import refuse_inexact, usage
+from ds_dynatrain.support import examine
 from ds_dynatrain.support.checks import is_low
 
 MODE = "MKL_CBWR"
@@ -28,9 +30,15 @@ LOOSE_MODES = ("", "OFF", "AUTO")
 """In which MKL chooses by the processor, or by the alignment of memory."""
 
 
+def refuse_series(series: Series | None = None) -> None:
+    """Raise UnsupportedError where an exact job was not tested with this series of DeepSpeed."""
+    if not (series or present()).follows_leaves:
+        raise UnsupportedError(f"dynatrain.exact: {UNTRIED}")
+
+
 def refuse_inexact_job(config: Mapping[str, Any], model: nn.Module, mpu: Any) -> None:
     """UnsupportedError, naming the feature, for what an exact job has not been tried with. config: DeepSpeed's."""
-    refuse_exact()
+    refuse_series()
     if is_accelerated():
         raise usage("exact: an accelerator").error(f"exact on {compute_device().type!r}")
     if torch.backends.mkl.is_available() and os.environ.get(MODE, "").upper() in LOOSE_MODES:

@@ -17,8 +17,8 @@ import torch
 from deepspeed.pipe import PipelineModule
 from torch import nn
 
-from ds_dynatrain.adapters.exact_lines import FlatLines, Run, in_order, overlap
 from ds_dynatrain.adapters.pipeline import PipelineTemplate
+from ds_dynatrain.exact.adapters.lines import FlatLines, Run, in_order, overlap
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,9 +24,11 @@ from deepspeed.runtime import utils
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import nn
 
-from ds_dynatrain.adapters.exact_lines import Chunk, Lines, lines_of
-from ds_dynatrain.exact import Grid, MicroStep, largest, level_of, levels_of, rest_of, square_sums
-from ds_dynatrain.support import usage
+from ds_dynatrain.exact.adapters.lines import Chunk, Lines, lines_of
+from ds_dynatrain.exact.rows import usage
+from ds_dynatrain.exact.squares import Grid, largest, square_sums
+from ds_dynatrain.exact.sums import level_of, levels_of, rest_of
+from ds_dynatrain.space.leaves import MicroStep
 
 
 class LeafSums:

@@ -1,0 +1,114 @@
+"""An engine whose micro-batches are leaves: each gradient is added leaf by leaf, in one order in every world."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
+
+import torch
+from deepspeed.runtime.engine import MEMORY_OPT_ALLREDUCE_SIZE
+from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
+
+from ds_dynatrain.adapters import scaler
+from ds_dynatrain.adapters.host import Host
+from ds_dynatrain.data import MicroBatch
+from ds_dynatrain.engine.engine import DynatrainEngine
+from ds_dynatrain.exact.adapters.graph import GraphNodes
+from ds_dynatrain.exact.adapters.refusals import refuse_inexact_optimizer
+from ds_dynatrain.exact.adapters.sums import LeafSums
+from ds_dynatrain.exact.rows import usage
+from ds_dynatrain.exact.steps import ExactSteps
+
+
+class LeafHost(Host):
+    """The host of such an engine. sums: the gradients of the present optimizer; None where it is not ZeRO's."""
+
+    sums: LeafSums | None = None
+    _nodes: GraphNodes | None = None
+
+    def look(self, basic: torch.optim.Optimizer) -> None:
+        """Refuse an optimizer whose update of an element may depend on its place."""
+        refuse_inexact_optimizer(basic)
+        super().look(basic)
+
+    def optimizer_made(self) -> None:
+        """Add the gradients of the new optimizer up leaf by leaf."""
+        order = {id(parameter): number for number, parameter in enumerate(self.module.parameters())}
+        self.sums = LeafSums.put_on(self.optimizer, order, lambda: self.micro_step)
+        self._take_nodes_away()
+        self._nodes = GraphNodes(self.module) if int(self.engine.zero_optimization_stage()) < 3 else None
+
+    def detach(self) -> None:
+        """Let the sums go with the optimizer."""
+        self.sums = None
+        self._take_nodes_away()
+        super().detach()
+
+    def drop_gradients(self) -> None:
+        """Forget the sums of the open window, too."""
+        super().drop_gradients()
+        if self.sums is not None:
+            self.sums.forget()
+
+    def let_module_go(self) -> None:
+        """Remove the nodes of the graph, too."""
+        self._take_nodes_away()
+        super().let_module_go()
+
+    def _take_nodes_away(self) -> None:
+        if self._nodes is not None:
+            self._nodes.stop()
+        self._nodes = None
+
+
+class LeafEngine(DynatrainEngine):
+    """An engine that trains leaves."""
+
+    _HOST: ClassVar[type[Host]] = LeafHost
+
+    @property
+    def _steps(self) -> ExactSteps:
+        steps: ExactSteps = self._parts.extension("exact").steps
+        return steps
+
+    def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> Any:
+        """Have DeepSpeed wrap the optimizer in ZeRO's in all stages.
+
+        At stage 1 in bf16 it would take BF16_Optimizer for sums in fp32, which reduces and clips in orders of its own.
+        """
+        super()._do_optimizer_sanity_check(basic_optimizer)
+        return ZERO_OPTIMIZATION
+
+    def compile(self, *arguments: Any, **named: Any) -> None:
+        """Raise UnsupportedError: a compiled model may round otherwise in another layout."""
+        raise usage("exact: torch.compile").error("engine.compile")
+
+    def micro_batch(self, one: MicroBatch, is_divided: bool = False) -> AbstractContextManager[None]:
+        """Refuse a loss that is divided: a leaf is divided by nothing but its weight."""
+        if is_divided:
+            raise usage("exact: a loss that is divided").error("engine.micro_batch(is_divided=True)")
+        return super().micro_batch(one)
+
+    def backward(
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, *, tokens: int | None = None
+    ) -> torch.Tensor:
+        """Divide the loss of a leaf by nothing but its weight."""
+        if not self.is_discarded and self._host.micro_step is None:
+            raise usage("exact: a micro-batch that is no leaf").error("engine.backward")
+        return super().backward(loss, retain_graph, False, tokens=tokens)
+
+    def _backward_prologue_per_tensor(self, grad: torch.Tensor | None) -> torch.Tensor | None:
+        scaled = super()._backward_prologue_per_tensor(grad)
+        return scaled if grad is None or scaled is grad else grad * self._host.loss_weight
+
+    def allreduce_gradients(self, bucket_size: int = MEMORY_OPT_ALLREDUCE_SIZE) -> None:
+        """Add leaves up at the end of every backward pass, at stage 1 too."""
+        self.optimizer.set_gradient_accumulation_boundary(self.is_gradient_accumulation_boundary())
+        self.optimizer.overlapping_partition_gradients_reduce_epilogue()
+
+    @property
+    def _token_slots(self) -> int:
+        return 1
+
+    def _norm_said(self) -> AbstractContextManager[None]:
+        return scaler.norm_before_growth(self)

@@ -1,0 +1,36 @@
+"""`ds-dynatrain compare-exact`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ds_dynatrain.exact import runs
+from ds_dynatrain.exits import REFUSED, saying
+
+
+def compare_exact(
+    one: Annotated[Path, typer.Argument(help="A report file (report.jsonl) of a job with dynatrain.exact.")],
+    other: Annotated[Path, typer.Argument(help="That of another run of it: in another world, on other machines.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Say whether two runs of an exact job are bit-identical, or name the first step that differs, and what in it.
+
+    Needs neither torch nor DeepSpeed.
+
+    Example: ds-dynatrain compare-exact two_ranks.jsonl four_ranks.jsonl
+
+    Exit code: 0 they are in all steps that both have, 1 they are not, 2 a file cannot be read or they are of two jobs.
+    """
+    with saying("compare-exact"):
+        found = runs.compared(one, other)
+    if as_json:
+        typer.echo(json.dumps(found.to_json(), indent=2))
+    else:
+        for line in found.lines():
+            typer.echo(line)
+    if not found.is_identical:
+        raise typer.Exit(REFUSED)

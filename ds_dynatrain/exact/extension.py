@@ -1,0 +1,109 @@
+"""The extension that makes a job exact: what it checks, and what it notes of each step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from ds_dynatrain.adapters.settings import BatchSizes
+from ds_dynatrain.config import DynatrainConfig, ExactConfig
+from ds_dynatrain.errors import ConfigError
+from ds_dynatrain.exact.adapters.refusals import (
+    exact_config,
+    machine,
+    refuse_inexact_job,
+    refuse_inexact_model,
+    unchanged_buffers,
+)
+from ds_dynatrain.exact.rows import EXACT_STAGES, usage
+from ds_dynatrain.exact.steps import ExactSteps
+from ds_dynatrain.extension import Extension
+from ds_dynatrain.space import Layout
+from ds_dynatrain.support.checks import is_low
+
+
+class Exact(Extension):
+    """`"exact": true` in the `dynatrain` block. steps: what `engine.exact` gives."""
+
+    name = "exact"
+    has_leaves = True
+    steps: ExactSteps
+
+    def __init__(self, settings: DynatrainConfig) -> None:
+        self._settings = settings
+        self._every_steps = (settings.exact or ExactConfig()).digest_every_steps
+
+    def check_job(self, config: Mapping[str, Any], model: Any, mpu: Any) -> None:
+        """Refuse what was not tried, and other keys of the block; and sizes that would follow from the first world."""
+        batch, micro = (config.get(key) for key in ("train_batch_size", "train_micro_batch_size_per_gpu"))
+        if batch is None or micro is None:
+            raise ConfigError(
+                "dynatrain.exact: a leaf is train_micro_batch_size_per_gpu of train_batch_size samples, in every "
+                f"world: give both, not {batch} and {micro}"
+            )
+        refuse_inexact_job(config, model, mpu)
+        if self._settings.balance is not None and self._settings.balance.measures:
+            raise usage("exact: a key of the dynatrain block").error("dynatrain.balance beside dynatrain.exact")
+
+    def check_model(self, config: Mapping[str, Any], model: Any, mpu: Any) -> None:
+        """Refuse what a model has in it that was not tried."""
+        refuse_inexact_model(config, model, mpu)
+
+    def deepspeed_config(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Return DeepSpeed's configuration without what gives one stage bits of its own."""
+        return exact_config(config)
+
+    def described(self, config: Mapping[str, Any]) -> dict[str, str]:
+        """Return what decides how this process rounds."""
+        return {f"dynatrain.exact: {name}": value for name, value in machine(is_low(config)).items()}
+
+    def engine_class(self, kind: type[Any]) -> type[Any]:
+        """Return the engine that trains leaves, with pipelines or without."""
+        from ds_dynatrain.engine.pipeline import DynatrainPipelineEngine
+        from ds_dynatrain.exact.adapters.engine import LeafEngine
+        from ds_dynatrain.exact.adapters.pipeline import LeafPipelineEngine
+
+        return LeafPipelineEngine if issubclass(kind, DynatrainPipelineEngine) else LeafEngine
+
+    def check_layout(self, layout: Layout, batch: BatchSizes, has_stages: bool) -> None:
+        """Refuse axes and stages in which sums would have another order."""
+        alike = Layout(data=layout.data, zero_stage=layout.zero_stage)
+        if has_stages:
+            alike = alike.replace(pipe=layout.pipe, boundaries=layout.boundaries)
+            if batch.train_batch_size % batch.micro_batch_size:
+                raise usage("exact: a smaller last leaf").refused(
+                    f"train_batch_size {batch.train_batch_size} in leaves of {batch.micro_batch_size} samples"
+                )
+        if layout != alike or layout.zero_stage not in EXACT_STAGES:
+            raise usage("exact: a layout").refused(str(layout))
+
+    def attach(self, engine: Any) -> None:
+        """Begin to note steps."""
+        super().attach(engine)
+        self.steps = ExactSteps(engine._parts, self._every_steps)
+
+    def around_forward(self) -> AbstractContextManager[None]:
+        """Refuse a buffer that a forward pass of training changes."""
+        module = self.engine.module
+        return unchanged_buffers(module) if module.training else nullcontext()
+
+    def after_forward(self, output: Any) -> None:
+        """Note the loss of a leaf."""
+        self.steps.note_loss(output)
+
+    def after_backward(self, loss: Any) -> None:
+        """Note the loss of a leaf that the forward pass did not return."""
+        self.steps.note_loss(loss)
+
+    def after_batch(self) -> None:
+        """Note that the optimizer has made its step with all leaves."""
+        self.steps.close_batch()
+
+    def after_step(self) -> None:
+        """Tell the other ranks what the step had; a collective of the world."""
+        self.steps.finish_step()
+
+    def on_batch_forgotten(self) -> None:
+        """Forget the losses of the open global batch."""
+        self.steps.forget_batch()

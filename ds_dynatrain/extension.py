@@ -1,0 +1,123 @@
+"""What can be added to an engine without a word about it in the engine: hooks around its steps, boundaries and worlds.
+
+An engine calls every hook of every extension in one order, on all working members alike, so a hook may use collectives
+of the engine's world. Users pass extensions of their own to `initialize(extensions=...)`, in the same order on every
+process. Those of the package are imported only where their key is in the `dynatrain` block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from importlib import import_module
+from typing import Any, ClassVar
+
+BUILT_IN: Mapping[str, str] = {"exact": "ds_dynatrain.exact.extension:Exact"}
+"""Key of the `dynatrain` block -> the class of its extension, in the order in which their hooks are called."""
+COMMANDS: Mapping[str, str] = {"compare-exact": "ds_dynatrain.exact.command:compare_exact"}
+"""Name of a command of `ds-dynatrain` -> the function that typer calls for it."""
+ROWS: Mapping[str, str] = {"exact": "ds_dynatrain.exact.rows:ROWS"}
+"""Name of a support table -> the rows that an extension adds to the tables of `support`."""
+
+
+class Extension:
+    """Base of all extensions; no hook does anything unless a subclass overrides it.
+
+    An extension that has `state_dict` and `load_state_dict` is carried and saved under `name`: a member that starts to
+    work takes rank 0's state, and `engine.load` brings back the state that was saved.
+    """
+
+    name: ClassVar[str] = ""
+    has_leaves: ClassVar[bool] = False
+    """Whether micro-batches hold the same samples in every world."""
+    engine: Any = None
+    """The engine that the hooks are called by; None before `attach`."""
+
+    # ---- when an engine is made --------------------------------------------------------------------------------------
+
+    def check_job(self, config: Mapping[str, Any], model: Any, mpu: Any) -> None:
+        """Raise UnsupportedError for a job that the extension cannot be in; called before the process joins it."""
+
+    def check_model(self, config: Mapping[str, Any], model: Any, mpu: Any) -> None:
+        """Raise UnsupportedError for a model that the extension cannot train; called when it has all its layers."""
+
+    def deepspeed_config(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Return the configuration that DeepSpeed gets."""
+        return config
+
+    def described(self, config: Mapping[str, Any]) -> dict[str, str]:
+        """Return what has to be equal on all processes of the job, by name."""
+        return {}
+
+    def engine_class(self, kind: type[Any]) -> type[Any]:
+        """Return the class of engine to make in place of `kind`, which may be a subclass of it."""
+        return kind
+
+    def check_layout(self, layout: Any, batch: Any, has_stages: bool) -> None:
+        """Raise SwitchRefused for a layout that the extension cannot be in, at the start too.
+
+        batch: `BatchSizes` of the job. has_stages: whether the model is a PipelineModule.
+        """
+
+    def attach(self, engine: Any) -> None:
+        """Take the engine, whose state is not there yet; called once."""
+        self.engine = engine
+
+    # ---- in a step ---------------------------------------------------------------------------------------------------
+
+    def around_forward(self) -> AbstractContextManager[None]:
+        """Surround a forward pass, in training or not; not called by pipelines."""
+        return nullcontext()
+
+    def after_forward(self, output: Any) -> None:
+        """Look at the output of a forward pass; not called by pipelines."""
+
+    def around_backward(self) -> AbstractContextManager[None]:
+        """Surround a backward pass; not called by pipelines."""
+        return nullcontext()
+
+    def after_backward(self, loss: Any) -> None:
+        """Look at a loss after its backward pass; not called by pipelines."""
+
+    def around_batch(self) -> AbstractContextManager[None]:
+        """Surround all passes of a global batch and the optimizer's step; called by pipelines alone."""
+        return nullcontext()
+
+    def around_update(self) -> AbstractContextManager[None]:
+        """Surround the optimizer's step."""
+        return nullcontext()
+
+    def after_batch(self) -> None:
+        """Called after the optimizer's step, while the global batch that it closes is still known."""
+
+    def after_step(self) -> None:
+        """Called at the end of `engine.step()` or `train_batch()`, once `engine.global_steps` counts the step."""
+
+    def on_batch_forgotten(self) -> None:
+        """Called when no global batch is open any more, trained or discarded."""
+
+
+def made(settings: Any) -> list[Extension]:
+    """Return the extensions of the package that a `dynatrain` block asks for, in their order; `initialize` calls it."""
+    found = [(named(path), getattr(settings, key)) for key, path in BUILT_IN.items() if getattr(settings, key)]
+    return [kind(settings) for kind, _ in found]
+
+
+def rows() -> dict[str, tuple[Any, ...]]:
+    """Return the support rows of all extensions of the package, by the name of their table; for documentation."""
+    return {name: named(path) for name, path in ROWS.items()}
+
+
+def named(path: str) -> Any:
+    """Import what `module:name` stands for."""
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)
+
+
+@contextmanager
+def around(blocks: Iterable[AbstractContextManager[None]]) -> Iterator[None]:
+    """Enter all blocks, one inside the other."""
+    with ExitStack() as stack:
+        for block in blocks:
+            stack.enter_context(block)
+        yield
