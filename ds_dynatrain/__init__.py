@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ds_dynatrain.errors import DynatrainError, SwitchRefused, WorldChanged
+from ds_dynatrain.extension import Extension
 from ds_dynatrain.space.layout import Layout
 from ds_dynatrain.version import __version__
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Change",
     "DynatrainError",
+    "Extension",
     "Layout",
     "SwitchEvent",
     "SwitchRefused",

@@ -23,11 +23,13 @@ ROWS: Mapping[str, str] = {"exact": "ds_dynatrain.exact.rows:ROWS"}
 class Extension:
     """Base of all extensions; no hook does anything unless a subclass overrides it.
 
-    An extension that has `state_dict` and `load_state_dict` is carried and saved under `name`: a member that starts to
-    work takes rank 0's state, and `engine.load` brings back the state that was saved.
+    An extension that has `state_dict` and `load_state_dict` is carried and saved under `name`, as an object of
+    `engine.register_for_checkpointing`: a member that starts to work takes rank 0's state, and `engine.load` brings
+    back the state that was saved.
     """
 
     name: ClassVar[str] = ""
+    """Unique in a job: the key of its block and of its state."""
     has_leaves: ClassVar[bool] = False
     """Whether micro-batches hold the same samples in every world."""
     engine: Any = None
@@ -91,10 +93,18 @@ class Extension:
         """Called after the optimizer's step, while the global batch that it closes is still known."""
 
     def after_step(self) -> None:
-        """Called at the end of `engine.step()` or `train_batch()`, once `engine.global_steps` counts the step."""
+        """Called at the end of the `engine.step()` or `train_batch()` that closes a global batch.
+
+        `engine.global_steps` counts the step by then. An idle member makes no step.
+        """
 
     def on_batch_forgotten(self) -> None:
         """Called when no global batch is open any more, trained or discarded."""
+
+    # ---- between two steps -------------------------------------------------------------------------------------------
+
+    def on_change(self, change: Any) -> None:
+        """Look at a change of the rank, the members or the layout, before the next batch; see `engine.on_change`."""
 
 
 def made(settings: Any) -> list[Extension]:

@@ -34,6 +34,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "ds_dynatrain.engine.initialize.init_distributed",
         "ds_dynatrain.adapters.optimizers.register_optimizer",
         "ds_dynatrain.space.layout.Layout",
+        "ds_dynatrain.extension.Extension",
     ),
     "The engine": ("ds_dynatrain.engine.engine.DynatrainEngine",),
     "DeepSpeed's calls that do more here": (

@@ -57,6 +57,10 @@ class Construction:
             with self._unmade(engine):
                 take_in(engine._parts, self.incoming, space)
         open_for_work(engine._parts, space)
+        for extension in self.job.extensions:
+            engine.on_change(extension.on_change)
+            if hasattr(extension, "state_dict"):
+                engine.register_for_checkpointing(extension.name, extension)
         self._settle(engine._parts)
         at_exit(_close, weakref.ref(engine))
         return engine

@@ -73,6 +73,7 @@ def initialize(
     on_idle: OnIdle | None = None,
     param_init_fn: ParamInit | None = None,
     model_factory: ModelFactory | None = None,
+    extensions: Iterable[Extension] = (),
 ) -> Results:
     """What `deepspeed.initialize` takes and returns: (engine, optimizer, training loader, scheduler).
 
@@ -83,6 +84,7 @@ def initialize(
     param_init_fn: for a model on the meta device, called as `param_init_fn(module)` on each module with parameters of
     its own, in place of its `reset_parameters()`.
     model_factory: builds the same model anew, for one that cannot be copied and whose layers are to be dealt out.
+    extensions: of your own, in the same order on every process; see `Extension`.
 
     Raises ConfigError for a wrong block or a model that differs between processes, UnsupportedError for a feature
     that a switch would get wrong, CheckpointError if `dynatrain.resume` names what cannot be loaded.
@@ -104,7 +106,7 @@ def initialize(
     else:
         settings = settings.in_fixed_launch()
     refuse_unsupported(own, model, optimizer, mpu, mesh_param)
-    added = made(settings)
+    added = [*made(settings), *extensions]
     for extension in added:
         extension.check_job(own, model, mpu)
     if isinstance(model_parameters, tuple):

@@ -125,7 +125,7 @@ class EngineParts(EngineCore):
             self.buddies.finish_step()
         if self.balancer is not None:
             self.balancer.finish_step()
-        for extension in self.extensions:
+        for extension in () if self.micro_steps % self.accumulation else self.extensions:
             extension.after_step()
         if self.is_in_doubt and self.layout.zero_stage == 0:  # replicas: whoever lives goes on with what it has
             self.agree()

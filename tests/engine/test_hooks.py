@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import deepspeed
@@ -9,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from ds_dynatrain import Extension
 from tests.engine import jobs, oracle
 from tests.engine.models import small_gpt
 from tests.engine.pool import RankPool
@@ -68,14 +72,17 @@ def test_objects_attributes_and_hooks_stay(pool: RankPool, sizes: dict[str, int]
     assert found[0] == {**dict.fromkeys(found[0], 2 * len(PATH))}
 
 
-class Ema:
-    """The average of docs/carry.md: whole on every rank, right at every stage."""
+class Ema(Extension):
+    """The average of docs/extensions.md: whole on every rank, right at every stage."""
+
+    name = "ema"
 
     def __init__(self, model: nn.Module) -> None:
         self.average = {name: held.detach().clone() for name, held in model.named_parameters()}
         self.updates = 0
 
-    def update(self, model: nn.Module) -> None:
+    def after_step(self) -> None:
+        model = self.engine.module
         with deepspeed.zero.GatheredParameters(list(model.parameters())):
             for name, held in model.named_parameters():
                 self.average[name].lerp_(held.detach().to(self.average[name]), 0.1)
@@ -95,13 +102,11 @@ def ema_case(dtype: str) -> dict[str, Any]:
     ema.average = {name: held.float() for name, held in ema.average.items()}
     weights: dict[int, dict[str, torch.Tensor]] = {}
     schedule = {2 * number: sizes for number, sizes in enumerate(PATH) if number}
-    with jobs.job(jobs.config(dtype, train_micro_batch_size_per_gpu=12), model=model) as made:
-        made.engine.register_for_checkpointing("ema", ema)
+    with jobs.job(jobs.config(dtype, train_micro_batch_size_per_gpu=12), model=model, extensions=[ema]) as made:
         switches: list[int] = []
         made.engine.on_switch(lambda event: switches.append(event.generation))
 
         def each(made: jobs.Job) -> None:
-            ema.update(made.engine.module)
             assert ema.updates == made.engine.global_steps
             state = oracle.gather(made.engine)
             weights[ema.updates] = {name: flat for (name, kind), flat in state.tensors.items() if kind == "weight"}
@@ -123,3 +128,69 @@ def test_an_average_of_the_weights(pool: RankPool, dtype: str) -> None:
         for name, held in average.items():
             assert torch.equal(held, record["average"][name].view(-1)), name
     assert found[0]["updates"] == found[3]["updates"] == 2 * len(PATH)
+
+
+class Calls(Extension):
+    """What is called, in order."""
+
+    name = "calls"
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def around_forward(self) -> AbstractContextManager[None]:
+        return self._around("forward")
+
+    def after_forward(self, output: Any) -> None:
+        self.seen.append("output")
+
+    def around_backward(self) -> AbstractContextManager[None]:
+        return self._around("backward")
+
+    def after_backward(self, loss: Any) -> None:
+        self.seen.append("loss")
+
+    def around_update(self) -> AbstractContextManager[None]:
+        return self._around("update")
+
+    def after_batch(self) -> None:
+        self.seen.append("batch")
+
+    def after_step(self) -> None:
+        self.seen.append(f"step {self.engine.global_steps}")
+
+    def on_batch_forgotten(self) -> None:
+        self.seen.append("forgotten")
+
+    def on_change(self, change: Any) -> None:
+        self.seen.append(f"change to {change.after.layout.data}")
+
+    @contextmanager
+    def _around(self, what: str) -> Iterator[None]:
+        self.seen.append(f"({what}")
+        yield
+        self.seen.append(f"{what})")
+
+
+def hooks_of_extensions_case() -> dict[str, Any]:
+    """A global batch of two micro-batches, a switch, and one more."""
+    found = Calls()
+    with jobs.job(jobs.config(train_micro_batch_size_per_gpu=3), extensions=[found]) as made:
+        jobs.train(made, 2, {1: (4, 2)})
+        modules = sorted(name for name in sys.modules if name.startswith("ds_dynatrain.exact"))
+    return {"seen": found.seen, "modules": modules}
+
+
+PASS = ["(forward", "forward)", "output", "(backward", "backward)", "loss"]
+
+
+def test_hooks_of_extensions(pool: RankPool) -> None:
+    """Hooks come in their order; a job without the extensions of the package imports none of their modules."""
+    found = pool.run(hooks_of_extensions_case)
+    end = ["(update", "update)", "batch", "forgotten"]
+    second = [*PASS, *end, "step 2"]
+    assert [record["seen"] for record in found] == [
+        *[[*PASS, *PASS, *end, "step 1", "change to 4", *second]] * 2,
+        *[["change to 4", *second]] * 2,
+    ]
+    assert [record["modules"] for record in found] == [[]] * 4
