@@ -346,23 +346,30 @@ class Membership:
         Nobody is given up where that would be more than half of the world.
         """
         there = [entry for entry in self.roster if self._takes_part(entry.member)]
-        stuck = [(entry, reason) for entry in there if (reason := self._why_stuck(entry, now))]
+        stuck = self._hung(there) or self._mute_for_long(there, now)
         if 2 * len(stuck) > len(there):
             return []
         for entry, reason in stuck:
             self.lost(entry.member, reason, now)
+        if stuck:
+            self._mute.clear()  # the others may have waited for these alone
         return [GiveUp(entry.member, entry.pid, reason) for entry, reason in stuck]
 
-    def _why_stuck(self, entry: Entry, now: float) -> str:
-        """Return why others cannot wait for a member any longer; empty if they can."""
-        most, failed = self.settings.stuck_seconds, self._mute.get(entry.member, [])
-        if not most:
-            return ""
-        if most <= entry.report.blocked_seconds and (entry.report.step or self._is_needed):
-            return f"its main thread has not moved for {most:g} s"
-        if len(failed) > 1 and most <= now - failed[0]:
-            return f"it has said nothing of {len(failed)} generations that failed in {most:g} s"
-        return ""
+    def _hung(self, there: list[Entry]) -> list[tuple[Entry, str]]:
+        """Return the members whose main thread has not moved for too long, each with the reason."""
+        most = self.settings.stuck_seconds
+        reason = f"its main thread has not moved for {most:g} s"
+        hung = [one for one in there if 0 < most <= one.report.blocked_seconds]
+        return [(one, reason) for one in hung if one.report.step or self._is_needed]
+
+    def _mute_for_long(self, there: list[Entry], now: float) -> list[tuple[Entry, str]]:
+        """Return the members that have said nothing of generations which failed, each with the reason."""
+        most = self.settings.stuck_seconds
+        failed = [(one, self._mute.get(one.member, [])) for one in there]
+        mute = [(one, times) for one, times in failed if len(times) > 1 and 0 < most <= now - times[0]]
+        return [
+            (one, f"it has said nothing of {len(times)} generations that failed in {most:g} s") for one, times in mute
+        ]
 
     def _give_up_unreached(self, now: float) -> list[GiveUp]:
         """Give up nodes of a world that stands still, so that all that are left reach each other.

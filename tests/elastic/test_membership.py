@@ -571,6 +571,21 @@ def test_never_more_than_half_of_a_world_is_given_up_for_being_stuck() -> None:
     assert driver.fenced == ["a/0", "b/0"] and driver.world.members == ("c/0", "d/0")
 
 
+def test_who_waits_for_a_member_that_hangs_is_not_stuck() -> None:
+    """The other one has said nothing of two generations that failed: it waits for what the stuck one would say."""
+    driver = running("a", "b", "c")
+    for generation in (1, 2, 3):
+        driver.say("c/0", step=3, broken=generation)
+        driver.wait(1)
+        assert driver.world.generation == generation + 1
+    driver.say("a/0", step=3, blocked_seconds=driver.settings.stuck_seconds - 2)
+    driver.wait(driver.settings.stuck_seconds - 4)
+    assert not driver.fenced
+    driver.say("a/0", blocked_seconds=driver.settings.stuck_seconds)
+    driver.wait(5)
+    assert driver.fenced == ["a/0"] and driver.world.members == ("b/0", "c/0")
+
+
 def test_nobody_is_silent_while_the_coordinator_sleeps() -> None:
     driver = running("a", "b")
     driver.now += 60  # the process was stopped, or the machine was suspended

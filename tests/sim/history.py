@@ -212,9 +212,15 @@ class SimulatedJob(Job):
 
     @property
     def has_too_few(self) -> bool:
-        """Whether fewer nodes than MIN are there, so that nobody may train."""
-        stay = [one.id for one in self.live if not self.network.reports[one.id].leaving]
-        return len(largest_reaching(stay, lambda one, other: not self._reach(one, other))) < self.least
+        """Whether fewer nodes than MIN reach each other, so that nobody may train.
+
+        Where somebody holds the state it has to be one of them: it is not given up while the network may come back.
+        """
+        stay = [one for one in self.live if not self.network.reports[one.id].leaving]
+        holders = [one.id for one in stay if any(engine.works for engine in one.engines)]
+        around = [[one.id for one in stay if self._reach(one.id, holder)] for holder in holders]
+        sets = around or [[one.id for one in stay]]
+        return all(len(largest_reaching(one, lambda a, b: not self._reach(a, b))) < self.least for one in sets)
 
     @property
     def unrest(self) -> str:
