@@ -16,7 +16,7 @@ BUILT_IN: Mapping[str, str] = {"exact": "ds_dynatrain.exact.extension:Exact"}
 """Key of the `dynatrain` block -> the class of its extension, in the order in which their hooks are called."""
 COMMANDS: Mapping[str, str] = {"compare-exact": "ds_dynatrain.exact.command:compare_exact"}
 """Name of a command of `ds-dynatrain` -> the function that typer calls for it."""
-ROWS: Mapping[str, str] = {"exact": "ds_dynatrain.exact.rows:ROWS"}
+ROWS: Mapping[str, str] = {"exact": "ds_dynatrain.exact.bits.rows:ROWS"}
 """Name of a support table -> the rows that an extension adds to the tables of `support`."""
 
 

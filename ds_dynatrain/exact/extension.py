@@ -16,8 +16,8 @@ from ds_dynatrain.exact.adapters.refusals import (
     refuse_inexact_model,
     unchanged_buffers,
 )
-from ds_dynatrain.exact.rows import EXACT_STAGES, usage
-from ds_dynatrain.exact.steps import ExactSteps
+from ds_dynatrain.exact.bits.rows import EXACT_STAGES, usage
+from ds_dynatrain.exact.bits.steps import ExactSteps
 from ds_dynatrain.extension import Extension
 from ds_dynatrain.space import Layout
 from ds_dynatrain.support.checks import is_low

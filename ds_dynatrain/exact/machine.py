@@ -81,7 +81,7 @@ def _sums() -> Iterator[Check]:
     """Squares and digests, compiled and in numpy: the same numbers, so that machines may have either."""
     import numpy as np
 
-    from ds_dynatrain.exact.squares import Grid, in_numpy, largest, largest_in_numpy, square_sums
+    from ds_dynatrain.exact.bits.squares import Grid, in_numpy, largest, largest_in_numpy, square_sums
     from ds_dynatrain.transfer.weighing import Compiled, InNumpy, Runs, is_compiled
 
     if not is_compiled():

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ds_dynatrain.errors import ConfigError
-from ds_dynatrain.exact.difference import LOSS, Comparison, compare
-from ds_dynatrain.exact.records import ExactRun, read_exact
+from ds_dynatrain.exact.bits.difference import LOSS, Comparison, compare
+from ds_dynatrain.exact.bits.records import ExactRun, read_exact
 
 MOST_LINES = 10
 """Of what differs in a step; the JSON has all."""

@@ -18,9 +18,9 @@ from typer.testing import CliRunner, Result
 from ds_dynatrain.adapters import torch_versions, versions
 from ds_dynatrain.cli import environment
 from ds_dynatrain.cli.main import app
-from ds_dynatrain.exact import squares
 from ds_dynatrain.exact import trial as kernels
 from ds_dynatrain.exact.adapters import refusals
+from ds_dynatrain.exact.bits import squares
 from ds_dynatrain.support import all_tables
 from ds_dynatrain.support import walk as walk_module
 from ds_dynatrain.support.row import Refusal, Row, Target, Verdict

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from ds_dynatrain.exact.difference import Comparison, compare
-from ds_dynatrain.exact.records import ExactRun, read_exact
-from ds_dynatrain.exact.steps import ExactSteps
+from ds_dynatrain.exact.bits.difference import Comparison, compare
+from ds_dynatrain.exact.bits.records import ExactRun, read_exact
+from ds_dynatrain.exact.bits.steps import ExactSteps
 from ds_dynatrain.report import read_events
 from ds_dynatrain.space import Layout
 from tests.engine import exact_pipelines, exactly, jobs

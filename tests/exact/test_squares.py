@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_dynatrain.errors import TransferError
-from ds_dynatrain.exact.squares import Floats, Grid, in_numpy, largest, largest_in_numpy, square_sums
+from ds_dynatrain.exact.bits.squares import Floats, Grid, in_numpy, largest, largest_in_numpy, square_sums
 from ds_dynatrain.transfer import is_compiled
 
 needs_compiled = pytest.mark.skipif(not is_compiled(), reason="the package was installed without a C compiler")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_dynatrain.exact.sums import level_of, levels_of, pairwise_sum, rest_of
+from ds_dynatrain.exact.bits.sums import level_of, levels_of, pairwise_sum, rest_of
 
 numbers = st.floats(-1e6, 1e6, width=32)
 

@@ -1,0 +1,1 @@
+"""DeepSpeed's engines with gradients that are added leaf by leaf."""

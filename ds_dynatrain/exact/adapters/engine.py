@@ -16,8 +16,8 @@ from ds_dynatrain.engine.engine import DynatrainEngine
 from ds_dynatrain.exact.adapters.graph import GraphNodes
 from ds_dynatrain.exact.adapters.refusals import refuse_inexact_optimizer
 from ds_dynatrain.exact.adapters.sums import LeafSums
-from ds_dynatrain.exact.rows import usage
-from ds_dynatrain.exact.steps import ExactSteps
+from ds_dynatrain.exact.bits.rows import usage
+from ds_dynatrain.exact.bits.steps import ExactSteps
 
 
 class LeafHost(Host):

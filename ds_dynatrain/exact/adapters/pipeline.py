@@ -31,8 +31,8 @@ from ds_dynatrain.exact.adapters.engine import LeafEngine, LeafHost
 from ds_dynatrain.exact.adapters.refusals import unchanged_buffers
 from ds_dynatrain.exact.adapters.sums import LeafSums
 from ds_dynatrain.exact.adapters.tied import StageLines, Uses
-from ds_dynatrain.exact.rows import usage
-from ds_dynatrain.exact.sums import pairwise_sum
+from ds_dynatrain.exact.bits.rows import usage
+from ds_dynatrain.exact.bits.sums import pairwise_sum
 from ds_dynatrain.space import Columns, Layout
 from ds_dynatrain.space.leaves import MicroStep
 

@@ -21,7 +21,7 @@ from ds_dynatrain.adapters.pipeline import is_pipeline
 from ds_dynatrain.adapters.sequence import spread_layers
 from ds_dynatrain.adapters.versions import UNTRIED, Series, present
 from ds_dynatrain.errors import UnsupportedError
-from ds_dynatrain.exact.rows import refuse_inexact, usage
+from ds_dynatrain.exact.bits.rows import refuse_inexact, usage
 from ds_dynatrain.support import examine
 from ds_dynatrain.support.checks import is_low
 

@@ -25,9 +25,9 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import nn
 
 from ds_dynatrain.exact.adapters.lines import Chunk, Lines, lines_of
-from ds_dynatrain.exact.rows import usage
-from ds_dynatrain.exact.squares import Grid, largest, square_sums
-from ds_dynatrain.exact.sums import level_of, levels_of, rest_of
+from ds_dynatrain.exact.bits.rows import usage
+from ds_dynatrain.exact.bits.squares import Grid, largest, square_sums
+from ds_dynatrain.exact.bits.sums import level_of, levels_of, rest_of
 from ds_dynatrain.space.leaves import MicroStep
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ds_dynatrain.exact.records import ExactRun, ExactStep
+from ds_dynatrain.exact.bits.records import ExactRun, ExactStep
 
 LOSS, NORM = "loss", "norm"
 _FIRST_KINDS = ("weight", "master")

@@ -21,7 +21,7 @@ import torch.distributed as td
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.digests import Digests, side_digests
 from ds_dynatrain.engine.transaction.shares import shares
-from ds_dynatrain.exact.records import ExactJob, ExactStep
+from ds_dynatrain.exact.bits.records import ExactJob, ExactStep
 from ds_dynatrain.report import EventWriter
 from ds_dynatrain.space.kind import HOST_GRAD, STALE_GRAD
 
