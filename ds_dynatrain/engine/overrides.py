@@ -191,7 +191,7 @@ class OverridingEngine(HostEngine):
         parts = self._parts
         parts.agree()
         parts.is_stepping = True
-        with parts.watched_step():
+        with parts.timed_update():
             super()._take_model_step(*arguments)
         parts.is_stepping = False
         if parts.world is not None and parts.world.status is not None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -96,13 +95,9 @@ class EngineParts(EngineCore):
         if self.buddies is not None:
             self.buddies.settle(PROCESS.membership.is_aborted)
 
-    @contextmanager
-    def watched_step(self) -> Iterator[None]:
-        """In it the optimizer makes its step, and buddies that replay steps make it, too."""
-        watched = nullcontext() if self.buddies is None else self.buddies.watched_step()
-        timed = nullcontext() if self.balancer is None else self.balancer.timed_update()
-        with watched, timed:
-            yield
+    def timed_update(self) -> AbstractContextManager[None]:
+        """Return the context in which the optimizer makes its step, which is timed if a window is open."""
+        return nullcontext() if self.balancer is None else self.balancer.timed_update()
 
     def timed_step(self) -> AbstractContextManager[None]:
         """In it a pipeline makes a step, whose layers are timed if it is time."""
@@ -115,9 +110,7 @@ class EngineParts(EngineCore):
         return self.balancer.timed_pass(is_backward)
 
     def finish_step(self) -> None:
-        """A step is over, with all that belongs to it; WorldChanged if somebody was lost since it was decided."""
-        if self.buddies is not None:
-            self.buddies.finish_step()
+        """Tell the parts that a step is over; WorldChanged if somebody was lost while replicas made it."""
         if self.balancer is not None:
             self.balancer.finish_step()
         if self.exact is not None:

@@ -143,8 +143,7 @@ class Switcher:
         others = [one for one in PROCESS.engines if one is not engine]
         has_alone = has_single_holders(engine.vps, target)
         everything = not has_alone and any(has_single_holders(one.vps, one.layout) for one in others)
-        takes_idle = buddies.mode != "replay" and not others
-        idle = [places[one] for one in engine.candidates.members if takes_idle and one not in members]
+        idle = [places[one] for one in engine.candidates.members if not others and one not in members]
         sizes = engine.vps, target, [places[member] for member in members], buddies.copies
         return max(max(memory_of_copies(*sizes, there, everything)) for there in ([], idle))
 

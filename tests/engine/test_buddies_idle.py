@@ -208,9 +208,9 @@ def test_who_cannot_be_reached_keeps_nothing(idle: Idle, wrong: dict[str, Any]) 
 # ---- who is a buddy --------------------------------------------------------------------------------------------------
 
 
-def engine(members: str, idle: str = "", mode: str = "copy", mine: int = 0) -> Any:
+def engine(members: str, idle: str = "", mine: int = 0) -> Any:
     """Of one member of those that work; each letter is the node of a member."""
-    block = DynatrainConfig.model_validate({"buddies": {"mode": mode}})
+    block = DynatrainConfig.model_validate({"buddies": {"mode": "copy"}})
     nodes = dict(enumerate(members + idle))
     return SimpleNamespace(
         settings=block,
@@ -273,10 +273,3 @@ def test_those_of_several_engines() -> None:
     assert pairing.begin(first, MARK, None, None) is not pairing.begin(other, MARK, None, None)
     pairing.close()
     assert not pairing.is_ready
-
-
-@pytest.mark.parametrize(("mode", "is_needed"), [("replay", True), ("copy", False)])
-def test_idle_ones_replay_nothing(mode: str, is_needed: bool) -> None:
-    pairing = Pairing(engine("ab", "c", mode))
-    pairing.enter(is_needed)
-    assert not pairing.idle and not pairing.sees_change() and bool(pairing.by_member) == is_needed

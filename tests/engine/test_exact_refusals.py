@@ -69,7 +69,7 @@ def test_what_is_off_or_tried_passes() -> None:
 def test_a_key_of_the_block() -> None:
     with pytest.raises(UnsupportedError, match=r"dynatrain.balance beside dynatrain.exact: it was not tried"):
         _refuse_beside_exact(DynatrainConfig.model_validate({"exact": True, "balance": {"mode": "advise"}}))
-    for more in ({"balance": {"mode": "off"}}, {"late": True}, {"buddies": {"mode": "replay"}}):
+    for more in ({"balance": {"mode": "off"}}, {"late": True}, {"buddies": {"mode": "copy"}}):
         _refuse_beside_exact(DynatrainConfig.model_validate({"exact": True, **more}))
 
 

@@ -13,8 +13,5 @@
 | `pairing` | who keeps whose copies in a world at present: those that work, or idle ones, too |
 | `whole` | after a death: which copies make up a whole state, of all engines at one moment |
 | `from_copies` | a restoration from them |
-| `replica` | a ward's state, which its buddy steps as the ward does |
-| `replay` | each step's gradients, the moment at which it is decided, and what can be given after a death |
-| `choice` | whether steps are replayed in a world |
 | `buddies` | when there is one, with whom, and what is seen of it |
 """

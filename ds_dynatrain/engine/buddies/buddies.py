@@ -12,16 +12,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as td
 
 from ds_dynatrain.adapters.watched import is_lost_peer
 from ds_dynatrain.adapters.world import World
-from ds_dynatrain.elastic.main_thread import OWN_WAITS
 from ds_dynatrain.elastic.messages import Protected
-from ds_dynatrain.engine.buddies.choice import Choice
 from ds_dynatrain.engine.buddies.copy import lacks_frozen
 from ds_dynatrain.engine.buddies.keeper import Keeper
 from ds_dynatrain.engine.buddies.keeping import Keeping
@@ -35,7 +32,6 @@ from ds_dynatrain.plan import has_single_holders, memory_of_copies, needs_copies
 from ds_dynatrain.report import Protection, logger
 
 MILLIONTHS = 1_000_000
-NOT_REPLAYED = "steps are not replayed any more, and no copy is whole yet"
 NEW_WORLD = "no copy of this world is whole yet"
 MOST_BY_DEFAULT = 0.5
 """Share of a node's free memory that copies may take where nobody has asked for them."""
@@ -50,7 +46,6 @@ class Buddies:
         self.keeper = Keeper(engine)
         self.kept = self.keeper.kept
         self._engine, self._settings, self._of_all = engine, engine.settings.buddies, of_all
-        self._choice = Choice(engine, self.kept)
         self._worlds: list[World | None] = []
         """Of all engines."""
         self._pairing = Pairing(engine, lambda: [one._engine for one in self._all])
@@ -89,13 +84,12 @@ class Buddies:
     def check(self) -> None:
         """Refuse a first world that cannot have the buddies that the user asked for; `open_for_work` calls it.
 
-        Raise UnsupportedError if its steps cannot be replayed, ConfigError if it has too few members, or this node too
-        little host memory for its copies and those of the engines that are there already. Where buddies are on by
-        default nothing is refused: `_why_not` finds what they lack, in every world.
+        Raise ConfigError if it has too few members, or this node too little host memory for its copies and those of the
+        engines that are there already. Where buddies are on by default nothing is refused: `_why_not` finds what they
+        lack, in every world.
         """
         if self._settings.mode is None:
             return
-        self._choice.check()
         engine, nodes = self._engine, self._engine.candidates.nodes
         where, mine = [nodes[member] for member in engine.members], nodes[engine.control.member]
         copies, others = self._settings.copies, len(where) - 1
@@ -178,13 +172,10 @@ class Buddies:
     def settle(self, is_aborted: bool = False) -> None:
         """The world is about to be left: wait until nothing is under way in its group, for the usual time-out.
         is_aborted: by a loss.
-
-        What is replayed counts as it is now until copies of another world are whole.
         """
         if is_aborted:
             self._pairing.close()  # what goes to idle members would not end by itself
         self.keeper.settle()
-        self._choice.end()
 
     def while_idle(self, host: str) -> None:
         """On a member that waits for work: offer to keep copies. host: its own address. It may be called often.
@@ -193,7 +184,7 @@ class Buddies:
         """
         engine = self._engine
         self._pairing.close()
-        if self._pairing.passes_over or engine.control.member not in engine.candidates.members:
+        if engine.control.member not in engine.candidates.members:
             return
         if self._keeping is None:
             self._keeping = Keeping(self.kept)
@@ -220,17 +211,12 @@ class Buddies:
             keeper.kept.forget()
         for each in self._rounds:
             each.is_void = True
-        self._choice.replay = None
         self._is_protected, self._why = False, "another state was loaded: no copy of it is whole yet"
 
     def _look(self) -> None:
         worlds = [keeper.engine.world for keeper in self._keepers]
         if len(worlds) != len(self._worlds) or any(a is not b for a, b in zip(worlds, self._worlds, strict=True)):
             self._enter()
-        if self._choice.is_on:
-            self._take_idle(False)
-            self._follow()
-            return
         pairing = self._pairing
         if self._rounds:
             self._see(self._rounds)
@@ -241,22 +227,18 @@ class Buddies:
             self._take_idle(True)
         step = self._engine.global_steps
         if pairing.by_member and (self._next is None or step >= self._next):
-            self._next = step + self._choice.every
+            self._next = step + self._settings.every_steps
             if not self._rounds:
                 self._begin()
             else:
                 self._skipped += 1
 
     def _enter(self) -> None:
-        """Another world of an engine: who keeps whose copies there. Who has just come knows of no longer interval of
-        the others'.
-        """
-        self._choice.end()
+        """Another world of an engine: who keeps whose copies there."""
         keepers, self._rounds, self._next = self._keepers, (), None
         self._worlds = [keeper.engine.world for keeper in keepers]
         self._cannot = self._why_not()
         self._see_idle()
-        self._choice.enter(bool(self._pairing.by_member))
 
     def _see_idle(self) -> None:
         """Settle who keeps whose copies in another world, or beside other idle members in it."""
@@ -303,35 +285,6 @@ class Buddies:
             for keeper in self._keepers:
                 keeper.enter(self._pairing.by_member, self._pairing.idle)
 
-    # ---- steps that are replayed -------------------------------------------------------------------------------------
-
-    def watched_step(self) -> AbstractContextManager[None]:
-        """Around the optimizer's step."""
-        return self._choice.watched_step()
-
-    def finish_step(self) -> None:
-        """See `Replay.finish`."""
-        if self._choice.replay is not None:
-            self._choice.replay.finish()
-
-    def _follow(self) -> None:
-        """Where steps are replayed. All begins with copies of one moment, which a step waits for."""
-        keeper = self.keeper
-        if self._choice.goes_on():
-            if (replay := self._choice.replay) is not None:
-                keeper.take_seconds, keeper.ship_seconds = replay.seconds, replay.ship_seconds
-                keeper.sent_bytes, self._taken = replay.sent_bytes, self._taken + 1
-            else:
-                self._is_protected, self._why, self._next = False, NOT_REPLAYED, None
-            return
-        self._begin()
-        with OWN_WAITS.waiting("sending copies to buddies"):
-            keeper.join()
-        if self._rounds:
-            self._see(self._rounds)
-        if self.kept.whole == mark_of(self._engine):
-            self._choice.begin(keeper.buddies)
-
     # ---- rounds ------------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
@@ -367,7 +320,6 @@ class Buddies:
             self._whole_of = dict(self._pairing.by_member)
         self._tell(found, is_whole)
         self._say_cost(-int(said[3]) / MILLIONTHS)
-        self._choice.weigh(-int(said[3]) / MILLIONTHS, sum(keeper.take_seconds for keeper in self._keepers))
         if is_whole:
             self._take_idle(is_ready)
         elif self._pairing.has_idle and not is_void:
@@ -376,7 +328,7 @@ class Buddies:
 
     def _say_cost(self, share: float) -> None:
         """Warn once, on rank 0, where a step waits long for copies. share: of the step, on the rank that waits most."""
-        if self._engine.rank or self._has_said_cost or self._choice.is_on or share < MUCH_OF_A_STEP:
+        if self._engine.rank or self._has_said_cost or share < MUCH_OF_A_STEP:
             return
         self._has_said_cost = True
         logger.warning(
@@ -417,24 +369,16 @@ class Buddies:
         return "yes" if self.protection.is_protected else "no"
 
     @property
-    def _mode(self) -> str:
-        """What is done in this world."""
-        return "replay" if self._choice.is_on else "copy"
-
-    @property
     def protection(self) -> Protection:
         """For people, and for scripts that watch."""
-        first, keeper, replay = self._first, self.keeper, self._choice.replay
-        whole = self.kept.whole if replay is None else replay.mark
+        first, keeper, whole = self._first, self.keeper, self.kept.whole
         is_known = keeper.world is self._engine.world
         return Protection(
-            mode=first._mode,
             buddies=dict(first._pairing.by_member) if is_known else {},
             step=None if whole is None else whole.step,
             is_protected=is_known and first._is_protected,
             why=first._why if is_known else NEW_WORLD,
-            every_steps=1 if replay is not None else first._choice.every,
-            memory_bytes=self.kept.nbytes + (0 if replay is None else replay.nbytes),
+            memory_bytes=self.kept.nbytes,
             sent_bytes=keeper.sent_bytes,
             take_ms=1e3 * keeper.take_seconds,
             ship_ms=1e3 * keeper.ship_seconds,

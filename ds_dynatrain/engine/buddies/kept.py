@@ -7,7 +7,7 @@ again: touching new memory costs more than what is copied there.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 import torch
 
@@ -62,15 +62,11 @@ class Kept:
     its own; until another moment is whole.
 
     since: the stretch of training in which the newest load was (`Mark.stretch`); copies of older ones count no more.
-
-    standing: where buddies replay steps, what this process and its wards are at (`replay.Replay.copies`). Asked for
-    when copies are, and until another moment is whole.
     """
 
     def __init__(self) -> None:
         self.frozen: Buffers = {}
         self.frozen_of: tuple[Layout, int] | None = None
-        self.standing: Callable[[], list[Copy]] | None = None
         self.guests: dict[int, Kept] = {}
         self.since: tuple[int, ...] = ()
         self._places = _Place(), _Place()
@@ -86,8 +82,6 @@ class Kept:
             found = [copy for place in self._places for copy in place.copies.values()]
         for guest in list(self.guests.values()):
             found += guest.copies()
-        if self.standing is not None:
-            found += self.standing()
         found = [copy for copy in found if copy.mark.stretch >= self.since]
         return sorted(found, key=lambda copy: (copy.mark.moment, -copy.rank), reverse=True)
 
@@ -128,7 +122,7 @@ class Kept:
         """All members have all copies of a moment: the other place may be written from here on."""
         self._whole = mark
         if any(place.mark == mark for place in self._places):
-            self.standing, self.guests = None, {}
+            self.guests = {}
 
     def let_go_before(self, mark: Mark, guests: Collection[int]) -> None:
         """Give the memory of older moments back, on an idle member. guests: of these more is to come."""
@@ -140,12 +134,6 @@ class Kept:
             if member not in guests and all(copy.mark.moment < mark.moment for copy in guest.copies()):
                 self.guests.pop(member, None)
 
-    def hand_over(self, standing: Callable[[], list[Copy]]) -> None:
-        """Who took over what is here changes it step by step; ask them from here on. No memory is used again."""
-        with self._lock:
-            self._places, self._open, self._whole = (_Place(), _Place()), None, None
-            self.standing = standing
-
     def void_before(self, stretch: tuple[int, ...]) -> None:
         """A state was loaded in that stretch: copies of older ones count no more, whenever they come."""
         self.since = max(self.since, stretch)
@@ -155,6 +143,6 @@ class Kept:
         with self._lock:
             for place in self._places:
                 place.copies, place.mark = {}, None
-            self._open = self._whole = self.standing = None
+            self._open = self._whole = None
         for guest in list(self.guests.values()):
             guest.forget()

@@ -39,18 +39,10 @@ class Pairing:
         self.close()
         self._is_needed, self.has_idle, self.idle = is_needed, False, ()
         self.idle = self._idle_now()
-        if self._engine.rank == 0 and self._is_needed and self.passes_over and self._without_work():
-            logger.info("buddies: %s", self.passes_over)
         self._deal(())
         mine = self._dealt(self.idle).get(self._engine.control.member, ())
         keepers = [one for one in mine if one in self.idle]
         self._links = tuple(Links(engine, keepers) for engine in self._engines() or (self._engine,))
-
-    @property
-    def passes_over(self) -> str:
-        """Why idle members are not asked, in words; nothing where they are."""
-        is_replaying = self._settings.mode == "replay"
-        return "idle members replay no steps: those that work are buddies of each other" if is_replaying else ""
 
     def sees_change(self) -> bool:
         """Whether idle members have come or gone. What waits for one of those that were there ends then."""
@@ -65,9 +57,8 @@ class Pairing:
             links.close()
 
     def _idle_now(self) -> tuple[int, ...]:
-        return () if not self._is_needed or self.passes_over else self._without_work()
-
-    def _without_work(self) -> tuple[int, ...]:
+        if not self._is_needed:
+            return ()
         return tuple(sorted({*self._engine.candidates.members} - {*self._engine.members}))
 
     # ---- links -------------------------------------------------------------------------------------------------------
