@@ -138,8 +138,8 @@ class BuddiesConfig(_Block):
 class BalanceConfig(_Block):
     """Layers and members are timed as they train, and what would be faster is proposed, or done."""
 
-    mode: Literal["act", "advise", "off"] = "act"
-    """"act": layers are timed and move; "advise": nothing moves by itself; "off": nothing is timed."""
+    mode: Literal["act", "advise", "off"] = "advise"
+    """"advise": layers are timed, and nothing moves by itself; "act": they move, too; "off": nothing is timed."""
     profile: File | None = None
     """A profile that `engine.balancer.profile.save` has written: what `engine.suggest` and `"layouts": "best"` go by
     until one was measured, and where stages begin if `pipeline.partition` is "profile"."""
@@ -256,7 +256,7 @@ class DynatrainConfig(_Block):
     elastic: ElasticConfig = ElasticConfig()
     buddies: BuddiesConfig = BuddiesConfig()
     balance: BalanceConfig | None = None
-    """Layers and members are timed, and move to where the time is; `None`: nothing is timed."""
+    """Layers and members are timed, and move to where the time is if `mode` says so; `None`: nothing is timed."""
 
     def in_fixed_launch(self) -> DynatrainConfig:
         """Return the block without the copies that an elastic launch has by default; `initialize` calls it."""

@@ -34,6 +34,12 @@ def test_empty_block_is_all_defaults() -> None:
     assert (block.data.reshuffle, block.report.jsonl) == (False, None)
 
 
+def test_empty_balance_block_moves_nothing() -> None:
+    _, block = split_config(with_block({"balance": {}}))
+    assert block is not None and block.balance is not None
+    assert block.balance.measures and not block.balance.acts
+
+
 def test_whole_block_is_read() -> None:
     _, block = split_config(
         with_block(

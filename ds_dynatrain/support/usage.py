@@ -279,8 +279,8 @@ USAGE = (
     ),
     _works(
         "balance",
-        "layers of a PipelineModule and the members of any model are timed, and move to where the time is: see "
-        "[balance](balance-job.md#in-a-job)",
+        "layers of a PipelineModule and the members of any model are timed, and with mode act move to where the time "
+        "is: see [balance](balance-job.md#in-a-job)",
         "tests/engine/test_balance_acting.py::test_layers_move_to_where_the_time_is",
     ),
     _switch(

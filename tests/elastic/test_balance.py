@@ -11,7 +11,7 @@ from tests.elastic.deaths import Deaths
 from tests.elastic.runs import finish_together, node_of, steps_on
 from tests.elastic.test_buddy_pipelines import CLIPPED, COPIES, NODES, TWO_BY_TWO, UNCLIPPED, Undisturbed, check
 
-BALANCE = {"every_steps": 1, "window_steps": 1}
+BALANCE = {"mode": "act", "every_steps": 1, "window_steps": 1}
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def test_a_death_in_a_window(tmp_path: Path, undisturbed: Undisturbed, instant: 
 UNEVEN = {**TWO_BY_TWO, "boundaries": [0, 1, 7]}
 MANY = {**UNCLIPPED, "train_micro_batch_size_per_gpu": 1}
 """Micro-batches: with one alone boundaries make no difference."""
-ACTING = {"every_steps": 2, "cooldown_steps": 0, "safety": 0.0, "least_gain": 0.0, "slow_ratio": None}
+ACTING = {"mode": "act", "every_steps": 2, "cooldown_steps": 0, "safety": 0.0, "least_gain": 0.0, "slow_ratio": None}
 
 
 @pytest.mark.full
