@@ -93,7 +93,7 @@ class EngineParts(EngineCore):
     def settle_buddies(self) -> None:
         """Before a world is left: no copy is on its way in it."""
         if self.buddies is not None:
-            self.buddies.settle(PROCESS.membership.is_aborted)
+            self.buddies.settle()
 
     def timed_update(self) -> AbstractContextManager[None]:
         """Return the context in which the optimizer makes its step, which is timed if a window is open."""
@@ -138,7 +138,6 @@ class EngineParts(EngineCore):
 
     def give_state_up(self) -> None:
         """Hold nothing any more: others have a newer state, or all of it is restored from elsewhere."""
-        self.settle_buddies()
         self.host.detach()
         self.is_stepping = False
         self.host.leave_world()

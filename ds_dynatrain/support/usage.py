@@ -267,11 +267,6 @@ USAGE = (
         "tests/elastic/test_buddy_deaths.py::test_two_of_three_that_have_a_state_die",
     ),
     _works(
-        "idle members that keep copies",
-        "of all engines of a process, before members that work do: see [buddies](buddies.md#idle-members-first)",
-        "tests/elastic/test_buddy_idle.py::test_one_of_two_works_and_dies",
-    ),
-    _works(
         "buddies of several engines",
         "copies of all engines of a process are taken at one boundary, and all go back to it together: see "
         "[engines](engines.md#where-members-come-and-go)",

@@ -103,7 +103,7 @@ def test_copies_of_the_world_before_protect(
     """As long as each of them has two who have it: so after a switch or a join, and not after a death too many."""
     engine: Any = SimpleNamespace(settings=settings(), world=None, members=tuple(kept_by), rank=0)
     buddies = Buddies(engine)
-    buddies._pairing.by_member = kept_by
+    buddies._by_member = kept_by
     boundary(buddies)
     engine.layout, engine.members = Layout(data=len(here), zero_stage=1), here
     tensors, layout = [LogicalTensor("weight", (8,))], engine.layout
@@ -223,16 +223,15 @@ def test_without_being_asked_for_there_are_copies_where_they_can_be(
     block = DynatrainConfig.model_validate({"fallback": {"path": "checkpoints"}})
     engine.settings, buddies._settings, buddies._of_all = block, block.buddies, tuple
     engine.candidates, engine.world = Candidates(0, {0: "a", 1: node}), SimpleNamespace(default=None)
-    buddies._pairing._settings = block.buddies
     buddies.check()
     for _ in range(2):
         buddies._enter()
     said = [record.message for record in caplog.records if record.levelname == "WARNING"]
     if free > 100 and node == "b":
-        assert not said and buddies._pairing.by_member == PAIR
+        assert not said and buddies._by_member == PAIR
         return
     why = "all members that train are on node 'a'" if node == "a" else "copies would take 192 bytes on node 'a'"
-    assert not buddies._pairing.by_member and not buddies.protection.is_protected and buddies.protection.why
+    assert not buddies._by_member and not buddies.protection.is_protected and buddies.protection.why
     assert len(said) == 1 and why in said[0]
     assert said[0].endswith("a death takes training back to the newest fallback checkpoint in checkpoints")
 

@@ -21,14 +21,12 @@ from ds_dynatrain.adapters.world import World
 from ds_dynatrain.elastic.messages import Protected
 from ds_dynatrain.engine.buddies.copy import lacks_frozen
 from ds_dynatrain.engine.buddies.keeper import Keeper
-from ds_dynatrain.engine.buddies.keeping import Keeping
-from ds_dynatrain.engine.buddies.pairing import Pairing
 from ds_dynatrain.engine.buddies.shipping import Round
 from ds_dynatrain.engine.buddies.taking import mark_of
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.feasible import available_bytes
 from ds_dynatrain.errors import ConfigError, WorldChanged
-from ds_dynatrain.plan import has_single_holders, memory_of_copies, needs_copies, outlives_a_node
+from ds_dynatrain.plan import buddies_of, has_single_holders, memory_of_copies, needs_copies, outlives_a_node
 from ds_dynatrain.report import Protection, logger
 
 MILLIONTHS = 1_000_000
@@ -48,8 +46,8 @@ class Buddies:
         self._engine, self._settings, self._of_all = engine, engine.settings.buddies, of_all
         self._worlds: list[World | None] = []
         """Of all engines."""
-        self._pairing = Pairing(engine, lambda: [one._engine for one in self._all])
-        self._keeping: Keeping | None = None
+        self._by_member: dict[int, tuple[int, ...]] = {}
+        """Member -> those who keep its copies, of whichever engine; the same on all that work."""
         self._why = NEW_WORLD
         self._is_protected = self._is_behind = self._has_said_cost = False
         self._cannot = ""
@@ -169,26 +167,9 @@ class Buddies:
             logger.debug("no copy of step %d: %s", engine.global_steps, error)
         self._left_at = time.perf_counter()
 
-    def settle(self, is_aborted: bool = False) -> None:
-        """The world is about to be left: wait until nothing is under way in its group, for the usual time-out.
-        is_aborted: by a loss.
-        """
-        if is_aborted:
-            self._pairing.close()  # what goes to idle members would not end by itself
+    def settle(self) -> None:
+        """Wait until no copy is under way in the world, which is about to be left, for the usual time-out."""
         self.keeper.settle()
-
-    def while_idle(self, host: str) -> None:
-        """On a member that waits for work: offer to keep copies. host: its own address. It may be called often.
-
-        OSError if it cannot be reached, torch's DistError if the board is gone.
-        """
-        engine = self._engine
-        self._pairing.close()
-        if engine.control.member not in engine.candidates.members:
-            return
-        if self._keeping is None:
-            self._keeping = Keeping(self.kept)
-        self._keeping.offer(engine.control, host)
 
     @property
     def stretch(self) -> tuple[int, ...]:
@@ -217,16 +198,10 @@ class Buddies:
         worlds = [keeper.engine.world for keeper in self._keepers]
         if len(worlds) != len(self._worlds) or any(a is not b for a, b in zip(worlds, self._worlds, strict=True)):
             self._enter()
-        pairing = self._pairing
         if self._rounds:
             self._see(self._rounds)
-        if pairing.sees_change() and not self._rounds:
-            self._see_idle()
-        pairing.look()
-        if not pairing.by_member and pairing.is_ready:  # one works, and nobody has to be asked
-            self._take_idle(True)
         step = self._engine.global_steps
-        if pairing.by_member and (self._next is None or step >= self._next):
+        if self._by_member and (self._next is None or step >= self._next):
             self._next = step + self._settings.every_steps
             if not self._rounds:
                 self._begin()
@@ -234,21 +209,17 @@ class Buddies:
                 self._skipped += 1
 
     def _enter(self) -> None:
-        """Another world of an engine: who keeps whose copies there."""
+        """Settle who keeps whose copies in another world of an engine, and how far that protects it."""
         keepers, self._rounds, self._next = self._keepers, (), None
         self._worlds = [keeper.engine.world for keeper in keepers]
         self._cannot = self._why_not()
-        self._see_idle()
-
-    def _see_idle(self) -> None:
-        """Settle who keeps whose copies in another world, or beside other idle members in it."""
-        engine, keepers, here = self._engine, self._keepers, {*self._engine.candidates.members}
+        engine, here = self._engine, {*self._engine.candidates.members}
         nodes = [engine.candidates.nodes[member] for member in engine.members]
         is_needed = any(needs_copies(keeper.engine.vps, keeper.engine.layout, nodes) for keeper in keepers)
-        self._pairing.enter(is_needed and not self._cannot)
+        self._by_member = self._dealt(nodes) if is_needed and not self._cannot else {}
         self._lacks = next((lack for keeper in keepers if (lack := _lack(keeper.engine, nodes))), "")
         for keeper in keepers:
-            keeper.enter(self._pairing.by_member)
+            keeper.enter(self._by_member)
         kept, was_protected = [{member, *buddies} for member, buddies in self._whole_of.items()], self._is_protected
         self._is_protected = was_protected and all(len(here & holders) > 1 for holders in kept)
         self._why = "" if self._is_protected else NEW_WORLD
@@ -257,12 +228,24 @@ class Buddies:
         elif not is_needed:
             layouts = " and ".join(dict.fromkeys(str(keeper.engine.layout) for keeper in keepers))
             self._is_protected, self._why = True, f"in {layouts} every element has several holders: nothing is copied"
-        elif len(engine.members) == 1 and not self._pairing.idle:
+        elif len(engine.members) == 1:
             self._is_protected, self._why = False, "one member alone works: nobody could keep its copy"
         if self._cannot or self._lacks or (was_protected and not self._is_protected):
             self._warn()
-        elif engine.rank == 0 and not self._pairing.by_member and not self._pairing.idle:
+        elif engine.rank == 0 and not self._by_member:
             logger.info("buddies: %s", self._why)
+
+    def _dealt(self, nodes: Sequence[str]) -> dict[int, tuple[int, ...]]:
+        """Return who keeps the copies of each member. nodes: the node of each rank."""
+        members, asked = self._engine.members, self._settings.copies
+        buddies = buddies_of(nodes, asked)
+        if self._engine.rank == 0 and buddies and len(buddies[0]) < asked:
+            logger.warning(
+                "buddies: %d others keep each copy in this world, and dynatrain.buddies.copies asks for %d; start more "
+                "members, or ask for fewer",
+                *(len(buddies[0]), asked),
+            )
+        return {member: tuple(members[each] for each in its) for member, its in zip(members, buddies, strict=False)}
 
     def _warn(self) -> None:
         """Say what a death would cost, on rank 0; once for each reason in a row."""
@@ -278,13 +261,6 @@ class Buddies:
         until = "" if self._cannot or self._lacks else "until copies are whole, "
         logger.warning("buddies: unprotected: %s; %sa death %s", why, until, cost)
 
-    def _take_idle(self, has_idle: bool) -> None:
-        """Let idle members be buddies, or not; on all that work alike, with no round under way."""
-        if has_idle != self._pairing.has_idle:
-            self._pairing.take_idle(has_idle)
-            for keeper in self._keepers:
-                keeper.enter(self._pairing.by_member, self._pairing.idle)
-
     # ---- rounds ------------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
@@ -293,9 +269,7 @@ class Buddies:
             keeper.engine.agree()
         first = mark_of(self._engine)
         self._rounds = [
-            keeper.begin(
-                first if keeper is self.keeper else mark_of(keeper.engine, first), keeper.engine.world, self._pairing
-            )
+            keeper.begin(first if keeper is self.keeper else mark_of(keeper.engine, first), keeper.engine.world)
             for keeper in self._keepers
             if keeper.engine.world is not None
         ]
@@ -305,26 +279,20 @@ class Buddies:
         """How the last rounds have ended, if they have for all; what each says of them is reduced over the world."""
         share, is_over = -int(self._share * MILLIONTHS), all(each.is_over for each in found)
         is_whole = is_over and all(each.is_whole for each in found)
-        said = torch.tensor([int(is_over), int(is_whole), int(self._pairing.is_ready), share])
+        said = torch.tensor([int(is_over), int(is_whole), share])
         if self._engine.world is not None:
             td.all_reduce(said, td.ReduceOp.MIN, group=self._engine.world.default)
-        is_over, is_whole, is_ready = (bool(value) for value in said[:3])
+        is_over, is_whole = (bool(value) for value in said[:2])
         if not is_over:
             return
-        is_void = any(each.is_void for each in found)
-        is_whole &= not is_void
+        is_whole &= not any(each.is_void for each in found)
         self._rounds = ()
         for keeper, each in zip(self._keepers, found, strict=True):
             keeper.see(each, is_whole)
         if is_whole:
-            self._whole_of = dict(self._pairing.by_member)
+            self._whole_of = self._by_member
         self._tell(found, is_whole)
-        self._say_cost(-int(said[3]) / MILLIONTHS)
-        if is_whole:
-            self._take_idle(is_ready)
-        elif self._pairing.has_idle and not is_void:
-            self._take_idle(False)
-            self._pairing.give_idle_up()
+        self._say_cost(-int(said[2]) / MILLIONTHS)
 
     def _say_cost(self, share: float) -> None:
         """Warn once, on rank 0, where a step waits long for copies. share: of the step, on the rank that waits most."""
@@ -374,7 +342,7 @@ class Buddies:
         first, keeper, whole = self._first, self.keeper, self.kept.whole
         is_known = keeper.world is self._engine.world
         return Protection(
-            buddies=dict(first._pairing.by_member) if is_known else {},
+            buddies=dict(first._by_member) if is_known else {},
             step=None if whole is None else whole.step,
             is_protected=is_known and first._is_protected,
             why=first._why if is_known else NEW_WORLD,

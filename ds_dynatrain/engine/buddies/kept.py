@@ -7,7 +7,6 @@ again: touching new memory costs more than what is copied there.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection
 
 import torch
 
@@ -58,16 +57,12 @@ class Kept:
     frozen: the rank's own frozen weights where others have them, too, which are the same at every step: not copied, but
     held on to, as they lay in `frozen_of`, (layout, rank).
 
-    guests: on a member that is idle, or was until now, the copies that it keeps of each member that works, apart from
-    its own; until another moment is whole.
-
     since: the stretch of training in which the newest load was (`Mark.stretch`); copies of older ones count no more.
     """
 
     def __init__(self) -> None:
         self.frozen: Buffers = {}
         self.frozen_of: tuple[Layout, int] | None = None
-        self.guests: dict[int, Kept] = {}
         self.since: tuple[int, ...] = ()
         self._places = _Place(), _Place()
         self._whole: Mark | None = None
@@ -80,8 +75,6 @@ class Kept:
         """All that this process has whole, of itself and of its wards; the newest first."""
         with self._lock:
             found = [copy for place in self._places for copy in place.copies.values()]
-        for guest in list(self.guests.values()):
-            found += guest.copies()
         found = [copy for copy in found if copy.mark.stretch >= self.since]
         return sorted(found, key=lambda copy: (copy.mark.moment, -copy.rank), reverse=True)
 
@@ -97,8 +90,7 @@ class Kept:
     @property
     def nbytes(self) -> int:
         """Host memory that the copies take."""
-        mine = sum(room.nbytes for place in self._places for room in (place.own, *place.wards))
-        return mine + sum(guest.nbytes for guest in list(self.guests.values()))
+        return sum(room.nbytes for place in self._places for room in (place.own, *place.wards))
 
     # ---- writing -----------------------------------------------------------------------------------------------------
 
@@ -121,18 +113,6 @@ class Kept:
     def is_whole(self, mark: Mark) -> None:
         """All members have all copies of a moment: the other place may be written from here on."""
         self._whole = mark
-        if any(place.mark == mark for place in self._places):
-            self.guests = {}
-
-    def let_go_before(self, mark: Mark, guests: Collection[int]) -> None:
-        """Give the memory of older moments back, on an idle member. guests: of these more is to come."""
-        with self._lock:
-            older = [place for place in self._places if place.mark is not None and place.mark.moment < mark.moment]
-            first, second = (_Place() if place in older else place for place in self._places)
-            self._places = first, second
-        for member, guest in list(self.guests.items()):
-            if member not in guests and all(copy.mark.moment < mark.moment for copy in guest.copies()):
-                self.guests.pop(member, None)
 
     def void_before(self, stretch: tuple[int, ...]) -> None:
         """A state was loaded in that stretch: copies of older ones count no more, whenever they come."""
@@ -144,5 +124,3 @@ class Kept:
             for place in self._places:
                 place.copies, place.mark = {}, None
             self._open = self._whole = None
-        for guest in list(self.guests.values()):
-            guest.forget()

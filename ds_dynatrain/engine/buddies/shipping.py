@@ -41,9 +41,8 @@ class Ward:
 class Round:
     """One copy of each rank on its way.
 
-    taken: None where this member could not take its own, or is idle and has no buddies. is_over: the thread has nothing
-    more to do. is_whole: the own copy is with its buddies and those of all wards are here. is_void: it does not count,
-    whatever becomes of it. is_broken: it has ended in the midst of a message.
+    taken: None where this member could not take its own. is_over: the thread has nothing more to do. is_whole: the own
+    copy is with its buddies and those of all wards are here. is_void: it does not count, whatever becomes of it.
     """
 
     def __init__(
@@ -56,8 +55,8 @@ class Round:
         kept: Kept,
     ) -> None:
         self.mark, self.sent_bytes, self.seconds = mark, 0, 0.0
-        self.is_whole = self.is_void = self.is_broken = False
-        self.error = "this member has taken none" if taken is None and buddies else ""
+        self.is_whole = self.is_void = False
+        self.error = "this member has taken none" if taken is None else ""
         self._taken, self._buddies, self._wards, self._kept = taken, tuple(buddies), wards, kept
         self._transport: Transport | None = transport
         self._under_way: list[Handle] = []
@@ -76,7 +75,6 @@ class Round:
             self._carry_out()
         except Exception as error:  # of whatever kind: training goes on, and all learn that it is not whole
             self._note(f"{type(error).__name__}: {error}")
-            self.is_broken = True
         finally:
             self._transport, self._taken, self._under_way = None, None, []  # which hold the group
             self.seconds = time.perf_counter() - begin
