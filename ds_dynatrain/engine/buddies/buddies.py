@@ -1,4 +1,4 @@
-"""An engine's buddies: at boundaries, which are due; beside training, one round at a time; and what a user sees.
+"""When copies are taken, who keeps them, and what a user sees of it.
 
 All working members come by the same boundaries and decide from the same numbers: what each says of the round before is
 reduced over their world, so that all take their copies at the same steps, or none does. Only when all have all copies
@@ -38,14 +38,14 @@ MUCH_OF_A_STEP = 0.1
 
 
 class Buddies:
-    """Of one engine, for the whole job. of_all: those of all engines that are open, the first one's first."""
+    """The buddies of one engine, for the whole job. of_all: those of all open engines, the first one's first."""
 
     def __init__(self, engine: EngineCore, of_all: Callable[[], Sequence[Buddies]] = tuple) -> None:
         self.keeper = Keeper(engine)
         self.kept = self.keeper.kept
         self._engine, self._settings, self._of_all = engine, engine.settings.buddies, of_all
         self._worlds: list[World | None] = []
-        """Of all engines."""
+        """The worlds of all engines when buddies were dealt last."""
         self._by_member: dict[int, tuple[int, ...]] = {}
         """Member -> those who keep its copies, of whichever engine; the same on all that work."""
         self._why = NEW_WORLD
@@ -56,12 +56,12 @@ class Buddies:
         """Why copies alone do not protect this world."""
         self._last_warning = ""
         self._whole_of: dict[int, tuple[int, ...]] = {}
-        """The same of the newest moment that is whole; of a world before, maybe."""
+        """`_by_member` at the newest moment that is whole, which may be in an earlier world."""
         self._seen: tuple[str, tuple[int, ...], int] = ("", (), -1)
         self._next: int | None = None
         """The step at which a copy is due; None: at once."""
         self._rounds: Sequence[Round] = ()
-        """One of each engine, on their way."""
+        """The rounds that are under way, one for each engine."""
         self._left_at, self._share = 0.0, 0.0
         self._taken = self._skipped = 0
         self._last_error = ""
@@ -72,7 +72,7 @@ class Buddies:
 
     @property
     def _first(self) -> Buddies:
-        """Those that decide for all."""
+        """The buddies of the first engine, which decide for all."""
         return self._all[0]
 
     @property
@@ -143,10 +143,10 @@ class Buddies:
     # ---- at a boundary -----------------------------------------------------------------------------------------------
 
     def at_boundary(self) -> None:
-        """A boundary of a working member, between two global batches; once for each step.
+        """Take a copy if one is due; working members call this between two global batches, once for each step.
 
-        After what else takes place there, so that no switch waits for a copy that was taken just before it. If a member
-        is lost meanwhile, what follows of that is found where collectives of training fail, too.
+        It comes after all else at that boundary, so that no switch waits for a copy that was taken just before it. The
+        loss of a member raises nothing here: the next collective of training finds it, too.
         """
         engine, keepers = self._engine, self._keepers
         now = engine.segment, engine.global_steps
@@ -173,17 +173,17 @@ class Buddies:
 
     @property
     def stretch(self) -> tuple[int, ...]:
-        """In which the next copies are, of all engines."""
+        """The stretch of training to which the next copies of all engines belong."""
         return mark_of(self._first._engine).stretch
 
     def replace(self) -> None:
-        """Another state of an engine is loaded, on all members that work: no copy from before counts, of any."""
+        """Void the copies of all engines, as a state of one was loaded on all members that work."""
         for keeper in self._keepers:
             keeper.kept.void_before(self.stretch)
         self.forget()
 
     def forget(self) -> None:
-        """No copy that this process has counts any more, of any engine."""
+        """Let no copy count that this process has, of any engine."""
         self._first._forget()
 
     def _forget(self) -> None:
@@ -264,7 +264,7 @@ class Buddies:
     # ---- rounds ------------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Of all engines that have a world, which is of all of them or none."""
+        """Begin a round for each engine; all of them have a world, or none."""
         for keeper in self._keepers:
             keeper.engine.agree()
         first = mark_of(self._engine)
@@ -276,7 +276,7 @@ class Buddies:
         self._taken += 1
 
     def _see(self, found: Sequence[Round]) -> None:
-        """How the last rounds have ended, if they have for all; what each says of them is reduced over the world."""
+        """Settle how the last rounds have ended, if they have on all members: a reduction over the world."""
         share, is_over = -int(self._share * MILLIONTHS), all(each.is_over for each in found)
         is_whole = is_over and all(each.is_whole for each in found)
         said = torch.tensor([int(is_over), int(is_whole), share])
@@ -295,7 +295,7 @@ class Buddies:
         self._say_cost(-int(said[2]) / MILLIONTHS)
 
     def _say_cost(self, share: float) -> None:
-        """Warn once, on rank 0, where a step waits long for copies. share: of the step, on the rank that waits most."""
+        """Warn once, on rank 0, if a step waits long for copies. share: of the step, on the rank that waits most."""
         if self._engine.rank or self._has_said_cost or share < MUCH_OF_A_STEP:
             return
         self._has_said_cost = True
@@ -331,14 +331,14 @@ class Buddies:
 
     @property
     def is_said_to_protect(self) -> Protected:
-        """For the status of the job; nothing on a member that holds no state."""
+        """Return what the status of the job says of this member; nothing if it holds no state."""
         if self._engine.idle:
             return ""
         return "yes" if self.protection.is_protected else "no"
 
     @property
     def protection(self) -> Protection:
-        """For people, and for scripts that watch."""
+        """What `engine.buddies` gives, for people and for scripts that watch."""
         first, keeper, whole = self._first, self.keeper, self.kept.whole
         is_known = keeper.world is self._engine.world
         return Protection(

@@ -22,7 +22,7 @@ from ds_dynatrain.transfer import GroupTransport
 
 
 class Keeper:
-    """Of one engine, for the whole job.
+    """What takes and sends the copies of one engine, for the whole job.
 
     kept: the copies that this process has. world: in which they are taken. buddies: of each rank in it; none where
     nothing is copied. take_seconds, ship_seconds, sent_bytes: of the last copy.
@@ -83,7 +83,7 @@ class Keeper:
         return found
 
     def see(self, found: Round, is_whole: bool) -> None:
-        """A round is over on all members. is_whole: the copies of all engines are where they belong."""
+        """Note a round that is over on all members. is_whole: the copies of all engines are where they belong."""
         self.sent_bytes, self.ship_seconds = found.sent_bytes, found.seconds
         if is_whole:
             self.kept.is_whole(found.mark)

@@ -25,11 +25,11 @@ class Room:
 
     @property
     def nbytes(self) -> int:
-        """What it takes."""
+        """Bytes that it takes."""
         return self._memory.numel()
 
     def fit(self, nbytes: int) -> torch.Tensor:
-        """Its first bytes, as uint8; what was there is gone. MemoryError if there is not so much."""
+        """Return its first bytes, as uint8; what they held is gone. MemoryError if there is not so much."""
         if self.nbytes < nbytes:
             self._memory = torch.empty(0, dtype=torch.uint8)  # the old goes before the new comes
             if nbytes > (free := available_bytes()):
@@ -40,7 +40,7 @@ class Room:
 
 
 class _Place:
-    """One moment: a room for the own copy, one for each ward's, and the copies that are whole."""
+    """A moment: a room for the own copy, one for each ward's, and the copies that are whole."""
 
     def __init__(self) -> None:
         self.mark: Mark | None = None
@@ -72,14 +72,14 @@ class Kept:
     # ---- what is there -----------------------------------------------------------------------------------------------
 
     def copies(self) -> list[Copy]:
-        """All that this process has whole, of itself and of its wards; the newest first."""
+        """Return all copies that this process has whole, of itself and of its wards; the newest first."""
         with self._lock:
             found = [copy for place in self._places for copy in place.copies.values()]
         found = [copy for copy in found if copy.mark.stretch >= self.since]
         return sorted(found, key=lambda copy: (copy.mark.moment, -copy.rank), reverse=True)
 
     def find(self, mark: Mark, rank: int) -> Copy | None:
-        """The copy of a rank at a moment, if it is here."""
+        """Return the copy of a rank at a moment, if it is here."""
         return next((copy for copy in self.copies() if (copy.mark, copy.rank) == (mark, rank)), None)
 
     @property
@@ -95,7 +95,7 @@ class Kept:
     # ---- writing -----------------------------------------------------------------------------------------------------
 
     def begin(self, mark: Mark, wards: int) -> tuple[Room, list[Room]]:
-        """Rooms for the own copy and for those of so many wards, where the moment that is whole on all is not."""
+        """Return rooms for the own copy and those of so many wards, apart from the moment that is whole on all."""
         with self._lock:
             place = next(each for each in self._places if each.mark is None or each.mark != self._whole)
             place.copies, place.mark = {}, mark
@@ -105,21 +105,21 @@ class Kept:
             return place.own, place.wards
 
     def add(self, copy: Copy) -> None:
-        """A copy of the moment that was begun last is whole here."""
+        """Add a copy that is whole here; it counts if it is of the moment that was begun last."""
         with self._lock:
             if self._open is not None and self._open.mark == copy.mark:
                 self._open.copies[copy.rank] = copy
 
     def is_whole(self, mark: Mark) -> None:
-        """All members have all copies of a moment: the other place may be written from here on."""
+        """Note that all members have all copies of a moment: the other place may be written from here on."""
         self._whole = mark
 
     def void_before(self, stretch: tuple[int, ...]) -> None:
-        """A state was loaded in that stretch: copies of older ones count no more, whenever they come."""
+        """Void copies of stretches before this one, whenever they come: a state was loaded in it."""
         self.since = max(self.since, stretch)
 
     def forget(self) -> None:
-        """No copy counts any more, nor one that is on its way. Their memory stays."""
+        """Let no copy count any more, nor one that is on its way. Their memory stays."""
         with self._lock:
             for place in self._places:
                 place.copies, place.mark = {}, None

@@ -43,8 +43,7 @@ class Taken:
 
 
 def mark_of(engine: EngineCore, first: Mark | None = None) -> Mark:
-    """The present moment, between two global batches. first: that of the first engine of the process, if it is another
-    one."""
+    """Return the present moment, between two global batches. first: that of the process's first engine, if another."""
     when = engine.generation, engine.segment, len(engine.registered), engine.global_steps
     return Mark(*when, engine.layout, () if first is None else first.moment)
 
