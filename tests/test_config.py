@@ -34,6 +34,12 @@ def test_empty_block_is_all_defaults() -> None:
     assert (block.data.reshuffle, block.report.jsonl) == (False, None)
 
 
+def test_empty_balance_block_moves_nothing() -> None:
+    _, block = split_config(with_block({"balance": {}}))
+    assert block is not None and block.balance is not None
+    assert block.balance.measures and not block.balance.acts
+
+
 def test_whole_block_is_read() -> None:
     _, block = split_config(
         with_block(
@@ -90,9 +96,12 @@ def test_stage_that_cannot_be_taken_from_deepspeed() -> None:
         ({"buddies": {"every_step": 1}}, "dynatrain.buddies.every_step: unknown key; did you mean 'every_steps'?"),
         ({"buddies": {"every_steps": 0}}, "dynatrain.buddies.every_steps: expected greater than or equal to 1, got 0"),
         ({"buddies": {"copies": 0}}, "dynatrain.buddies.copies: expected greater than or equal to 1, got 0"),
+        ({"buddies": {"mode": "ring"}}, "dynatrain.buddies.mode: expected 'off' or 'copy', got 'ring'"),
+        ({"buddies": {"mode": "replay"}}, 'dynatrain.buddies.mode: "replay" is gone, because a step waited less'),
+        ({"buddies": {"mode": "auto"}}, '(0.9 to 14.9 %); use "copy", which works with every optimizer'),
         (
-            {"buddies": {"mode": "ring"}},
-            "dynatrain.buddies.mode: expected 'off', 'copy', 'auto' or 'replay', got 'ring'",
+            {"buddies": {"verify_every_steps": 100}},
+            "dynatrain.buddies.verify_every_steps: this key is gone, because buddies replay no steps",
         ),
         ({"balance": {"every_step": 1}}, "dynatrain.balance.every_step: unknown key; did you mean 'every_steps'?"),
         ({"balance": {"mode": "moves"}}, "dynatrain.balance.mode: expected 'act', 'advise' or 'off', got 'moves'"),

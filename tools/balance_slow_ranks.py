@@ -46,7 +46,8 @@ def main() -> None:
     quiet()
     deepspeed.init_distributed(verbose=False)
     model, world = Paced(), td.get_world_size()
-    block = {"layout": {"data": world}, "timeout_seconds": 120, "balance": {"slow_steps": wanted["slow_steps"]}}
+    balance = {"mode": "act", "slow_steps": wanted["slow_steps"]}
+    block = {"layout": {"data": world}, "timeout_seconds": 120, "balance": balance}
     config = {
         "train_batch_size": BATCH,
         "train_micro_batch_size_per_gpu": BATCH // world,

@@ -3,17 +3,12 @@
 python tools/bench_buddies.py                              # three minutes on a quiet machine
 python tools/bench_buddies.py --sizes 30M --batches 4 --steps 20
 python tools/bench_buddies.py --write docs/figures
-python tools/bench_buddies.py --mode replay                # the same for steps that are replayed
 
 An elastic job of two torchrun agents with one worker each takes a copy after every second step, so that steps with a
 copy on its way stand beside steps without. `plain` is a copy of the same buffers into memory that was touched before,
 made at the same boundary. `waits` is all that a step waits for at a boundary where a copy is taken. `more` is by how
 much steps during which a copy travels take longer than those during which none does: what the thread and the network
 take away from training, on cores that both share.
-
-Of a step that is replayed, `raw` is an exchange of as many bytes as its gradient has, `own` what the own optimizer
-takes for the same elements, and `waits` all that the step and the boundary before it wait for: of that `ship` for
-gradients.
 """
 
 from __future__ import annotations
@@ -57,7 +52,7 @@ def steps_of(**wanted: Any) -> list[Row]:
 def line(size: str, stage: int, batch: int, args: argparse.Namespace) -> list[object]:
     """One line of the table."""
     wanted = {"size": size, "stage": stage, "batch": batch * len(NODES), "dtype": args.dtype}
-    rows = steps_of(**wanted, steps=args.steps, length=args.length, mode="copy", optimizer={})
+    rows = steps_of(**wanted, steps=args.steps, length=args.length)
     with_copy, without = ([row for row in rows if row["is_taken"] == kind] for kind in (True, False))
     plain, waits, took = (median(row[key] for row in with_copy) for key in ("plain_ms", "boundary_ms", "take_ms"))
     busy, calm = (median(row["train_ms"] for row in each) for each in (with_copy, without))
@@ -83,45 +78,6 @@ def line(size: str, stage: int, batch: int, args: argparse.Namespace) -> list[ob
     ]
 
 
-def replayed(size: str, stage: int, batch: int, is_fused: bool, args: argparse.Namespace) -> list[object]:
-    """One line of the table of steps that are replayed."""
-    wanted = {"size": size, "stage": stage, "batch": batch * len(NODES), "dtype": args.dtype}
-    optimizer = {"torch_adam": True, **({"fused": True} if is_fused else {})}
-    found = steps_of(**wanted, steps=args.steps, length=args.length, mode="replay", optimizer=optimizer)
-    rows = [row for row in found if row["is_taken"] and row["raw_ms"]]
-    names = "train_ms", "raw_ms", "own_ms", "ship_ms", "take_ms", "boundary_ms"
-    step, raw, own, ship, waits, boundary = (median(row[key] for row in rows) for key in names)
-    last = rows[-1]
-    share, cost = (waits + boundary) / step, (waits + boundary) / (raw + own)
-    verdict = [] if cost <= BLOCKING else [f"cost missed: {cost:.2f}"]
-    verdict += [f"share missed: {100 * share:.1f} %"] if batch >= JUDGED and share > SHARE else []
-    return [
-        f"{size}, stage {stage}, {batch} a rank{', fused' if is_fused else ''}",
-        f"{step:.0f}",
-        f"{raw:.1f}",
-        f"{own:.1f}",
-        f"{ship:.1f}",
-        f"{waits + boundary:.1f}",
-        f"{cost:.2f}",
-        f"{100 * share:.1f} %",
-        f"{last['sent_bytes'] / last['elements']:.3f}",
-        f"{last['memory_bytes'] / last['state_bytes']:.2f}",
-        "; ".join(verdict) or "pass",
-    ]
-
-
-def table_of_replay(cases: list[tuple[str, int, int]], args: argparse.Namespace) -> str:
-    """The table, and what it was measured on."""
-    rows = [replayed(*case, is_fused, args) for case in cases for is_fused in (False, True)]
-    text = f"Measured on: {machine()}. {args.dtype}, {len(NODES)} nodes of one rank, {args.steps} steps, each of which "
-    text += (
-        f"is replayed; medians. Bars: what a step waits for ÷ (raw + own) {BLOCKING:g}; {100 * SHARE:g} % of a step "
-    )
-    text += f"of {JUDGED} samples a rank.\n\n"
-    head = ("", "step ms", "raw ms", "own ms", "ship ms", "waits ms", "÷ (raw + own)", "of a step", "bytes an element")
-    return text + table((*head, "memory ÷ state", ""), rows)
-
-
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -132,14 +88,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30, help="steps of each job (default 30)")
     parser.add_argument("--length", type=int, default=32, help="tokens of a sample (default 32)")
     parser.add_argument("--write", type=Path, help="a page, or a folder of them, for the table: docs/figures")
-    parser.add_argument("--mode", default="copy", choices=["copy", "replay"])
     args = parser.parse_args()
     cases = [(size, stage, batch) for size in args.sizes for stage in args.stages for batch in args.batches]
-    if args.mode == "replay":
-        print(text := table_of_replay(cases, args))
-        if args.write is not None:
-            keep(args.write, "bench_buddies_replay", text)
-        return
     rows = [line(*case, args) for case in cases]
     text = f"Measured on: {machine()}. {args.dtype}, {len(NODES)} nodes of one rank, a copy after every second of "
     text += f"{args.steps} steps; medians. Bars: copy ÷ plain {BLOCKING:g}; {100 * SHARE:g} % of a step of "

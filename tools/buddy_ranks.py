@@ -1,9 +1,7 @@
-"""One rank of `bench_buddies.py`: an elastic job that takes a copy after every second step, or replays each step, and
-notes what it cost.
+"""One rank of `bench_buddies.py`: an elastic job that takes a copy after every second step, and notes what it cost.
 
 Started by torchrun agents, with $OUT as folder for its lines and $WANTED:
-'{"size": "30M", "dtype": "fp32", "stage": 1, "steps": 40, "batch": 8, "length": 32, "mode": "copy",
-"optimizer": {"torch_adam": true}}'
+'{"size": "30M", "dtype": "fp32", "stage": 1, "steps": 40, "batch": 8, "length": 32}'
 """
 
 from __future__ import annotations
@@ -20,15 +18,11 @@ from workload import GPT, SIZES, Samples, config, quiet
 
 import ds_dynatrain
 from ds_dynatrain.engine.buddies.copy import copied
-from ds_dynatrain.engine.groups import BUDDIES
-from ds_dynatrain.plan import buddies_of, wards_of
 from ds_dynatrain.space import MASTER
-from ds_dynatrain.transfer import GroupTransport
 
 WARM_UP = 6
 EVERY_STEPS = 2
 """So that steps with a copy on its way stand beside steps without, in the same minute."""
-RAW_TAG, RAW_SECONDS = 9, 60.0
 
 
 class Watch:
@@ -41,32 +35,6 @@ class Watch:
         self._scratch: list[torch.Tensor] = []
         self.last: dict[str, Any] = {}
         self._buddies.at_boundary = self._at_boundary
-        self._own_seconds = 0.0
-        own_step, basic = engine.basic_optimizer.step, engine.basic_optimizer
-
-        def timed(*arguments: Any, **named: Any) -> Any:
-            begin = time.perf_counter()
-            found = own_step(*arguments, **named)
-            self._own_seconds += time.perf_counter() - begin
-            return found
-
-        basic.step = timed
-
-    def _raw_ms(self, masters: list[torch.Tensor]) -> float:
-        """As many bytes as a gradient has, sent to the buddy while the ward's come, and nothing else."""
-        parts, members = self._parts, self._parts.members
-        if parts.world is None or len(members) < 2:
-            return 0.0
-        buddies = buddies_of([str(member) for member in members])
-        buddy, (ward,) = buddies[parts.rank][0], wards_of(buddies, parts.rank)
-        transport, there = GroupTransport(parts.world.group(BUDDIES), members), [torch.zeros_like(m) for m in masters]
-        torch.distributed.barrier()
-        begin, deadline = time.perf_counter(), time.monotonic() + RAW_SECONDS
-        handles = [transport.receive(each, members[ward], RAW_TAG) for each in there]
-        handles += [transport.send(each, members[buddy], RAW_TAG) for each in masters]
-        for handle in handles:
-            handle.wait(deadline)
-        return 1e3 * (time.perf_counter() - begin)
 
     def _at_boundary(self) -> None:
         parts, taken = self._parts, self._engine.buddies.taken
@@ -81,7 +49,6 @@ class Watch:
         self._look()
         end, now = time.perf_counter(), self._engine.buddies
         masters = [each for (kind, _), each in state.items() if kind == MASTER]
-        is_replayed = now.mode == "replay"
         self.last = {
             "is_taken": now.taken > taken,
             "plain_ms": 1e3 * (plain - begin),
@@ -91,12 +58,9 @@ class Watch:
             "sent_bytes": now.sent_bytes,
             "memory_bytes": now.memory_bytes,
             "skipped": now.skipped,
-            "raw_ms": self._raw_ms(masters) if is_replayed else 0.0,
-            "own_ms": 1e3 * self._own_seconds,
             "state_bytes": sum(each.numel() * each.element_size() for each in held),
             "elements": sum(map(len, masters)),
         }
-        self._own_seconds = 0.0
 
 
 def main() -> None:
@@ -105,10 +69,9 @@ def main() -> None:
     quiet()
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # nobody has to wait for a compiler
     shape = SIZES[wanted["size"]]
-    block = {"buddies": {"mode": wanted["mode"], "every_steps": EVERY_STEPS}}
+    block = {"buddies": {"mode": "copy", "every_steps": EVERY_STEPS}}
     settings = {**config(wanted["dtype"], wanted["stage"], wanted["batch"]), "dynatrain": block}
     settings["gradient_clipping"] = 1.0
-    settings["optimizer"]["params"].update(wanted["optimizer"])
     torch.manual_seed(0)
     engine, *_ = ds_dynatrain.initialize(config=settings, model=GPT(**shape))
     watch = Watch(engine)

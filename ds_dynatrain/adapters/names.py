@@ -91,12 +91,11 @@ NAMES: Names = {
     "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3": """
         reduce_ready_partitions_and_remove_grads set_grad_positions _update_scale
         _create_param_groups_fp16_flat_cpu_memory complete_grad_norm_calculation_for_cpu_offload
-        unscale_and_clip_grads step
     """,
     "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": """
         _update_model_bit16_weights get_data_parallel_partitions _link_all_hp_params
         _lazy_init_hp_params_optimizer_state _create_param_mapping _create_optimizer_mapping _get_offload_gradient_dict
-        get_grad_position complete_grad_norm_calculation_for_cpu_offload _update_scale unscale_and_clip_grads step
+        get_grad_position complete_grad_norm_calculation_for_cpu_offload _update_scale
     """,
     "deepspeed.runtime.zero.utils": "ZERO_SUPPORTED_OPTIMIZERS apply_to_tensors_only",
     "deepspeed.utils": "link_hp_params z3_leaf_module",

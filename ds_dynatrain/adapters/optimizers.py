@@ -37,16 +37,14 @@ class OptimizerRule:
     counts_by_group: the optimizer counts on one parameter of a group for all of them (DeepSpeed's fused kernels), so
         the highest count of a group is the count of each.
     whole_tensors: those of the moments that ZeRO stages 1 and 2 keep for a whole tensor, on every rank with a part.
-    replays: whether a step has the same bits in any process that has the same tensors, of the same length: what it
-        does to an element depends on that element alone, and it keeps nothing but its state.
-    placeless: whether that is so in tensors of any length, wherever in them the element lies.
+    placeless: whether a step does to an element what depends on that element alone, with the same bits in tensors of
+        any length and wherever in them the element lies, and keeps nothing but its state.
     """
 
     moments: Moments = ()
     scalars: Scalars = field(default_factory=dict)
     counts_by_group: bool = False
     whole_tensors: tuple[str, ...] = ()
-    replays: bool = False
     placeless: bool = False
 
     def moments_of(self, group: Group) -> tuple[str, ...]:
@@ -81,14 +79,14 @@ def _rmsprop(group: Group) -> tuple[str, ...]:
 _NADAM: Mapping[str, Number] = {**STEP, "mu_product": torch.tensor(1.0, dtype=torch.float32)}
 
 KNOWN: Mapping[str, OptimizerRule] = {
-    "torch.optim.adam.Adam": OptimizerRule(_adam, STEP, replays=True, placeless=True),
-    "torch.optim.adamw.AdamW": OptimizerRule(_adam, STEP, replays=True, placeless=True),
-    "torch.optim.sgd.SGD": OptimizerRule(_sgd, replays=True, placeless=True),
-    "torch.optim.rmsprop.RMSprop": OptimizerRule(_rmsprop, STEP, replays=True, placeless=True),
-    "torch.optim.nadam.NAdam": OptimizerRule(("exp_avg", "exp_avg_sq"), _NADAM, replays=True, placeless=True),
-    "torch.optim.radam.RAdam": OptimizerRule(("exp_avg", "exp_avg_sq"), STEP, replays=True, placeless=True),
-    "torch.optim.adamax.Adamax": OptimizerRule(("exp_avg", "exp_inf"), STEP, replays=True, placeless=True),
-    "torch.optim.adagrad.Adagrad": OptimizerRule(("sum",), STEP, replays=True, placeless=True),
+    "torch.optim.adam.Adam": OptimizerRule(_adam, STEP, placeless=True),
+    "torch.optim.adamw.AdamW": OptimizerRule(_adam, STEP, placeless=True),
+    "torch.optim.sgd.SGD": OptimizerRule(_sgd, placeless=True),
+    "torch.optim.rmsprop.RMSprop": OptimizerRule(_rmsprop, STEP, placeless=True),
+    "torch.optim.nadam.NAdam": OptimizerRule(("exp_avg", "exp_avg_sq"), _NADAM, placeless=True),
+    "torch.optim.radam.RAdam": OptimizerRule(("exp_avg", "exp_avg_sq"), STEP, placeless=True),
+    "torch.optim.adamax.Adamax": OptimizerRule(("exp_avg", "exp_inf"), STEP, placeless=True),
+    "torch.optim.adagrad.Adagrad": OptimizerRule(("sum",), STEP, placeless=True),
     "deepspeed.ops.adam.fused_adam.FusedAdam": OptimizerRule(_adam, {"step": 0}, counts_by_group=True),
     "deepspeed.ops.lion.fused_lion.FusedLion": OptimizerRule(("exp_avg",), {"step": 0}, counts_by_group=True),
     "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam": OptimizerRule(("exp_avg", "exp_avg_sq"), {"step": 0}),
@@ -117,7 +115,6 @@ def register_optimizer(
     moments: Moments,
     scalars: Scalars | None = None,
     *,
-    replays: bool = False,
     placeless: bool = False,
 ) -> type[torch.optim.Optimizer]:
     """Tell which states an optimizer class keeps in `state[parameter]`, so that they travel in a switch.
@@ -125,10 +122,9 @@ def register_optimizer(
     cls: this exact class; a subclass must be registered itself. moments: names of the states with one value per
     element, each computed from values of the same element (and of nothing else), or a function from a parameter group
     to them. scalars: names of the other states and their values before the first step, in the type that they are
-    stored in: an int, a float, or a tensor of no dims; or a function from a parameter group to them. replays: whether a
-    step has the same bits in any process that has the same tensors, of the same length, so that buddies may replay it:
-    no random numbers, no norm over a tensor, nothing that it keeps outside of its state. placeless: whether that is so
-    in tensors of any length, wherever in them an element lies, so that gradients may be added leaf by leaf.
+    stored in: an int, a float, or a tensor of no dims; or a function from a parameter group to them. placeless: whether
+    a step has the same bits in any process, in tensors of any length and wherever in them an element lies, so that
+    gradients may be added leaf by leaf: no random numbers, no norm over a tensor, nothing kept outside of its state.
 
     Call it on every process before `initialize`. Returns the class. ConfigError for a class that is known already, or
     names that cannot be.
@@ -143,7 +139,7 @@ def register_optimizer(
         raise ConfigError(f"register_optimizer: {full_name(cls)} is registered already; register a class once")
     _refuse_by_name(cls)
     held = moments if callable(moments) else tuple(moments), scalars if scalars is not None else {}
-    rule = OptimizerRule(*held, replays=replays or placeless, placeless=placeless)
+    rule = OptimizerRule(*held, placeless=placeless)
     if not callable(rule.moments) and not callable(rule.scalars):
         _check_names(cls, rule.moments_of({}), rule.scalars_of({}))
     _registered[cls] = rule

@@ -44,7 +44,7 @@ class GroupStatus:
 
     def __init__(self) -> None:
         self.failure: RuntimeError | None = None
-        self.is_closed = self.is_deferred = self.is_lost = False
+        self.is_closed = self.is_lost = False
         self.gate = Gate()
 
     @property
@@ -52,8 +52,8 @@ class GroupStatus:
         """Whether communicators of the world can only be aborted: not all its members would end them together."""
         return self.failure is not None or self.is_lost or self.gate.is_torn
 
-    def call(self, call: Callable[..., T], *arguments: Any, **named: Any) -> T | None:
-        """What `call` returns; WorldChanged, or None where that is deferred, if a peer is gone or the world closed."""
+    def call(self, call: Callable[..., T], *arguments: Any, **named: Any) -> T:
+        """Return what `call` returns; raise WorldChanged if a peer is gone or the world is closed."""
         if self.is_closed:
             raise WorldChanged(
                 "the world was formed anew: this global batch is discarded; go on with the loader's next one"
@@ -64,8 +64,6 @@ class GroupStatus:
             if isinstance(error, WorldChanged) or not is_lost_peer(error):
                 raise
             self.failure = type(error)(*error.args)
-            if self.is_deferred:
-                return None
             what = str(error).partition("\n")[0]
             raise WorldChanged(
                 f"a member of this world is gone, or a collective of it has failed ({what}); go on with the loader's "
@@ -109,18 +107,6 @@ class WatchedWork(ForwardedWork):
             self._has_ended = True
             self._traffic.end()
         return found
-
-
-class FailedWork(Work):
-    """One that could not even begin, where that is deferred."""
-
-    def wait(self, *_: Any) -> bool:
-        """At once."""
-        return True
-
-    def is_completed(self) -> bool:
-        """It is over."""
-        return True
 
 
 class WatchedGroup(Pair):
@@ -179,9 +165,7 @@ def watched(made: Made, status: GroupStatus) -> Made:
 
 def _collective(name: str) -> Callable[..., Any]:
     def call(self: WatchedGroup, *arguments: Any, **named: Any) -> Any:
-        status = self._status
-        work = status.call(self._begun, name, *arguments, **named)
-        return FailedWork() if work is None and status.is_deferred else work
+        return self._status.call(self._begun, name, *arguments, **named)
 
     call.__name__ = name
     return call

@@ -95,11 +95,6 @@ class Connection:
             raise MessageError(f"{address}: {answer.kind} came where a coordinator says welcome")
         return answer
 
-    @property
-    def host(self) -> str:
-        """The address of this machine on the way to the coordinator."""
-        return str(self._socket.getsockname()[0])
-
     def fileno(self) -> int:
         """The descriptor of its socket; -1 once it is closed."""
         return self._socket.fileno()

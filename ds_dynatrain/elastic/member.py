@@ -224,13 +224,6 @@ class Member:
         return newest is None or newest.generation <= world.generation
 
     @property
-    def host(self) -> str:
-        """The address of this machine on the way to the coordinator; OSError while there is no connection to it."""
-        if self._connection is None:
-            raise ConnectionError(f"{self.id} has not been started")
-        return self._connection.host
-
-    @property
     def is_leaving(self) -> bool:
         """Whether it has asked to go, or was told to by SIGTERM."""
         return self._report.leaving

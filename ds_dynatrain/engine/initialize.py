@@ -219,8 +219,6 @@ def _refuse_beside(
     """UnsupportedError, ConfigError: the model, or the other engines of this process, do not go with these settings."""
     if others and place is not None and is_pipeline(model):
         raise usage("a pipeline beside another engine where members come and go").error()
-    if others and settings.buddies.mode == "replay":
-        raise usage("buddies that replay steps of several engines").error()
     for other in others:
         blocks = settings.buddies, other.settings.buddies
         if any(block.are_on for block in blocks) and blocks[0] != blocks[1]:

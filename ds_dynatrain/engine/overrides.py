@@ -183,7 +183,7 @@ class OverridingEngine(HostEngine):
         parts = self._parts
         parts.agree()
         parts.is_stepping = True
-        with parts.watched_step():
+        with parts.timed_update(), around(each.around_update() for each in parts.extensions):
             super()._take_model_step(*arguments)
         parts.is_stepping = False
         if parts.world is not None and parts.world.status is not None:

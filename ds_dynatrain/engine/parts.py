@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,7 +23,7 @@ from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.engine.switcher import Switcher
 from ds_dynatrain.engine.targets import Targets
 from ds_dynatrain.engine.transaction.session import Session
-from ds_dynatrain.extension import Extension, around
+from ds_dynatrain.extension import Extension
 
 if TYPE_CHECKING:
     from ds_dynatrain.engine.balancer import Balancer
@@ -99,15 +98,11 @@ class EngineParts(EngineCore):
     def settle_buddies(self) -> None:
         """Before a world is left: no copy is on its way in it."""
         if self.buddies is not None:
-            self.buddies.settle(PROCESS.membership.is_aborted)
+            self.buddies.settle()
 
-    @contextmanager
-    def watched_step(self) -> Iterator[None]:
-        """In it the optimizer makes its step, and buddies that replay steps make it, too."""
-        watched = nullcontext() if self.buddies is None else self.buddies.watched_step()
-        timed = nullcontext() if self.balancer is None else self.balancer.timed_update()
-        with watched, timed, around(each.around_update() for each in self.extensions):
-            yield
+    def timed_update(self) -> AbstractContextManager[None]:
+        """Return the context in which the optimizer makes its step, which is timed if a window is open."""
+        return nullcontext() if self.balancer is None else self.balancer.timed_update()
 
     def timed_step(self) -> AbstractContextManager[None]:
         """In it a pipeline makes a step, whose layers are timed if it is time."""
@@ -120,9 +115,7 @@ class EngineParts(EngineCore):
         return self.balancer.timed_pass(is_backward)
 
     def finish_step(self) -> None:
-        """A step is over, with all that belongs to it; WorldChanged if somebody was lost since it was decided."""
-        if self.buddies is not None:
-            self.buddies.finish_step()
+        """Tell the parts that a step is over; WorldChanged if somebody was lost while replicas made it."""
         if self.balancer is not None:
             self.balancer.finish_step()
         for extension in () if self.micro_steps % self.accumulation else self.extensions:
@@ -150,7 +143,6 @@ class EngineParts(EngineCore):
 
     def give_state_up(self) -> None:
         """Hold nothing any more: others have a newer state, or all of it is restored from elsewhere."""
-        self.settle_buddies()
         self.host.detach()
         self.is_stepping = False
         self.host.leave_world()

@@ -62,9 +62,9 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
         super()._take_model_step(*arguments)
 
     def _train_again(self) -> torch.Tensor:
-        """The world was aborted, and has been formed anew; a function of `on_switch` may have given another feed.
+        """Go on after the world was aborted and formed anew; a function of `on_switch` may have given another feed.
 
-        The step may be made all the same, where buddies replay steps: then its loss is there, too.
+        At stage 0 the other replica may have made the step all the same: then its loss is there, too.
         """
         if self._read is not None:
             feed, step = self._read

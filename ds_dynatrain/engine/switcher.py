@@ -138,15 +138,13 @@ class Switcher:
         return SwitchEstimate(target, members, *figures, copies, self._targets.step_ms(target, members))
 
     def _memory_of_copies(self, target: Layout, members: tuple[int, ...]) -> int:
-        """On the member with the most: before idle ones are buddies, or with them."""
-        engine, buddies, places = self.engine, self.engine.settings.buddies, self.engine.candidates.nodes
+        """Return the bytes of copies on the member with the most."""
+        engine, places = self.engine, self.engine.candidates.nodes
         others = [one for one in PROCESS.engines if one is not engine]
         has_alone = has_single_holders(engine.vps, target)
         everything = not has_alone and any(has_single_holders(one.vps, one.layout) for one in others)
-        takes_idle = buddies.mode != "replay" and not others
-        idle = [places[one] for one in engine.candidates.members if takes_idle and one not in members]
-        sizes = engine.vps, target, [places[member] for member in members], buddies.copies
-        return max(max(memory_of_copies(*sizes, there, everything)) for there in ([], idle))
+        nodes, copies = [places[member] for member in members], engine.settings.buddies.copies
+        return max(memory_of_copies(engine.vps, target, nodes, copies, everything))
 
     def suggest(
         self, profile: Profile | str | Path | None, members: int | None, horizon_steps: float | None

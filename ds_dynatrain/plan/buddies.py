@@ -10,10 +10,6 @@ Further buddies, where more than one is asked for, are assigned by the Hungarian
 `linear_sum_assignment`): on nodes that have no copy of that rank yet, and not on its own node as long as there is
 another rank elsewhere; then as evenly as that allows.
 
-Idle members keep copies first: they have memory to spare, and nothing is lost with them. Where there are any, the first
-buddies are assigned by that method, too: never on the own node if there are two; each keeps one copy before anybody
-keeps two; idle ones before those that work, and of these the one that it would be without idle ones.
-
 On a single node each rank counts as a node of its own: a process that dies alone is what is left to be guarded against.
 """
 
@@ -103,19 +99,17 @@ def memory_of_copies(
     layout: Layout,
     nodes: Sequence[str],
     copies: int = 1,
-    idle: Sequence[str] = (),
     everything: bool = False,
 ) -> tuple[int, ...]:
-    """Bytes that the member at each rank needs for copies, then each idle one, with all the moments that there will be.
+    """Return the bytes that each rank needs for copies: of its own and of its wards' buffers, `MOMENTS` of each.
 
-    Of its own and of its wards' buffers, `MOMENTS` of each. Nothing where one member is alone. everything: see
-    `is_copied`.
+    Nothing where one member is alone. everything: see `is_copied`.
     """
-    buddies = buddies_of(nodes, copies, idle)
-    own = [_bytes(vps, layout, rank, everything) for rank in range(len(nodes))] + [0] * len(idle)
+    buddies = buddies_of(nodes, copies)
+    own = [_bytes(vps, layout, rank, everything) for rank in range(len(nodes))]
     return tuple(
-        MOMENTS * (each + sum(own[ward] for ward in wards_of(buddies, place))) if buddies else 0
-        for place, each in enumerate(own)
+        MOMENTS * (each + sum(own[ward] for ward in wards_of(buddies, rank))) if buddies else 0
+        for rank, each in enumerate(own)
     )
 
 
@@ -126,25 +120,22 @@ def _bytes(vps: VirtualParameterSpace, layout: Layout, rank: int, everything: bo
     return sum(numel * vps.kind(kind).itemsize for (kind, _), numel in kept.items())
 
 
-def buddies_of(nodes: Sequence[str], copies: int = 1, idle: Sequence[str] = ()) -> tuple[tuple[int, ...], ...]:
-    """The buddies of each rank, so many or all others; nobody has any where one member is alone.
+def buddies_of(nodes: Sequence[str], copies: int = 1) -> tuple[tuple[int, ...], ...]:
+    """Return the buddies of each rank, so many or all others; nobody has any where one member is alone.
 
-    nodes[rank] is the node of a rank, idle[number] that of an idle member, who is called len(nodes) + number. The first
-    buddies are the same however many there are.
+    nodes[rank] is the node of a rank. The first buddies are the same however many there are.
     """
-    everybody = [*nodes, *idle]
-    if len(everybody) < 2 or not nodes:
+    if len(nodes) < 2:
         return ()
-    names = everybody if len(set(everybody)) > 1 else [str(place) for place in range(len(everybody))]
-    without = _first(names[: len(nodes)]) if len(set(names[: len(nodes)])) > 1 else []
-    found = [_further(names, len(nodes), [], without) if idle else without]
-    while len(found) < min(copies, len(everybody) - 1):
-        found.append(_further(names, len(nodes), found))
+    names = nodes if len(set(nodes)) > 1 else [str(rank) for rank in range(len(nodes))]
+    found = [_first(names)]
+    while len(found) < min(copies, len(nodes) - 1):
+        found.append(_further(names, found))
     return tuple(zip(*found, strict=True))
 
 
 def _first(names: Sequence[str]) -> list[int]:
-    """One buddy of each rank, where nobody is idle."""
+    """Return the first buddy of each rank."""
     found: dict[int, int] = {}
     pairs, group = _grouped(_by_size(names))
     for one, other in pairs:
@@ -153,32 +144,23 @@ def _first(names: Sequence[str]) -> list[int]:
     return [found[rank] for rank in range(len(names))]
 
 
-def _further(
-    names: Sequence[str], working: int, before: Sequence[Sequence[int]], without: Sequence[int] = ()
-) -> list[int]:
-    """One more buddy of each rank. names: of the nodes of all members, the first `working` of which have ranks; before:
-    the buddies that there are; without: those that there would be if nobody were idle.
+def _further(names: Sequence[str], before: Sequence[Sequence[int]]) -> list[int]:
+    """Return one more buddy of each rank. names: of the nodes; before: the buddies that there are.
 
     A member keeps one copy more, or as many more as it takes to leave out nodes of their own.
     """
-    count, members, numbers = (
-        len(names),
-        np.arange(len(names)),
-        {name: n for n, name in enumerate(dict.fromkeys(names))},
-    )
-    node = np.array([numbers[name] for name in names])
-    ranks, is_own = members[:working], node[:working, None] == node
-    is_barred, near = ranks[:, None] == members, np.zeros((working, count), np.int64)
+    count, ranks = len(names), np.arange(len(names))
+    node = np.unique(list(names), return_inverse=True)[1]
+    is_own = node[:, None] == node
+    is_barred, near = ranks[:, None] == ranks, np.zeros((count, count), np.int64)
     is_barred |= is_own & ((~is_own).sum(axis=1) > len(before))[:, None]
     for buddies in before:
         is_barred[ranks, buddies] = True
         near += node[list(buddies)][:, None] == node
     largest = int(np.bincount(node).max())
-    most, unwanted = -(-largest // (count - largest)), _unwanted(node, working, without)
-    number_costs = working * (int(unwanted.max()) + 1)
+    most = -(-largest // (count - largest))
     while True:
-        near_costs = (working * most + 1) * number_costs
-        costs = [np.where(is_barred, np.inf, near * near_costs + n * number_costs + unwanted) for n in range(most)]
+        costs = [np.where(is_barred, np.inf, near * (count * most + 1) + n) for n in range(most)]
         try:
             _, places = linear_sum_assignment(np.hstack(costs))
         except ValueError:  # somebody must keep more than so many
@@ -187,18 +169,8 @@ def _further(
             return [int(place) % count for place in places]
 
 
-def _unwanted(node: np.ndarray, working: int, without: Sequence[int]) -> np.ndarray:
-    """What speaks against each member as the buddy of each rank, where they keep as many copies: that it works, or that
-    it is not the one `without` idle ones. Idle ones keep all copies of a node before they keep any of the next."""
-    place = np.argsort(np.argsort(node[:working], kind="stable"))[:, None]
-    found = np.where(np.arange(len(node)) < working, 2 * working**2, place)
-    if without:
-        found[:, :working] += working * (np.arange(working) != np.asarray(without)[:, None])
-    return found
-
-
 def wards_of(buddies: Sequence[Sequence[int]], rank: int) -> tuple[int, ...]:
-    """The ranks whose copies a rank or an idle member keeps, ascending."""
+    """Return the ranks whose copies a rank keeps, ascending."""
     return tuple(ward for ward, keepers in enumerate(buddies) if rank in keepers)
 
 

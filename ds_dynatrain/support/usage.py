@@ -259,23 +259,10 @@ USAGE = (
         "launch with the dynatrain rendezvous, or leave dynatrain.buddies out and save checkpoints",
         f"{_BUDDIES}::test_in_a_launch_of_fixed_size",
     ),
-    _start(
-        "buddies that replay steps",
-        "a buddy has to come to the same bits: with ZeRO, in pipelines or without, masters in host memory, and an "
-        "optimizer that is known to give them",
-        'take "copy" or "auto" as dynatrain.buddies.mode',
-        f"{_BUDDIES}::test_what_cannot_be_replayed",
-    ),
     _works(
         "several copies of each member",
-        "with `copies`, in modes copy and auto; steps are replayed by one buddy alone",
+        "with `copies`, so that as many nodes may die at once",
         "tests/elastic/test_buddy_deaths.py::test_two_of_three_that_have_a_state_die",
-    ),
-    _works(
-        "idle members that keep copies",
-        "in modes copy and auto, of all engines of a process, before members that work do: see "
-        "[buddies](buddies.md#idle-members-first)",
-        "tests/elastic/test_buddy_idle.py::test_one_of_two_works_and_dies",
     ),
     _works(
         "buddies of several engines",
@@ -283,17 +270,10 @@ USAGE = (
         "[engines](engines.md#where-members-come-and-go)",
         "tests/elastic/test_buddy_engines.py::test_both_engines_go_back_to_one_moment",
     ),
-    _start(
-        "buddies that replay steps of several engines",
-        "each engine would go on from its own last step, and these have no boundary in common that a script could go "
-        "on from",
-        'take "copy" or "auto" as dynatrain.buddies.mode, for each engine',
-        f"{_BUDDIES}::test_beside_another_engine",
-    ),
     _works(
         "balance",
-        "layers of a PipelineModule and the members of any model are timed, and move to where the time is: see "
-        "[balance](balance-job.md#in-a-job)",
+        "layers of a PipelineModule and the members of any model are timed, and with mode act move to where the time "
+        "is: see [balance](balance-job.md#in-a-job)",
         "tests/engine/test_balance_acting.py::test_layers_move_to_where_the_time_is",
     ),
     _switch(

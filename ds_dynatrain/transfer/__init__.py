@@ -8,7 +8,6 @@ from ds_dynatrain.transfer.batched import Batching, DeviceLink
 from ds_dynatrain.transfer.device_memory import device_memory
 from ds_dynatrain.transfer.digest import digest, digest_on_device
 from ds_dynatrain.transfer.executor import TransferStats, execute
-from ds_dynatrain.transfer.link import Link
 from ds_dynatrain.transfer.neighbors import Neighbors, RoutedTransport
 from ds_dynatrain.transfer.prefault import allocate, prefault
 from ds_dynatrain.transfer.pulling import Sharing
@@ -27,7 +26,6 @@ __all__ = [
     "Form",
     "GroupTransport",
     "Handle",
-    "Link",
     "Neighbors",
     "ReadyDigest",
     "ReadyPlan",

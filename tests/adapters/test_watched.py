@@ -143,26 +143,6 @@ class Broken:
         return lambda *_, **__: failing(GONE)
 
 
-@pytest.mark.filterwarnings("ignore:.*will be deprecated:FutureWarning")
-@pytest.mark.parametrize("name", ["all_gather", "all_gather_into_tensor", "all_reduce", "broadcast"])
-def test_a_failure_that_is_deferred(
-    pair: td.ProcessGroup, status: GroupStatus, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """It is noted, whether the collective cannot begin or is waited for in vain; what is wrong is said at once."""
-    monkeypatch.setattr(pair, "_group", Broken())
-    with pytest.raises(WorldChanged):
-        CALLS[name](pair)
-    status.failure, status.is_deferred = None, True
-    CALLS[name](pair)
-    assert GONE in str(status.failure)
-    assert status.call(failing, GONE) is None
-    with pytest.raises(RuntimeError, match="invalid tensor size"):
-        status.call(failing, WRONG)
-    status.is_deferred = False
-    with pytest.raises(WorldChanged):
-        status.call(failing, GONE)
-
-
 def test_every_function_of_torch_is_called_here_or_known_to_be_no_collective() -> None:
     names = [name for name in dir(td) if not name.startswith("_") and callable(getattr(td, name))]
     functions = {name for name in names if not inspect.isclass(getattr(td, name))}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -85,13 +84,9 @@ class Deaths:
         every = self.size + len(self.spares)
         self.job.wait(lambda: (status := self.job.status()) and len(status.members) == every, "the spares")
 
-    def tell(self, file: str = "dies", ahead: int = 3, more: str = "", every: int = 1, past: int = 0) -> int:
-        """The step at which it happens: a few from now on; of every so many the one that is so many past it.
-
-        more: what stands behind it in the file.
-        """
+    def tell(self, file: str = "dies", ahead: int = 3, more: str = "") -> int:
+        """The step at which it happens: a few from now on. more: what stands behind it in the file."""
         step = 1 + ahead + max(row["step"] for row in self.job.rows("step"))
-        step += (past - step) % every
         (self.job.folder / "telling").write_text(f"{step} {more}".strip())
         (self.job.folder / "telling").rename(self.job.folder / file)
         return step
@@ -105,14 +100,11 @@ class Deaths:
         by_rank = [node_of(self.job, self.first, rank) for rank in range(4)]
         return by_rank[(by_rank.index(node) + 2) % 4]
 
-    def check(self, undisturbed: Undisturbed, most_again: int = 1, half_told: Collection[int] = ()) -> None:
-        """The losses are those of the undisturbed run; nobody makes more than so many steps again in all.
-
-        half_told: of these steps one may have been made by all, and written down by those alone who lived to do it.
-        """
+    def check(self, undisturbed: Undisturbed, most_again: int = 1) -> None:
+        """The losses are those of the undisturbed run; nobody makes more than so many steps again in all."""
         steps_on(self.job)
         finish(self.job)
-        self.compare(*undisturbed.of(data=self.size, zero_stage=self.stage), most_again, half_told)
+        self.compare(*undisturbed.of(data=self.size, zero_stage=self.stage), most_again)
 
     def check_spare(self, undisturbed: Undisturbed, most_again: int) -> None:
         """One of three dies, and the fourth takes its place; see `check`."""
@@ -121,22 +113,11 @@ class Deaths:
         assert len(set(processes(settled)) - set(processes(self.first))) == 1
         self.check(undisturbed, most_again)
 
-    def compare(
-        self,
-        wanted: Losses,
-        wanted_samples: Samples,
-        most_again: int,
-        half_told: Collection[int] = (),
-        event: str = "step",
-    ) -> None:
+    def compare(self, wanted: Losses, wanted_samples: Samples, most_again: int, event: str = "step") -> None:
         """The history, once the scripts have ended. event: what they call a step of the engine that is meant."""
         rows = self.job.rows(event)
         losses, samples = history(rows)
-        told = [step for step, numbers in samples.items() if set(numbers) < set(wanted_samples[step])]
-        assert len(told) <= 1 and set(told) <= {*half_told}, told
-        for step in told:
-            del losses[step], samples[step]
-        assert sorted([*losses, *told]) == list(range(len(losses) + len(told))) and len(losses) <= STEPS
+        assert sorted(losses) == list(range(len(losses))) and len(losses) <= STEPS
         assert samples == {step: wanted_samples[step] for step in losses}
         assert losses == {step: wanted[step] for step in losses}
         for pid in {row["pid"] for row in rows}:

@@ -29,8 +29,6 @@ from ds_dynatrain.engine import construction
 from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.buddies.buddies import Buddies
 from ds_dynatrain.engine.buddies.from_copies import FromCopies
-from ds_dynatrain.engine.buddies.replay import Replay
-from ds_dynatrain.engine.buddies.replica import Replica
 from ds_dynatrain.engine.buddies.shipping import Round
 from ds_dynatrain.engine.checkpoints import restore, saving
 from ds_dynatrain.engine.engine import DynatrainEngine
@@ -40,9 +38,7 @@ from ds_dynatrain.engine.preparation import Preparation
 from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.engine.transaction.late import LateTransaction
 from ds_dynatrain.engine.transaction.switch import Transaction
-from ds_dynatrain.exact.adapters import sums as exact
 from ds_dynatrain.exact.adapters.sums import LeafSums
-from ds_dynatrain.space import MASTER
 from tests.engine.models import Sequences
 
 PLACES: dict[str, tuple[type, str]] = {
@@ -130,19 +126,8 @@ def flip() -> None:
             next(iter(copy.buffers.values())).view(torch.uint8)[0] ^= 1
 
 
-def drift() -> None:
-    """One bit of a replica that this process has, in the first master of its ward."""
-    buddies = parts_of(PROCESS.engines[0]).buddies
-    replay = None if buddies is None else buddies._choice.replay
-    replicas = [] if replay is None else replay.replicas
-    for replica in replicas:
-        masters = (held for (kind, _), held in replica.buffers().items() if kind == MASTER)
-        next(masters).view(torch.uint8)[0] ^= 1
-
-
 ACTS: dict[str, Callable[[], None]] = {
     "complain": complain,
-    "drift": drift,
     "end": end,
     "fail": fail,
     "flip": flip,
@@ -165,18 +150,13 @@ INSTANTS: dict[str, tuple[Any, str, bool]] = {
     "gather": (stage_1_and_2, "all_gather_dp_groups", False),
     "ship": (Round, "_header", False),
     "arrival": (Round, "_take_in", False),
-    "before replay ships": (Replay, "reduced", False),
     "layer": (torch.nn.functional, "layer_norm", True),
     "backward of a stage": (torch.autograd, "backward", True),
     "reduction": (DeepSpeedEngine, "allreduce_gradients", False),
     "loss": (PipelineHostEngine, "_share_loss", False),
-    "replay ships": (Replay, "_words", True),
     "slice": (LeafSums, "_send_next", True),
     "sum": (LeafSums, "_close", False),
     "norm of leaves": (exact, "global_norm", True),
-    "decision": (Replay, "decided", False),
-    "replica": (Replica, "step", True),
-    "after replay": (Replay, "finish", False),
     "answer": (FromCopies, "give", False),
     "proof": (FromCopies, "report", False),
     "forming": (restoring, "_world_of", False),

@@ -9,9 +9,9 @@ import pytest
 from tests.elastic.agents import Row
 from tests.elastic.deaths import Deaths
 from tests.elastic.runs import finish_together, node_of, steps_on
-from tests.elastic.test_buddy_pipelines import CLIPPED, COPIES, NODES, REPLAY, TWO_BY_TWO, UNCLIPPED, Undisturbed, check
+from tests.elastic.test_buddy_pipelines import CLIPPED, COPIES, NODES, TWO_BY_TWO, UNCLIPPED, Undisturbed, check
 
-BALANCE = {"every_steps": 1, "window_steps": 1}
+BALANCE = {"mode": "act", "every_steps": 1, "window_steps": 1}
 
 
 @pytest.fixture(scope="module")
@@ -20,14 +20,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("buddies", "instant"), [(COPIES, "layer"), (COPIES, "boundary"), (REPLAY, "replica"), (COPIES, "loss")]
-)
-def test_a_death_in_a_window(
-    tmp_path: Path, undisturbed: Undisturbed, buddies: dict[str, object], instant: str
-) -> None:
+@pytest.mark.parametrize("instant", ["layer", "boundary", "update", "loss"])
+def test_a_death_in_a_window(tmp_path: Path, undisturbed: Undisturbed, instant: str) -> None:
     faults = {node: f"{instant} dies-{node} kill" for node in NODES}
-    block = {"layout": dict(TWO_BY_TWO), "buddies": buddies, "balance": BALANCE}
+    block = {"layout": dict(TWO_BY_TWO), "buddies": COPIES, "balance": BALANCE}
     deaths = Deaths(tmp_path, 1, faults, NODES, block=block, own=CLIPPED, KIND="pipeline")
     try:
         deaths.tell(f"dies-{node_of(deaths.job, deaths.first, 2)}")
@@ -42,7 +38,7 @@ def test_a_death_in_a_window(
 UNEVEN = {**TWO_BY_TWO, "boundaries": [0, 1, 7]}
 MANY = {**UNCLIPPED, "train_micro_batch_size_per_gpu": 1}
 """Micro-batches: with one alone boundaries make no difference."""
-ACTING = {"every_steps": 2, "cooldown_steps": 0, "safety": 0.0, "least_gain": 0.0, "slow_ratio": None}
+ACTING = {"mode": "act", "every_steps": 2, "cooldown_steps": 0, "safety": 0.0, "least_gain": 0.0, "slow_ratio": None}
 
 
 @pytest.mark.full

@@ -6,9 +6,7 @@ in which nobody dies.
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,14 +15,10 @@ import pytest
 
 from ds_dynatrain.plan import buddies_of
 from tests.elastic.agents import Job, processes
-from tests.elastic.deaths import NODES, Deaths, Undisturbed, protected
-from tests.elastic.runs import SCRIPT, Static, check_history, finish, node_of, steps_on, training, worker
-
-EPOCH = 8
-"""Steps."""
+from tests.elastic.deaths import Deaths, Undisturbed, protected
+from tests.elastic.runs import SCRIPT, Static, check_history, finish, node_of, steps_on
 
 DEATHS = 10
-
 
 QUICK = ((2, "update"),)
 INSTANTS = ("forward", "backward", "step", "norm", "update", "gather", "boundary", "ship")
@@ -214,103 +208,3 @@ def test_buddies_die_together_with_a_checkpoint(tmp_path: Path, undisturbed: Und
         deaths.check(undisturbed, most_again=6)
     finally:
         deaths.job.clean_up()
-
-
-# ---- steps that are replayed -----------------------------------------------------------------------------------------
-
-
-REPLAY = {"buddies": {"mode": "replay", "verify_every_steps": 4}}
-QUICK_REPLAY = ((2, "replica"), (3, "backward"))
-IN_REPLAY = (
-    *("forward", "backward", "before replay ships", "replay ships", "norm", "decision", "replica", "update", "gather"),
-    *("after replay", "boundary"),
-)
-MADE = ("decision", "replica", "update", "gather")
-"""In these all living know what the step does, and make it without the dead one; after the norm they may, or not."""
-
-
-@pytest.mark.parametrize(
-    ("stage", "instant"),
-    [
-        *QUICK_REPLAY,
-        *(
-            pytest.param(stage, instant, marks=pytest.mark.full)
-            for stage in (1, 2, 3)
-            for instant in IN_REPLAY
-            if (stage, instant) not in QUICK_REPLAY and not (stage == 3 and instant == "gather")
-        ),
-    ],
-)
-def test_no_step_is_lost(tmp_path: Path, undisturbed: Undisturbed, stage: int, instant: str) -> None:
-    """Nobody makes a step again that any of the living has made; what follows is as if nobody had died."""
-    where = "norm of stage 3" if (stage, instant) == (3, "norm") else instant
-    deaths = Deaths(tmp_path, stage, {"b": f"{where} dies kill"}, block=REPLAY)
-    try:
-        step = deaths.tell()
-        settled = deaths.job.settled(3, deaths.first.generation)
-        assert len(set(processes(settled)) - set(processes(deaths.first))) == 1
-        possible = [step + 1] if instant in MADE else [step, step + 1] if instant == "norm" else [step]
-        said = deaths.log(*NODES, *deaths.spares)
-        assert any(f"restored step {each} from copies" in said for each in possible), deaths.job.logs()
-        deaths.check(
-            undisturbed, most_again=0, half_told=(step - 1, step) if instant in (*MADE, "norm", "after replay") else ()
-        )
-    finally:
-        deaths.job.clean_up()
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("instant", ["gather", "after replay", "boundary"])
-def test_one_dies_at_the_end_of_an_epoch(tmp_path: Path, undisturbed: Undisturbed, instant: str) -> None:
-    """Some of the living may be in the next epoch already."""
-    deaths = Deaths(tmp_path, 2, {"b": f"{instant} dies kill"}, block=REPLAY)
-    try:
-        step = deaths.tell(every=EPOCH, past=EPOCH - 1 if instant == "gather" else 0)
-        deaths.job.settled(3, deaths.first.generation)
-        restored = step + 1 if instant == "gather" else step
-        assert f"restored step {restored} from copies" in deaths.log("a", "c"), deaths.job.logs()
-        deaths.check(undisturbed, most_again=0, half_told=() if instant == "boundary" else (step - 1, step))
-    finally:
-        deaths.job.clean_up()
-
-
-def test_replicas_that_drift_are_found(tmp_path: Path, undisturbed: Undisturbed) -> None:
-    """A bit of a replica flips, on each node once: its state is copied anew; after the third time copies are taken."""
-    faults = {node: f"boundary {number} drift" for node, number in zip(NODES, ("one", "two", "three"), strict=True)}
-    block = {"buddies": {"mode": "replay", "verify_every_steps": 2}}
-    deaths = Deaths(tmp_path, 1, faults, spares=0, block=block, STEP_SECONDS="0.1")
-    try:
-        for number in ("one", "two", "three"):
-            deaths.tell(number)
-            steps_on(deaths.job, 8)
-        deaths.check(undisturbed, most_again=0)
-        said = deaths.log(*NODES)
-        assert said.count("is not what that one is: 1 of") == 3, deaths.job.logs()
-        assert said.count("replicas have differed 3 times from what they are of") == 1
-    finally:
-        deaths.job.clean_up()
-
-
-@pytest.mark.full
-def test_one_dies_as_a_world_begins(tmp_path: Path) -> None:
-    """A third one has come, and no copy of that world is there: what the two held when it came counts."""
-    static = Static(tmp_path / "static", STEP_SECONDS="0")
-    (tmp_path / "job").mkdir()
-    job = training(tmp_path / "job", stage=2, block=REPLAY, nodes="1:4", variables={"STEP_SECONDS": "1.5"})
-    try:
-        job.coordinator("coordinator")
-        for node in ("a", "b"):
-            job.node(node, is_host=0)
-        job.settled(2)
-        steps_on(job, 4)
-        dying = worker(job, "b")
-        job.node("c", is_host=0)
-        wide = job.wait(lambda: [row for row in job.rows("switch") if row["layout"]["data"] == 3], "the third one")
-        job.kill("b", signal.SIGKILL)
-        os.kill(dying, signal.SIGKILL)
-        job.wait(lambda: f"restored step {wide[0]['step']} from copies" in job.logs(), "a restoration")
-        steps_on(job, 4)
-        finish(job, "a", "c", "coordinator")
-        check_history(job, static, kills=1)
-    finally:
-        job.clean_up()

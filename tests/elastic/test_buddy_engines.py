@@ -15,9 +15,8 @@ import pytest
 from tests.elastic.agents import Job, processes
 from tests.elastic.deaths import Deaths, Undisturbed
 from tests.elastic.runs import SCRIPT, Static, check_history, finish, living, node_of, steps_on
-from tests.elastic.test_buddy_idle import Idle
 
-SEVERAL, KEEPING = SCRIPT.with_name("several.py"), SCRIPT.with_name("keeping_several.py")
+SEVERAL = SCRIPT.with_name("several.py")
 EVENTS = ("step", "beside", "beside 3")
 """What the script calls the steps of each engine."""
 COPIES = {"buddies": {"mode": "copy"}}
@@ -117,43 +116,6 @@ def test_a_restoration_of_one_engine_fails(tmp_path: Path, undisturbed: Undistur
         check(deaths, undisturbed, (2, 1), most_again=7)
     finally:
         deaths.job.clean_up()
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("rank", [0, 1])
-def test_idle_members_keep_copies_of_all_engines(tmp_path: Path, static: Static, rank: int) -> None:
-    """Of three two work; the third takes the place of one of them, in both engines."""
-    idle = Idle(tmp_path, 2, {"2": {"data": 2}}, "abc", script=KEEPING, BESIDE="1")
-    try:
-        idle.wait_for_keepers(0, 2)
-        dying, (waits,) = idle.working[rank], idle.idle
-        idle.kill(dying)
-        idle.job.settled(2, idle.first.generation)
-        steps_on(idle.job)
-        assert waits in idle.working and dying not in idle.working
-        assert idle.log(waits).count("from copies that members keep of each other") == 2
-        finish(idle.job)
-        check_all(idle.job, static, kills=1)
-    finally:
-        idle.job.clean_up()
-
-
-@pytest.mark.full
-def test_all_who_work_die(tmp_path: Path, static: Static) -> None:
-    """Two idle members have all of both engines."""
-    idle = Idle(tmp_path, 3, {"2": {"data": 2}}, "abcd", script=KEEPING, BESIDE="3")
-    try:
-        idle.wait_for_keepers(2, 3)
-        keepers = idle.idle
-        for node in idle.working:
-            idle.kill(node)
-        idle.job.settled(2, idle.first.generation)
-        steps_on(idle.job)
-        assert sorted(idle.working) == sorted(keepers)
-        finish(idle.job)
-        check_all(idle.job, static, kills=2)
-    finally:
-        idle.job.clean_up()
 
 
 @pytest.mark.full

@@ -1,4 +1,4 @@
-"""A stage of a pipeline dies, and a spare takes its place: no step is lost where steps are replayed.
+"""A stage of a pipeline dies, and a spare takes its place: with copies after each step one is made again at most.
 
 All ranks of a pipeline have the loss of the whole batch. So all who make a step, the dead too, have to say the loss of
 a run in which nobody dies, bit for bit. The disk is read-only.
@@ -26,12 +26,7 @@ CLIPPED, UNCLIPPED = {"gradient_clipping": 1.0}, {"gradient_clipping": 0.0}
 FIRST, EVEN = "tied_modules.,1.,2.,3.", {"gradient_clipping": 1.0, "pipeline": {"partition": "uniform"}}
 """Layers that are frozen in some runs: with even stages all of the first one or, of four, of all but the third."""
 COPIES = {"mode": "copy"}
-REPLAY = {"mode": "replay", "verify_every_steps": 4}
-MADE = ("decision", "replica", "update", "gather")
-"""In these all living know what the step does, and make it without the dead one; after the norm they may, or not."""
-BEFORE = ("layer", "backward of a stage", "reduction", "loss", "before replay ships", "replay ships", "norm")
-INSTANTS = (*BEFORE, *MADE, "after replay", "boundary")
-IN_COPIES = ("layer", "backward of a stage", "reduction", "loss", "norm", "update", "gather", "boundary")
+INSTANTS = ("layer", "backward of a stage", "reduction", "loss", "norm", "update", "gather", "boundary")
 
 
 class Undisturbed:
@@ -55,26 +50,20 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
 
 
 def die(
-    folder: Path,
-    buddies: dict[str, Any],
-    layout: Mapping[str, Any],
-    own: dict[str, Any],
-    rank: int,
-    instant: str,
-    frozen: str = "",
-) -> tuple[int, str, list[Row]]:
-    """(the step in which a rank dies at an instant, what all have logged, the steps that they have written)."""
+    folder: Path, layout: Mapping[str, Any], own: dict[str, Any], rank: int, instant: str, frozen: str = ""
+) -> list[Row]:
+    """The steps that all have written where a rank dies at an instant."""
     faults = {node: f"{instant} dies-{node} kill" for node in NODES}
-    block = {"layout": dict(layout), "buddies": buddies}
+    block = {"layout": dict(layout), "buddies": COPIES}
     more = {"KIND": "pipeline", "DISK": "read-only", "FROZEN": frozen}
     deaths = Deaths(folder, 1, faults, NODES, block=block, own=own, **more)
     try:
-        step = deaths.tell(f"dies-{node_of(deaths.job, deaths.first, rank)}")
+        deaths.tell(f"dies-{node_of(deaths.job, deaths.first, rank)}")
         settled = deaths.job.settled(4, deaths.first.generation)
         assert len(set(processes(settled)) - set(processes(deaths.first))) == 1
         steps_on(deaths.job)
         finish_together(deaths.job)
-        return step, deaths.log(*NODES, *deaths.spares), deaths.job.rows("step")
+        return deaths.job.rows("step")
     finally:
         deaths.job.clean_up()
 
@@ -90,68 +79,48 @@ def check(rows: list[Row], wanted: Losses, most_again: int) -> None:
         assert len(made) - len(set(made)) <= most_again, made
 
 
-QUICK_REPLAY = (("replica", 3, TWO_BY_TWO, CLIPPED),)
-IN_REPLAY = [
-    *((instant, number % 4, TWO_BY_TWO, CLIPPED) for number, instant in enumerate(INSTANTS)),
-    *((instant, (number + 2) % 4, TWO_BY_TWO, UNCLIPPED) for number, instant in enumerate(INSTANTS)),
+QUICK = ("update", 1, TWO_BY_TWO, UNCLIPPED)
+CASES = [
+    *(
+        (instant, number % 4, TWO_BY_TWO, UNCLIPPED if number % 2 else CLIPPED)
+        for number, instant in enumerate(INSTANTS)
+    ),
     *((instant, number, FOUR, CLIPPED) for number, instant in enumerate(("norm", "update", "gather", "boundary"))),
 ]
 
 
 @pytest.mark.parametrize(
     ("instant", "rank", "layout", "own"),
-    [*QUICK_REPLAY, *(pytest.param(*case, marks=pytest.mark.full) for case in IN_REPLAY if case not in QUICK_REPLAY)],
+    [pytest.param(*case, marks=[] if case == QUICK else pytest.mark.full) for case in CASES],
 )
-def test_no_step_is_lost(
+def test_one_step_is_lost_at_most(
     tmp_path: Path, undisturbed: Undisturbed, instant: str, rank: int, layout: dict[str, Any], own: dict[str, Any]
 ) -> None:
-    """Nobody makes a step again that any of the living has made; what follows is as if nobody had died."""
-    step, said, rows = die(tmp_path, REPLAY, layout, own, rank, instant)
-    possible = [step + 1] if instant in MADE else [step, step + 1] if instant == "norm" else [step]
-    assert any(f"restored step {each} from copies" in said for each in possible), said
-    check(rows, undisturbed.of(layout, own), most_again=0)
+    """What follows is as if nobody had died."""
+    rows = die(tmp_path, layout, own, rank, instant)
+    check(rows, undisturbed.of(layout, own), most_again=1)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("rank", range(4))
 @pytest.mark.parametrize("layout", [TWO_BY_TWO, FOUR])
-@pytest.mark.parametrize("instant", ["layer", "norm", "replica", "gather"])
+@pytest.mark.parametrize("instant", ["layer", "norm", "gather"])
 def test_stages_without_anything_to_train_die(
     tmp_path: Path, undisturbed: Undisturbed, instant: str, rank: int, layout: dict[str, Any]
 ) -> None:
-    """And others beside them: whoever has nothing to step is a buddy and a ward, too."""
+    """And others beside them: a member with nothing to step is a buddy and a ward, too."""
     if (instant, rank, layout) == ("layer", 3, FOUR):  # this stage has words alone
-        instant = "before replay ships"
-    *_, rows = die(tmp_path, REPLAY, layout, EVEN, rank, instant, FIRST)
-    check(rows, undisturbed.of(layout, EVEN, FIRST), most_again=0)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("rank", range(4))
-@pytest.mark.parametrize("instant", ["layer", "norm", "replica", "gather"])
-def test_pipelines_of_different_lengths_die(tmp_path: Path, undisturbed: Undisturbed, instant: str, rank: int) -> None:
-    """The one that has most micro-batches, and the other one."""
-    *_, rows = die(tmp_path, REPLAY, UNEVEN, CLIPPED, rank, instant)
-    check(rows, undisturbed.of(UNEVEN, CLIPPED), most_again=0)
+        instant = "reduction"
+    rows = die(tmp_path, layout, EVEN, rank, instant, FIRST)
+    check(rows, undisturbed.of(layout, EVEN, FIRST), most_again=1)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("rank", "instant"), list(enumerate(["layer", "reduction", "update", "boundary"])))
-def test_pipelines_of_different_lengths_with_copies(
-    tmp_path: Path, undisturbed: Undisturbed, instant: str, rank: int
-) -> None:
-    """One step is lost at most."""
-    *_, rows = die(tmp_path, COPIES, UNEVEN, UNCLIPPED, rank, instant)
+def test_pipelines_of_different_lengths_die(tmp_path: Path, undisturbed: Undisturbed, instant: str, rank: int) -> None:
+    """The one that has most micro-batches, and the other one."""
+    rows = die(tmp_path, UNEVEN, UNCLIPPED, rank, instant)
     check(rows, undisturbed.of(UNEVEN, UNCLIPPED), most_again=1)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("number", "instant"), list(enumerate(IN_COPIES)))
-def test_one_step_is_lost_at_most(tmp_path: Path, undisturbed: Undisturbed, number: int, instant: str) -> None:
-    """With copies after each step."""
-    own = UNCLIPPED if number % 2 else CLIPPED
-    *_, rows = die(tmp_path, COPIES, TWO_BY_TWO, own, number % 4, instant)
-    check(rows, undisturbed.of(TWO_BY_TWO, own), most_again=1)
 
 
 @pytest.mark.full

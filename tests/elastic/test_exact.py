@@ -160,55 +160,32 @@ def test_all_are_told_to_end_and_others_go_on(train: Callable[..., Job], exact: 
 
 # ---- they die --------------------------------------------------------------------------------------------------------
 
-REPLAY = {"buddies": {"mode": "replay", "verify_every_steps": 2}}
 COPY = {"buddies": {"mode": "copy"}}
-AUTO = {"buddies": {"mode": "auto", "verify_every_steps": 4}}
-QUICK = ((2, "replica"),)
-NO_STEP_IS_LOST = (
-    *((1, each) for each in ("sum", "before replay ships", "norm of leaves", "decision", "update")),
-    *((2, each) for each in ("replica", "slice", "backward", "replay ships", "gather")),
-    *((3, each) for each in ("slice", "sum", "norm of leaves", "replica", "after replay", "boundary")),
-)
-
-
-@pytest.mark.parametrize(
-    ("stage", "instant"),
-    [pytest.param(*each, marks=[] if each in QUICK else FULL) for each in NO_STEP_IS_LOST],
-)
-def test_no_step_is_lost(tmp_path: Path, exact: Exact, stage: int, instant: str) -> None:
-    """One of three dies, and two go on: buddies have made its steps."""
-    assert one_dies(tmp_path, exact, stage, instant, REPLAY) == 0
 
 
 @FULL
-@pytest.mark.parametrize(
-    ("dtype", "stage", "mode"), [("bf16", 1, COPY), ("bf16", 2, REPLAY), ("bf16", 3, REPLAY), ("fp16", 1, REPLAY)]
-)
-def test_16_bits(tmp_path: Path, dtype: str, stage: int, mode: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("dtype", "stage"), [("bf16", 1), ("bf16", 2), ("bf16", 3), ("fp16", 1)])
+def test_16_bits(tmp_path: Path, dtype: str, stage: int) -> None:
     """One of three dies in a step; in fp16 the loss scale changes every few steps."""
     own = PRECISIONS[dtype]
     (folder := tmp_path / "job").mkdir()
-    assert one_dies(folder, Exact(tmp_path / "exact", own), stage, "update", mode, own=own) <= (mode == COPY)
+    assert one_dies(folder, Exact(tmp_path / "exact", own), stage, "update", COPY, own=own) <= 1
 
 
+QUICK = (2, "update")
 ONE_IS_LOST = (
-    *((1, each) for each in ("slice", "sum", "ship")),
-    *((2, each) for each in ("sum", "update", "boundary")),
-    *((3, each) for each in ("forward", "slice", "sum", "update")),
+    *((1, each) for each in ("slice", "sum", "norm of leaves", "update", "ship")),
+    *((2, each) for each in ("backward", "slice", "sum", "update", "gather", "boundary")),
+    *((3, each) for each in ("forward", "slice", "sum", "norm of leaves", "update", "boundary")),
 )
 
 
-@FULL
-@pytest.mark.parametrize(("stage", "instant"), ONE_IS_LOST)
+@pytest.mark.parametrize(
+    ("stage", "instant"), [pytest.param(*each, marks=[] if each == QUICK else FULL) for each in ONE_IS_LOST]
+)
 def test_the_newest_copies_count(tmp_path: Path, exact: Exact, stage: int, instant: str) -> None:
     """One of three dies, and two go on from copies."""
     assert one_dies(tmp_path, exact, stage, instant, COPY) <= 1 + (instant == "ship")
-
-
-@FULL
-@pytest.mark.parametrize("stage", [1, 3])
-def test_auto(tmp_path: Path, exact: Exact, stage: int) -> None:
-    one_dies(tmp_path, exact, stage, "update", AUTO)
 
 
 def one_dies(
@@ -236,7 +213,6 @@ def one_dies(
         steps_on(job)
         finish_together(job)
         assert exact.mistakes(job, deaths=1) == []
-        assert "is not what that one is" not in deaths.log("a", "b", "c")
         return again(job)
     finally:
         job.clean_up()
@@ -266,10 +242,10 @@ def test_an_idle_member_stands_in(train: Callable[..., Job], tmp_path: Path) -> 
 
 
 @FULL
-@pytest.mark.parametrize(("role", "mode"), [("joiner", COPY), ("other", COPY), ("other", REPLAY)])
-def test_one_dies_in_a_late_switch(train: Callable[..., Job], exact: Exact, role: str, mode: dict[str, Any]) -> None:
+@pytest.mark.parametrize("role", ["joiner", "other"])
+def test_one_dies_in_a_late_switch(train: Callable[..., Job], exact: Exact, role: str) -> None:
     """Before the record: the leaves of that step, some of which were added up, are trained again in the old world."""
-    job = train(2, nodes="1:9", block={"late": True, **mode})
+    job = train(2, nodes="1:9", block={"late": True, **COPY})
     go_through(job, role, in_window(role, "backward", "step"))
     finish(job)
     assert exact.mistakes(job, deaths=2) == []
@@ -326,11 +302,10 @@ LAYOUTS = {"1": {"data": 1}, "2": {"data": 1, "pipe": 2}, "3": {"data": 3}, "4":
 
 
 @FULL
-@pytest.mark.parametrize("mode", [COPY, REPLAY])
-def test_pipelines(train: Callable[..., Job], exact_pipeline: Exact, tmp_path: Path, mode: dict[str, Any]) -> None:
+def test_pipelines(train: Callable[..., Job], exact_pipeline: Exact, tmp_path: Path) -> None:
     """Two members, three, four in two stages of two; two die, and one leaves."""
     report = tmp_path / "report"
-    block = {**mode, "layouts": LAYOUTS, "report": {"jsonl": str(report)}}
+    block = {**COPY, "layouts": LAYOUTS, "report": {"jsonl": str(report)}}
     job = train(1, nodes="1:4", own=PIPELINE, block=block, variables=OF_STAGES)
     job.coordinator("coordinator")
     for node in ("a", "b"):
@@ -354,21 +329,22 @@ def test_pipelines(train: Callable[..., Job], exact_pipeline: Exact, tmp_path: P
 
 
 @FULL
-@pytest.mark.parametrize("instant", ["layer", "backward of a stage", "sum", "norm of leaves", "replica", "gather"])
-def test_no_step_of_a_pipeline_is_lost(tmp_path: Path, exact_pipeline: Exact, instant: str) -> None:
+@pytest.mark.parametrize("instant", ["layer", "backward of a stage", "sum", "norm of leaves", "update", "gather"])
+def test_a_stage_of_a_pipeline_dies(tmp_path: Path, exact_pipeline: Exact, instant: str) -> None:
     """Of three stages one dies, and two go on."""
     layouts = {"1": {"data": 1}, "2": {"data": 1, "pipe": 2}, "3": {"data": 1, "pipe": 3}}
-    block = {**REPLAY, "layout": {"data": 1, "pipe": 3, "zero_stage": 1}, "layouts": layouts}
-    assert one_dies(tmp_path, exact_pipeline, 1, instant, block, own=PIPELINE, **OF_STAGES) == 0
+    block = {**COPY, "layout": {"data": 1, "pipe": 3, "zero_stage": 1}, "layouts": layouts}
+    assert one_dies(tmp_path, exact_pipeline, 1, instant, block, own=PIPELINE, **OF_STAGES) <= 1
 
 
 # ---- all of it -------------------------------------------------------------------------------------------------------
 
 EVENTS = 8
+SELDOM = {"buddies": {"mode": "copy", "every_steps": 3}}
 
 
 @FULL
-@pytest.mark.parametrize(("seed", "mode"), [(1, COPY), (2, REPLAY), (3, AUTO), (4, {**REPLAY, "late": True})])
+@pytest.mark.parametrize(("seed", "mode"), [(1, COPY), (2, COPY), (3, SELDOM), (4, {**COPY, "late": True})])
 def test_random_chains(
     train: Callable[..., Job], exact: Exact, tmp_path: Path, seed: int, mode: dict[str, Any]
 ) -> None:

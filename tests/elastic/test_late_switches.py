@@ -110,21 +110,17 @@ def test_who_trains_is_killed_without_zero(train: Callable[..., Job], static: St
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "mode",
-    ["copy", pytest.param("replay", marks=pytest.mark.not_on_device("buddies that replay are refused (docs/gpu.md)"))],
-)
 @pytest.mark.parametrize(("role", "calls"), [("other", ("forward", "step")), ("first", ("backward",))])
 def test_who_trains_is_killed_with_buddies(
-    train: Callable[..., Job], static: Static, role: str, calls: tuple[str, ...], mode: str
+    train: Callable[..., Job], static: Static, role: str, calls: tuple[str, ...]
 ) -> None:
-    """Its part comes from the copy of the old world: steps that are replayed are there to the last, of copies all that
-    were taken before the boundary of the switch. Who is rank 0 after its death is open."""
-    job = train(nodes="1:9", stage=2, block={**LATE, "buddies": {"mode": mode}})
+    """Its part comes from a copy of the old world, taken before the boundary of the switch. Who is rank 0 after its
+    death is open."""
+    job = train(nodes="1:9", stage=2, block={**LATE, **BUDDIES})
     go_through(job, role, in_window(role, *calls))
     finish(job)
     check_history(job, static)
-    assert len(set(made_twice(job))) <= (0 if mode == "replay" else 4)
+    assert len(set(made_twice(job))) <= 4
 
 
 @pytest.mark.full

@@ -41,8 +41,8 @@ def lasting(seconds: Sequence[float], said: bool) -> list[float]:
 
 
 def balanced(given: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """With a block that times two steps of every four, and moves nothing."""
-    block = {"mode": "advise", "every_steps": 4, "window_steps": 2, **more}
+    """With a block that times two steps of every four, and moves nothing, which is the default."""
+    block = {"every_steps": 4, "window_steps": 2, **more}
     return {**given, "dynatrain": {**given["dynatrain"], "balance": block}}
 
 

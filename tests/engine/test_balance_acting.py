@@ -32,7 +32,7 @@ BETTER, WORSE = {FRONT: 0.35}, {FRONT: 1.5}
 
 def acting(given: dict[str, Any], **more: Any) -> dict[str, Any]:
     """With a block that times a step of every four, and whose moves need not pay."""
-    block = {"every_steps": 4, "safety": 0.0, "cooldown_steps": 0, **more}
+    block = {"mode": "act", "every_steps": 4, "safety": 0.0, "cooldown_steps": 0, **more}
     return {**given, "dynatrain": {**given["dynatrain"], "balance": block}}
 
 

@@ -7,26 +7,16 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-import torch
 import torch.distributed as td
-from deepspeed.ops.adam import FusedAdam
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
-from ds_dynatrain.adapters.optimizers import register_optimizer
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.engine import initialize
 from ds_dynatrain.engine.buddies import buddies as buddies_module
 from ds_dynatrain.engine.buddies.buddies import Buddies
-from ds_dynatrain.engine.buddies.choice import TRIAL_STEPS, Choice
-from ds_dynatrain.engine.buddies.kept import Kept
 from ds_dynatrain.engine.context import Candidates
 from ds_dynatrain.engine.members.elastic_membership import ElasticMembership
 from ds_dynatrain.engine.members.fixed_launch import FixedLaunch
-from ds_dynatrain.engine.process import Process
 from ds_dynatrain.errors import ConfigError, UnsupportedError
 from ds_dynatrain.plan import memory_of_copies
 from ds_dynatrain.space import Layout, LogicalTensor, VirtualParameterSpace, ZeroRules, standard_kinds
@@ -56,226 +46,28 @@ def test_more_copies_than_others() -> None:
         Buddies(engine).check()
 
 
-class Known(torch.optim.Adam):
-    """Of a user's, who has said that its steps can be replayed."""
-
-
-register_optimizer(Known, ("exp_avg", "exp_avg_sq"), {"step": torch.tensor(0.0)}, replays=True)
-
-
-class OwnAdam(torch.optim.Adam):
-    """Of a user's, of which nothing is known but its states."""
-
-
-register_optimizer(OwnAdam, ("exp_avg", "exp_avg_sq"), {"step": torch.tensor(0.0)})
-
-
-def zero_of(cls: type = DeepSpeedZeroOptimizer, **more: Any) -> Any:
-    """A DeepSpeed optimizer without what makes one."""
-    found = cls.__new__(cls)
-    vars(found).update({"cpu_offload": False, "offload_optimizer": False, **more})
-    return found
-
-
-PARAMETERS = [nn.Parameter(torch.zeros(2))]
-ADAM = torch.optim.AdamW(PARAMETERS)
-NOT_REPLAYED = {
-    "stage 0": (Layout(data=2, zero_stage=0), zero_of(), ADAM, "at ZeRO stage 0 nobody has a part of the state"),
-    "tensor": (Layout(data=2, tensor=2, zero_stage=1), zero_of(), ADAM, "in a layout with tensor=2 steps are not"),
-    "a pipeline at stage 0": (Layout(data=2, pipe=2, zero_stage=0), zero_of(), ADAM, "at ZeRO stage 0 nobody has"),
-    "BF16_Optimizer": (Layout(data=2, zero_stage=1), zero_of(BF16_Optimizer), ADAM, "gradients of a BF16_Optimizer"),
-    "offload at stage 3": (
-        Layout(data=2, zero_stage=3),
-        zero_of(DeepSpeedZeroOptimizer_Stage3, offload_optimizer=True),
-        ADAM,
-        "with zero_optimization.offload_optimizer at stage 3",
-    ),
-    "Muon": (
-        Layout(data=2, zero_stage=1),
-        zero_of(),
-        MuonWithAuxAdam([{"params": [nn.Parameter(torch.zeros(2, 2))], "use_muon": True}]),
-        "MuonWithAuxAdam is not known to give equal bits",
-    ),
-    "FusedAdam": (
-        Layout(data=2, zero_stage=1),
-        zero_of(),
-        object.__new__(FusedAdam),
-        "FusedAdam is not known to give equal bits",
-    ),
-    "a user's": (Layout(data=2, zero_stage=1), zero_of(), OwnAdam(PARAMETERS), "OwnAdam is not known to give equal"),
-}
-
-
-@pytest.mark.parametrize("name", NOT_REPLAYED)
-def test_what_cannot_be_replayed(name: str) -> None:
-    """It is refused at the start, by name; where a later world is so, copies are taken."""
-    layout, zero, basic, words = NOT_REPLAYED[name]
-    engine: Any = SimpleNamespace(settings=settings(mode="replay"), world=None, layout=layout, rank=1)
-    engine.host = SimpleNamespace(optimizer=zero, basic_optimizer=basic)
-    buddies = Buddies(engine)
-    with pytest.raises(UnsupportedError, match=f'{words}.*a buddy has to come to the same bits.*take "copy"'):
-        buddies.check()
-    buddies._choice.enter(True)
-    assert buddies.protection.mode == "copy"
-
-
-@pytest.mark.parametrize("mode", ["replay", "auto"])
-def test_steps_are_replayed_by_one_buddy_alone(mode: str) -> None:
-    """With several copies "replay" is refused at the start, and "auto" takes copies."""
-    engine: Any = SimpleNamespace(settings=settings(mode=mode, copies=2), world=None, rank=1)
-    engine.layout, engine.host = (
-        Layout(data=3, zero_stage=1),
-        SimpleNamespace(optimizer=zero_of(), basic_optimizer=ADAM),
-    )
-    buddies = Buddies(engine)
-    if mode == "replay":
-        with pytest.raises(UnsupportedError, match="one buddy alone makes the steps of a member, and 2 are asked for"):
-            buddies.check()
-    buddies._choice.enter(True)
-    buddies._choice.weigh(0.5, 0.1)
-    assert buddies.protection.mode == "copy" and buddies.protection.every_steps == (25 if mode == "auto" else 1)
-
-
-@pytest.mark.parametrize("layout", [Layout(data=2, zero_stage=2), Layout(data=2, pipe=2, zero_stage=1)], ids=str)
-def test_what_can_be_replayed(layout: Layout) -> None:
-    engine: Any = SimpleNamespace(settings=settings(mode="replay"), world=None, layout=layout, rank=1)
-    for basic in (ADAM, torch.optim.SGD(PARAMETERS), Known(PARAMETERS)):
-        engine.host = SimpleNamespace(optimizer=zero_of(), basic_optimizer=basic)
-        buddies = Buddies(engine)
-        buddies._choice.enter(True)
-        assert buddies.protection.mode == "replay"
-
-
-def test_three_times_another_replica_is_enough() -> None:
-    """Each time the state is copied anew; from then on copies are taken."""
-    engine: Any = SimpleNamespace(settings=settings(mode="replay", verify_every_steps=2), world=None, rank=1)
-    choice = Choice(engine, Kept())
-    choice.is_on = True
-    replay: Any = SimpleNamespace(is_sound=True, mark=SimpleNamespace(step=3), verify=lambda: False, seconds=0)
-    replay.note = replay.put_aside = lambda: None
-    choice.replay = replay
-    assert choice.goes_on(), "not looked at in this step"
-    replay.mark.step = 4
-    for _ in range(2):
-        choice.replay = replay
-        assert not choice.goes_on() and choice.is_on and choice.replay is None, "all is copied anew"
-    choice.replay = replay
-    assert choice.goes_on() and not choice.is_on and choice.replay is None
-    choice.enter(True)
-    assert not choice.is_on, "nor in another world"
-
-
-def test_where_a_replica_is_of_no_use_all_is_copied_anew() -> None:
-    """What there is of the others counts until then."""
-    ended = list[str]()
-    choice = Choice(SimpleNamespace(settings=settings(mode="replay")), Kept())  # type: ignore[arg-type]
-    choice.is_on = True
-    choice.replay = SimpleNamespace(is_sound=False, put_aside=lambda: ended.append("aside"))  # type: ignore[assignment]
-    assert not choice.goes_on() and choice.replay is None and ended == ["aside"]
-
-
-@pytest.mark.parametrize("mode", ["copy", "auto", "replay", "off"])
+@pytest.mark.parametrize("mode", ["copy", "off"])
 def test_what_is_there(mode: str) -> None:
     elastic().refuse(settings(mode=mode), nn.Linear(2, 2))
 
 
 def test_beside_another_engine() -> None:
-    """All engines have the same buddies, or none; no steps are replayed there, and "auto" takes copies."""
+    """All engines have the same buddies, or none."""
     blocks = [settings(), settings(mode="off"), settings(copies=2), settings(every_steps=3)]
     for one, other in itertools.permutations(blocks, 2):
         there: Any = SimpleNamespace(settings=other, job=SimpleNamespace(number=1))
         with pytest.raises(ConfigError, match=r"dynatrain\.buddies: .* in engine 1; .* give each of them the same"):
             initialize._refuse_beside([there], one, nn.Linear(2, 2), None)
-    for mode in ("copy", "auto", "off"):
+    for mode in ("copy", "off"):
         there = SimpleNamespace(settings=settings(mode=mode))
         initialize._refuse_beside([there], settings(mode=mode), nn.Linear(2, 2), None)
-    with pytest.raises(UnsupportedError, match="buddies that replay steps of several engines"):
-        initialize._refuse_beside([there], settings(mode="replay"), nn.Linear(2, 2), None)
 
 
-@pytest.mark.parametrize("mode", ["copy", "auto"])
-def test_of_several_engines_no_steps_are_replayed(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
-    monkeypatch.setattr(Process, "is_shared", True)
-    engine: Any = SimpleNamespace(settings=settings(mode=mode), world=None, members=(0, 1), rank=0)
-    engine.layout, engine.host = (
-        Layout(data=2, zero_stage=2),
-        SimpleNamespace(optimizer=zero_of(), basic_optimizer=ADAM),
-    )
-    buddies = Buddies(engine)
-    buddies._choice.enter(True)
-    boundary(buddies, 0.09)
-    assert buddies.protection.mode == "copy" and buddies.protection.every_steps == (5 if mode == "auto" else 1)
-
-
-def boundary(buddies: Buddies, share: float) -> int:
-    """How often copies are taken after a round that is whole, with what a step waited for as a share of it."""
+def boundary(buddies: Buddies) -> None:
+    """Let a round end that is whole."""
     of: Any = SimpleNamespace(is_over=True, is_whole=True, is_void=False, mark=None, error="", sent_bytes=0, seconds=0)
     of.mark = SimpleNamespace(step=3)
-    buddies._share = share
     buddies._see([of])
-    return buddies.protection.every_steps
-
-
-@pytest.mark.parametrize(
-    ("mode", "every", "found"),
-    [("copy", 1, [1, 1, 1, 1]), ("auto", 1, [1, 1, 5, 1]), ("auto", 3, [3, 3, 5, 3])],
-)
-def test_auto_takes_copies_as_seldom_as_it_has_to(mode: str, every: int, found: list[int]) -> None:
-    """A step waits for at most 2 % of it, on average."""
-    engine: Any = SimpleNamespace(settings=settings(mode=mode, every_steps=every), world=None, members=(0, 1), rank=1)
-    buddies = Buddies(engine)
-    assert [boundary(buddies, share) for share in (0.001, 0.0199, 0.09, 0.01)] == found
-
-
-@pytest.mark.parametrize(("replayed", "mode", "every"), [(0.03, "replay", 1), (0.05, "copy", 5)])
-def test_auto_tries_to_replay(monkeypatch: pytest.MonkeyPatch, replayed: float, mode: str, every: int) -> None:
-    """Where copies cost too much and steps can be replayed: it goes on with these where a step waits less for them."""
-    monkeypatch.setattr(td, "all_reduce", lambda *_, **__: None)
-    engine: Any = SimpleNamespace(settings=settings(mode="auto"), world=None, members=(0, 1), rank=0)
-    engine.layout = Layout(data=2, zero_stage=2)
-    engine.host = SimpleNamespace(optimizer=zero_of(), basic_optimizer=ADAM)
-    buddies = Buddies(engine)
-    choice = buddies._choice
-    choice.enter(True)
-    assert boundary(buddies, 0.01) == 1 and buddies.protection.mode == "copy", "no need to"
-    buddies.keeper.take_seconds = 0.04
-    boundary(buddies, 0.09)
-    assert buddies.protection.mode == "replay"
-    engine.world = SimpleNamespace(default=None)
-    for step in range(TRIAL_STEPS):
-        choice.replay = SimpleNamespace(is_sound=True, mark=SimpleNamespace(step=1 + step), seconds=replayed)  # type: ignore[assignment]
-        choice.replay.note = choice.replay.put_aside = lambda: None  # type: ignore
-        assert choice.is_on and choice.goes_on()
-    choice.replay = None
-    assert (buddies.protection.mode, buddies.protection.every_steps) == (mode, every)
-    choice.weigh(0.09, 0.04)
-    assert choice.is_on == (mode == "replay"), "once in a world"
-
-
-def test_auto_takes_copies_where_nothing_can_be_replayed() -> None:
-    engine: Any = SimpleNamespace(settings=settings(mode="auto"), world=None, members=(0, 1), rank=0)
-    engine.layout, engine.host = Layout(data=2, zero_stage=0), None
-    buddies = Buddies(engine)
-    buddies._choice.enter(True)
-    assert boundary(buddies, 0.09) == 5 and buddies.protection.mode == "copy"
-
-
-def one_tensor(layout: Layout) -> VirtualParameterSpace:
-    """In fp32 with Adam."""
-    tensors = [LogicalTensor("w", (7, 3), 0)]
-    return VirtualParameterSpace.of(tensors, ZeroRules(), standard_kinds(4), layout, range(layout.world_size))
-
-
-def test_in_another_world_all_begin_with_the_same_interval() -> None:
-    """Members that have just come do not know how seldom the others took copies, and all have to take them at once."""
-    engine: Any = SimpleNamespace(settings=settings(mode="auto"), world=None, members=(0,), rank=0, vps=None)
-    engine.layout, engine.candidates = Layout(data=1, zero_stage=1), Candidates(0, {0: "a"})
-    engine.vps, engine.control = one_tensor(engine.layout), SimpleNamespace(member=0)
-    stayed, came = Buddies(engine), Buddies(engine)
-    assert boundary(stayed, 0.09) == 5
-    for each in (stayed, came):
-        each._enter()
-    assert stayed.protection.every_steps == came.protection.every_steps == 1
 
 
 def test_a_round_that_fails_leaves_the_moment_before(caplog: pytest.LogCaptureFixture) -> None:
@@ -286,7 +78,7 @@ def test_a_round_that_fails_leaves_the_moment_before(caplog: pytest.LogCaptureFi
     failed.mark, failed.error = SimpleNamespace(step=4), ""
     buddies._see([failed])
     assert not buddies.protection.is_protected and buddies.protection.why
-    boundary(buddies, 0.0)
+    boundary(buddies)
     caplog.set_level("WARNING")
     for _ in range(2):
         buddies._see([failed])
@@ -311,8 +103,8 @@ def test_copies_of_the_world_before_protect(
     """As long as each of them has two who have it: so after a switch or a join, and not after a death too many."""
     engine: Any = SimpleNamespace(settings=settings(), world=None, members=tuple(kept_by), rank=0)
     buddies = Buddies(engine)
-    buddies._pairing.by_member = kept_by
-    boundary(buddies, 0.0)
+    buddies._by_member = kept_by
+    boundary(buddies)
     engine.layout, engine.members = Layout(data=len(here), zero_stage=1), here
     tensors, layout = [LogicalTensor("weight", (8,))], engine.layout
     engine.vps = VirtualParameterSpace.of(tensors, ZeroRules(), standard_kinds(4), layout, range(layout.world_size))
@@ -327,7 +119,7 @@ def test_after_a_load_nothing_from_before_counts() -> None:
     """Nor what was on its way: it would bring back what the load has replaced."""
     engine: Any = SimpleNamespace(settings=settings(), world=None, members=(0, 1), rank=1, layout=None, **PLACE)
     buddies = Buddies(engine)
-    boundary(buddies, 0.0)
+    boundary(buddies)
     assert buddies.protection.is_protected and buddies.protection.step == 3
     under_way: Any = SimpleNamespace(is_over=True, is_whole=True, is_void=False, error="", sent_bytes=0, seconds=0)
     under_way.mark = SimpleNamespace(step=4)
@@ -337,7 +129,8 @@ def test_after_a_load_nothing_from_before_counts() -> None:
     assert not buddies.protection.is_protected and buddies.protection.step is None
     buddies._see([under_way])
     assert not buddies.protection.is_protected and buddies.protection.step is None
-    assert boundary(buddies, 0.0) and buddies.protection.is_protected
+    boundary(buddies)
+    assert buddies.protection.is_protected
 
 
 PLACE: dict[str, Any] = {"generation": 3, "segment": "3.1", "registered": (), "global_steps": 4}
@@ -430,16 +223,15 @@ def test_without_being_asked_for_there_are_copies_where_they_can_be(
     block = DynatrainConfig.model_validate({"fallback": {"path": "checkpoints"}})
     engine.settings, buddies._settings, buddies._of_all = block, block.buddies, tuple
     engine.candidates, engine.world = Candidates(0, {0: "a", 1: node}), SimpleNamespace(default=None)
-    buddies._pairing._settings = block.buddies
     buddies.check()
     for _ in range(2):
         buddies._enter()
     said = [record.message for record in caplog.records if record.levelname == "WARNING"]
     if free > 100 and node == "b":
-        assert not said and buddies._pairing.by_member == PAIR
+        assert not said and buddies._by_member == PAIR
         return
     why = "all members that train are on node 'a'" if node == "a" else "copies would take 192 bytes on node 'a'"
-    assert not buddies._pairing.by_member and not buddies.protection.is_protected and buddies.protection.why
+    assert not buddies._by_member and not buddies.protection.is_protected and buddies.protection.why
     assert len(said) == 1 and why in said[0]
     assert said[0].endswith("a death takes training back to the newest fallback checkpoint in checkpoints")
 

@@ -246,6 +246,24 @@ def test_what_is_forgotten_does_not_come_back() -> None:
     assert steps(kept) == [3]
 
 
+def test_what_a_load_has_replaced_counts_no_more() -> None:
+    """Also a copy from before it that comes after the word of it; a world that was formed since is newer."""
+    kept = Kept()
+    step(kept, 1)
+    kept.void_before(replace(MARK, segment=f"{MARK.generation}.2").stretch)
+    assert not kept.copies()
+    step(kept, 9)
+    assert not kept.copies()
+    for generation, segment in ((MARK.generation, 2), (MARK.generation + 1, 0)):
+        mark = replace(MARK, generation=generation, segment=f"{generation}.{segment}", step=segment)
+        kept.begin(mark, 0)
+        kept.add(copy(0, mark))
+        kept.is_whole(mark)
+        assert kept.copies()[0].mark == mark
+    kept.void_before(MARK.stretch)
+    assert kept.since == (MARK.generation, 2), "an older word changes nothing"
+
+
 def test_marks_are_ordered_by_age() -> None:
     """Of a later world, after a load of an older step, after parameters were registered anew."""
     ages = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from itertools import combinations, product
 
 import pytest
@@ -65,92 +64,6 @@ def test_pairs_lose_state_in_the_fewest_double_deaths(count: int) -> None:
 def test_one_rank_has_nobody() -> None:
     assert buddies_of(["a"]) == ()
     assert wards_of((), 0) == ()
-
-
-# ---- idle members ----------------------------------------------------------------------------------------------------
-
-
-def check_with_idle(nodes: list[str], idle: list[str]) -> None:
-    """Never itself, never its node if there are two; nobody keeps two while another might keep none; of those the idle
-    ones first."""
-    everybody, ranks = [*nodes, *idle], range(len(nodes))
-    buddies = [buddy for (buddy,) in buddies_of(nodes, 1, idle)]
-    several = len(set(everybody)) > 1
-    names = everybody if several else [str(place) for place in range(len(everybody))]
-    assert len(buddies) == len(nodes)
-    assert all(names[buddies[rank]] != names[rank] for rank in ranks)
-    load = Counter(buddies)
-    most = max(load.values())
-    assert most == 1 or _keepers(names, len(nodes), most - 1, range(len(everybody))) < len(nodes), "as low as it can be"
-    from_idle = sum(buddy >= len(nodes) for buddy in buddies)
-    places = range(len(nodes), len(everybody))
-    assert from_idle >= min(_keepers(names, len(nodes), 1, places), len(nodes)), "idle ones first"
-    if most == 1 and from_idle < len(nodes):
-        without = buddies_of(nodes)
-        served = {rank for rank in ranks if buddies[rank] < len(nodes)}
-        if len(set(nodes)) == len(nodes):
-            assert all((buddies[rank],) == without[rank] for rank in served), "who works keeps whose copies it would"
-
-
-def _keepers(names: list[str], ranks: int, each: int, keepers: Iterable[int]) -> int:
-    """Of how many ranks these could keep a copy, so many each, on other nodes: by augmenting paths."""
-    slots = [keeper for keeper in keepers for _ in range(each)]
-    taken: dict[int, int] = {}
-
-    def place(rank: int, seen: set[int]) -> bool:
-        for number, keeper in enumerate(slots):
-            if names[keeper] == names[rank] or number in seen:
-                continue
-            seen.add(number)
-            if number not in taken or place(taken[number], seen):
-                taken[number] = rank
-                return True
-        return False
-
-    return sum(place(rank, set()) for rank in range(ranks))
-
-
-@pytest.mark.parametrize("count", [2, 3, 4, 5, pytest.param(6, marks=pytest.mark.full)])
-def test_idle_members_on_every_way_to_put_so_many_members_on_nodes(count: int) -> None:
-    for nodes in product("abcdef"[: min(count, 4)], repeat=count):
-        for working in range(1, count):
-            check_with_idle(list(nodes[:working]), list(nodes[working:]))
-
-
-@given(
-    st.lists(st.sampled_from("abcdefgh"), min_size=1, max_size=24),
-    st.lists(st.sampled_from("abcdefghij"), min_size=1, max_size=16),
-)
-def test_any_idle_members(nodes: list[str], idle: list[str]) -> None:
-    check_with_idle(nodes, idle)
-
-
-def test_an_idle_member_of_one_process_keeps_one_copy() -> None:
-    """The others keep what they would without it; with enough of them nobody who works keeps any."""
-    assert buddies_of("abcd", idle="e") == ((4,), (0,), (3,), (2,))
-    assert buddies_of("abcd", idle="efgh") == ((4,), (5,), (6,), (7,))
-    assert buddies_of("aabb", idle="cc") == ((4,), (5,), (0,), (1,)), "all of one node's copies, not half of each"
-    assert buddies_of("aabb", idle="aa") == ((2,), (3,), (4,), (5,)), "not of its own node"
-    assert buddies_of("a", idle="b") == buddies_of("a", idle="a") == ((1,),)
-    assert buddies_of("aa", idle="b") == ((2,), (2,)), "a node of one's own counts for more than two copies"
-    assert buddies_of("aa", idle="a") == ((2,), (0,)), "on one node processes count as nodes"
-    assert buddies_of("", idle="ab") == ()
-
-
-@given(
-    st.lists(st.sampled_from("abcdef"), min_size=1, max_size=16),
-    st.lists(st.sampled_from("abcdefgh"), min_size=1, max_size=8),
-    st.integers(2, 4),
-)
-def test_several_copies_with_idle_members(nodes: list[str], idle: list[str], copies: int) -> None:
-    everybody = [*nodes, *idle]
-    buddies, count = buddies_of(nodes, copies, idle), min(copies, len(everybody) - 1)
-    names = everybody if len(set(everybody)) > 1 else [str(place) for place in range(len(everybody))]
-    assert [each[:1] for each in buddies] == list(buddies_of(nodes, 1, idle))
-    for rank, found in enumerate(buddies):
-        assert len({*found} - {rank}) == len(found) == count
-        elsewhere = sum(name != names[rank] for name in names)
-        assert sum(names[each] != names[rank] for each in found) == min(count, elsewhere)
 
 
 # ---- several copies --------------------------------------------------------------------------------------------------
@@ -238,22 +151,6 @@ def test_memory_of_copies() -> None:
     assert len(set(two)) == 1 and two == three and sum(two) * 2 == sum(one) * 3
     alone = Layout(data=1, zero_stage=1)
     assert memory_of_copies(space(alone), alone, ["a"]) == (0,)
-
-
-def test_memory_of_copies_on_idle_members() -> None:
-    """They keep one copy each before anybody keeps two, and have none of their own."""
-    layout = Layout(data=4, zero_stage=1)
-    vps, nodes = space(layout), list("abcd")
-    own = [each // 4 for each in memory_of_copies(vps, layout, nodes)]
-    assert memory_of_copies(vps, layout, nodes, idle=list("efgh")) == (
-        *(2 * each for each in own),
-        *(2 * one for one in own),
-    )
-    some = memory_of_copies(vps, layout, nodes, idle=["e"])
-    assert sum(some) == sum(memory_of_copies(vps, layout, nodes)), "as many copies, each kept by another"
-    alone = Layout(data=1, zero_stage=1)
-    one, other = memory_of_copies(space(alone), alone, ["a"], idle=["b"])
-    assert one == other > 0
 
 
 def test_a_node_may_hold_what_many_ranks_hold() -> None:

@@ -8,13 +8,7 @@
 | `taking` | a copy is taken, at a boundary |
 | `shipping` | one round of copies on their way, in a thread |
 | `keeper` | one engine's copies in its present world |
-| `keeping` | what an idle member keeps of those that work |
-| `links` | a working member's links to idle ones |
-| `pairing` | who keeps whose copies in a world at present: those that work, or idle ones, too |
 | `whole` | after a death: which copies make up a whole state, of all engines at one moment |
 | `from_copies` | a restoration from them |
-| `replica` | a ward's state, which its buddy steps as the ward does |
-| `replay` | each step's gradients, the moment at which it is decided, and what can be given after a death |
-| `choice` | whether steps are replayed in a world |
-| `buddies` | when there is one, with whom, and what is seen of it |
+| `buddies` | when copies are taken, who keeps them, and what is seen of it |
 """

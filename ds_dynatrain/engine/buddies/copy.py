@@ -141,19 +141,6 @@ def digests_of(vps: VirtualParameterSpace, layout: Layout, rank: int, buffers: B
     return found
 
 
-def described(
-    vps: VirtualParameterSpace,
-    mark: Mark,
-    rank: int,
-    buffers: Buffers,
-    said: dict[str, Any],
-    tensors: list[torch.Tensor],
-) -> Copy:
-    """The copy that these make up, with its digests; the errors of `digests_of`."""
-    digests, said_digest = digests_of(vps, mark.layout, rank, buffers), digest_of_said(said, tensors)
-    return Copy(mark, rank, buffers, said, tensors, digests, said_digest)
-
-
 def digest_of_said(said: Mapping[str, Any], tensors: list[torch.Tensor]) -> str:
     """Of what a copy has besides its buffers."""
     return fingerprint([dict(said), tensors])

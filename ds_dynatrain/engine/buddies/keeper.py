@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from ds_dynatrain.adapters.device import start_thread
 from ds_dynatrain.adapters.world import World
 from ds_dynatrain.engine.buddies.copy import Mark
 from ds_dynatrain.engine.buddies.kept import Kept
-from ds_dynatrain.engine.buddies.pairing import Pairing
 from ds_dynatrain.engine.buddies.shipping import Round, Ward
 from ds_dynatrain.engine.buddies.taking import Taken, take
 from ds_dynatrain.engine.core import EngineCore
@@ -23,10 +22,10 @@ from ds_dynatrain.transfer import GroupTransport
 
 
 class Keeper:
-    """Of one engine, for the whole job.
+    """What takes and sends the copies of one engine, for the whole job.
 
-    kept: the copies that this process has. world: in which they are taken. buddies: of each rank in it, idle members
-    behind those that work; none where nothing is copied. take_seconds, ship_seconds, sent_bytes: of the last copy.
+    kept: the copies that this process has. world: in which they are taken. buddies: of each rank in it; none where
+    nothing is copied. take_seconds, ship_seconds, sent_bytes: of the last copy.
     """
 
     def __init__(self, engine: EngineCore) -> None:
@@ -42,32 +41,26 @@ class Keeper:
         """Whether this member's death could take elements away."""
         return has_single_holders(self.engine.vps, self.engine.layout)
 
-    def enter(self, buddies: Mapping[int, tuple[int, ...]], idle: Sequence[int] = ()) -> None:
-        """The present world of the engine, or other buddies in it: member -> those who keep its copies. idle: members
-        that may be among these."""
+    def enter(self, buddies: Mapping[int, tuple[int, ...]]) -> None:
+        """Begin with the present world of the engine. buddies: member -> those who keep its copies."""
         self.settle()
-        members = self.engine.members
-        self.world, all_of_them = self.engine.world, (*members, *idle)
-        self.buddies = tuple(tuple(map(all_of_them.index, buddies[one])) for one in members) if buddies else ()
+        self.world, members = self.engine.world, self.engine.members
+        self.buddies = tuple(tuple(map(members.index, buddies[one])) for one in members) if buddies else ()
 
     def settle(self) -> None:
-        """Wait until nothing is under way in the world's group, for the usual time-out."""
-        self.join(self.engine.settings.timeout_seconds)
-        self._thread = None
-
-    def join(self, seconds: float | None = None) -> None:
-        """Wait for the round that is on its way."""
+        """Wait until no round is under way in the world's group, for the usual time-out."""
         if self._thread is not None:
-            self._thread.join(seconds)
+            self._thread.join(self.engine.settings.timeout_seconds)
+            self._thread = None
 
-    def begin(self, mark: Mark, world: World, pairing: Pairing) -> Round:
-        """Take a copy, and send it beside training. mark: the present moment. pairing: with the way to idle members.
+    def begin(self, mark: Mark, world: World) -> Round:
+        """Take a copy, and send it beside training. mark: the present moment.
+
         What only others have alone is copied whole here: all engines go back together.
         """
         self.settle()
         engine, begin = self.engine, time.perf_counter()
         rank, members, wards = engine.rank, engine.members, wards_of(self.buddies, engine.rank)
-        everybody, whole = (*members, *pairing.idle), self.kept.whole
         own, rooms = self.kept.begin(mark, len(wards))
         taken: Taken | None = None
         try:
@@ -83,15 +76,14 @@ class Keeper:
                 )
             self._last_error = str(error)
         kept_here = [Ward(members[ward], ward, room) for ward, room in zip(wards, rooms, strict=True)]
-        group = GroupTransport(world.group(BUDDIES), members) if len(members) > 1 else None
-        way = pairing.begin(engine, mark, whole, group)
-        found = Round(mark, taken, [everybody[each] for each in self.buddies[rank]], kept_here, way, self.kept)
+        way, buddies = GroupTransport(world.group(BUDDIES), members), [members[each] for each in self.buddies[rank]]
+        found = Round(mark, taken, buddies, kept_here, way, self.kept)
         self._thread = start_thread(found.run, "dynatrain-buddies")
         self.take_seconds = time.perf_counter() - begin
         return found
 
     def see(self, found: Round, is_whole: bool) -> None:
-        """A round is over on all members. is_whole: the copies of all engines are where they belong."""
+        """Note a round that is over on all members. is_whole: the copies of all engines are where they belong."""
         self.sent_bytes, self.ship_seconds = found.sent_bytes, found.seconds
         if is_whole:
             self.kept.is_whole(found.mark)

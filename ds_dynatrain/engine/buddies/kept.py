@@ -7,7 +7,6 @@ again: touching new memory costs more than what is copied there.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection
 
 import torch
 
@@ -26,11 +25,11 @@ class Room:
 
     @property
     def nbytes(self) -> int:
-        """What it takes."""
+        """Bytes that it takes."""
         return self._memory.numel()
 
     def fit(self, nbytes: int) -> torch.Tensor:
-        """Its first bytes, as uint8; what was there is gone. MemoryError if there is not so much."""
+        """Return its first bytes, as uint8; what they held is gone. MemoryError if there is not so much."""
         if self.nbytes < nbytes:
             self._memory = torch.empty(0, dtype=torch.uint8)  # the old goes before the new comes
             if nbytes > (free := available_bytes()):
@@ -41,7 +40,7 @@ class Room:
 
 
 class _Place:
-    """One moment: a room for the own copy, one for each ward's, and the copies that are whole."""
+    """A moment: a room for the own copy, one for each ward's, and the copies that are whole."""
 
     def __init__(self) -> None:
         self.mark: Mark | None = None
@@ -58,20 +57,12 @@ class Kept:
     frozen: the rank's own frozen weights where others have them, too, which are the same at every step: not copied, but
     held on to, as they lay in `frozen_of`, (layout, rank).
 
-    guests: on a member that is idle, or was until now, the copies that it keeps of each member that works, apart from
-    its own; until another moment is whole.
-
     since: the stretch of training in which the newest load was (`Mark.stretch`); copies of older ones count no more.
-
-    standing: where buddies replay steps, what this process and its wards are at (`replay.Replay.copies`). Asked for
-    when copies are, and until another moment is whole.
     """
 
     def __init__(self) -> None:
         self.frozen: Buffers = {}
         self.frozen_of: tuple[Layout, int] | None = None
-        self.standing: Callable[[], list[Copy]] | None = None
-        self.guests: dict[int, Kept] = {}
         self.since: tuple[int, ...] = ()
         self._places = _Place(), _Place()
         self._whole: Mark | None = None
@@ -81,18 +72,14 @@ class Kept:
     # ---- what is there -----------------------------------------------------------------------------------------------
 
     def copies(self) -> list[Copy]:
-        """All that this process has whole, of itself and of its wards; the newest first."""
+        """Return all copies that this process has whole, of itself and of its wards; the newest first."""
         with self._lock:
             found = [copy for place in self._places for copy in place.copies.values()]
-        for guest in list(self.guests.values()):
-            found += guest.copies()
-        if self.standing is not None:
-            found += self.standing()
         found = [copy for copy in found if copy.mark.stretch >= self.since]
         return sorted(found, key=lambda copy: (copy.mark.moment, -copy.rank), reverse=True)
 
     def find(self, mark: Mark, rank: int) -> Copy | None:
-        """The copy of a rank at a moment, if it is here."""
+        """Return the copy of a rank at a moment, if it is here."""
         return next((copy for copy in self.copies() if (copy.mark, copy.rank) == (mark, rank)), None)
 
     @property
@@ -103,13 +90,12 @@ class Kept:
     @property
     def nbytes(self) -> int:
         """Host memory that the copies take."""
-        mine = sum(room.nbytes for place in self._places for room in (place.own, *place.wards))
-        return mine + sum(guest.nbytes for guest in list(self.guests.values()))
+        return sum(room.nbytes for place in self._places for room in (place.own, *place.wards))
 
     # ---- writing -----------------------------------------------------------------------------------------------------
 
     def begin(self, mark: Mark, wards: int) -> tuple[Room, list[Room]]:
-        """Rooms for the own copy and for those of so many wards, where the moment that is whole on all is not."""
+        """Return rooms for the own copy and those of so many wards, apart from the moment that is whole on all."""
         with self._lock:
             place = next(each for each in self._places if each.mark is None or each.mark != self._whole)
             place.copies, place.mark = {}, mark
@@ -119,42 +105,22 @@ class Kept:
             return place.own, place.wards
 
     def add(self, copy: Copy) -> None:
-        """A copy of the moment that was begun last is whole here."""
+        """Add a copy that is whole here; it counts if it is of the moment that was begun last."""
         with self._lock:
             if self._open is not None and self._open.mark == copy.mark:
                 self._open.copies[copy.rank] = copy
 
     def is_whole(self, mark: Mark) -> None:
-        """All members have all copies of a moment: the other place may be written from here on."""
+        """Note that all members have all copies of a moment: the other place may be written from here on."""
         self._whole = mark
-        if any(place.mark == mark for place in self._places):
-            self.standing, self.guests = None, {}
-
-    def let_go_before(self, mark: Mark, guests: Collection[int]) -> None:
-        """Give the memory of older moments back, on an idle member. guests: of these more is to come."""
-        with self._lock:
-            older = [place for place in self._places if place.mark is not None and place.mark.moment < mark.moment]
-            first, second = (_Place() if place in older else place for place in self._places)
-            self._places = first, second
-        for member, guest in list(self.guests.items()):
-            if member not in guests and all(copy.mark.moment < mark.moment for copy in guest.copies()):
-                self.guests.pop(member, None)
-
-    def hand_over(self, standing: Callable[[], list[Copy]]) -> None:
-        """Who took over what is here changes it step by step; ask them from here on. No memory is used again."""
-        with self._lock:
-            self._places, self._open, self._whole = (_Place(), _Place()), None, None
-            self.standing = standing
 
     def void_before(self, stretch: tuple[int, ...]) -> None:
-        """A state was loaded in that stretch: copies of older ones count no more, whenever they come."""
+        """Void copies of stretches before this one, whenever they come: a state was loaded in it."""
         self.since = max(self.since, stretch)
 
     def forget(self) -> None:
-        """No copy counts any more, nor one that is on its way. Their memory stays."""
+        """Let no copy count any more, nor one that is on its way. Their memory stays."""
         with self._lock:
             for place in self._places:
                 place.copies, place.mark = {}, None
-            self._open = self._whole = self.standing = None
-        for guest in list(self.guests.values()):
-            guest.forget()
+            self._open = self._whole = None

@@ -20,8 +20,6 @@ from ds_dynatrain.space import BufferId
 
 ALIGN = 64
 """Each tensor begins at a multiple of so many bytes."""
-LENGTH = ALIGN
-"""So many bytes say how long the JSON is that follows."""
 Shape = tuple[torch.dtype, tuple[int, ...]]
 
 
@@ -79,28 +77,6 @@ def copy_of(header: bytes, memory: torch.Tensor) -> Copy:
         raise TransferError(f"the header of a copy cannot be read ({type(error).__name__}: {error})") from error
 
 
-def bytes_of_said(said: dict[str, Any], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A part of `Copy.said` with "rest", and the tensors of that, as one flat tensor of bytes."""
-    text = json.dumps(said).encode()
-    shapes = [(each.dtype, tuple(each.shape)) for each in tensors]
-    found = torch.zeros(LENGTH + _up(len(text)) + nbytes_of([], shapes), dtype=torch.uint8)
-    found[:LENGTH].view(torch.int64)[0] = len(text)
-    found[LENGTH : LENGTH + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    for there, here in zip(spread(found[LENGTH + _up(len(text)) :], [], shapes)[1], tensors, strict=True):
-        there.copy_(here)
-    return found
-
-
-def said_in(memory: torch.Tensor) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    """The inverse, the tensors as views; TransferError for what it cannot have made."""
-    try:
-        length = int(memory[:LENGTH].view(torch.int64)[0])
-        said: dict[str, Any] = json.loads(memory[LENGTH : LENGTH + length].numpy().tobytes())
-        return said, spread(memory[LENGTH + _up(length) :], [], shapes_of(said))[1]
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError, RecursionError) as error:
-        raise TransferError(f"what a ward says cannot be read ({type(error).__name__}: {error})") from error
-
-
 def shapes_of(said: dict[str, Any]) -> list[Shape]:
     """Of the tensors that the encoded rest in `Copy.said` asks for, by their numbers."""
     return [shape for _, shape in sorted(announced(said["rest"]).items())]
@@ -118,11 +94,7 @@ def _shapes(rows: Iterable[Row], tensors: Iterable[Shape]) -> list[Shape]:
 
 
 def _padded(shape: Shape) -> int:
-    return _up(math.prod(shape[1]) * shape[0].itemsize)
-
-
-def _up(nbytes: int) -> int:
-    return -(-nbytes // ALIGN) * ALIGN
+    return -(-math.prod(shape[1]) * shape[0].itemsize // ALIGN) * ALIGN
 
 
 def _name(dtype: torch.dtype) -> str:

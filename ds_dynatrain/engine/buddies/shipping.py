@@ -39,11 +39,10 @@ class Ward:
 
 
 class Round:
-    """One copy of each rank on its way.
+    """A copy of each rank on its way.
 
-    taken: None where this member could not take its own, or is idle and has no buddies. is_over: the thread has nothing
-    more to do. is_whole: the own copy is with its buddies and those of all wards are here. is_void: it does not count,
-    whatever becomes of it. is_broken: it has ended in the midst of a message.
+    taken: None where this member could not take its own. is_over: the thread has nothing more to do. is_whole: the own
+    copy is with its buddies and those of all wards are here. is_void: it does not count, whatever becomes of it.
     """
 
     def __init__(
@@ -56,8 +55,8 @@ class Round:
         kept: Kept,
     ) -> None:
         self.mark, self.sent_bytes, self.seconds = mark, 0, 0.0
-        self.is_whole = self.is_void = self.is_broken = False
-        self.error = "this member has taken none" if taken is None and buddies else ""
+        self.is_whole = self.is_void = False
+        self.error = "this member has taken none" if taken is None else ""
         self._taken, self._buddies, self._wards, self._kept = taken, tuple(buddies), wards, kept
         self._transport: Transport | None = transport
         self._under_way: list[Handle] = []
@@ -66,17 +65,16 @@ class Round:
 
     @property
     def is_over(self) -> bool:
-        """See the class."""
+        """Whether the thread has nothing more to do."""
         return self._over.is_set()
 
     def run(self) -> None:
-        """In a thread."""
+        """Carry the round out, in a thread."""
         begin = time.perf_counter()
         try:
             self._carry_out()
         except Exception as error:  # of whatever kind: training goes on, and all learn that it is not whole
             self._note(f"{type(error).__name__}: {error}")
-            self.is_broken = True
         finally:
             self._transport, self._taken, self._under_way = None, None, []  # which hold the group
             self.seconds = time.perf_counter() - begin
@@ -84,13 +82,13 @@ class Round:
             self._over.set()
 
     def _note(self, error: str) -> None:
-        """The first thing that went wrong counts."""
+        """Keep the first error."""
         self.error = self.error or error
 
     # ---- the exchange ------------------------------------------------------------------------------------------------
 
     def _carry_out(self) -> None:
-        """Nobody waits for a send before its own part is through: it ends when the other side takes it."""
+        """Exchange it all. No send is waited for before the end: it ends only when the other side takes it."""
         own = None if self._taken is None else self._taken.memory
         self._offer(own, self._buddies)
         values = {ward.rank: self._ask(ward, ward.room) for ward in self._wards}
@@ -118,7 +116,7 @@ class Round:
             handle.wait(self._deadline)
 
     def _header(self) -> torch.Tensor | None:
-        """Of the own copy, which counts as soon as it has its digests; None if it cannot be described."""
+        """Return the header of the own copy, which counts from here on; None if it cannot be described."""
         if self._taken is None:
             return None
         try:
@@ -131,7 +129,7 @@ class Round:
         return torch.frombuffer(bytearray(header), dtype=torch.uint8)
 
     def _take_in(self, ward: Ward, said: torch.Tensor, memory: torch.Tensor | None) -> bool:
-        """A ward's copy is here; whether it is the one that was due."""
+        """Keep a ward's copy that has come; return whether it is the one that was due."""
         try:
             if memory is None:
                 raise TransferError(f"member {ward.member} described a copy that it did not send")
@@ -167,13 +165,13 @@ class Round:
         return True
 
     def _answer(self, buddy: int) -> bool:
-        """What a buddy answers."""
+        """Return whether a buddy says yes."""
         answer = torch.zeros(1, dtype=torch.int64)
         self._way.receive(answer, buddy, TO_WARD).wait(self._deadline)
         return bool(answer.item())
 
     def _ask(self, ward: Ward, room: Room, most: int | None = None) -> torch.Tensor | None:
-        """Hear how long it is, and answer; where it will be, or None if nothing comes."""
+        """Hear how long a ward's message is, and answer; return where it will be, or None if nothing comes."""
         numel = torch.zeros(1, dtype=torch.int64)
         self._receive(numel, ward).wait(self._deadline)
         length = int(numel)

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from ds_dynatrain.adapters.state import Buffers, Scalars
+from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.engine import streams
-from ds_dynatrain.engine.buddies.copy import Copy, Mark, copied, described, frozen_elsewhere
+from ds_dynatrain.engine.buddies.copy import Copy, Mark, copied, digest_of_said, digests_of, frozen_elsewhere
 from ds_dynatrain.engine.buddies.kept import Room
 from ds_dynatrain.engine.buddies.message import nbytes_of, rows_of, shapes_of, spread
 from ds_dynatrain.engine.carry import rest_carry, shared_carry
@@ -36,33 +36,16 @@ class Taken:
     memory: torch.Tensor
 
     def copy(self) -> Copy:
-        """With its digests."""
-        return described(self.vps, self.mark, self.rank, self.buffers, self.said, self.tensors)
+        """Return the copy with its digests."""
+        digests = digests_of(self.vps, self.mark.layout, self.rank, self.buffers)
+        said_digest = digest_of_said(self.said, self.tensors)
+        return Copy(self.mark, self.rank, self.buffers, self.said, self.tensors, digests, said_digest)
 
 
 def mark_of(engine: EngineCore, first: Mark | None = None) -> Mark:
-    """The present moment, between two global batches. first: that of the first engine of the process, if it is another
-    one."""
+    """Return the present moment, between two global batches. first: that of the process's first engine, if another."""
     when = engine.generation, engine.segment, len(engine.registered), engine.global_steps
     return Mark(*when, engine.layout, () if first is None else first.moment)
-
-
-def said_by(engine: EngineCore, state: Buffers, scalars: Scalars, tensors: list[torch.Tensor]) -> dict[str, Any]:
-    """What belongs into `Copy.said` at present; its tensors are appended, as they lie.
-
-    state, scalars: of `Host.state_buffers`. ConfigError, CheckpointError for what cannot be copied.
-    """
-    return {
-        "shared": plain(shared_carry(engine, scalars)),
-        "kinds": sorted({kind for kind, _ in state}),
-        "seed": engine.job.job_seed,
-        **own_part(engine, tensors),
-    }
-
-
-def own_part(engine: EngineCore, tensors: list[torch.Tensor]) -> dict[str, Any]:
-    """What of it may differ between ranks; see there."""
-    return {"rest": encode(rest_carry(engine), tensors), "streams": streams.capture()}
 
 
 def take(engine: EngineCore, room: Room, mark: Mark | None = None, everything: bool = False) -> Taken:
@@ -74,7 +57,13 @@ def take(engine: EngineCore, room: Room, mark: Mark | None = None, everything: b
     """
     state, scalars = engine.host.state_buffers()
     held, tensors = copied(engine.vps, engine.layout, state, everything), list[torch.Tensor]()
-    said = said_by(engine, state, scalars, tensors)
+    said = {
+        "shared": plain(shared_carry(engine, scalars)),
+        "kinds": sorted({kind for kind, _ in state}),
+        "seed": engine.job.job_seed,
+        "rest": encode(rest_carry(engine), tensors),
+        "streams": streams.capture(),
+    }
     rows, shapes = rows_of(held), shapes_of(said)
     memory = room.fit(nbytes_of(rows, shapes))
     buffers, others = spread(memory, rows, shapes)

@@ -184,16 +184,7 @@ class Boundaries:
                     raise SystemExit(0)
                 self._advance()
                 if self.first.idle:
-                    self._offer_to_keep()
                     self.first.switcher.pass_time(WAIT_SECONDS)
-
-    def _offer_to_keep(self) -> None:
-        """Copies of those that work, on an idle member of the generation."""
-        try:
-            for buddies in [engine.buddies for engine in self.engines if engine.buddies is not None]:
-                self.executor.on_board(partial(buddies.while_idle, self.elastic.member.host))
-        except OSError as error:
-            self.executor.say_once(f"buddies: this idle member keeps no copies: {error}")
 
     def _long_wait(self) -> Wait:
         return Wait(self.executor.waits_for, self.elastic.member.waits_for)
