@@ -38,6 +38,7 @@ from ds_dynatrain.engine.preparation import Preparation
 from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.engine.transaction.late import LateTransaction
 from ds_dynatrain.engine.transaction.switch import Transaction
+from ds_dynatrain.exact.adapters import sums
 from ds_dynatrain.exact.adapters.sums import LeafSums
 from tests.engine.models import Sequences
 
@@ -156,7 +157,7 @@ INSTANTS: dict[str, tuple[Any, str, bool]] = {
     "loss": (PipelineHostEngine, "_share_loss", False),
     "slice": (LeafSums, "_send_next", True),
     "sum": (LeafSums, "_close", False),
-    "norm of leaves": (exact, "global_norm", True),
+    "norm of leaves": (sums, "global_norm", True),
     "answer": (FromCopies, "give", False),
     "proof": (FromCopies, "report", False),
     "forming": (restoring, "_world_of", False),

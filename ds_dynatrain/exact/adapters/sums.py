@@ -8,7 +8,7 @@ soon as gradients are there, stage 1 at the end of a backward pass, as it holds 
 Gradients are sent in the type of the weights, and added in fp32: what fp16 has are those of the scaled loss. A sum that
 is not finite makes the norm infinite, and that alone, alike in all stages, makes DeepSpeed skip a step.
 
-Gradients are sent in chunks (`exact_lines`), by one plan on every rank: a parameter that got no gradient is sent as
+Gradients are sent in chunks (`lines`), by one plan on every rank: a parameter that got no gradient is sent as
 zeros, so ranks need not use the same parameters (at stage 3 they must, as its layers are gathered on all at once).
 """
 
