@@ -7,16 +7,19 @@ process. Those of the package are imported only where their key is in the `dynat
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
-BUILT_IN: Mapping[str, str] = {"exact": "ds_dynatrain.exact.extension:Exact"}
+BUILT_IN: Mapping[str, str] = {
+    "exact": "ds_dynatrain.exact.extension:Exact",
+    "buddies": "ds_dynatrain.buddies.extension:Buddies",
+}
 """Key of the `dynatrain` block -> the class of its extension, in the order in which their hooks are called."""
 COMMANDS: Mapping[str, str] = {"compare-exact": "ds_dynatrain.exact.command:compare_exact"}
 """Name of a command of `ds-dynatrain` -> the function that typer calls for it."""
-ROWS: Mapping[str, str] = {"exact": "ds_dynatrain.exact.bits.rows:ROWS"}
+ROWS: Mapping[str, str] = {"exact": "ds_dynatrain.exact.bits.rows:ROWS", "buddies": "ds_dynatrain.buddies.rows:ROWS"}
 """Name of a support table -> the rows that an extension adds to the tables of `support`."""
 
 
@@ -32,6 +35,8 @@ class Extension:
     """Unique in a job: the key of its block and of its state."""
     has_leaves: ClassVar[bool] = False
     """Whether micro-batches hold the same samples in every world."""
+    group: ClassVar[str] = ""
+    """The name of a process group over all ranks of each world that is the extension's own; "" if it has none."""
     engine: Any = None
     """The engine that the hooks are called by; None before `attach`."""
 
@@ -39,6 +44,12 @@ class Extension:
 
     def check_job(self, config: Mapping[str, Any], model: Any, mpu: Any) -> None:
         """Raise UnsupportedError for a job that the extension cannot be in; called before the process joins it."""
+
+    def check_launch(self, is_elastic: bool, others: Sequence[Any]) -> None:
+        """Raise DynatrainError for a launch that the extension cannot be in; called before the process joins the job.
+
+        is_elastic: whether members come and go. others: the settings of the engines that the process has already.
+        """
 
     def check_model(self, config: Mapping[str, Any], model: Any, mpu: Any) -> None:
         """Raise UnsupportedError for a model that the extension cannot train; called when it has all its layers."""
@@ -64,6 +75,9 @@ class Extension:
     def attach(self, engine: Any) -> None:
         """Take the engine, whose state is not there yet; called once."""
         self.engine = engine
+
+    def on_start(self) -> None:
+        """Called at the end of `initialize`, on a member that works. What it raises ends `initialize`."""
 
     # ---- in a step ---------------------------------------------------------------------------------------------------
 
@@ -103,14 +117,34 @@ class Extension:
 
     # ---- between two steps -------------------------------------------------------------------------------------------
 
+    def at_boundary(self) -> None:
+        """Called between two global batches of the process's first engine, after all changes that were due.
+
+        In elastic launches alone, on members that work.
+        """
+
+    def before_leaving_world(self) -> None:
+        """Called before the process groups of the present world go; nothing of the extension may be under way then."""
+
+    def on_load(self) -> None:
+        """Called when another state has been loaded into the present world."""
+
+    def memory_in(self, layout: Any, members: tuple[int, ...]) -> int:
+        """Return the bytes of host memory that the extension would take in a layout, on the member with the most."""
+        return 0
+
+    def protects(self) -> Literal["", "no", "yes"]:
+        """Return "yes" or "no" where the extension knows whether the job outlives a death; else ""."""
+        return ""
+
     def on_change(self, change: Any) -> None:
         """Look at a change of the rank, the members or the layout, before the next batch; see `engine.on_change`."""
 
 
 def made(settings: Any) -> list[Extension]:
     """Return the extensions of the package that a `dynatrain` block asks for, in their order; `initialize` calls it."""
-    found = [(named(path), getattr(settings, key)) for key, path in BUILT_IN.items() if getattr(settings, key)]
-    return [kind(settings) for kind, _ in found]
+    blocks = {key: getattr(settings, key) for key in BUILT_IN}
+    return [named(BUILT_IN[key])(settings) for key, block in blocks.items() if block and getattr(block, "are_on", True)]
 
 
 def rows() -> dict[str, tuple[Any, ...]]:

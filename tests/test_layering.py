@@ -32,9 +32,10 @@ BELOW: dict[str, set[str]] = {
     "adapters": {"transfer", "report", "support", "version"},
     "engine": {"adapters", "balance", "checkpoint", "config", "data", "elastic", "report"},
     "exact": {"engine", "exits"},
+    "buddies": {"engine"},
     "": {"engine"},
     "comparison": {""},
-    "cli": {"balance", "comparison", "exact"},
+    "cli": {"balance", "buddies", "comparison", "exact"},
     "integrations": {""},
     "run": {"integrations"},
 }

@@ -17,7 +17,7 @@ import torch
 from workload import GPT, SIZES, Samples, config, quiet
 
 import ds_dynatrain
-from ds_dynatrain.engine.buddies.copy import copied
+from ds_dynatrain.engine.copies.copy import copied
 from ds_dynatrain.space import MASTER
 
 WARM_UP = 6
@@ -30,7 +30,7 @@ class Watch:
 
     def __init__(self, engine: Any) -> None:
         self._engine, self._parts = engine, engine._parts
-        self._buddies = self._parts.buddies
+        self._buddies = self._parts.extension("buddies")
         self._look = self._buddies.at_boundary
         self._scratch: list[torch.Tensor] = []
         self.last: dict[str, Any] = {}

@@ -148,6 +148,7 @@ class Attempts:
         preparation.on_device = frozenset(kind for kind, held in present.items() if held.place.device != HOST)
         preparation.is_lean, preparation.present = engine.is_lean, engine.world
         preparation.own_count, preparation.number = len(engine.own_groups), engine.job.number
+        preparation.apart = engine.own_groups.of_all
         preparation.has_sequence = engine.job.has_sequence
         mine, known = front.member, engine.candidates.nodes if nodes is None else nodes
         preparation.own = lambda: engine.own_groups.kinds(proposal.layout, proposal.members, known, mine)

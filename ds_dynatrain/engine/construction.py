@@ -91,7 +91,8 @@ class Construction:
         job, entry, members = self.job, self.entry, self._members
         with entry.building() as note:
             status = entry.membership.new_status()
-            own = OwnGroups(job.settings).kinds(self.layout, members, {}, entry.mine)
+            of_all = OwnGroups(each.group for each in job.extensions if each.group)
+            own = of_all.kinds(self.layout, members, {}, entry.mine)
             sides = entry.mine, members, members, self.layout, ties
             spec = WorldSpec(1, *sides, own, job.number, job.has_sequence)
             world = build_world(entry.background.store, spec, job.settings.timeout_seconds, status, note=note)

@@ -21,8 +21,8 @@ def open_for_work(engine: EngineParts, space: VirtualParameterSpace) -> None:
     engine.is_open = True
     if engine.world is not None:
         enter_sequence(engine.deepspeed, engine.world, engine.layout)
-        if engine.buddies is not None:
-            engine.buddies.check()
+        for extension in engine.extensions:
+            extension.on_start()
     engine.attempts.tell_of_batch()
     if engine.idle:  # pay first imports now, not in a pause
         others = set() if compiled_by_wrapping(engine.host.module) else {3}

@@ -23,7 +23,7 @@ from ds_dynatrain.engine.overrides import OverridingEngine, in_turn
 from ds_dynatrain.engine.pending import PendingSwitch, SwitchEstimate
 from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.errors import ConfigError, DataError, SwitchRefused
-from ds_dynatrain.report import Protection, SwitchEvent
+from ds_dynatrain.report import SwitchEvent
 from ds_dynatrain.space import Layout
 from ds_dynatrain.support import usage
 
@@ -133,9 +133,10 @@ class DynatrainEngine(OverridingEngine):
         return self._parts.last_switch
 
     @property
-    def buddies(self) -> Protection | None:
+    def buddies(self) -> Any:
         """What the death of a member would cost, as this working member knows it; None where there are no buddies."""
-        return None if self._parts.buddies is None else self._parts.buddies.protection
+        found = self._parts.extension("buddies")
+        return None if found is None else found.protection
 
     @property
     def balancer(self) -> Balancer | None:

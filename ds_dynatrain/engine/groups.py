@@ -8,15 +8,12 @@ from dataclasses import dataclass
 import torch.distributed as td
 
 from ds_dynatrain.adapters.world import World
-from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.space import Layout
 
 RanksOf = Callable[[Layout, Sequence[str]], Iterable[Iterable[int]]]
 """(layout, the node of each rank) -> the ranks of each group; a rank is in one of them, or in none."""
 OF_A_USER = "own"
-BUDDIES = "buddies"
-"""The kind of the group of all ranks over which copies go to buddies, from a thread beside training."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +42,12 @@ class OwnGroup:
 
 
 class OwnGroups:
-    """All that the script has asked for, in order; the same on every process. settings: what they ask for besides."""
+    """All that the script has asked for, in order; the same on every process. of_all: kinds of groups of all ranks, for
+    extensions."""
 
-    def __init__(self, settings: DynatrainConfig | None = None) -> None:
+    def __init__(self, of_all: Iterable[str] = ()) -> None:
         self._rules: list[RanksOf] = []
-        self._of_all = (BUDDIES,) if settings is not None and settings.buddies.are_on else ()
+        self.of_all = tuple(of_all)
 
     def __len__(self) -> int:
         return len(self._rules)
@@ -66,7 +64,7 @@ class OwnGroups:
         if mine not in members:
             return {}
         rank, everybody = members.index(mine), tuple(range(layout.world_size))
-        found = dict.fromkeys(self._of_all, everybody)
+        found = dict.fromkeys(self.of_all, everybody)
         places = tuple(nodes.get(member, "") for member in members)
         for number, rule in enumerate(self._rules):
             groups = [tuple(int(one) for one in group) for group in rule(layout, places)]

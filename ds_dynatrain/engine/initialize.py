@@ -205,6 +205,8 @@ def _joined(given: _Given, start: dict[str, Any]) -> DynatrainEngine:
     PROCESS.begin()
     rule_of(given.settings.raw_layouts)  # a wrong one is refused before this process joins anything
     _refuse_beside(PROCESS.engines, given.settings, given.arguments["model"], place)
+    for extension in given.extensions:
+        extension.check_launch(place is not None, [other.settings for other in PROCESS.engines])
     early: Early | None = PROCESS.found_early()
     if place is not None and early is None and not PROCESS.engines:
         start_alone()
@@ -220,13 +222,6 @@ def _refuse_beside(
     if others and place is not None and is_pipeline(model):
         raise usage("a pipeline beside another engine where members come and go").error()
     for other in others:
-        blocks = settings.buddies, other.settings.buddies
-        if any(block.are_on for block in blocks) and blocks[0] != blocks[1]:
-            here, there = (block.model_dump() for block in blocks)
-            raise ConfigError(
-                f"dynatrain.buddies: {here} here, and {there} in engine {other.job.number}; all engines of a process "
-                "go back together, to copies of one boundary: give each of them the same block, or none"
-            )
         theirs, ours = other.settings.fallback, settings.fallback
         if place is not None:
             if other.has_stood:  # members may have come, who would not know of it

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ds_dynatrain.adapters.worlds import drop
 from ds_dynatrain.engine.attempts import Attempts
-from ds_dynatrain.engine.buddies.buddies import Buddies
 from ds_dynatrain.engine.changes import Changes
 from ds_dynatrain.engine.checkpoints.calls import Checkpoints
 from ds_dynatrain.engine.checkpoints.fallback import Fallback
 from ds_dynatrain.engine.checkpoints.saving import Saver
+from ds_dynatrain.engine.copies.kept import Kept
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.groups import OwnGroups
 from ds_dynatrain.engine.liveness import Heartbeat
@@ -22,7 +21,6 @@ from ds_dynatrain.engine.members.discarded import Window
 from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.engine.switcher import Switcher
 from ds_dynatrain.engine.targets import Targets
-from ds_dynatrain.engine.transaction.session import Session
 from ds_dynatrain.extension import Extension
 
 if TYPE_CHECKING:
@@ -44,8 +42,8 @@ class EngineParts(EngineCore):
     switcher: Switcher = field(init=False)
     loaders: Loaders = field(init=False)
     checkpoints: Checkpoints = field(init=False)
-    buddies: Buddies | None = None
-    """None where they are off."""
+    kept: Kept | None = None
+    """Copies of the state that members keep for each other; None where nobody does."""
     balancer: Balancer | None = None
     """None where nothing is measured; nothing of it is imported then."""
 
@@ -58,9 +56,7 @@ class EngineParts(EngineCore):
         self.switcher = Switcher(self, self.targets, self.attempts, self.saver, self.fallback, self.changes)
         self.loaders = Loaders(self, self.switcher, self.window)
         self.checkpoints = Checkpoints(self, self.switcher, self.saver, self.window)
-        self.own_groups = OwnGroups(self.settings)
-        if self.settings.buddies.are_on:
-            self.buddies = Buddies(self, lambda: [one.buddies for one in open_engines() if one.buddies is not None])
+        self.own_groups = OwnGroups(each.group for each in self.extensions if each.group)
         if self.settings.balance is not None and self.settings.balance.measures:
             from ds_dynatrain.engine.balancer import Balancer
 
@@ -86,19 +82,15 @@ class EngineParts(EngineCore):
         return PROCESS.turn(self)
 
     def begin_segment(self) -> None:
-        """A load: steps may come again, and copies from before it would bring back what it has replaced."""
+        """Note that another state was loaded: steps may come again."""
         super().begin_segment()
-        if self.buddies is not None:
-            if (first := open_engines()[0]) is not self:  # by whose places copies of all engines go
-                first.repeat_places()
-            say = partial(PROCESS.membership.say_replaced, self.buddies.stretch)
-            Session(self.control, f"replaced/{self.segment}", self.members, "load").first("said", say, "saying so")
-            self.buddies.replace()
+        for extension in self.extensions:
+            extension.on_load()
 
-    def settle_buddies(self) -> None:
-        """Before a world is left: no copy is on its way in it."""
-        if self.buddies is not None:
-            self.buddies.settle()
+    def before_leaving_world(self) -> None:
+        """Let the extensions have nothing under way in the present world."""
+        for extension in self.extensions:
+            extension.before_leaving_world()
 
     def timed_update(self) -> AbstractContextManager[None]:
         """Return the context in which the optimizer makes its step, which is timed if a window is open."""
@@ -153,7 +145,7 @@ class EngineParts(EngineCore):
         if not PROCESS.is_joining:
             self.launch.install()
         if self.world is not None:
-            self.settle_buddies()
+            self.before_leaving_world()
             self.control.track_teardown(drop(self.world))
             self.world = None
 

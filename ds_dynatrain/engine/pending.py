@@ -76,7 +76,7 @@ class SwitchEstimate:
 
     bytes_sent: over all members. peak_memory_bytes: state of both layouts and staging, on the member with the most.
     seconds: moves alone, at `bytes_per_second` on each link. members: who would hold which rank. copies_memory_bytes:
-    host memory for copies there, on the member with the most; 0 without `dynatrain.buddies`. step_ms: what a step takes
+    host memory for copies there, on the member with the most; 0 where nobody keeps copies. step_ms: what a step takes
     there by the profile of `dynatrain.balance`, term by term, and their `total`; empty without one.
     """
 

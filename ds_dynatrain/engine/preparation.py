@@ -29,7 +29,6 @@ from ds_dynatrain.elastic.main_thread import OWN_WAITS
 from ds_dynatrain.engine import agreement
 from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.control import Control
-from ds_dynatrain.engine.groups import BUDDIES
 from ds_dynatrain.engine.sides import Side
 from ds_dynatrain.engine.transaction.session import Session
 from ds_dynatrain.engine.ways import POLL_SECONDS, Ways
@@ -107,6 +106,8 @@ class Preparation:
     present: World | None = None
     own: Callable[[], Mapping[str, tuple[int, ...]]] = dict
     own_count: int = 0
+    apart: tuple[str, ...] = ()
+    """Kinds of groups that are built anew in every world."""
     made: Made | None = None
     world: World | None = None
     connect_at: int | None = None
@@ -336,7 +337,7 @@ class Preparation:
         self._has_said = True
         mine, present = self.control.member, self._handing_on
         errors = [] if error is None else [f"member {mine}: {error}"]
-        groups = {} if present is None else present.says(apart=(BUDDIES,))
+        groups = {} if present is None else present.says(apart=self.apart)
         said = {"errors": errors, "own_groups": [[mine, self.own_count]], "groups": groups}
         wrong, anew = self.session.reduce(
             "building", said, joined_readiness, judged_readiness, "building the next world's groups"

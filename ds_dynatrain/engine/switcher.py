@@ -26,7 +26,7 @@ from ds_dynatrain.engine.pending import PendingSwitch, Steps, SwitchEstimate
 from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.engine.targets import Targets
 from ds_dynatrain.errors import ProfileError, SwitchRefused, WorldChanged
-from ds_dynatrain.plan import estimate, has_single_holders, memory_of_copies, plan_switch
+from ds_dynatrain.plan import estimate, plan_switch
 from ds_dynatrain.report import logger
 from ds_dynatrain.space import Layout
 
@@ -134,17 +134,8 @@ class Switcher:
         budget = engine.settings.memory_budget_bytes
         cost = estimate(plan_switch(engine.vps, target, members), budget, self._attempts.bytes_per_second)
         figures = (cost.bytes_sent, cost.highest_peak_bytes, cost.seconds, self._attempts.bytes_per_second)
-        copies = self._memory_of_copies(target, members) if engine.settings.buddies.are_on else 0
+        copies = sum(extension.memory_in(target, members) for extension in engine.job.extensions)
         return SwitchEstimate(target, members, *figures, copies, self._targets.step_ms(target, members))
-
-    def _memory_of_copies(self, target: Layout, members: tuple[int, ...]) -> int:
-        """Return the bytes of copies on the member with the most."""
-        engine, places = self.engine, self.engine.candidates.nodes
-        others = [one for one in PROCESS.engines if one is not engine]
-        has_alone = has_single_holders(engine.vps, target)
-        everything = not has_alone and any(has_single_holders(one.vps, one.layout) for one in others)
-        nodes, copies = [places[member] for member in members], engine.settings.buddies.copies
-        return max(memory_of_copies(engine.vps, target, nodes, copies, everything))
 
     def suggest(
         self, profile: Profile | str | Path | None, members: int | None, horizon_steps: float | None

@@ -1,21 +1,18 @@
 """The plan of a switch: who takes which slot, who sends what to whom, in which order, and what it costs.
 
 `slots` assigns members to the ranks of the new world. `sides` puts source and target beside each other and finds what
-each member lacks, `senders` finds who sends it, from either end by the same arithmetic. `need` turns that into
-`Moves`, `rounds` orders the meetings, and `plan` is the whole as one member sees it; by `stand_in` a member carries out
-the parts of absent ones, too. `cost` estimates memory and time. `buddies` says who keeps a copy of whose state. Nothing
-here talks to anyone: two layouts and two lists of members are all it knows.
+each member lacks, `senders` finds who sends it, from either end by the same arithmetic. `need` turns that into `Moves`,
+`rounds` orders the meetings, and `plan` is the whole as one member sees it; by `stand_in` a member carries out the
+parts of absent ones, too. `cost` estimates memory and time. `copies` says what a death takes away, and what a copy has
+of a rank's state. Nothing here talks to anyone: two layouts and two lists of members are all it knows.
 """
 
-from ds_dynatrain.plan.buddies import (
-    buddies_of,
+from ds_dynatrain.plan.copies import (
     has_one_holder,
     has_single_holders,
     is_copied,
-    memory_of_copies,
     needs_copies,
     outlives_a_node,
-    wards_of,
     whole_replicas,
 )
 from ds_dynatrain.plan.cost import Cost, estimate, state_bytes
@@ -33,12 +30,10 @@ __all__ = [
     "StandInPlan",
     "SwitchPlan",
     "assign_slots",
-    "buddies_of",
     "estimate",
     "has_one_holder",
     "has_single_holders",
     "is_copied",
-    "memory_of_copies",
     "needs_copies",
     "outlives_a_node",
     "plan_switch",
@@ -46,6 +41,5 @@ __all__ = [
     "slot_costs",
     "standing_in",
     "state_bytes",
-    "wards_of",
     "whole_replicas",
 ]

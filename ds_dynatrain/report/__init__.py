@@ -14,14 +14,12 @@ from ds_dynatrain.report.log import (
     show_by_default,
     telling_if_long,
 )
-from ds_dynatrain.report.protection import Protection
 from ds_dynatrain.report.writer import EventWriter, read_events
 
 __all__ = [
     "CertificateSummary",
     "EventWriter",
     "Outcome",
-    "Protection",
     "Side",
     "SwitchEvent",
     "log_event",

@@ -12,7 +12,6 @@ _HERE = "tests/adapters/test_support.py::test_"
 _WINDOWS = "tests/engine/test_windows.py"
 _ENGINES = "tests/engine/test_engines.py"
 _USAGE = "tests/engine/test_usage.py"
-_BUDDIES = "tests/engine/test_buddies.py"
 _LATE = "tests/engine/test_late.py"
 
 
@@ -247,28 +246,6 @@ USAGE = (
         "a global batch that becomes void is dealt again, which a loop of your own cannot do",
         "take engine.loader(dataset), or switch with late=False",
         f"{_LATE}::test_what_is_refused",
-    ),
-    _works(
-        "buddies",
-        "copies in memory of what one rank holds alone, where members come and go; see [buddies](buddies.md)",
-        "tests/elastic/test_buddies.py::test_each_copy_is_what_its_rank_held",
-    ),
-    _start(
-        "buddies in a launch of fixed size",
-        "nobody comes or goes there, so that nobody could take over what a dead process held",
-        "launch with the dynatrain rendezvous, or leave dynatrain.buddies out and save checkpoints",
-        f"{_BUDDIES}::test_in_a_launch_of_fixed_size",
-    ),
-    _works(
-        "several copies of each member",
-        "with `copies`, so that as many nodes may die at once",
-        "tests/elastic/test_buddy_deaths.py::test_two_of_three_that_have_a_state_die",
-    ),
-    _works(
-        "buddies of several engines",
-        "copies of all engines of a process are taken at one boundary, and all go back to it together: see "
-        "[engines](engines.md#where-members-come-and-go)",
-        "tests/elastic/test_buddy_engines.py::test_both_engines_go_back_to_one_moment",
     ),
     _works(
         "balance",

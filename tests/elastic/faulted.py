@@ -25,12 +25,12 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import stage3, stage_1_and_2
 
 from ds_dynatrain.adapters.pipeline_host import PipelineHostEngine
+from ds_dynatrain.buddies.extension import Buddies
+from ds_dynatrain.buddies.shipping import Round
 from ds_dynatrain.engine import construction
 from ds_dynatrain.engine.agreement import Proposal
-from ds_dynatrain.engine.buddies.buddies import Buddies
-from ds_dynatrain.engine.buddies.from_copies import FromCopies
-from ds_dynatrain.engine.buddies.shipping import Round
 from ds_dynatrain.engine.checkpoints import restore, saving
+from ds_dynatrain.engine.copies.from_copies import FromCopies
 from ds_dynatrain.engine.engine import DynatrainEngine
 from ds_dynatrain.engine.members import held, restoring
 from ds_dynatrain.engine.parts import parts_of
@@ -120,8 +120,8 @@ def unable() -> None:
 
 def flip() -> None:
     """One bit of each copy of the newest moment that this process has, of the engine that was made last."""
-    buddies = parts_of(PROCESS.engines[-1]).buddies
-    copies = [] if buddies is None else buddies.kept.copies()
+    kept = parts_of(PROCESS.engines[-1]).kept
+    copies = [] if kept is None else kept.copies()
     for copy in copies:
         if copy.mark == copies[0].mark:
             next(iter(copy.buffers.values())).view(torch.uint8)[0] ^= 1
@@ -250,7 +250,7 @@ def _place_of(of: Any) -> int:
     """Of the engine that a round is of, in a thread; of others that whose turn it is."""
     engines = PROCESS.engines
     if isinstance(of, Round):
-        return next(place for place, one in enumerate(engines) if held.kept_by(parts_of(one)) is of._kept)
+        return next(place for place, one in enumerate(engines) if parts_of(one).kept is of._kept)
     return next((place for place, one in enumerate(engines) if one is PROCESS._now), 0)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import deepspeed
 import torch
 
-from ds_dynatrain.engine.buddies.copy import Copy, copied
+from ds_dynatrain.engine.copies.copy import Copy, copied
 from ds_dynatrain.engine.encoding import fingerprint
 from tests.elastic.training import Script
 
@@ -24,7 +24,7 @@ class Keeping(Script):
         super().__init__()
         self.of_engine = self.engine._parts
         self.told: set[tuple[int, int, int]] = set()
-        self.buddies = self.of_engine.buddies
+        self.buddies = self.of_engine.extension("buddies")
         assert self.buddies is not None
         self.look = self.buddies.at_boundary
         self.buddies.at_boundary = self.at_boundary  # type: ignore[method-assign]

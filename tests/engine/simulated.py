@@ -19,8 +19,8 @@ from ds_dynatrain.elastic.settings import Settings
 from ds_dynatrain.elastic.world import World
 from ds_dynatrain.engine import agreement
 from ds_dynatrain.engine.agreement import Proposal
-from ds_dynatrain.engine.buddies.copy import Mark
-from ds_dynatrain.engine.buddies.whole import Had, WholeCopies
+from ds_dynatrain.engine.copies.copy import Mark
+from ds_dynatrain.engine.copies.whole import Had, WholeCopies
 from ds_dynatrain.engine.members import actions as do
 from ds_dynatrain.engine.members.change import ChangeMachine
 from ds_dynatrain.engine.members.destinations import WITH_NEWCOMERS, Destination, Question, Rules, destinations

@@ -10,15 +10,14 @@ import pytest
 import torch.distributed as td
 from torch import nn
 
+from ds_dynatrain.buddies import extension as buddies_module
+from ds_dynatrain.buddies.extension import Buddies
+from ds_dynatrain.buddies.placement import memory_of_copies
 from ds_dynatrain.config import DynatrainConfig
-from ds_dynatrain.engine import initialize
-from ds_dynatrain.engine.buddies import buddies as buddies_module
-from ds_dynatrain.engine.buddies.buddies import Buddies
 from ds_dynatrain.engine.context import Candidates
 from ds_dynatrain.engine.members.elastic_membership import ElasticMembership
-from ds_dynatrain.engine.members.fixed_launch import FixedLaunch
 from ds_dynatrain.errors import ConfigError, UnsupportedError
-from ds_dynatrain.plan import memory_of_copies
+from ds_dynatrain.extension import made
 from ds_dynatrain.space import Layout, LogicalTensor, VirtualParameterSpace, ZeroRules, standard_kinds
 
 
@@ -32,10 +31,17 @@ def elastic() -> ElasticMembership:
     return ElasticMembership(cast(Any, SimpleNamespace()))
 
 
+def attached(engine: Any, kind: type[Buddies] = Buddies) -> Buddies:
+    """The buddies of an engine that is nothing but what they ask it for."""
+    buddies = kind(engine.settings)
+    buddies.attach(SimpleNamespace(_parts=engine))
+    return buddies
+
+
 def test_in_a_launch_of_fixed_size() -> None:
     with pytest.raises(UnsupportedError, match="buddies in a launch of fixed size: nobody comes or goes there"):
-        FixedLaunch().refuse(settings(), nn.Linear(2, 2))
-    FixedLaunch().refuse(settings(mode="off"), nn.Linear(2, 2))
+        Buddies(settings()).check_launch(False, [])
+    assert not any(isinstance(each, Buddies) for each in made(settings(mode="off")))
 
 
 def test_more_copies_than_others() -> None:
@@ -43,7 +49,7 @@ def test_more_copies_than_others() -> None:
     engine: Any = SimpleNamespace(settings=settings(copies=2), members=(0, 1), control=SimpleNamespace(member=0))
     engine.layout, engine.candidates = Layout(data=2, zero_stage=1), Candidates(0, {0: "a", 1: "b"})
     with pytest.raises(ConfigError, match="copies: 2 others are to keep each copy, and 2 members work; start on 3"):
-        Buddies(engine).check()
+        attached(engine).on_start()
 
 
 @pytest.mark.parametrize("mode", ["copy", "off"])
@@ -55,12 +61,9 @@ def test_beside_another_engine() -> None:
     """All engines have the same buddies, or none."""
     blocks = [settings(), settings(mode="off"), settings(copies=2), settings(every_steps=3)]
     for one, other in itertools.permutations(blocks, 2):
-        there: Any = SimpleNamespace(settings=other, job=SimpleNamespace(number=1))
         with pytest.raises(ConfigError, match=r"dynatrain\.buddies: .* in engine 1; .* give each of them the same"):
-            initialize._refuse_beside([there], one, nn.Linear(2, 2), None)
-    for mode in ("copy", "off"):
-        there = SimpleNamespace(settings=settings(mode=mode))
-        initialize._refuse_beside([there], settings(mode=mode), nn.Linear(2, 2), None)
+            Buddies(one).check_launch(True, [other])
+    Buddies(settings()).check_launch(True, [settings()])
 
 
 def boundary(buddies: Buddies) -> None:
@@ -73,7 +76,7 @@ def boundary(buddies: Buddies) -> None:
 def test_a_round_that_fails_leaves_the_moment_before(caplog: pytest.LogCaptureFixture) -> None:
     """The copies of step 3 are there still, on all members."""
     engine: Any = SimpleNamespace(settings=settings(), world=None, members=(0, 1), rank=0)
-    buddies = Buddies(engine)
+    buddies = attached(engine)
     failed: Any = SimpleNamespace(is_over=True, is_whole=False, is_void=False, sent_bytes=0, seconds=0)
     failed.mark, failed.error = SimpleNamespace(step=4), ""
     buddies._see([failed])
@@ -102,7 +105,7 @@ def test_copies_of_the_world_before_protect(
 ) -> None:
     """As long as each of them has two who have it: so after a switch or a join, and not after a death too many."""
     engine: Any = SimpleNamespace(settings=settings(), world=None, members=tuple(kept_by), rank=0)
-    buddies = Buddies(engine)
+    buddies = attached(engine)
     buddies._by_member = kept_by
     boundary(buddies)
     engine.layout, engine.members = Layout(data=len(here), zero_stage=1), here
@@ -118,7 +121,7 @@ def test_copies_of_the_world_before_protect(
 def test_after_a_load_nothing_from_before_counts() -> None:
     """Nor what was on its way: it would bring back what the load has replaced."""
     engine: Any = SimpleNamespace(settings=settings(), world=None, members=(0, 1), rank=1, layout=None, **PLACE)
-    buddies = Buddies(engine)
+    buddies = attached(engine)
     boundary(buddies)
     assert buddies.protection.is_protected and buddies.protection.step == 3
     under_way: Any = SimpleNamespace(is_over=True, is_whole=True, is_void=False, error="", sent_bytes=0, seconds=0)
@@ -140,13 +143,17 @@ PLACE: dict[str, Any] = {"generation": 3, "segment": "3.1", "registered": (), "g
 def of_two_engines() -> tuple[Buddies, Buddies]:
     """Those of the first engine of a process and of another one, in a world of two."""
     members, found = (0, 1), list[Buddies]()
+
+    class Together(Buddies):
+        _all = found  # type: ignore[assignment]
+
     for layout in (Layout(data=2, zero_stage=1), Layout(data=2, zero_stage=0)):
         engine: Any = SimpleNamespace(settings=settings(), world=None, members=members, rank=0, layout=layout, **PLACE)
         tensors = [LogicalTensor("weight", (8,))]
         engine.vps = VirtualParameterSpace.of(tensors, ZeroRules(), standard_kinds(4), layout, range(2))
         engine.candidates = Candidates(0, {member: str(member) for member in members})
         engine.control = SimpleNamespace(member=0)
-        found.append(Buddies(engine, lambda: found))
+        found.append(attached(engine, Together))
     return found[0], found[1]
 
 
@@ -221,9 +228,10 @@ def test_without_being_asked_for_there_are_copies_where_they_can_be(
     buddies, _ = of_two_engines()
     engine: Any = buddies._engine
     block = DynatrainConfig.model_validate({"fallback": {"path": "checkpoints"}})
-    engine.settings, buddies._settings, buddies._of_all = block, block.buddies, tuple
+    buddies = attached(engine)
+    engine.settings, buddies._settings = block, block.buddies
     engine.candidates, engine.world = Candidates(0, {0: "a", 1: node}), SimpleNamespace(default=None)
-    buddies.check()
+    buddies.on_start()
     for _ in range(2):
         buddies._enter()
     said = [record.message for record in caplog.records if record.levelname == "WARNING"]

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from ds_dynatrain.engine.buddies import kept as kept_module
-from ds_dynatrain.engine.buddies.copy import Copy, Mark
-from ds_dynatrain.engine.buddies.kept import Kept
-from ds_dynatrain.engine.buddies.message import copy_of, header_of, nbytes_of, rows_of, shapes_of, spread
-from ds_dynatrain.engine.buddies.shipping import Round, Ward
-from ds_dynatrain.engine.buddies.taking import Taken
+from ds_dynatrain.buddies.message import copy_of, header_of, nbytes_of, rows_of, shapes_of, spread
+from ds_dynatrain.buddies.placement import buddies_of, wards_of
+from ds_dynatrain.buddies.shipping import Round, Ward
+from ds_dynatrain.buddies.taking import Taken
+from ds_dynatrain.engine.copies import kept as kept_module
+from ds_dynatrain.engine.copies.copy import Copy, Mark
+from ds_dynatrain.engine.copies.kept import Kept
 from ds_dynatrain.engine.encoding import encode
 from ds_dynatrain.errors import TransferError
-from ds_dynatrain.plan import buddies_of, wards_of
 from ds_dynatrain.space import EXP_AVG, MASTER, BufferId, Layout
 
 SECONDS = 20.0

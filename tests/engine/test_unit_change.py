@@ -10,8 +10,8 @@ import pytest
 
 from ds_dynatrain.elastic.world import World
 from ds_dynatrain.engine.agreement import Proposal
-from ds_dynatrain.engine.buddies.copy import Mark
-from ds_dynatrain.engine.buddies.whole import Had, WholeCopies
+from ds_dynatrain.engine.copies.copy import Mark
+from ds_dynatrain.engine.copies.whole import Had, WholeCopies
 from ds_dynatrain.engine.members.actions import (
     Action,
     Decide,

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from ds_dynatrain.engine.buddies.copy import Mark
-from ds_dynatrain.engine.buddies.whole import Frozen, Had, WholeCopies, newest_whole
+from ds_dynatrain.engine.copies.copy import Mark
+from ds_dynatrain.engine.copies.whole import Frozen, Had, WholeCopies, newest_whole
 from ds_dynatrain.engine.members.survival import Source, Survivor, joint_loss, whole_copies, whole_state
 from ds_dynatrain.space import Layout
 

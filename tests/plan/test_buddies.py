@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_dynatrain.plan import buddies_of, is_copied, memory_of_copies, outlives_a_node, wards_of
+from ds_dynatrain.buddies.placement import buddies_of, memory_of_copies, wards_of
+from ds_dynatrain.plan import is_copied, outlives_a_node
 from ds_dynatrain.space import WEIGHT, Layout, LogicalTensor, VirtualParameterSpace, ZeroRules, standard_kinds
 from ds_dynatrain.space.tensor import FROZEN
 

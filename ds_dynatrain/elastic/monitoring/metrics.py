@@ -68,7 +68,7 @@ def _job(view: View) -> Iterator[Metric]:
         members.add_metric([phase], sum(one.phase == phase for one in status.members))
     yield members
     protected = sum(one.protected == "yes" for one in status.members)
-    yield _gauge("dynatrain_protected_members", "Members whose state buddies keep.", protected)
+    yield _gauge("dynatrain_protected_members", "Members whose state others keep, too.", protected)
 
 
 def _training(view: View) -> Iterator[Metric]:

@@ -1,7 +1,7 @@
 """A restoration on one member: new buffers, their proofs, the engine over them, one outcome.
 
 Where the state comes from is a `StateSource`: a checkpoint (`from_checkpoint`), or copies that members keep of each
-other (`buddies.from_copies`).
+other (`copies.from_copies`).
 """
 
 from __future__ import annotations

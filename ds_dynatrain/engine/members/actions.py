@@ -8,7 +8,7 @@ from typing import Any
 
 from ds_dynatrain.elastic.world import World
 from ds_dynatrain.engine.agreement import Proposal
-from ds_dynatrain.engine.buddies.whole import Had, WholeCopies
+from ds_dynatrain.engine.copies.whole import Had, WholeCopies
 from ds_dynatrain.engine.members.registry import Registry
 from ds_dynatrain.engine.members.survival import Source
 from ds_dynatrain.errors import DynatrainError

@@ -13,6 +13,7 @@ from functools import partial
 import torch.distributed as td
 
 from ds_dynatrain.elastic.member import Ending
+from ds_dynatrain.elastic.messages import Protected
 from ds_dynatrain.engine.context import Context
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.liveness import EndedWatch
@@ -97,7 +98,7 @@ class Boundaries:
         first, last = self.first, self.first.last_switch
         self._clock.depart(first.global_steps, int(first.deepspeed.global_samples))
         pause_ms = 0.0 if last is None else last.pause_ms
-        kept = "" if first.buddies is None else first.buddies.is_said_to_protect
+        kept: Protected = max((each.protects() for each in first.extensions), default="")
         self.elastic.member.progress(first.global_steps, str(first.layout), pause_ms, kept, self._clock.tally)
 
     def _at_boundary_of_another(self, engine: EngineParts, place: str) -> None:
@@ -118,7 +119,7 @@ class Boundaries:
         if self.first.is_discarded or engine.idle or engine.has_open_window or self.executor.machine.proposals:
             return  # what is prepared for a change of members begins where the first engine stands
         if self.executor.on_board(engine.switcher.is_due):
-            engine.settle_buddies()
+            engine.before_leaving_world()
             engine.attempts.transact(place)
 
     def _busy_others(self) -> str:
@@ -144,8 +145,8 @@ class Boundaries:
             self._form_anew_if_aborted()
             if self.first.awaits_late:  # its record comes with the next step
                 return
-            if self.first.buddies is not None and not self.first.idle:
-                self.first.buddies.at_boundary()
+            for extension in () if self.first.idle else self.first.extensions:
+                extension.at_boundary()
             meets_at = self.executor.machine.meets_at
             if waits and (meets_at is None or meets_at <= self.first.global_steps):
                 time.sleep(WAIT_SECONDS)
@@ -205,7 +206,7 @@ class Boundaries:
             if self.first.preparation is not None and self.first.preparation.proposal.late and not ahead:
                 return  # nobody makes the step in which the late kinds would follow
             if not machine.proposals and executor.on_board(lambda: self.first.switcher.is_due(ahead)):
-                self.first.settle_buddies()
+                self.first.before_leaving_world()
                 self.first.attempts.transact(self._place)
         elif machine.world is None:
             for engine in self.engines:

@@ -30,8 +30,8 @@ from typing import Any
 from ds_dynatrain.elastic.world import World
 from ds_dynatrain.engine import agreement
 from ds_dynatrain.engine.agreement import Board, Proposal
-from ds_dynatrain.engine.buddies.copy import Mark
-from ds_dynatrain.engine.buddies.whole import WholeCopies
+from ds_dynatrain.engine.copies.copy import Mark
+from ds_dynatrain.engine.copies.whole import WholeCopies
 from ds_dynatrain.engine.members.actions import (
     Action,
     Decide,

@@ -44,7 +44,7 @@ from ds_dynatrain.engine.members.held import held_by
 from ds_dynatrain.engine.members.joint_switch import JointSwitch, NodeMemory
 from ds_dynatrain.engine.members.policy import Choice, choose
 from ds_dynatrain.engine.members.registry import Registry
-from ds_dynatrain.engine.members.restoring import kept_by, let_go, restore, serve, void_before
+from ds_dynatrain.engine.members.restoring import let_go, restore, serve, void_before
 from ds_dynatrain.engine.parts import EngineParts, open_engines
 from ds_dynatrain.engine.targets import needs
 from ds_dynatrain.engine.transaction.meeting import Outcome
@@ -229,7 +229,7 @@ class Executor:
                 "seed": job.job_seed,
                 "registered": engine.registered,
                 "loaded": self.elastic.loaded.get(job.number),
-                "since": None if (kept := kept_by(engine)) is None else kept.since,
+                "since": None if engine.kept is None else engine.kept.since,
             }
             self._open_boards.of(place)[0].post("job", record)
 
@@ -274,7 +274,7 @@ class Executor:
     def _transact(self) -> None:
         first = self.machine.proposals[0]
         for engine in self.engines:
-            engine.settle_buddies()
+            engine.before_leaving_world()
         if first.late:
             self._transact_late(self.engines[0])
             return

@@ -24,7 +24,6 @@ from ds_dynatrain.engine.preparation import Preparation
 from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.engine.transaction.meeting import Outcome
 from ds_dynatrain.report import SwitchEvent
-from ds_dynatrain.support import usage
 
 IDLE_POLL_SECONDS = 0.02
 SEE_OFF_SECONDS = 5.0
@@ -46,9 +45,7 @@ class FixedLaunch:
     # ---- an engine is made, and ends ---------------------------------------------------------------------------------
 
     def refuse(self, settings: DynatrainConfig, model: nn.Module) -> None:
-        """UnsupportedError for buddies."""
-        if settings.buddies.are_on:
-            raise usage("buddies in a launch of fixed size").error()
+        """A launch of fixed size refuses nothing."""
 
     def new_status(self) -> GroupStatus | None:
         """A lost peer is the end of the job."""

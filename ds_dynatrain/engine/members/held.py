@@ -6,10 +6,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ds_dynatrain.engine.buddies.copy import lacks_frozen
-from ds_dynatrain.engine.buddies.whole import Had, WholeCopies
+from ds_dynatrain.engine.copies.copy import lacks_frozen
+from ds_dynatrain.engine.copies.whole import Had, WholeCopies
 from ds_dynatrain.engine.members.actions import Held
-from ds_dynatrain.engine.members.restoring import kept_by
 from ds_dynatrain.engine.parts import EngineParts
 from ds_dynatrain.errors import SwitchRefused
 from ds_dynatrain.report import logger
@@ -53,7 +52,7 @@ def _goes_late(engine: EngineParts, say: Callable[[str], None], layout: Layout) 
 
 def _frozen(engine: EngineParts) -> tuple[dict[str, Any], int] | None:
     """See `Survivor`."""
-    kept = kept_by(engine)
+    kept = engine.kept
     if kept is None or not kept.frozen or kept.frozen_of is None:
         return None
     layout, rank = kept.frozen_of
@@ -62,7 +61,7 @@ def _frozen(engine: EngineParts) -> tuple[dict[str, Any], int] | None:
 
 def _since(engine: EngineParts, replaced: Callable[[], tuple[int, ...] | None]) -> tuple[int, ...] | None:
     """See `Survivor`. Who works has taken part in each load, unless the others have gone on without it."""
-    kept = kept_by(engine)
+    kept = engine.kept
     if kept is None:
         return ()
     said = replaced()
@@ -71,7 +70,7 @@ def _since(engine: EngineParts, replaced: Callable[[], tuple[int, ...] | None]) 
 
 def _copies(engine: EngineParts) -> tuple[Had, ...]:
     """What is there; nothing of it is read."""
-    kept, mine = kept_by(engine), engine.control.member
+    kept, mine = engine.kept, engine.control.member
     rank = engine.members.index(mine) if mine in engine.members else None
     return tuple(
         Had(
@@ -86,7 +85,7 @@ def _copies(engine: EngineParts) -> tuple[Had, ...]:
 
 def _damaged(engine: EngineParts, whole: WholeCopies) -> tuple[int, ...]:
     """Of which ranks the copy that this member is to give is damaged."""
-    kept, mine, found = kept_by(engine), engine.control.member, list[int]()
+    kept, mine, found = engine.kept, engine.control.member, list[int]()
     for rank in [rank for rank, holder in enumerate(whole.holders) if holder == mine]:
         copy = None if kept is None else kept.find(whole.mark, rank)
         if copy is None or not copy.is_sound(engine.vps):

@@ -10,13 +10,12 @@ from ds_dynatrain.adapters.world import World as GroupsOfWorld
 from ds_dynatrain.adapters.worlds import WorldSpec, build_world, drop
 from ds_dynatrain.elastic.world import World
 from ds_dynatrain.engine.agreement import Proposal
-from ds_dynatrain.engine.buddies.from_copies import from_copies
-from ds_dynatrain.engine.buddies.from_copies import serve as serve_from
-from ds_dynatrain.engine.buddies.kept import Kept
-from ds_dynatrain.engine.buddies.whole import WholeCopies
 from ds_dynatrain.engine.checkpoints import restore as checkpoint
 from ds_dynatrain.engine.checkpoints.joint import restore_all
 from ds_dynatrain.engine.checkpoints.restoration import Goal, Restoration
+from ds_dynatrain.engine.copies.from_copies import from_copies
+from ds_dynatrain.engine.copies.from_copies import serve as serve_from
+from ds_dynatrain.engine.copies.whole import WholeCopies
 from ds_dynatrain.engine.members.boards import GenerationBoards
 from ds_dynatrain.engine.members.elastic import Elastic
 from ds_dynatrain.engine.members.registry import Registry
@@ -82,7 +81,7 @@ def _are_restored(
             world, where = worlds[engine.job.number], f"copies of step {whole.mark.step}"
             with engine.turn():
                 checkpoint.let_go(engine)
-                opener = from_copies(whole, kept_by(engine), world)
+                opener = from_copies(whole, engine.kept, world)
                 Restoration(engine, _goal(proposal, world), opener, where, None).run()
                 engine.control.track_teardown(world.retire_transfer())
     except CheckpointError as error:
@@ -121,7 +120,7 @@ def serve(
                 worlds[place] = _world_of(engine, proposal, whole.members, boards.world, elastic)
         for place, engine, proposal, whole in parts:
             with engine.turn():
-                serve_from(engine, _goal(proposal, worlds[place]), whole, kept_by(engine), worlds[place])
+                serve_from(engine, _goal(proposal, worlds[place]), whole, engine.kept, worlds[place])
         for _, engine, _, whole in parts:
             _stay(engine, whole)
     except (RuntimeError, DynatrainError) as error:
@@ -137,20 +136,14 @@ def serve(
 
 def _stay(engine: EngineParts, copies: WholeCopies) -> None:
     """Until others are whole, what is not of that moment is written over first."""
-    kept = kept_by(engine)
-    if kept is not None and any(copy.mark == copies.mark for copy in kept.copies()):
-        kept.is_whole(copies.mark)
-
-
-def kept_by(engine: EngineParts) -> Kept | None:
-    """The copies that a process has; None without buddies."""
-    return None if engine.buddies is None else engine.buddies.kept
+    if engine.kept is not None and any(copy.mark == copies.mark for copy in engine.kept.copies()):
+        engine.kept.is_whole(copies.mark)
 
 
 def void_before(engine: EngineParts, stretch: tuple[int, ...]) -> None:
     """See `Kept.void_before`."""
-    if (kept := kept_by(engine)) is not None:
-        kept.void_before(stretch)
+    if engine.kept is not None:
+        engine.kept.void_before(stretch)
 
 
 def _goal(proposal: Proposal, world: GroupsOfWorld) -> Goal:

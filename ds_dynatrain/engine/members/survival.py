@@ -3,7 +3,7 @@
 Without ZeRO every data index holds everything, in a *replica* of ranks (one for each place on the other axes; experts
 ask for as many replicas side by side as their axis is long). One complete, clean replica has the whole state. With ZeRO
 each element has one owner, so the state is whole if nobody has died (a collective failed, say), and only then; else
-there may be copies (`buddies`) of an earlier moment that are whole.
+there may be copies (`copies`) of an earlier moment that are whole.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ds_dynatrain.engine.buddies.copy import Mark
-from ds_dynatrain.engine.buddies.whole import Frozen, Had, WholeCopies, missing, newest_whole
+from ds_dynatrain.engine.copies.copy import Mark
+from ds_dynatrain.engine.copies.whole import Frozen, Had, WholeCopies, missing, newest_whole
 from ds_dynatrain.plan import whole_replicas
 from ds_dynatrain.space import Layout
 

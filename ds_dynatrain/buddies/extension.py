@@ -11,25 +11,37 @@ all take their copies, with the same buddies, and these are whole together or no
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Literal
 
 import torch
 import torch.distributed as td
 
 from ds_dynatrain.adapters.watched import is_lost_peer
 from ds_dynatrain.adapters.world import World
-from ds_dynatrain.elastic.messages import Protected
-from ds_dynatrain.engine.buddies.copy import lacks_frozen
-from ds_dynatrain.engine.buddies.keeper import Keeper
-from ds_dynatrain.engine.buddies.shipping import Round
-from ds_dynatrain.engine.buddies.taking import mark_of
+from ds_dynatrain.buddies.keeper import GROUP, Keeper
+from ds_dynatrain.buddies.placement import buddies_of, memory_of_copies
+from ds_dynatrain.buddies.protection import Protection
+from ds_dynatrain.buddies.rows import ROWS
+from ds_dynatrain.buddies.shipping import Round
+from ds_dynatrain.buddies.taking import mark_of
+from ds_dynatrain.config import DynatrainConfig
+from ds_dynatrain.engine.copies.copy import lacks_frozen
+from ds_dynatrain.engine.copies.kept import Kept
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.feasible import available_bytes
+from ds_dynatrain.engine.parts import EngineParts, open_engines
+from ds_dynatrain.engine.process import PROCESS
+from ds_dynatrain.engine.transaction.session import Session
 from ds_dynatrain.errors import ConfigError, WorldChanged
-from ds_dynatrain.plan import buddies_of, has_single_holders, memory_of_copies, needs_copies, outlives_a_node
-from ds_dynatrain.report import Protection, logger
+from ds_dynatrain.extension import Extension
+from ds_dynatrain.plan import has_single_holders, needs_copies, outlives_a_node
+from ds_dynatrain.report import logger
+from ds_dynatrain.space import Layout
 
 MILLIONTHS = 1_000_000
+ROWS_BY_NAME = {row.key: row for row in ROWS}
 NEW_WORLD = "no copy of this world is whole yet"
 MOST_BY_DEFAULT = 0.5
 """Share of a node's free memory that copies may take where nobody has asked for them."""
@@ -37,13 +49,17 @@ MUCH_OF_A_STEP = 0.1
 """A step that waits longer than this share of its time for copies is worth a warning."""
 
 
-class Buddies:
-    """The buddies of one engine, for the whole job. of_all: those of all open engines, the first one's first."""
+class Buddies(Extension):
+    """The buddies of one engine, for the whole job."""
 
-    def __init__(self, engine: EngineCore, of_all: Callable[[], Sequence[Buddies]] = tuple) -> None:
-        self.keeper = Keeper(engine)
-        self.kept = self.keeper.kept
-        self._engine, self._settings, self._of_all = engine, engine.settings.buddies, of_all
+    name = "buddies"
+    group = GROUP
+    keeper: Keeper
+    _engine: EngineParts
+
+    def __init__(self, settings: DynatrainConfig) -> None:
+        self.kept = Kept()
+        self._settings = settings.buddies
         self._worlds: list[World | None] = []
         """The worlds of all engines when buddies were dealt last."""
         self._by_member: dict[int, tuple[int, ...]] = {}
@@ -66,9 +82,18 @@ class Buddies:
         self._taken = self._skipped = 0
         self._last_error = ""
 
+    def attach(self, engine: Any) -> None:
+        """Let the engine know where copies of its state are kept."""
+        super().attach(engine)
+        self._engine = engine._parts
+        self._engine.kept = self.kept
+        self.keeper = Keeper(self._engine, self.kept)
+
     @property
     def _all(self) -> Sequence[Buddies]:
-        return self._of_all() or (self,)
+        """The buddies of all engines of the process, the first one's first; of this one while it is being made."""
+        open_ones = [found for one in open_engines() if isinstance(found := one.extension(self.name), Buddies)]
+        return open_ones or (self,)
 
     @property
     def _first(self) -> Buddies:
@@ -79,8 +104,20 @@ class Buddies:
     def _keepers(self) -> list[Keeper]:
         return [one.keeper for one in self._all]
 
-    def check(self) -> None:
-        """Refuse a first world that cannot have the buddies that the user asked for; `open_for_work` calls it.
+    def check_launch(self, is_elastic: bool, others: Sequence[DynatrainConfig]) -> None:
+        """Refuse a launch of fixed size, and another block than that of the engines which the process has already."""
+        if not is_elastic:
+            raise ROWS_BY_NAME["buddies in a launch of fixed size"].error()
+        for number, other in enumerate(others, 1):
+            if other.buddies != self._settings:
+                here, there = self._settings.model_dump(), other.buddies.model_dump()
+                raise ConfigError(
+                    f"dynatrain.buddies: {here} here, and {there} in engine {number}; all engines of a process go back "
+                    "together, to copies of one boundary: give each of them the same block, or none"
+                )
+
+    def on_start(self) -> None:
+        """Refuse a first world that cannot have the buddies that the user asked for.
 
         Raise ConfigError if it has too few members, or this node too little host memory for its copies and those of the
         engines that are there already. Where buddies are on by default nothing is refused: `_why_not` finds what they
@@ -105,7 +142,7 @@ class Buddies:
 
     def _needs(self, nodes: Sequence[str]) -> list[int]:
         """Return the bytes that copies of all engines take at each rank. nodes: the node of each rank."""
-        engines = [*(one._engine for one in self._of_all() if one is not self), self._engine]
+        engines = [*(one._engine for one in self._all if one is not self), self._engine]
         alone, copies = [has_single_holders(one.vps, one.layout) for one in engines], self._settings.copies
         is_needed = any(needs_copies(one.vps, one.layout, nodes) for one in engines)
         needs = [
@@ -167,9 +204,27 @@ class Buddies:
             logger.debug("no copy of step %d: %s", engine.global_steps, error)
         self._left_at = time.perf_counter()
 
-    def settle(self) -> None:
-        """Wait until no copy is under way in the world, which is about to be left, for the usual time-out."""
+    def before_leaving_world(self) -> None:
+        """Wait until no copy is under way in the world, for the usual time-out."""
         self.keeper.settle()
+
+    def on_load(self) -> None:
+        """Void all copies, which would bring back what the load has replaced; a collective of the working members."""
+        engine = self._engine
+        if (first := open_engines()[0]) is not engine:  # by whose places copies of all engines go
+            first.repeat_places()
+        say = partial(PROCESS.membership.say_replaced, self.stretch)
+        Session(engine.control, f"replaced/{engine.segment}", engine.members, "load").first("said", say, "saying so")
+        self.replace()
+
+    def memory_in(self, layout: Layout, members: tuple[int, ...]) -> int:
+        """Return the bytes of copies in a layout, on the member with the most."""
+        engine, places = self._engine, self._engine.candidates.nodes
+        others = [one for one in PROCESS.engines if one is not engine]
+        has_alone = has_single_holders(engine.vps, layout)
+        everything = not has_alone and any(has_single_holders(one.vps, one.layout) for one in others)
+        nodes = [places[member] for member in members]
+        return max(memory_of_copies(engine.vps, layout, nodes, self._settings.copies, everything))
 
     @property
     def stretch(self) -> tuple[int, ...]:
@@ -329,8 +384,7 @@ class Buddies:
 
     # ---- what is seen ------------------------------------------------------------------------------------------------
 
-    @property
-    def is_said_to_protect(self) -> Protected:
+    def protects(self) -> Literal["", "no", "yes"]:
         """Return what the status of the job says of this member; nothing if it holds no state."""
         if self._engine.idle:
             return ""

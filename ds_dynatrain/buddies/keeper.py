@@ -8,17 +8,20 @@ from collections.abc import Mapping
 
 from ds_dynatrain.adapters.device import start_thread
 from ds_dynatrain.adapters.world import World
-from ds_dynatrain.engine.buddies.copy import Mark
-from ds_dynatrain.engine.buddies.kept import Kept
-from ds_dynatrain.engine.buddies.shipping import Round, Ward
-from ds_dynatrain.engine.buddies.taking import Taken, take
+from ds_dynatrain.buddies.placement import wards_of
+from ds_dynatrain.buddies.shipping import Round, Ward
+from ds_dynatrain.buddies.taking import Taken, take
+from ds_dynatrain.engine.copies.copy import Mark
+from ds_dynatrain.engine.copies.kept import Kept
 from ds_dynatrain.engine.core import EngineCore
-from ds_dynatrain.engine.groups import BUDDIES
 from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.errors import DynatrainError
-from ds_dynatrain.plan import has_single_holders, wards_of
+from ds_dynatrain.plan import has_single_holders
 from ds_dynatrain.report import logger
 from ds_dynatrain.transfer import GroupTransport
+
+GROUP = "buddies"
+"""The kind of the group of all ranks over which copies go, from a thread beside training."""
 
 
 class Keeper:
@@ -28,8 +31,8 @@ class Keeper:
     nothing is copied. take_seconds, ship_seconds, sent_bytes: of the last copy.
     """
 
-    def __init__(self, engine: EngineCore) -> None:
-        self.engine, self.kept = engine, Kept()
+    def __init__(self, engine: EngineCore, kept: Kept) -> None:
+        self.engine, self.kept = engine, kept
         self.world: World | None = None
         self.buddies: tuple[tuple[int, ...], ...] = ()
         self.take_seconds, self.ship_seconds, self.sent_bytes = 0.0, 0.0, 0
@@ -76,7 +79,7 @@ class Keeper:
                 )
             self._last_error = str(error)
         kept_here = [Ward(members[ward], ward, room) for ward, room in zip(wards, rooms, strict=True)]
-        way, buddies = GroupTransport(world.group(BUDDIES), members), [members[each] for each in self.buddies[rank]]
+        way, buddies = GroupTransport(world.group(GROUP), members), [members[each] for each in self.buddies[rank]]
         found = Round(mark, taken, buddies, kept_here, way, self.kept)
         self._thread = start_thread(found.run, "dynatrain-buddies")
         self.take_seconds = time.perf_counter() - begin

@@ -19,7 +19,7 @@ from ds_dynatrain.engine.encoding import fingerprint
 from ds_dynatrain.engine.sides import of_kind, only
 from ds_dynatrain.errors import LayoutError, TransferError
 from ds_dynatrain.plan import has_one_holder, is_copied
-from ds_dynatrain.plan.buddies import is_trained_weight
+from ds_dynatrain.plan.copies import is_trained_weight
 from ds_dynatrain.space import WEIGHT, Layout, VirtualParameterSpace
 from ds_dynatrain.transfer import digest_pieces
 

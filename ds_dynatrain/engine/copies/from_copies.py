@@ -21,11 +21,11 @@ from ds_dynatrain.adapters.regroup import Regrouping
 from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.adapters.world import World
 from ds_dynatrain.engine import streams
-from ds_dynatrain.engine.buddies.copy import Copy
-from ds_dynatrain.engine.buddies.kept import Kept
-from ds_dynatrain.engine.buddies.whole import Frozen, WholeCopies
 from ds_dynatrain.engine.checkpoints.extra_state import merged_rest, rest_ranks
 from ds_dynatrain.engine.checkpoints.restoration import ALWAYS, Goal, Opener, StateSource
+from ds_dynatrain.engine.copies.copy import Copy
+from ds_dynatrain.engine.copies.kept import Kept
+from ds_dynatrain.engine.copies.whole import Frozen, WholeCopies
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.digests import Digests, SideDigests, side_digests
 from ds_dynatrain.engine.encoding import blank_tensors, decode

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ds_dynatrain.engine.buddies.copy import Mark
+from ds_dynatrain.engine.copies.copy import Mark
 from ds_dynatrain.space import Layout
 
 

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from ds_dynatrain.adapters.state import Buffers
+from ds_dynatrain.buddies.message import nbytes_of, rows_of, shapes_of, spread
 from ds_dynatrain.engine import streams
-from ds_dynatrain.engine.buddies.copy import Copy, Mark, copied, digest_of_said, digests_of, frozen_elsewhere
-from ds_dynatrain.engine.buddies.kept import Room
-from ds_dynatrain.engine.buddies.message import nbytes_of, rows_of, shapes_of, spread
 from ds_dynatrain.engine.carry import rest_carry, shared_carry
 from ds_dynatrain.engine.checkpoints.snapshot import plain
+from ds_dynatrain.engine.copies.copy import Copy, Mark, copied, digest_of_said, digests_of, frozen_elsewhere
+from ds_dynatrain.engine.copies.kept import Room
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.encoding import encode
 from ds_dynatrain.space import VirtualParameterSpace

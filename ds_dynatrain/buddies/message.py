@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ds_dynatrain.adapters.state import Buffers
-from ds_dynatrain.engine.buddies.copy import Copy, Mark
+from ds_dynatrain.engine.copies.copy import Copy, Mark
 from ds_dynatrain.engine.encoding import announced
 from ds_dynatrain.errors import DynatrainError, TransferError
 from ds_dynatrain.space import BufferId
