@@ -14,6 +14,7 @@ import errno
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -42,7 +43,9 @@ from ds_dynatrain.engine.preparation import Preparation
 from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.engine.transaction.late import LateTransaction
 from ds_dynatrain.engine.transaction.switch import Transaction
+from ds_dynatrain.errors import TransferError
 from ds_dynatrain.space import MASTER
+from ds_dynatrain.transfer.transport import _GroupHandle
 from tests.engine.models import Sequences
 
 PLACES: dict[str, tuple[type, str]] = {
@@ -140,8 +143,24 @@ def drift() -> None:
         next(masters).view(torch.uint8)[0] ^= 1
 
 
+def deaf() -> None:
+    """Copies on their way do not hear that their connections have ended, as gloo may not: they wait for their time-out."""
+    own = _GroupHandle.wait
+
+    def wait(self: _GroupHandle, deadline: float) -> None:
+        try:
+            own(self, deadline)
+        except TransferError:
+            if threading.current_thread().name == "dynatrain-buddies":
+                time.sleep(max(deadline - time.monotonic(), 0.0))
+            raise
+
+    setattr(_GroupHandle, "wait", wait)  # noqa: B010 - mypy takes no assignment to a method
+
+
 ACTS: dict[str, Callable[[], None]] = {
     "complain": complain,
+    "deaf": deaf,
     "drift": drift,
     "end": end,
     "fail": fail,

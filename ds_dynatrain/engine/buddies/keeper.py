@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Mapping, Sequence
 
@@ -21,6 +20,9 @@ from ds_dynatrain.plan import has_single_holders, wards_of
 from ds_dynatrain.report import logger
 from ds_dynatrain.transfer import GroupTransport
 
+LOST_SECONDS = 1.0
+"""How long a round of a lost world may wait for a peer before it is left alone."""
+
 
 class Keeper:
     """Of one engine, for the whole job.
@@ -34,7 +36,7 @@ class Keeper:
         self.world: World | None = None
         self.buddies: tuple[tuple[int, ...], ...] = ()
         self.take_seconds, self.ship_seconds, self.sent_bytes = 0.0, 0.0, 0
-        self._thread: threading.Thread | None = None
+        self._round: Round | None = None
         self._last_error = ""
 
     @property
@@ -50,15 +52,24 @@ class Keeper:
         self.world, all_of_them = self.engine.world, (*members, *idle)
         self.buddies = tuple(tuple(map(all_of_them.index, buddies[one])) for one in members) if buddies else ()
 
-    def settle(self) -> None:
-        """Wait until nothing is under way in the world's group, for the usual time-out."""
-        self.join(self.engine.settings.timeout_seconds)
-        self._thread = None
+    def settle(self, is_aborted: bool = False) -> None:
+        """Wait until nothing is under way in the world's group, for the usual time-out.
 
-    def join(self, seconds: float | None = None) -> None:
+        is_aborted: the world has lost a member. A round that waits for a peer all the same is left alone: gloo may miss
+        that its sockets were shut down, and wait for as long as training's collectives do.
+        """
+        if self._round is not None:
+            end = time.monotonic() + self.engine.settings.timeout_seconds
+            while not self._round.join(LOST_SECONDS) and time.monotonic() < end:
+                if is_aborted and self._round.waits_for_peer:
+                    logger.info("buddies: a round of copies in the lost world is left alone")
+                    break
+        self._round = None
+
+    def join(self) -> None:
         """Wait for the round that is on its way."""
-        if self._thread is not None:
-            self._thread.join(seconds)
+        if self._round is not None:
+            self._round.join()
 
     def begin(self, mark: Mark, world: World, pairing: Pairing) -> Round:
         """Take a copy, and send it beside training. mark: the present moment. pairing: with the way to idle members.
@@ -86,7 +97,8 @@ class Keeper:
         group = GroupTransport(world.group(BUDDIES), members) if len(members) > 1 else None
         way = pairing.begin(engine, mark, whole, group)
         found = Round(mark, taken, [everybody[each] for each in self.buddies[rank]], kept_here, way, self.kept)
-        self._thread = start_thread(found.run, "dynatrain-buddies")
+        start_thread(found.run, "dynatrain-buddies")
+        self._round = found
         self.take_seconds = time.perf_counter() - begin
         return found
 
