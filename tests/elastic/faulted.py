@@ -144,7 +144,7 @@ def drift() -> None:
 
 
 def deaf() -> None:
-    """Copies on their way do not hear that their connections have ended, as gloo may not: they wait for their time-out."""
+    """Copies on their way do not hear that a connection has ended, as gloo may not: they wait for their time-out."""
     own = _GroupHandle.wait
 
     def wait(self: _GroupHandle, deadline: float) -> None:
