@@ -509,7 +509,8 @@ class Membership:
         stay, leaving = (tuple(one for one in some if one not in late) for some in (stay, leaving))
         needs_who_leaves = bool(leaving) and not stay  # who begins anew has to wait for what these save
         joined = () if needs_who_leaves else self._newcomers(stay, are_built=is_failure and self._can_go_alone)
-        if not is_failure and (stay + joined == members or self._done):
+        is_ending = not self._done.isdisjoint(members)  # who has ended takes part in no change
+        if not is_failure and (stay + joined == members or is_ending):
             return None
         if old is None and not joined:
             return None

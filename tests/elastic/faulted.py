@@ -104,6 +104,11 @@ def leave() -> None:
     sys.exit(1)
 
 
+def finish() -> None:
+    """The script ends by itself, and all is well: it has trained enough."""
+    sys.exit(0)
+
+
 def complain() -> None:
     """It ends with a text on the standard error, and so with code 1."""
     raise SystemExit("told to end")
@@ -164,6 +169,7 @@ ACTS: dict[str, Callable[[], None]] = {
     "drift": drift,
     "end": end,
     "fail": fail,
+    "finish": finish,
     "flip": flip,
     "kill": kill,
     "leave": leave,
