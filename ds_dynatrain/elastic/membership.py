@@ -80,8 +80,9 @@ class Membership:
         self._gone: dict[str, str] = {}
         self._done: set[str] = set()
         """Members of the world whose scripts have ended, with exit code 0 unless their agent says otherwise."""
-        self.watched: set[str] = set()
-        """Nodes whose agents are connected, and will say how the workers there have ended. The coordinator keeps it."""
+        self.watched: dict[str, float] = {}
+        """When the agent of each node connected that is, and will say how the workers there have ended. The coordinator
+        keeps it."""
         self._entered = 0
         self._has_begun = False
         """Whether somebody has said that it made a step; see `World.begun`."""

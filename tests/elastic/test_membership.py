@@ -623,7 +623,7 @@ def test_who_trains_on_after_a_script_has_ended_may_leave() -> None:
 def test_a_script_whose_agent_says_that_it_failed_has_not_ended_the_job() -> None:
     """A process does not know its exit code when it says good-bye; until its agent has spoken nobody is sent home."""
     driver = running("a", "b")
-    driver.membership.watched.update(("a", "b"))
+    driver.membership.watched.update(a=driver.now, b=driver.now)
     driver.bye("b/0")
     driver.start("c")
     driver.wait(1)
