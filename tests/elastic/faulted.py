@@ -14,10 +14,10 @@ import errno
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from deepspeed.runtime.zero import stage3, stage_1_and_2
 from ds_dynatrain.adapters import exact
 from ds_dynatrain.adapters.exact import LeafSums
 from ds_dynatrain.adapters.pipeline_host import PipelineHostEngine
+from ds_dynatrain.adapters.watched import WatchedWork
 from ds_dynatrain.engine import construction
 from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.buddies.buddies import Buddies
@@ -43,9 +44,7 @@ from ds_dynatrain.engine.preparation import Preparation
 from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.engine.transaction.late import LateTransaction
 from ds_dynatrain.engine.transaction.switch import Transaction
-from ds_dynatrain.errors import TransferError
 from ds_dynatrain.space import MASTER
-from ds_dynatrain.transfer.transport import _GroupHandle
 from tests.engine.models import Sequences
 
 PLACES: dict[str, tuple[type, str]] = {
@@ -149,18 +148,18 @@ def drift() -> None:
 
 
 def deaf() -> None:
-    """Copies on their way do not hear that a connection has ended, as gloo may not: they wait for their time-out."""
-    own = _GroupHandle.wait
+    """Messages between two members do not hear that a connection has ended, as gloo may not: they wait on."""
+    own = WatchedWork.wait
 
-    def wait(self: _GroupHandle, deadline: float) -> None:
+    def wait(self: WatchedWork, *most: timedelta) -> Any:
         try:
-            own(self, deadline)
-        except TransferError:
-            if threading.current_thread().name == "dynatrain-buddies":
-                time.sleep(max(deadline - time.monotonic(), 0.0))
+            return own(self, *most)
+        except RuntimeError:
+            if most and not self._looks:
+                time.sleep(most[0].total_seconds())
             raise
 
-    setattr(_GroupHandle, "wait", wait)  # noqa: B010 - mypy takes no assignment to a method
+    setattr(WatchedWork, "wait", wait)  # noqa: B010 - mypy takes no assignment to a method
 
 
 ACTS: dict[str, Callable[[], None]] = {

@@ -62,7 +62,6 @@ def test_nobody_waits_for_a_copy_that_the_dead_would_take(tmp_path: Path, undist
     deaths = Deaths(tmp_path, 2, faults, block={"timeout_seconds": 2 * LONGEST_PAUSE})
     try:
         deaths.check_spare(undisturbed, most_again=2)
-        assert "a round of copies in the lost world is left alone" in deaths.log("a", "c")
         times = sorted(row["time"] for row in deaths.job.rows("step"))
         assert max(after - before for before, after in pairwise(times)) < LONGEST_PAUSE
     finally:

@@ -176,14 +176,14 @@ class Buddies:
         self._left_at = time.perf_counter()
 
     def settle(self, is_aborted: bool = False) -> None:
-        """The world is about to be left: wait until nothing is under way in its group, as `Keeper.settle` does.
+        """The world is about to be left: wait until nothing is under way in its group, for the usual time-out.
         is_aborted: by a loss.
 
         What is replayed counts as it is now until copies of another world are whole.
         """
         if is_aborted:
             self._pairing.close()  # what goes to idle members would not end by itself
-        self.keeper.settle(is_aborted)
+        self.keeper.settle()
         self._choice.end()
 
     def while_idle(self, host: str) -> None:

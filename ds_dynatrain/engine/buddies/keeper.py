@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from ds_dynatrain.adapters.device import start_thread
+from ds_dynatrain.adapters.watched import GroupStatus
 from ds_dynatrain.adapters.world import World
 from ds_dynatrain.engine.buddies.copy import Mark
 from ds_dynatrain.engine.buddies.kept import Kept
@@ -15,13 +18,10 @@ from ds_dynatrain.engine.buddies.taking import Taken, take
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.groups import BUDDIES
 from ds_dynatrain.engine.process import PROCESS
-from ds_dynatrain.errors import DynatrainError
+from ds_dynatrain.errors import DynatrainError, WorldChanged
 from ds_dynatrain.plan import has_single_holders, wards_of
 from ds_dynatrain.report import logger
 from ds_dynatrain.transfer import GroupTransport
-
-LOST_SECONDS = 1.0
-"""How long a round of a lost world may wait for a peer before it is left alone."""
 
 
 class Keeper:
@@ -36,7 +36,7 @@ class Keeper:
         self.world: World | None = None
         self.buddies: tuple[tuple[int, ...], ...] = ()
         self.take_seconds, self.ship_seconds, self.sent_bytes = 0.0, 0.0, 0
-        self._round: Round | None = None
+        self._thread: threading.Thread | None = None
         self._last_error = ""
 
     @property
@@ -52,24 +52,15 @@ class Keeper:
         self.world, all_of_them = self.engine.world, (*members, *idle)
         self.buddies = tuple(tuple(map(all_of_them.index, buddies[one])) for one in members) if buddies else ()
 
-    def settle(self, is_aborted: bool = False) -> None:
-        """Wait until nothing is under way in the world's group, for the usual time-out.
+    def settle(self) -> None:
+        """Wait until nothing is under way in the world's group, for the usual time-out."""
+        self.join(self.engine.settings.timeout_seconds)
+        self._thread = None
 
-        is_aborted: the world has lost a member. A round that waits for a peer all the same is left alone: gloo may miss
-        that its sockets were shut down, and wait for as long as training's collectives do.
-        """
-        if self._round is not None:
-            end = time.monotonic() + self.engine.settings.timeout_seconds
-            while not self._round.join(LOST_SECONDS) and time.monotonic() < end:
-                if is_aborted and self._round.waits_for_peer:
-                    logger.info("buddies: a round of copies in the lost world is left alone")
-                    break
-        self._round = None
-
-    def join(self) -> None:
+    def join(self, seconds: float | None = None) -> None:
         """Wait for the round that is on its way."""
-        if self._round is not None:
-            self._round.join()
+        if self._thread is not None:
+            self._thread.join(seconds)
 
     def begin(self, mark: Mark, world: World, pairing: Pairing) -> Round:
         """Take a copy, and send it beside training. mark: the present moment. pairing: with the way to idle members.
@@ -94,11 +85,11 @@ class Keeper:
                 )
             self._last_error = str(error)
         kept_here = [Ward(members[ward], ward, room) for ward, room in zip(wards, rooms, strict=True)]
-        group = GroupTransport(world.group(BUDDIES), members) if len(members) > 1 else None
+        stop = None if world.status is None else partial(_stop_if_lost, world.status)
+        group = GroupTransport(world.group(BUDDIES), members, stop) if len(members) > 1 else None
         way = pairing.begin(engine, mark, whole, group)
         found = Round(mark, taken, [everybody[each] for each in self.buddies[rank]], kept_here, way, self.kept)
-        start_thread(found.run, "dynatrain-buddies")
-        self._round = found
+        self._thread = start_thread(found.run, "dynatrain-buddies")
         self.take_seconds = time.perf_counter() - begin
         return found
 
@@ -107,3 +98,8 @@ class Keeper:
         self.sent_bytes, self.ship_seconds = found.sent_bytes, found.seconds
         if is_whole:
             self.kept.is_whole(found.mark)
+
+
+def _stop_if_lost(status: GroupStatus) -> None:
+    if status.is_lost:
+        raise WorldChanged("a member of this world is gone, or a collective of it has failed")

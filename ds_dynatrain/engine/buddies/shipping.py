@@ -43,7 +43,7 @@ class Round:
 
     taken: None where this member could not take its own, or is idle and has no buddies. is_over: the thread has nothing
     more to do. is_whole: the own copy is with its buddies and those of all wards are here. is_void: it does not count,
-    whatever becomes of it. is_broken: it has ended in the midst of a message. waits_for_peer: whether its thread does.
+    whatever becomes of it. is_broken: it has ended in the midst of a message.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Round:
         kept: Kept,
     ) -> None:
         self.mark, self.sent_bytes, self.seconds = mark, 0, 0.0
-        self.is_whole = self.is_void = self.is_broken = self.waits_for_peer = False
+        self.is_whole = self.is_void = self.is_broken = False
         self.error = "this member has taken none" if taken is None and buddies else ""
         self._taken, self._buddies, self._wards, self._kept = taken, tuple(buddies), wards, kept
         self._transport: Transport | None = transport
@@ -68,10 +68,6 @@ class Round:
     def is_over(self) -> bool:
         """See the class."""
         return self._over.is_set()
-
-    def join(self, seconds: float | None = None) -> bool:
-        """Wait until it is over, at most so long; return whether it is."""
-        return self._over.wait(seconds)
 
     def run(self) -> None:
         """In a thread."""
@@ -105,21 +101,21 @@ class Round:
         self._offer(header, told)
         self._offer(None, [buddy for buddy in self._buddies if buddy not in told])
         for handle in arriving:
-            self._wait(handle)
+            handle.wait(self._deadline)
         headers = {ward.rank: self._ask(ward, Room(), LONGEST_HEADER) for ward in self._wards}
         if header is not None:
             self._send_where_welcome(header, told)
         for ward in self._wards:
             said, has_it = headers[ward.rank], False
             if said is not None:
-                self._wait(self._receive(said, ward))
+                self._receive(said, ward).wait(self._deadline)
                 has_it = self._take_in(ward, said, values[ward.rank])
             self._send(torch.tensor([int(has_it)]), ward.member, TO_WARD)
         for buddy in self._buddies:
             if not self._answer(buddy):
                 self._note(f"member {buddy} does not have the copy of this member")
         for handle in self._under_way:
-            self._wait(handle)
+            handle.wait(self._deadline)
 
     def _header(self) -> torch.Tensor | None:
         """Of the own copy, which counts as soon as it has its digests; None if it cannot be described."""
@@ -173,13 +169,13 @@ class Round:
     def _answer(self, buddy: int) -> bool:
         """What a buddy answers."""
         answer = torch.zeros(1, dtype=torch.int64)
-        self._wait(self._way.receive(answer, buddy, TO_WARD))
+        self._way.receive(answer, buddy, TO_WARD).wait(self._deadline)
         return bool(answer.item())
 
     def _ask(self, ward: Ward, room: Room, most: int | None = None) -> torch.Tensor | None:
         """Hear how long it is, and answer; where it will be, or None if nothing comes."""
         numel = torch.zeros(1, dtype=torch.int64)
-        self._wait(self._receive(numel, ward))
+        self._receive(numel, ward).wait(self._deadline)
         length = int(numel)
         if length < 0:
             self._note(f"member {ward.member} has no copy to send")
@@ -196,11 +192,6 @@ class Round:
 
     def _send(self, values: torch.Tensor, member: int, tag: int) -> None:
         self._under_way.append(self._way.send(values, member, tag))
-
-    def _wait(self, handle: Handle) -> None:
-        self.waits_for_peer = True
-        handle.wait(self._deadline)
-        self.waits_for_peer = False
 
     def _receive(self, memory: torch.Tensor, ward: Ward) -> Handle:
         return self._way.receive(memory, ward.member, TO_BUDDY)
