@@ -25,6 +25,7 @@ NAMES: Names = {
     "deepspeed.moe.utils": "configure_moe_param_groups is_moe_param",
     "deepspeed.ops": "__compatible_ops__",
     "deepspeed.runtime.activation_checkpointing.checkpointing": "get_cuda_rng_tracker non_reentrant_checkpoint",
+    "deepspeed.ops.op_builder.builder:OpBuilder": "jit_load",
     "deepspeed.ops.adam": "FusedAdam DeepSpeedCPUAdam",
     "deepspeed.runtime.base_optimizer": "ZeROOptimizer",
     "deepspeed.runtime.config": "DeepSpeedConfig",

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import shutil
 import time
 from pathlib import Path
 from typing import Any, TypeVar
 
 from deepspeed import ops, set_optimizer_flags, zero
+from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.utils.file_baton import FileBaton
 
 from ds_dynatrain.adapters.stage3 import restore_linear
 from ds_dynatrain.adapters.versions import configure_python_gc, mend
+from ds_dynatrain.report import telling_if_long
 
 E = TypeVar("E", bound=DeepSpeedEngine)
 
 LOCK_SECONDS = 60.0
-"""How long a process waits without a word while another one compiles an operator."""
+"""How long a process waits for another one to compile an operator before it names the lock."""
 
 logger = logging.getLogger("ds_dynatrain")
+jit_load = OpBuilder.jit_load
 
 
 def engine_around(kind: type[E], settings: tuple[dict[str, Any], Any], **arguments: Any) -> E:
@@ -47,18 +51,24 @@ def start_without_compiler() -> None:
         ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
-def tell_of_locks() -> None:
-    """From now on whoever in this process waits LOCK_SECONDS for the compilation of an operator says so on the log.
+def tell_of_compilers() -> None:
+    """From now on a process that waits long for the compilation of an operator says so on the log, one for each node.
 
     Called when the engine is imported: DeepSpeed compiles in its own calls too, which a framework or a script may make
     before any of ours. torch before 2.14 waits until a lock file is gone, for ever, and a process that is killed while
     it compiles leaves it behind.
     """
+    OpBuilder.jit_load = _load_aloud
     FileBaton.wait = _wait_aloud  # type: ignore[method-assign]
 
 
+def _load_aloud(self: OpBuilder, verbose: bool = True) -> Any:
+    with telling_if_long(f"the operator {self.name}, which a first start compiles; that takes a minute or two"):
+        return jit_load(self, verbose)
+
+
 def _wait_aloud(self: FileBaton) -> None:
-    begin, is_said = time.monotonic(), False
+    begin, is_said = time.monotonic(), os.environ.get("LOCAL_RANK", "0") != "0"
     lock = Path(self.lock_file_path)
     while lock.exists():
         time.sleep(self.wait_seconds)

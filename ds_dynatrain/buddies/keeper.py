@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
+from functools import partial
 
 from ds_dynatrain.adapters.device import start_thread
+from ds_dynatrain.adapters.watched import GroupStatus
 from ds_dynatrain.adapters.world import World
 from ds_dynatrain.buddies.placement import wards_of
 from ds_dynatrain.buddies.shipping import Round, Ward
@@ -15,7 +17,7 @@ from ds_dynatrain.engine.copies.copy import Mark
 from ds_dynatrain.engine.copies.kept import Kept
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.process import PROCESS
-from ds_dynatrain.errors import DynatrainError
+from ds_dynatrain.errors import DynatrainError, WorldChanged
 from ds_dynatrain.plan import has_single_holders
 from ds_dynatrain.report import logger
 from ds_dynatrain.transfer import GroupTransport
@@ -79,7 +81,8 @@ class Keeper:
                 )
             self._last_error = str(error)
         kept_here = [Ward(members[ward], ward, room) for ward, room in zip(wards, rooms, strict=True)]
-        way, buddies = GroupTransport(world.group(GROUP), members), [members[each] for each in self.buddies[rank]]
+        stop = None if world.status is None else partial(_stop_if_lost, world.status)
+        way, buddies = GroupTransport(world.group(GROUP), members, stop), [members[each] for each in self.buddies[rank]]
         found = Round(mark, taken, buddies, kept_here, way, self.kept)
         self._thread = start_thread(found.run, "dynatrain-buddies")
         self.take_seconds = time.perf_counter() - begin
@@ -90,3 +93,8 @@ class Keeper:
         self.sent_bytes, self.ship_seconds = found.sent_bytes, found.seconds
         if is_whole:
             self.kept.is_whole(found.mark)
+
+
+def _stop_if_lost(status: GroupStatus) -> None:
+    if status.is_lost:
+        raise WorldChanged("a member of this world is gone, or a collective of it has failed")

@@ -71,7 +71,6 @@ class Coordinator:
         self._job = job
         self._workers: dict[str, Peer] = {}
         self._agents: dict[str, Peer] = {}
-        self._agents_since: dict[str, float] = {}
         self._owed: defaultdict[str, list[Fence]] = defaultdict(list)
         self._peers: set[Peer] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -109,7 +108,7 @@ class Coordinator:
         return view(self._status(now), self.history, now, time.time())
 
     def _status(self, now: float) -> Status:
-        return snapshot(self.membership, self._job, now, self._agents_since)
+        return snapshot(self.membership, self._job, now)
 
     # -- one peer ----------------------------------------------------------------------------------------------------
 
@@ -249,8 +248,7 @@ class Coordinator:
         if node in self._agents:
             logger.warning("%s has connected again before its former connection ended; the new one counts", peer.name)
         self._agents[node] = peer
-        self._agents_since.setdefault(node, time.monotonic())
-        self.membership.watched.add(node)
+        self.membership.watched.setdefault(node, time.monotonic())
         for fence in self._owed.pop(node, []):
             peer.send(fence)
         try:
@@ -264,8 +262,7 @@ class Coordinator:
                     raise MessageError(f"{message.kind}: an agent sends beat or bye")
         finally:
             if self._agents.get(node) is peer:
-                del self._agents[node], self._agents_since[node]
-                self.membership.watched.discard(node)
+                del self._agents[node], self.membership.watched[node]
             self._stirred.set()
 
     # -- the whole ---------------------------------------------------------------------------------------------------

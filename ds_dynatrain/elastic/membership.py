@@ -80,8 +80,9 @@ class Membership:
         self._gone: dict[str, str] = {}
         self._done: set[str] = set()
         """Members of the world whose scripts have ended, with exit code 0 unless their agent says otherwise."""
-        self.watched: set[str] = set()
-        """Nodes whose agents are connected, and will say how the workers there have ended. The coordinator keeps it."""
+        self.watched: dict[str, float] = {}
+        """When the agent of each node connected that is, and will say how the workers there have ended. The coordinator
+        keeps it."""
         self._entered = 0
         self._has_begun = False
         """Whether somebody has said that it made a step; see `World.begun`."""
@@ -516,7 +517,8 @@ class Membership:
         stay, leaving = (tuple(one for one in some if one not in late) for some in (stay, leaving))
         needs_who_leaves = bool(leaving) and not stay  # who begins anew has to wait for what these save
         joined = () if needs_who_leaves else self._newcomers(stay, are_built=is_failure and self._can_go_alone)
-        if not is_failure and (stay + joined == members or self._done):
+        is_ending = not self._done.isdisjoint(members)  # who has ended takes part in no change
+        if not is_failure and (stay + joined == members or is_ending):
             return None
         if old is None and not joined:
             return None

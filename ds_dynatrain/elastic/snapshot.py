@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from ds_dynatrain.elastic.membership import Membership
 from ds_dynatrain.elastic.messages import MOST_PARTED, ChangeStatus, MemberStatus, StartingNode, Status
 from ds_dynatrain.elastic.world import nodes_of
 
 
-def snapshot(membership: Membership, job: str, now: float, agents: Mapping[str, float] | None = None) -> Status:
-    """Return the status at `now`: workers in the order of their ranks, then those without a rank by name.
-
-    agents: node -> when its agent connected, by the clock of `now`.
-    """
+def snapshot(membership: Membership, job: str, now: float) -> Status:
+    """Return the status at `now`: workers in the order of their ranks, then those without a rank by name."""
     world = membership.world
     ranks = () if world is None else world.members
     place = {member: rank for rank, member in enumerate(ranks)}
@@ -55,14 +50,14 @@ def snapshot(membership: Membership, job: str, now: float, agents: Mapping[str, 
         finished=membership.is_finished,
         ranks=ranks,
         members=tuple(members),
-        starting=_starting(membership, agents or {}, now),
+        starting=_starting(membership, now),
         changes=changes,
         parted=tuple(f"{one} and {other} do not reach each other" for one, other in parted[:MOST_PARTED]),
     )
 
 
-def _starting(membership: Membership, agents: Mapping[str, float], now: float) -> tuple[StartingNode, ...]:
+def _starting(membership: Membership, now: float) -> tuple[StartingNode, ...]:
     """Return the nodes with an agent and without a worker, the one that has waited longest first."""
     started = nodes_of(membership.roster.members)
-    waiting = sorted((since, node) for node, since in agents.items() if node not in started)
+    waiting = sorted((since, node) for node, since in membership.watched.items() if node not in started)
     return tuple(StartingNode(node=node, seconds=max(0.0, now - since)) for since, node in waiting)

@@ -22,7 +22,7 @@ from ds_dynatrain.adapters.pipeline import is_pipeline, refuse_stage_of_another
 from ds_dynatrain.adapters.settings import BatchSizes
 from ds_dynatrain.adapters.shaping import shaper_of
 from ds_dynatrain.adapters.staged import put_together, start_stages
-from ds_dynatrain.adapters.start import import_what_is_lazy, start_without_compiler, tell_of_locks
+from ds_dynatrain.adapters.start import import_what_is_lazy, start_without_compiler, tell_of_compilers
 from ds_dynatrain.adapters.support import check_elastic_launch, refuse_unsupported
 from ds_dynatrain.adapters.template import ModelFactory
 from ds_dynatrain.adapters.worlds import is_ours_installed
@@ -53,7 +53,7 @@ DEFAULT_PORT = 29500
 
 Results = tuple[Any, Any, Any, Any]
 
-tell_of_locks()
+tell_of_compilers()
 
 
 def initialize(

@@ -11,25 +11,31 @@ knows which one its leader came to next:
   until it is where the others are;
 - none, for the leader's script has ended: it ends too, as an idle member does.
 
-Nothing is posted where nobody is late. Without a board all go on, each by its own script.
+Who is late all have to see alike: at the first sync point of a world each member waits until all have said how many
+epochs they have begun. No sync point is posted where nobody is late. Without a board all go on, each by its own script.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any, TypeVar
 
 import torch.distributed as td
 
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.members.membership import Membership
+from ds_dynatrain.errors import MemberMissing
 from ds_dynatrain.report import logger
 
+T = TypeVar("T")
 POLL_SECONDS = 0.002
 LONGEST_POLL_SECONDS = 0.05
 GROWTH = 1.1
-SAID_AFTER_SECONDS = 60.0
+SAID_AFTER_SECONDS = 10.0
+LONGEST_SECONDS = 1800.0
+"""As long as collectives of training wait: whoever is later than that has stopped."""
 
 
 class SyncPoints:
@@ -66,7 +72,7 @@ class SyncPoints:
         return tuple(member for member, count in begun.items() if count < max(begun.values()))
 
     def _epochs_begun(self) -> dict[int, int]:
-        """By member, when this world began. All have said so by now: each has made a step in it."""
+        """Return the number of epochs by member, of those that have said so in this world."""
         engine = self._first()
         if engine is None or self._mark is None:
             return {}
@@ -107,22 +113,30 @@ class SyncPoints:
 
     def _arrive(self, engine: EngineCore, sync_point: str, arguments: list[Any]) -> list[Any] | None:
         self.note()
-        begun, mine = self._epochs_begun(), engine.control.member
-        if not self.late or mine not in begun:
+        if self._mark is None:
             return arguments
-        key = self._key(engine)
-        most = max(begun.values())
+        wait = partial(_await, engine, self._membership(), sync_point)
+        begun = wait(self._epochs_of_all, lambda: {*engine.members} - self._epochs_begun().keys())
+        mine = engine.control.member
+        if begun is None or len({*begun.values()}) == 1:
+            return arguments
+        key, most = self._key(engine), max(begun.values())
         if begun[mine] == most:
             engine.control.post(f"{key}/{mine}", [sync_point, arguments])
             self._count += 1
             return arguments
-        leader = [one for one in engine.members if begun.get(one) == most][-1]  # what rank 0 does alone is none
-        found = _await(engine, self._membership(), f"{key}/{leader}", leader, sync_point)
+        leader = [one for one in engine.members if begun[one] == most][-1]  # what rank 0 does alone is none
+        found = wait(lambda: engine.control.read(f"{key}/{leader}"), lambda: {leader})
         if found is not None and found[0] != sync_point:
             logger.info("member %d came late: not %s here, the others are at %s", mine, sync_point, found[0])
             return None
         self._count += 1
         return arguments if found is None else list(found[1])
+
+    def _epochs_of_all(self) -> dict[int, int] | None:
+        """Return the number of epochs by member, once all have said so."""
+        self._epochs_begun()
+        return self._begun
 
     def _key(self, engine: EngineCore) -> str:
         """Of the next sync point; they are counted between two steps, so that nobody stays astray for longer."""
@@ -132,26 +146,37 @@ class SyncPoints:
         return f"sync_point/{place[0]}/{place[1]}/{self._count}"
 
 
-def _await(engine: EngineCore, membership: Membership, key: str, leader: int, sync_point: str) -> Any:
-    """What a leader has posted under `key`; None if the world is aborted, which the next boundary sees to."""
-    begin, pause, is_said = time.monotonic(), POLL_SECONDS, False
+def _await(
+    engine: EngineCore,
+    membership: Membership,
+    sync_point: str,
+    look: Callable[[], T | None],
+    missing: Callable[[], Collection[int]],
+) -> T | None:
+    """Return what `look` finds in the end, or None if the world is aborted, which the next boundary sees to.
+
+    missing: the members that it waits for. SystemExit(0) where their scripts have ended, MemberMissing after the time
+    that collectives of training wait.
+    """
+    begin, pause, is_said, has_ended = time.monotonic(), POLL_SECONDS, False, False
     watch, mine = membership.watch(engine.control), engine.control.member
-    while True:
-        has_ended = watch.look((leader,))  # before the key is read: it may have posted that, and ended then
-        found = engine.control.read(key)
-        if found is not None:
-            return found
-        if has_ended:
+    while (found := look()) is None:
+        if has_ended:  # and had before this look: it may post what is looked for, and end then
             logger.info("member %d came late, and the scripts of the others have ended: it ends, too", mine)
             raise SystemExit(0)
+        has_ended = watch.look(missing())
         if membership.is_aborted:
             return None
-        if not is_said and time.monotonic() - begin > SAID_AFTER_SECONDS:
+        waited = time.monotonic() - begin
+        if waited > LONGEST_SECONDS:
+            raise MemberMissing(f"member {mine} at {sync_point}: no word of where others are", missing(), waited)
+        if not is_said and waited > SAID_AFTER_SECONDS:
             is_said = True
             logger.warning(
-                "member %d came late, and has waited %g s for member %d at %s; let both scripts make the same call "
-                "there",
-                *(mine, SAID_AFTER_SECONDS, leader, sync_point),
+                "member %d has waited %g s at %s for members %s to say where they are; let all scripts make the same "
+                "calls",
+                *(mine, SAID_AFTER_SECONDS, sync_point, sorted(missing())),
             )
         time.sleep(pause)
         pause = min(pause * GROWTH, LONGEST_POLL_SECONDS)
+    return found

@@ -107,7 +107,8 @@ class Ways:
         """Over the host, between all members of both worlds; SwitchFailed if the next one has no groups."""
         if world is None or world.transfer is None:
             raise SwitchFailed("the groups of the next world are not there")
-        group = GroupTransport(world.transfer, world.transfer_members)
+        stop = None if self.control.watch is None else self.stop
+        group = GroupTransport(world.transfer, world.transfer_members, stop)
         if self.neighbors is None:
             return group
         self.neighbors.permit()

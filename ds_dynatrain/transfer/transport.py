@@ -8,9 +8,12 @@ that fails raises, naming the member, and the transport is of no use after that:
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent import futures
 from datetime import timedelta
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -24,6 +27,8 @@ MINIMUM_WAIT_SECONDS = 0.001
 """Gloo reads a time-out in whole milliseconds, and zero as no limit."""
 ROUNDING_SECONDS = 0.005
 """How much before the deadline a failure still counts as its passing."""
+LOOK_SECONDS = 0.25
+"""Between two looks for a reason to give a wait up."""
 
 
 class Handle(Protocol):
@@ -52,9 +57,14 @@ class GroupTransport:
     `members[r]` is the member id of the group's rank r. Tensors on an accelerator travel through host memory. Gloo
     closes all connections of a group when one wait times out, so one missing member ends the group: build another
     without it.
+
+    stop: called in each wait that lasts, raises what ends it; given where members die and others go on. A message that
+    is just being sent when its sockets are shut down is lost to gloo, which then waits until the deadline.
     """
 
-    def __init__(self, group: dist.ProcessGroup, members: Sequence[int]) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, members: Sequence[int], stop: Callable[[], None] | None = None
+    ) -> None:
         if len(members) != group.size() or len(set(members)) != len(members):
             raise TransferError(f"a group of {group.size()} ranks needs as many different members, got {list(members)}")
         backend = group._get_backend(torch.device("cpu")).name()
@@ -62,7 +72,7 @@ class GroupTransport:
             raise UnsupportedError(
                 f'the transfer group has the CPU back-end {backend!r}, and bytes travel by gloo; give it backend="gloo"'
             )
-        self._group = group
+        self._group, self._stop = group, stop
         self._rank_of = {member: rank for rank, member in enumerate(members)}
 
     def send(self, tensor: torch.Tensor, member: int, tag: int) -> Handle:
@@ -70,7 +80,7 @@ class GroupTransport:
         rank = self._peer(member)
         data = bytes_of(tensor).to("cpu")
         works = [_start(self._group.send, part, rank, tag, "send to", member) for part in _messages(data)]
-        return _GroupHandle(works, f"send of {data.numel()} bytes", member)
+        return _GroupHandle(works, f"send of {data.numel()} bytes", member, self._stop)
 
     def receive(self, tensor: torch.Tensor, member: int, tag: int) -> Handle:
         """Start to receive; an accelerator's tensor is filled during `wait`."""
@@ -78,7 +88,8 @@ class GroupTransport:
         data = bytes_of(tensor)
         host = data if data.device.type == "cpu" else torch.empty(data.shape, dtype=torch.uint8)
         works = [_start(self._group.recv, part, rank, tag, "receive from", member) for part in _messages(host)]
-        return _GroupHandle(works, f"receive of {data.numel()} bytes", member, None if host is data else (data, host))
+        landing = None if host is data else (data, host)
+        return _GroupHandle(works, f"receive of {data.numel()} bytes", member, self._stop, landing)
 
     def _peer(self, member: int) -> int:
         rank = self._rank_of.get(member)
@@ -95,12 +106,26 @@ class _GroupHandle:
     """The works of one tensor's messages, and the copy to the accelerator that ends a staged receive."""
 
     def __init__(
-        self, works: list[dist.Work], what: str, member: int, landing: tuple[torch.Tensor, torch.Tensor] | None = None
+        self,
+        works: list[dist.Work],
+        what: str,
+        member: int,
+        stop: Callable[[], None] | None,
+        landing: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
-        self._works, self._what, self._member, self._landing = works, what, member, landing
+        self._works, self._what, self._member, self._stop, self._landing = works, what, member, stop, landing
         self._since = time.monotonic()
 
     def wait(self, deadline: float) -> None:
+        if self._stop is None:
+            self._finish(deadline)
+        else:
+            _call_until(self._stop, partial(self._finish, deadline))
+        if self._landing is not None:
+            target, host = self._landing
+            target.copy_(host)
+
+    def _finish(self, deadline: float) -> None:
         for work in self._works:
             left = max(deadline - time.monotonic(), MINIMUM_WAIT_SECONDS)
             try:
@@ -109,9 +134,24 @@ class _GroupHandle:
                 if time.monotonic() >= deadline - ROUNDING_SECONDS:
                     raise MemberMissing(self._what, [self._member], time.monotonic() - self._since) from error
                 raise TransferError(f"{self._what} with member {self._member} failed: {error}") from error
-        if self._landing is not None:
-            target, host = self._landing
-            target.copy_(host)
+
+
+def _call_until(stop: Callable[[], None], call: Callable[[], None]) -> None:
+    """Make a call in a thread, and leave it alone there if `stop` raises."""
+    ended: futures.Future[None] = futures.Future()
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            ended.set_exception(error)
+        else:
+            ended.set_result(None)
+
+    threading.Thread(target=run, name="dynatrain-wait", daemon=True).start()
+    while not futures.wait([ended], LOOK_SECONDS).done:
+        stop()
+    ended.result()
 
 
 def _start(call: _Start, part: torch.Tensor, rank: int, tag: int, what: str, member: int) -> dist.Work:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from tqdm.auto import tqdm
 from transformers.trainer_callback import ProgressCallback
 
-from ds_dynatrain.engine.changes import Change
 from ds_dynatrain.integrations.huggingface.numbers import refresh_ranks, refresh_stage
-from ds_dynatrain.report import SwitchEvent
 
 
 def refresh_trainer(trainer: Any) -> None:
@@ -22,18 +19,6 @@ def refresh_trainer(trainer: Any) -> None:
     trainer.__dict__.pop("_eval_dataloaders", None)
     if state.is_world_process_zero and not reported:
         _begin_to_report(trainer)
-
-
-def say_change(change: Change, event: SwitchEvent | None) -> None:
-    """Print a line about a change among those of Trainer's own log, which are printed too; called on rank 0.
-
-    event: of the last switch, whose pause is told if it has led to this world.
-    """
-    pause = ""
-    if event is not None and event.generation == change.after.generation:
-        pause = f", {event.pause_ms:.0f} ms"
-    before, after = (f"{place.layout} on {len(place.members)} ranks" for place in (change.before, change.after))
-    tqdm.write(f"step {change.step}: {before} -> {after} ({change.reason}{pause})")
 
 
 def _begin_to_report(trainer: Any) -> None:

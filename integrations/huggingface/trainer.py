@@ -15,7 +15,7 @@ from ds_dynatrain.errors import CheckpointError, WorldChanged
 from ds_dynatrain.integrations.huggingface import checkpoints, names, refusals, settings
 from ds_dynatrain.integrations.huggingface.callbacks import Following, SwitchCallback
 from ds_dynatrain.integrations.huggingface.carried import PROGRESS, TrainerProgress
-from ds_dynatrain.integrations.huggingface.reporting import refresh_trainer, say_change
+from ds_dynatrain.integrations.huggingface.reporting import refresh_trainer
 from ds_dynatrain.integrations.huggingface.schedules import restore_schedule, schedule_of
 from ds_dynatrain.integrations.shared.batches import GlobalBatches, Window
 from ds_dynatrain.integrations.shared.names import check
@@ -159,8 +159,6 @@ class ElasticMixin(Below):
         """Before a batch is drawn in another world, or one with another stage."""
         if not change.after.idle:
             refresh_trainer(self)
-        if change.after.rank == 0:
-            say_change(change, self.engine.last_switch)
 
     def _begin_window(self) -> None:
         """A global batch was drawn."""

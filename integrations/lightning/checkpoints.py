@@ -11,6 +11,7 @@ import torch
 from ds_dynatrain.engine.encoding import encode
 from ds_dynatrain.errors import CheckpointError, ConfigError, UnsupportedError
 from ds_dynatrain.integrations.lightning.carried import TrainerProgress
+from ds_dynatrain.integrations.lightning.refusals import refuse_other_epochs
 from ds_dynatrain.integrations.shared import folders
 from ds_dynatrain.integrations.shared.batches import GlobalBatches
 from ds_dynatrain.report import logger
@@ -103,6 +104,7 @@ class Checkpoints(Below):
                 "not matter), or start from its weights alone"
             )
         if self._training is not None:
+            refuse_other_epochs(self._training, batch, held)
             self._training.go_to(int(client.get("global_step", self.engine.global_steps)))
         return _in_steps(client, int(held.get("gradient_accumulation_steps", 1)))
 

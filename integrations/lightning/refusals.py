@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning.pytorch import callbacks
@@ -11,8 +11,9 @@ from torch.utils.data import DataLoader
 
 from ds_dynatrain.data import Source
 from ds_dynatrain.elastic.environment import worker_place
-from ds_dynatrain.errors import UnsupportedError
+from ds_dynatrain.errors import ConfigError, UnsupportedError
 from ds_dynatrain.integrations.lightning.settings import layout_of
+from ds_dynatrain.integrations.shared.batches import GlobalBatches
 from ds_dynatrain.integrations.shared.refusal import AXES, BLOCK, Refusal, refuse
 
 
@@ -166,3 +167,23 @@ def refuse_loader(loader: object, has_one: bool) -> None:
             "changes; give a torch DataLoader over a map-style data set"
         )
     Source.build(loader)
+
+
+def refuse_other_epochs(training: GlobalBatches, batch: int, saved: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a stock checkpoint of a job whose epochs are no whole number of this job's steps.
+
+    Lightning's sampler fills the data set up to equal parts for all ranks, and its windows of accumulation go on in the
+    next epoch. saved: the DeepSpeed configuration of the checkpoint, which has the same global batch.
+    """
+    micro, accumulation = saved.get("train_micro_batch_size_per_gpu"), saved.get("gradient_accumulation_steps", 1)
+    if not (isinstance(micro, int) and isinstance(accumulation, int)):
+        return
+    samples, steps = len(training.dataset), len(training)
+    of_rank = -(-samples // (batch // (micro * accumulation)))
+    micro_batches = of_rank // micro if training.drop_last else -(-of_rank // micro)
+    if micro_batches != steps * accumulation:
+        raise ConfigError(
+            f"the checkpoint is of a job whose epochs of {samples} samples have {micro_batches} micro-batches of each "
+            f"rank, {accumulation} for an optimizer step; here an epoch has {steps} whole steps of {batch} samples. "
+            f"Train on a data set whose length is a multiple of {batch}, or start from the checkpoint's weights alone"
+        )

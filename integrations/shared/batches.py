@@ -34,6 +34,11 @@ class GlobalBatches:
         """The data set."""
         return self._torch.dataset
 
+    @property
+    def drop_last(self) -> bool:
+        """Whether a short last batch is left out."""
+        return bool(self._torch.drop_last)
+
     def refuse_other_epochs(self, saved: Mapping[str, Any]) -> None:
         """Raise ConfigError for a stock checkpoint with other epochs; see the function of this name."""
         refuse_other_epochs(self._torch, saved)
@@ -60,7 +65,7 @@ class GlobalBatches:
         self.loader.load_state_dict({**state, "cursor": Cursor(epoch, step).to_dict(), "begun": step > 0})
 
     def __len__(self) -> int:
-        rest = 0 if self._torch.drop_last else self.batch_size - 1
+        rest = 0 if self.drop_last else self.batch_size - 1
         return (len(self.dataset) + rest) // self.batch_size
 
     def __iter__(self) -> Iterator[Window]:

@@ -11,9 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from deepspeed.ops.op_builder.builder import OpBuilder
+from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 from torch.utils import cpp_extension
 
 from ds_dynatrain.adapters import start
+from ds_dynatrain.report import log
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 0.3
@@ -27,7 +30,8 @@ def wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """What an import of the engine puts in torch's place, for a while."""
     if hasattr(cpp_extension, "FileBaton"):
         monkeypatch.setattr(cpp_extension.FileBaton, "wait", cpp_extension.FileBaton.wait)
-    start.tell_of_locks()
+    monkeypatch.setattr(OpBuilder, "jit_load", OpBuilder.jit_load)
+    start.tell_of_compilers()
 
 
 def compiled(folder: Path, name: str) -> None:
@@ -71,6 +75,32 @@ def test_a_short_wait_is_nobodys_affair(tmp_path: Path, caplog: pytest.LogCaptur
     threading.Timer(LIMIT, lock.unlink).start()
     compiled(tmp_path, "soon")
     assert not caplog.messages
+
+
+@needs_batons
+def test_one_process_of_a_node_names_the_lock(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start, "LOCK_SECONDS", LIMIT)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    lock = tmp_path / "lock"
+    lock.touch()
+    threading.Timer(4 * LIMIT, lock.unlink).start()
+    compiled(tmp_path, "second")
+    assert not caplog.messages
+
+
+def test_a_compilation_that_takes_long_is_told_of(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of whichever operator, whether this process compiles it or another one does."""
+    monkeypatch.setattr(log, "LONG_SECONDS", LIMIT)
+    monkeypatch.setattr(start, "jit_load", lambda builder, verbose: time.sleep(4 * LIMIT))
+    caplog.set_level("INFO", "ds_dynatrain")
+    ShareMemCommBuilder().jit_load()
+    assert [message.partition(",")[0] for message in caplog.messages] == [
+        f"has waited {LIMIT:g} s for the operator deepspeed_shm_comm"
+    ]
 
 
 SCRIPT = """

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import stage3, stage_1_and_2
 
 from ds_dynatrain.adapters.pipeline_host import PipelineHostEngine
+from ds_dynatrain.adapters.watched import WatchedWork
 from ds_dynatrain.buddies.extension import Buddies
 from ds_dynatrain.buddies.shipping import Round
 from ds_dynatrain.engine import construction
@@ -98,6 +100,11 @@ def leave() -> None:
     sys.exit(1)
 
 
+def finish() -> None:
+    """The script ends by itself, and all is well: it has trained enough."""
+    sys.exit(0)
+
+
 def complain() -> None:
     """It ends with a text on the standard error, and so with code 1."""
     raise SystemExit("told to end")
@@ -127,10 +134,27 @@ def flip() -> None:
             next(iter(copy.buffers.values())).view(torch.uint8)[0] ^= 1
 
 
+def deaf() -> None:
+    """Messages between two members do not hear that a connection has ended, as gloo may not: they wait on."""
+    own = WatchedWork.wait
+
+    def wait(self: WatchedWork, *most: timedelta) -> Any:
+        try:
+            return own(self, *most)
+        except RuntimeError:
+            if most and not self._looks:
+                time.sleep(most[0].total_seconds())
+            raise
+
+    setattr(WatchedWork, "wait", wait)  # noqa: B010 - mypy takes no assignment to a method
+
+
 ACTS: dict[str, Callable[[], None]] = {
     "complain": complain,
+    "deaf": deaf,
     "end": end,
     "fail": fail,
+    "finish": finish,
     "flip": flip,
     "kill": kill,
     "leave": leave,

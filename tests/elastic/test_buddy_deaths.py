@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ from tests.elastic.deaths import Deaths, Undisturbed, protected
 from tests.elastic.runs import SCRIPT, Static, check_history, finish, node_of, steps_on
 
 DEATHS = 10
+LONGEST_PAUSE = 30.0
+"""Seconds, on a busy machine; half of `timeout_seconds` there."""
 
 QUICK = ((2, "update"),)
 INSTANTS = ("forward", "backward", "step", "norm", "update", "gather", "boundary", "ship")
@@ -43,6 +46,18 @@ def test_one_dies_and_a_spare_takes_its_place(
     deaths = Deaths(tmp_path, stage, {"b": f"{instant} dies kill"})
     try:
         deaths.check_spare(undisturbed, most_again=2 if instant == "ship" else 1)
+    finally:
+        deaths.job.clean_up()
+
+
+def test_nobody_waits_for_a_copy_that_the_dead_would_take(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    """One dies while copies are on their way, and gloo does not hear of it on those that live."""
+    faults = {"a": "boundary dies deaf", "b": "ship dies kill", "c": "boundary dies deaf"}
+    deaths = Deaths(tmp_path, 2, faults, block={"timeout_seconds": 2 * LONGEST_PAUSE})
+    try:
+        deaths.check_spare(undisturbed, most_again=2)
+        times = sorted(row["time"] for row in deaths.job.rows("step"))
+        assert max(after - before for before, after in pairwise(times)) < LONGEST_PAUSE
     finally:
         deaths.job.clean_up()
 

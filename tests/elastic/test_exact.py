@@ -82,7 +82,7 @@ def test_nodes_join_and_the_first_one_leaves(train: Callable[..., Job], exact: E
         job.node("b", is_host=0)
     joined = job.settled(2, first.generation)
     assert job.code("other") != 0
-    said = "cannot join the job: dynatrain.exact: MKL_CBWR is COMPATIBLE in the running job and AVX2 here, which round"
+    said = "cannot join the job: dynatrain.exact: MKL_CBWR is COMPATIBLE in the running job and AVX2 here: make"
     assert said in log_of(job, "other")
     job.kill("a", signal.SIGTERM)
     left = job.settled(1, joined.generation)

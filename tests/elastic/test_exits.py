@@ -43,6 +43,29 @@ def test_a_script_that_fails_is_started_again(train: Callable[..., Job], act: st
     finish(job, "a", "c", "coordinator")
 
 
+def test_others_may_leave_after_one_has_ended(train: Callable[..., Job]) -> None:
+    """A script that ends before the others', with code 0, keeps none of them from handing over what it has."""
+    job = train(nodes="1:3", block={"buddies": {"mode": "copy"}}, variables={"STEP_SECONDS": "0.1"})
+    job.coordinator("coordinator")
+    job.node("a", is_host=0)
+    generation = job.settled(1).generation
+    job.node("b", is_host=0)
+    generation = job.settled(2, generation).generation
+    gated(job, "c", FAULT="after the step exits finish")
+    open_gate(job, "c")
+    joined = job.settled(3, generation)
+    steps_on(job, 4)
+    (job.folder / "exits").write_text("0")
+    assert job.code("c") == 0
+    left = job.settled(2, joined.generation)
+    begin = time.monotonic()
+    job.kill("b", signal.SIGTERM)
+    job.settled(1, left.generation)
+    assert time.monotonic() - begin < 15, "torchrun kills after 30 s"
+    job.code("b")
+    finish(job, "a", "coordinator")
+
+
 @pytest.mark.full
 def test_the_only_script_fails_and_starts_again(train: Callable[..., Job]) -> None:
     """Its job has not finished: it begins anew, as under stock torchrun."""

@@ -618,10 +618,27 @@ def test_scripts_that_end_make_no_change_and_spares_are_sent_home() -> None:
         driver.start("d")
 
 
+def test_who_trains_on_after_a_script_has_ended_may_leave() -> None:
+    driver = running("a", "b", "c")
+    driver.bye("b/0")
+    driver.say("a/0", leaving=True)
+    driver.wait(1)
+    assert len(driver.worlds) == 1, "the others may be about to end, too"
+    driver.breach("c/0")
+    driver.wait()
+    assert (driver.world.change, driver.world.members, driver.world.leaving) == ("failure", ("c/0",), ("a/0",))
+    driver.enter("c/0")
+    driver.bye("a/0")
+    driver.start("d")
+    driver.say("c/0", leaving=True)
+    driver.wait()
+    assert (driver.world.change, driver.world.members, driver.world.leaving) == ("planned", (), ("c/0",))
+
+
 def test_a_script_whose_agent_says_that_it_failed_has_not_ended_the_job() -> None:
     """A process does not know its exit code when it says good-bye; until its agent has spoken nobody is sent home."""
     driver = running("a", "b")
-    driver.membership.watched.update(("a", "b"))
+    driver.membership.watched.update(a=driver.now, b=driver.now)
     driver.bye("b/0")
     driver.start("c")
     driver.wait(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from ds_dynatrain.cli import checkpoints
+from ds_dynatrain.engine.control import Control
 from tests.engine import jobs
 from tests.engine.models import Sequences
 from tests.engine.pool import RankPool
@@ -193,3 +195,44 @@ def test_loops_that_break_and_two_loaders(pool: RankPool, tmp_path: Path, schedu
     for step in range(4 * EPOCHS):
         used = [number for samples, *_ in ranks for number in samples.get(step, [])]
         assert len(used) == len(set(used)) == 12, step
+
+
+def woken_case(folder: str, delay: float) -> tuple[int, int]:
+    """Two work for an epoch, a third one is woken at a boundary of its own, and all load at once: (step, samples)."""
+    with jobs.job(jobs.config(start=(2, 1)), data=Numbered(12 * STEPS)) as made:
+        engine, step, samples = made.engine, 0, 0
+        if not engine.idle:
+            for inputs, targets, _ in made.loader:
+                engine.backward(engine(inputs, targets))
+                engine.step()
+            engine.save(folder)
+            engine.switch(data=3, at=engine.global_steps)
+        else:
+            slow_posts(delay)
+        engine.boundary()
+        engine.load(folder)
+        step = int(engine.global_steps)
+        for inputs, targets, numbers in made.loader:
+            engine.backward(engine(inputs, targets))
+            samples += 0 if engine.slot_is_borrowed else len(numbers)
+            engine.step()
+    return step, samples
+
+
+def slow_posts(seconds: float) -> None:
+    """This member is slow to say how far it is."""
+    own = Control.post
+
+    def post(self: Control, key: str, value: Any) -> None:
+        if key.startswith("epochs/"):
+            time.sleep(seconds)
+        own(self, key, value)
+
+    setattr(Control, "post", post)  # noqa: B010 - mypy takes no assignment to a method
+
+
+def test_a_woken_member_loads_before_its_first_step(pool: RankPool, tmp_path: Path) -> None:
+    """It says how far it is when the others are at the load already: they wait for that."""
+    ranks = pool.run(woken_case, folder=str(tmp_path), delay=1.0, seconds=90)
+    assert [step for step, _ in ranks[:3]] == [STEPS] * 3
+    assert sum(samples for _, samples in ranks) == 12 * STEPS

@@ -235,6 +235,7 @@ def run(
     config: Mapping[str, Any] | None = None,
     tests: bool = False,
     workers: int = 0,
+    drop_last: bool = False,
     is_late: bool = False,
     monitors: bool = False,
     **named: Any,
@@ -259,7 +260,7 @@ def run(
     trainer = trainer_of(folder, strategy, listening, enable_checkpointing=save is not None or monitors, **named)
     held = Late() if is_late else Module(**(module or {}))
     found: dict[str, Any] = {"rows": noting.rows}
-    training = DataLoader(Points(samples), batch_size=batch, shuffle=True, num_workers=workers)
+    training = DataLoader(Points(samples), batch_size=batch, shuffle=True, num_workers=workers, drop_last=drop_last)
     evaluating = DataLoader(Points(EVALUATED), batch_size=3)
     try:
         trainer.fit(held, training, evaluating, ckpt_path=None if resume is None else str(folder / resume))

@@ -227,3 +227,26 @@ def test_by_its_name(alone: RankPool, tmp_path: Path) -> None:
     assert (said["steps 0"], said["steps 1"]) == (3, 4)
     assert (said["asked 0"], said["asked 1"]) == (1, 11)
     assert said["layout 0"] == "data=1 zero_stage=2"
+
+
+def epochs_case(folder: Path) -> dict[tuple[int, bool], str]:
+    """What is said of a checkpoint of Lightning's own strategy, by the number of samples and `drop_last`."""
+    found = {}
+    for samples, drop_last in ((24, False), (27, False), (27, True)):
+        job: dict[str, Any] = {"samples": samples, "drop_last": drop_last, "accumulate_grad_batches": 2}
+        kept = folder / f"{samples}-{drop_last}"
+        lit.run(kept, None, save=2, max_epochs=1, **job)
+        try:
+            lit.run(kept, {}, resume="step=2.ckpt", max_epochs=2, config={"train_batch_size": 6}, **job)
+            found[samples, drop_last] = ""
+        except ConfigError as error:
+            found[samples, drop_last] = str(error)
+    return found
+
+
+def test_a_stock_checkpoint_with_other_epochs(alone: RankPool, tmp_path: Path) -> None:
+    """27 samples, 3 x 2: there the 9th micro-batch of an epoch begins a step that ends in the next one."""
+    found = alone.run(epochs_case, folder=tmp_path, seconds=120)[0]
+    assert not found[24, False]
+    assert "27 samples have 9 micro-batches" in found[27, False] and "5 whole steps of 6 samples" in found[27, False]
+    assert "27 samples have 9 micro-batches" in found[27, True] and "4 whole steps of 6 samples" in found[27, True]

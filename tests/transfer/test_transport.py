@@ -81,6 +81,13 @@ def test_a_message_of_another_length_is_refused(seen: Seen) -> None:
     assert seen[1]["unequal_lengths"] == "member 10 offers 16 bytes where 12 are awaited"
 
 
+def test_a_wait_is_given_up_when_told(seen: Seen, in_time: Callable[[float, float], None]) -> None:
+    """gloo has no call for that: its own wait goes on in a thread."""
+    case = seen[0]["given_up"]
+    assert (case["error"], case["text"]) == ("TransferError", "nothing will come")
+    in_time(case["seconds"], 5.0)
+
+
 @every
 def test_a_silent_member_is_named_within_the_time_out(
     seen: Seen, in_time: Callable[[float, float], None], way: str

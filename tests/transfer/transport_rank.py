@@ -124,6 +124,18 @@ def unequal_lengths(rank: int, ends: Transport) -> str:
     return str(outcome(lambda: ends.receive(torch.zeros(3), MEMBERS[0], 3), 20.0).get("text"))
 
 
+def given_up(rank: int, group: dist.ProcessGroup) -> dict[str, Any]:
+    """Rank 0 is told after a while that nothing will come."""
+    end = time.monotonic() + 0.5
+
+    def stop() -> None:
+        if time.monotonic() > end:
+            raise TransferError("nothing will come")
+
+    ends = GroupTransport(group, MEMBERS, stop)
+    return {} if rank else outcome(lambda: ends.receive(torch.zeros(3), MEMBERS[1], 1), 20.0)
+
+
 def silent_member(rank: int, ends: Transport) -> dict[str, Any]:
     """Rank 2 does not answer; the others wait for it for half a second."""
     if rank == 2:
@@ -188,6 +200,8 @@ def main(rank: int, folder: Path) -> None:
     near = {name: neighbors(store, f"near {name}", rank) for name in (*names, "half_sent")}
     far = {case: GroupTransport(make_group(store, case, rank), MEMBERS) for case in LAST_CASES}
     seen["wrong_groups"] = wrong_groups(group)
+    open_to_the_end = make_group(store, "given up", rank)
+    seen["given_up"] = given_up(rank, open_to_the_end)
     seen["near"] = sorted(near["all"].members)
     for way, ends in (("gloo", GroupTransport(group, MEMBERS)), ("near", near["all"])):
         seen |= {f"{way} {case.__name__}": case(rank, ends) for case in CASES}

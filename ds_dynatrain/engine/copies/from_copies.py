@@ -138,7 +138,7 @@ class FromCopies:
 
     def give(self, target: Buffers | None = None) -> None:
         """Carry out this member's parts of the plans, and its own if it has a place in the goal."""
-        transport = GroupTransport(*_transfer_group(self._world))
+        transport = GroupTransport(*_transfer_group(self._world), self._engine.control.watch)
         seconds, budget = self._engine.control.timeout_seconds, self._engine.settings.memory_budget_bytes
         played = [name for rank, name in enumerate(self._names) if rank in self._copies and name != self._me]
         sources = {
