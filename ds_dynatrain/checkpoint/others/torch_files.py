@@ -79,6 +79,7 @@ def read_tree(folder: Path, name: str, trust_pickle: bool = False, part: tuple[i
             with safe_globals([(Opaque, each) for each in ALLOWED]), FakeTensorMode():
                 tree = _loaded(file, trust_pickle)
             first, size = part[0] if part else 0, file.seek(0, os.SEEK_END)
+            return mapped(tree, lambda tensor: _stored(tensor, name, first, size))
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path} holds more than tensors and plain values, and reading it would run what it says "
@@ -88,7 +89,6 @@ def read_tree(folder: Path, name: str, trust_pickle: bool = False, part: tuple[i
         raise
     except Exception as error:  # torch has many ways to say that bytes are no such file
         raise CheckpointDamaged(f"{path} is no file of torch.save, or cut off: {_first_line(error)}") from None
-    return mapped(tree, lambda tensor: _stored(tensor, name, first, size))
 
 
 def _pickle_in(file: IO[bytes]) -> bytes:
