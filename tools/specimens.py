@@ -10,8 +10,8 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from ds_dynatrain.checkpoint import Saved
+from ds_dynatrain.checkpoint.others.archives import Archive, opened
 from ds_dynatrain.checkpoint.others.recognize import told_at
-from ds_dynatrain.checkpoint.others.zips import members_of
 from ds_dynatrain.cli import conversion
 from ds_dynatrain.cli.choices import Format
 
@@ -20,8 +20,8 @@ RANKS, STEP = 2, "step3"
 OURS = ("ours fp32", "ours bf16")
 COUNTED = {"global_steps": 3, "global_samples": 36, "skipped_steps": 0, "dp_world_size": RANKS}
 GROUP = {"lr": 0.5, "betas": (0.9, 0.95), "weight_decay": 0.0}
-_DATA = "/data/"
-"""What the members that are tensors have in their names."""
+_DATA = "data/"
+"""What the names of members that are tensors begin with."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,26 @@ def specimens(folder: Path) -> list[Specimen]:
     return found + [_specimen(path.name, path) for path in (*theirs, *others)]
 
 
+@dataclass(frozen=True)
+class Member:
+    """A member of a zip of torch.save. end: the first byte of the file behind it."""
+
+    file: str
+    name: str
+    first: int
+    end: int
+
+
+def members_of(folder: Path, archive: Archive) -> list[Member]:
+    """The members of a file of torch.save, as torch finds them."""
+    name, part = archive
+    begin = part[0] if part else 0
+    with opened(folder, archive) as file:
+        reader: Any = torch._C.PyTorchFileReader(file)
+        records = [(each, begin + reader.get_record_offset(each)) for each in reader.get_all_records()]
+        return [Member(name, each, first, first + reader.get_record_size(each)) for each, first in records]
+
+
 def _convert(path: Path, out: Path, to: str) -> None:
     list(conversion.convert(path, out, Format(to), None, False))
 
@@ -72,7 +92,9 @@ def _specimen(name: str, path: Path) -> Specimen:
     if name in OURS:
         rows = [row for row in Saved.open(path).manifest if row.file]
         return Specimen(name, files, tuple((row.file, row.offset, row.offset + row.nbytes) for row in rows))
-    parts = [part for archive in told_at(path).archives for part in members_of(path, archive) if _DATA in part.name]
+    parts = [
+        part for archive in told_at(path).archives for part in members_of(path, archive) if part.name.startswith(_DATA)
+    ]
     return Specimen(name, files, tuple((part.file, part.first, part.end) for part in parts))
 
 

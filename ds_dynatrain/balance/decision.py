@@ -159,10 +159,6 @@ class History:
         """Before anything was measured."""
         return cls(rules.cooldown_steps, (step,))
 
-    def changed(self, step: int) -> History:
-        """Costs were others in this window than before it."""
-        return dataclasses.replace(self, since=(*self.since, step)[-REMEMBERED:])
-
     def moved(self, move: Move) -> History:
         """A move was made, and waits for its judgement."""
         return dataclasses.replace(self, open=move, cool_from=move.step + self.waits)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -141,21 +141,6 @@ class Profile:
     def kind_bytes(self, kind: str) -> Ints:
         """Bytes of one state kind of each layer, 0 where there are none."""
         return np.array([layer.kind_bytes.get(kind, 0) for layer in self.layers], dtype=np.int64)
-
-    def check_model(self, names: Iterable[str]) -> None:
-        """ProfileError unless these are the names of its layers, in order: a profile is of one model."""
-        model = tuple(names)
-        if len(model) != len(self.layers):
-            raise ProfileError(
-                f"the profile is of another model: it has {len(self.layers)} layers, the model {len(model)}; profile "
-                "this model"
-            )
-        for place, (ours, theirs) in enumerate(zip(self.names, model, strict=True)):
-            if ours != theirs:
-                raise ProfileError(
-                    f"the profile is of another model: layer {place} is {ours!r} in it, and {theirs!r} in the model; "
-                    "write one of this model with engine.balancer.profile.save(FILE)"
-                )
 
     def to_json(self) -> str:
         """The text of a file; `from_json` gives the same profile back, every digit of it."""

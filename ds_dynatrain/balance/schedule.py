@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ds_dynatrain.balance.profile import Floats, Ints
+from ds_dynatrain.balance.profile import Floats
 from ds_dynatrain.errors import LayoutError
 
 
@@ -62,17 +62,11 @@ class Simulated:
     """How one batch goes through a pipeline, by simulation: all passes, without what follows them.
 
     ends: [stages], seconds after which a stage has made its last pass and handed on what came of it. busy: [stages],
-    seconds that it computes. in_flight: [stages], micro-batches whose activations it holds at the most.
+    seconds that it computes.
     """
 
     ends: Floats
     busy: Floats
-    in_flight: Ints
-
-    @property
-    def seconds(self) -> float:
-        """Until the last stage is done."""
-        return float(self.ends.max())
 
 
 def simulate(work: StageWork, micro_batches: int) -> Simulated:
@@ -98,5 +92,4 @@ def simulate(work: StageWork, micro_batches: int) -> Simulated:
         clock[:-1] = np.where(meets, together, clock[:-1])
         clock[1:] = np.where(meets, together, clock[1:])
         clock += takes
-    flights = np.array([in_flight(stages, micro_batches, each) for each in range(stages)])
-    return Simulated(clock, passes.sum(axis=0), flights)
+    return Simulated(clock, passes.sum(axis=0))

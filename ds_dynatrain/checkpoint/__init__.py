@@ -7,7 +7,6 @@
 | `extents` `manifest` | what lies in one piece in a file; the table that says where |
 | `shares` `writing` `holding` | what a rank writes, and its files; copies of it, for a save in the background |
 | `reading` | a rank's buffers, filled from the byte ranges of its own pieces |
-| `crcs` | CRC32s that other tools' files have of their parts, taken while these are read |
 | `files` | regular files only, and no more of them in memory than is allowed |
 | `names` | names of tensors and kinds are no paths |
 | `hidden` | a file or folder that has its name only when it is whole |

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -79,14 +79,14 @@ def dumped(content: object) -> bytes:
     return data
 
 
-def parsed(data: bytes, name: str, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> dict[str, Any]:
-    """JSON of one object; CheckpointDamaged for anything else. pairs: makes the dictionary of an object."""
+def parsed(data: bytes, name: str) -> dict[str, Any]:
+    """JSON of one object; CheckpointDamaged for anything else."""
     if _values(data) > MOST_VALUES:
         raise CheckpointDamaged(
             f"{name} has {_values(data)} values, and at most {MOST_VALUES} are read: it was changed"
         )
     try:
-        found = json.loads(data, object_pairs_hook=pairs)
+        found = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise CheckpointDamaged(f"{name} is no JSON ({type(error).__name__}: {error})") from None
     if not isinstance(found, dict):

@@ -16,7 +16,6 @@ from types import TracebackType
 import numpy as np
 import torch
 
-from ds_dynatrain.checkpoint.crcs import Crcs
 from ds_dynatrain.checkpoint.elements import named
 from ds_dynatrain.checkpoint.extents import Extent, digest_of, placed
 from ds_dynatrain.checkpoint.files import open_regular
@@ -56,7 +55,6 @@ class Reader:
     """An open checkpoint. budget_bytes: memory for what cannot be read in place. bytes_read: so far.
 
     links: files may be links to others, as in the caches of download tools; never in one of ours.
-    crcs: taken of what is read, for `prove`.
     """
 
     folder: Path
@@ -64,7 +62,6 @@ class Reader:
     budget_bytes: int = STAGE_BYTES
     bytes_read: int = 0
     links: bool = False
-    crcs: Crcs | None = None
     _open: dict[str, int] = field(default_factory=dict)
 
     def __enter__(self) -> Reader:
@@ -191,23 +188,10 @@ class Reader:
             done = os.preadv(self._open[name], [view[:CALL_BYTES]], at)
             if not done:
                 raise CheckpointDamaged(f"{name} ends at byte {at}, and {len(view)} more are expected: it is cut off")
-            if self.crcs is not None:
-                self.crcs.saw(name, at, view[:done])
             self.bytes_read += done
             view, at = view[done:], at + done
 
     # ---- checks ------------------------------------------------------------------------------------------------------
-
-    def prove(self) -> None:
-        """CheckpointDamaged, naming file and member, unless all that has a CRC32 in `crcs` has this one.
-
-        What was not read in order until now is read for it.
-        """
-        crcs = self.crcs or Crcs(())
-        for member in crcs:
-            while (at := crcs.read_until(member)) < member.end:
-                self._pread(member.file, at, self._stage[: member.end - at])
-            crcs.check(member)
 
     def values(self, row: Row) -> torch.Tensor:
         """The values of a stored extent, flat, in new memory."""

@@ -17,14 +17,13 @@ import torch
 from ds_dynatrain.checkpoint import folder as folders
 from ds_dynatrain.checkpoint import record
 from ds_dynatrain.checkpoint.convert import Progress, silent, whole
-from ds_dynatrain.checkpoint.crcs import Crcs
 from ds_dynatrain.checkpoint.elements import named
 from ds_dynatrain.checkpoint.extents import Extent
 from ds_dynatrain.checkpoint.files import dumped
 from ds_dynatrain.checkpoint.manifest import Manifest, Row
 from ds_dynatrain.checkpoint.names import check_names
+from ds_dynatrain.checkpoint.others.archives import check_crcs
 from ds_dynatrain.checkpoint.others.foreign import Foreign
-from ds_dynatrain.checkpoint.others.zips import members_of
 from ds_dynatrain.checkpoint.reading import Reader
 from ds_dynatrain.checkpoint.record import Record
 from ds_dynatrain.checkpoint.writing import Share, cast_row, data_file
@@ -94,13 +93,12 @@ def _written(foreign: Foreign, hidden: Path, tensors: Sequence[Share], progress:
                 files[dtype] = stack.enter_context(data_file(hidden, 0, dtype))
             return files[dtype](share)
 
-        crcs = Crcs(member for archive in foreign.archives for member in members_of(foreign.path, archive))
-        reader = stack.enter_context(Reader(foreign.path, foreign.manifest, links=True, crcs=crcs))
+        check_crcs(foreign.path, foreign.archives)
+        reader = stack.enter_context(Reader(foreign.path, foreign.manifest, links=True))
         for tensor in foreign.tensors:
             for kind, dtype in _stored(foreign, tensor):
                 yield from _rows_of(reader, tensor, kind, dtype, write)
                 progress(tensor.numel * dtype.itemsize)
-        reader.prove()
         yield from map(write, tensors)
 
 

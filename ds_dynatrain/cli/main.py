@@ -106,7 +106,7 @@ def coordinator(
         str | None, typer.Option(help="HOST:PORT at which a browser and Prometheus see the job. Without it: nowhere.")
     ] = None,
     http_token_file: Annotated[
-        Path | None, typer.Option(help="A file with what they have to say; needed unless --http is on this machine.")
+        Path | None, typer.Option(help="A file with what they have to say; by default one that is made.")
     ] = None,
 ) -> None:
     """Coordinate the nodes of one elastic job, from its start to its end, so that no node is special.

@@ -12,11 +12,11 @@
 | `snapshot` | the status of a job |
 | `monitoring/` | what people and Prometheus see of it; read-only, and decides nothing |
 | `coordinator` `peer` | the membership behind a socket; its end of one connection |
-| `strangers` | peers that have not said who they are: how many there may be, what the log says |
+| `strangers` | connections that have not proved the token: for how long, how many, what the log says |
 | `connection` `query` | the other end; what anybody may ask: the status, and that a node leaves |
 | `channel` | what proves each message of a connection |
 | `address` `announcement` | where to listen, and to whom; an address that stands in a shared file |
-| `token` `users` | the secret of a job; whose a connection is, without one |
+| `token` | the secret of a job |
 | `hosting` `store` | a coordinator with its store, in whichever process; stores for process groups |
 | `handler` `rendezvous` `agent` | the back-end of torchrun; a world of one node; the line to the coordinator |
 | `environment` | every environment variable: what is read, what is handed to workers |

@@ -12,8 +12,6 @@ import socket
 import time
 from collections import defaultdict
 
-from ds_dynatrain.elastic.address import tune
-from ds_dynatrain.elastic.channel import Channel
 from ds_dynatrain.elastic.effects import Effect, Finish, GiveUp, Publish
 from ds_dynatrain.elastic.effects import Probe as AskToReach
 from ds_dynatrain.elastic.membership import Membership
@@ -73,29 +71,25 @@ class Coordinator:
         self._agents: dict[str, Peer] = {}
         self._owed: defaultdict[str, list[Fence]] = defaultdict(list)
         self._peers: set[Peer] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
         self._stirred = asyncio.Event()
         self._wakes_at = 0.0
 
     async def serve(self, listener: socket.socket, stop: asyncio.Event | None = None) -> None:
         """Serve until the job has finished and everybody has gone, or until `stop`; then close all connections."""
-        door = Door(listener, self._token, _refusal(self._token_file), self._admit)
-        door.open()
-        keeper = asyncio.create_task(self._keep_time())
+        door = Door(listener, self._token, _refusal(self._token_file), self._take)
+        keeper, doorman = asyncio.create_task(self._keep_time()), asyncio.create_task(door.serve())
         stopper = asyncio.create_task((stop or asyncio.Event()).wait())
         try:
-            await asyncio.wait([keeper, stopper], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([keeper, doorman, stopper], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            door.close()
-            keeper.cancel()
-            stopper.cancel()
+            for task in (keeper, doorman, stopper):
+                task.cancel()
             for peer in list(self._peers):
                 peer.abort()
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(keeper, stopper, *self._tasks, return_exceptions=True)
-        if not keeper.cancelled():
-            keeper.result()  # raises what it ended with, if it did
+            await asyncio.gather(keeper, doorman, stopper, return_exceptions=True)
+        for task in (keeper, doorman):
+            if not task.cancelled():
+                task.result()  # raises what it ended with, if it did
 
     @property
     def connected(self) -> int:
@@ -112,24 +106,8 @@ class Coordinator:
 
     # -- one peer ----------------------------------------------------------------------------------------------------
 
-    def _admit(self, link: socket.socket, name: str, channel: Channel, hello: Hello, rest: bytes) -> None:
-        """Attend to a peer that has proved that it knows the token."""
-        task = asyncio.create_task(self._take(link, name, channel, hello, rest))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _take(self, link: socket.socket, name: str, channel: Channel, hello: Hello, rest: bytes) -> None:
-        loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
-        reader.feed_data(rest)
-        protocol = asyncio.StreamReaderProtocol(reader)
-        try:
-            tune(link)
-            transport, _ = await loop.create_connection(lambda: protocol, sock=link)
-        except OSError:  # it has gone already
-            link.close()
-            return
-        writer = asyncio.StreamWriter(transport, protocol, reader, loop)
-        peer = Peer(reader, writer, name, channel)
+    async def _take(self, peer: Peer, hello: Hello) -> None:
+        """Attend to a peer that has proved that it knows the token, and tell it why if it is refused."""
         self._peers.add(peer)
         try:
             await self._attend(peer, hello)
@@ -142,7 +120,6 @@ class Coordinator:
             pass
         finally:
             self._peers.discard(peer)
-            peer.close()
 
     async def _attend(self, peer: Peer, hello: Hello) -> None:
         """From the greeting of a peer to its last word."""

@@ -85,10 +85,16 @@ def job_token(
     if isinstance(endpoint, Announced):
         made = endpoint.file.with_name(f"{endpoint.file.name}.token")
     else:
-        made = Path(variables.get(STATE) or os.path.expanduser("~/.local/state")) / "dynatrain" / "token"
-        with suppress(OSError):  # it is told when the file cannot be made
-            made.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        made = users_file("token", variables)
     return made_token(made), str(made)
+
+
+def users_file(name: str, variables: Mapping[str, str] = os.environ) -> Path:
+    """Return where a secret of this user's lies that all jobs share, in a folder that is made."""
+    folder = Path(variables.get(STATE) or os.path.expanduser("~/.local/state")) / "dynatrain"
+    with suppress(OSError):  # it is told when the file cannot be made
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder / name
 
 
 def replaces_c10d(variables: Mapping[str, str] = os.environ) -> bool:

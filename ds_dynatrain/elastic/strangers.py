@@ -1,8 +1,7 @@
-"""The coordinator's door: whoever connects has to prove there, soon, that it knows the token; and what the log says.
+"""The coordinator's door: a connection has to prove, soon, that it knows the token, or it is closed.
 
-A stranger costs one message and a place among few, not a task: so honest peers come in however many strangers there
-are. A peer that means well has proved itself within milliseconds, and so the one that has waited longest is sent away
-where there are too many.
+Honest peers prove it within milliseconds. So where too many connections have not, the one that has waited longest is
+closed, and honest peers come in however many strangers there are.
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ import logging
 import resource
 import socket
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable
 
+from ds_dynatrain.elastic.address import tune
 from ds_dynatrain.elastic.channel import NO_TAG, TAG_BYTES, Channel, new_nonce
 from ds_dynatrain.elastic.messages import (
     HEADER,
@@ -28,160 +27,119 @@ from ds_dynatrain.elastic.messages import (
     decode,
     encode,
 )
+from ds_dynatrain.elastic.peer import Peer
 from ds_dynatrain.elastic.world import LONGEST_TEXT
 from ds_dynatrain.errors import MessageError, PeerRefused
 
 MOST_STRANGERS = 512
-"""At one time; and at most a quarter of the files that this process may open."""
+"""Connections at one time that have proved nothing; and at most a quarter of the files that this process may open."""
 PROVE_SECONDS = 2.0
 """From the opening of a connection until the peer has proved that it knows the token."""
-ACCEPTED_AT_ONCE = 16
-"""Then it is others' turn: the members', and that of strangers which have answered."""
-LOOK_SECONDS = 0.2
+RETRY_SECONDS = 0.2
+"""Until the next connection is accepted after one could not be."""
 LINE_SECONDS = 1.0
 """Between two lines of the log about strangers, at least."""
 
 logger = logging.getLogger("ds_dynatrain.elastic")
 
 
-@dataclass(eq=False)
-class Stranger:
-    """A connection of which nothing is proved."""
-
-    link: socket.socket
-    name: str
-    nonce: str
-    came: float
-    said: bytearray = field(default_factory=bytearray)
-
-
-Admit = Callable[[socket.socket, str, Channel, Hello, bytes], object]
-"""What is done with a peer that has proved itself: its socket, its name, the channel, its greeting, what came next."""
-
-
 class Door:
-    """Takes connections from a listening socket in the loop that runs, and lets in those that know the token.
+    """Takes connections from a listening socket, and hands those that prove the token to `attend`.
 
-    refusal: what those are told that do not.
+    refusal: the answer to a peer with another token, or none.
     """
 
-    def __init__(self, listener: socket.socket, token: str | None, refusal: str, admit: Admit) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        token: str | None,
+        refusal: str,
+        attend: Callable[[Peer, Hello], Awaitable[None]],
+    ) -> None:
         self._listener = listener
         self._token = token
         self._refusal = refusal
-        self._admit = admit
-        self._loop = asyncio.get_running_loop()
+        self._attend = attend
         self._most = min(MOST_STRANGERS, _files() // 4)
-        self._waiting: dict[Stranger, None] = {}
-        self._timer: asyncio.TimerHandle | None = None
-        self.complaints = Complaints()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._unproved: dict[asyncio.Task[None], None] = {}
+        self._complaints = Complaints()
 
-    def open(self) -> None:
-        """Begin."""
+    async def serve(self) -> None:
+        """Take connections until this is cancelled; then close the listening socket and all connections."""
         self._listener.setblocking(False)
-        self._loop.add_reader(self._listener, self._accept)
-        self._look()
-
-    def close(self) -> None:
-        """Take nobody any more, and send away those that wait; the listening socket is closed."""
-        self._loop.remove_reader(self._listener)
-        self._listener.close()
-        if self._timer is not None:
-            self._timer.cancel()
-        for stranger in list(self._waiting):
-            self._send_away(stranger)
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def _accept(self) -> None:
-        for _ in range(ACCEPTED_AT_ONCE):
-            try:
-                link, there = self._listener.accept()
-            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                return
-            except OSError as error:  # no descriptors, say: those of strangers are the first that can be spared
-                self.complaints.say(f"no connection can be accepted: {error}; raise `ulimit -n`")
-                self._listen_later()
-                return
-            link.setblocking(False)
-            stranger = Stranger(link, str(there), new_nonce(), time.monotonic())
-            self._waiting[stranger] = None
-            self._loop.add_reader(link, self._hear, stranger)
-            self._say(stranger, encode(Challenge(version=PROTOCOL, nonce=stranger.nonce)))
-            if len(self._waiting) > self._most:
-                self._send_away(next(iter(self._waiting)))
-
-    def _listen_later(self) -> None:
-        """The kernel would say again at once that somebody waits."""
-        if self._waiting:
-            self._send_away(next(iter(self._waiting)))
-            return
-        self._loop.remove_reader(self._listener)
-        self._loop.call_later(LOOK_SECONDS, self._listen_again)
-
-    def _listen_again(self) -> None:
-        if self._listener.fileno() >= 0:
-            self._loop.add_reader(self._listener, self._accept)
-
-    def _hear(self, stranger: Stranger) -> None:
         try:
-            part = stranger.link.recv(LARGEST_GREETING)
-            stranger.said += part
-            greeting = self._greeting(stranger) if part else None
-        except (PeerRefused, MessageError) as error:
-            self.complaints.say(f"{stranger.name}: refused: {error}")
-            self._say(stranger, encode(Refused(reason=clipped(str(error), LONGEST_TEXT))))
-            self._send_away(stranger)
-            return
-        except (BlockingIOError, InterruptedError):
-            return
-        except OSError:
-            part, greeting = b"", None
-        if not part:
-            self._send_away(stranger)
-        elif greeting is not None:
-            self._forget(stranger)
-            self._admit(stranger.link, stranger.name, *greeting)
+            while True:
+                await self._accept()
+                await asyncio.sleep(0)  # an accept that need not wait gives nobody else a turn
+        finally:
+            self._listener.close()
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _greeting(self, stranger: Stranger) -> tuple[Channel, Hello, bytes] | None:
-        """(the channel, the greeting, what came after it), once all of it is there; PeerRefused or MessageError."""
-        said = bytes(stranger.said)
-        if len(said) < HEADER.size:
-            return None
-        end = HEADER.size + body_length(said[: HEADER.size], LARGEST_GREETING)
-        if len(said) < end + TAG_BYTES:
-            return None
-        hello = decode(said[HEADER.size : end])
+    async def _accept(self) -> None:
+        try:
+            link, there = await asyncio.get_running_loop().sock_accept(self._listener)
+        except OSError as error:  # no descriptors, for example; strangers can be spared first
+            self._complaints.say(f"no connection can be accepted: {error}; raise `ulimit -n`")
+            self._close_oldest()
+            await asyncio.sleep(RETRY_SECONDS)
+            return
+        task = asyncio.create_task(self._take(link, str(there)))
+        self._tasks.add(task)
+        self._unproved[task] = None
+        task.add_done_callback(self._forget)
+        if len(self._unproved) > self._most:
+            self._close_oldest()
+
+    def _close_oldest(self) -> None:
+        if self._unproved:
+            oldest = next(iter(self._unproved))
+            del self._unproved[oldest]
+            oldest.cancel()
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._unproved.pop(task, None)
+
+    async def _take(self, link: socket.socket, name: str) -> None:
+        """Attend to one connection, from its beginning to its end."""
+        try:
+            tune(link)
+            reader, writer = await asyncio.open_connection(sock=link)
+        except OSError:  # it has gone already
+            link.close()
+            return
+        try:
+            channel, hello = await asyncio.wait_for(self._proof(reader, writer), PROVE_SECONDS)
+        except (PeerRefused, MessageError) as error:
+            self._complaints.say(f"{name}: refused: {error}")
+            writer.write(encode(Refused(reason=clipped(str(error), LONGEST_TEXT))) + NO_TAG)
+        except (EOFError, OSError, asyncio.TimeoutError):
+            pass
+        else:
+            task = asyncio.current_task()
+            if task is not None:
+                self._unproved.pop(task, None)
+            await self._attend(Peer(reader, writer, name, channel), hello)
+        finally:
+            writer.close()
+
+    async def _proof(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[Channel, Hello]:
+        """Return the channel and the greeting of a peer that proves the token; raise PeerRefused or MessageError."""
+        nonce = new_nonce()
+        writer.write(encode(Challenge(version=PROTOCOL, nonce=nonce)) + NO_TAG)
+        header = await reader.readexactly(HEADER.size)
+        wire = header + await reader.readexactly(body_length(header, LARGEST_GREETING))
+        tag = await reader.readexactly(TAG_BYTES)
+        hello = decode(wire[HEADER.size :])
         if not isinstance(hello, Hello):
             raise MessageError(f"{hello.kind}: a connection begins with hello")
-        channel = Channel(self._token, (stranger.nonce, hello.nonce), "coordinator")
-        if not channel.is_next(said[:end], said[end : end + TAG_BYTES]):
+        channel = Channel(self._token, (nonce, hello.nonce), "coordinator")
+        if not channel.is_next(wire, tag):
             raise PeerRefused(self._refusal)
-        return channel, hello, said[end + TAG_BYTES :]
-
-    def _say(self, stranger: Stranger, wire: bytes) -> None:
-        try:
-            stranger.link.send(wire + NO_TAG)  # a new connection has room for it
-        except OSError:
-            pass  # it has gone; that is heard next
-
-    def _look(self) -> None:
-        """Send away those that have had their time."""
-        end = time.monotonic() - PROVE_SECONDS
-        for stranger in list(self._waiting):
-            if stranger.came > end:
-                break
-            self._send_away(stranger)
-        self._timer = self._loop.call_later(LOOK_SECONDS, self._look)
-
-    def _forget(self, stranger: Stranger) -> None:
-        del self._waiting[stranger]
-        self._loop.remove_reader(stranger.link)
-
-    def _send_away(self, stranger: Stranger) -> None:
-        self._forget(stranger)
-        stranger.link.close()
+        return channel, hello
 
 
 class Complaints:

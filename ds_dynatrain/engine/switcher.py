@@ -103,7 +103,7 @@ class Switcher:
     def _gives_way(self, reason: Reason) -> bool:
         """Whether what is pending was not asked for by the script, and this is."""
         pending = self.engine.pending
-        return pending is not None and not pending.done and bool(pending.cause) and not reason.cause
+        return pending is not None and bool(pending.cause) and not reason.cause
 
     def _is_pending(self, layout: Layout | None, at: int | None, changes: Mapping[str, Any], late: bool) -> bool:
         """Whether the very same switch was asked for before (a loop turns several times per optimizer step)."""
@@ -171,7 +171,7 @@ class Switcher:
             if late:
                 self._targets.check_late(target)
             gives_way = self._gives_way(reason)
-            if self.engine.pending is not None and not self.engine.pending.done and not gives_way:
+            if self.engine.pending is not None and not gives_way:
                 raise SwitchRefused(
                     f"a switch to {self.engine.pending.layout} is pending",
                     "ask again once engine.is_switching is false",
@@ -206,7 +206,7 @@ class Switcher:
         pending = self.engine.pending
         if self.engine.awaits_late:
             return f"masters and moments of the switch to {self.engine.layout} are on their way until engine.step()"
-        if pending is not None and not pending.done and not of_reading:
+        if pending is not None and not of_reading:
             return f"a switch to {pending.layout} is pending"
         return "an accumulation window is open" if self.engine.has_open_window else ""
 
@@ -233,7 +233,7 @@ class Switcher:
         """Yield what waits for a boundary, in words; what waits on all members, on rank 0 alone."""
         pending = self.engine.pending
         yield from self._fallback.waiting(self._steps.count)
-        if self.engine.rank == 0 and pending is not None and not pending.done:
+        if self.engine.rank == 0 and pending is not None:
             yield f"a switch to {pending.layout} is pending"
         if self.engine.rank == 0 and (change := PROCESS.membership.waiting_change(self.engine)):
             yield f"a change of members waits ({change})"

@@ -76,12 +76,6 @@ class Row:
     at_start: StartCheck | None = None
     at_layout: LayoutCheck | None = None
 
-    @property
-    def name(self) -> str:
-        """The key, with the values that the row is about: unique in the table."""
-        shown = " or ".join(str(value).lower() if isinstance(value, bool) else str(value) for value in self.values)
-        return f"{self.key}: {shown}" if shown else self.key
-
     def is_off(self, value: object) -> bool:
         """Whether this value of the key asks for nothing."""
         if any(_same(value, other) for other in self.off):

@@ -43,11 +43,6 @@ class Runs(NamedTuple):
     length: Int64s
     tensor: Int64s
 
-    @property
-    def width(self) -> int:
-        """Bytes that are read at once: the largest of 4, 2 and 1 that divides every address, begin and length."""
-        return _width(*self[:3])
-
 
 class Programs(NamedTuple):
     """What each program of the kernel does: its run, its slice of a block, the first block and the number of blocks."""

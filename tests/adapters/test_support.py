@@ -101,6 +101,12 @@ def asking(row: Row, value: object) -> dict[str, Any]:
     return config
 
 
+def name_of(row: Row) -> str:
+    """The key, with the values that the row is about: unique in the table."""
+    shown = " or ".join(str(value).lower() if isinstance(value, bool) else str(value) for value in row.values)
+    return f"{row.key}: {shown}" if shown else row.key
+
+
 def value_of(row: Row) -> object:
     """A value with which the row's feature is asked for."""
     if row.values:
@@ -121,11 +127,11 @@ def value_of(row: Row) -> object:
 
 
 def test_no_row_stands_twice() -> None:
-    names = [row.name for row in ROWS]
+    names = [name_of(row) for row in ROWS]
     assert sorted(names) == sorted(set(names))
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", ROWS, ids=name_of)
 def test_a_row_is_complete(row: Row) -> None:
     """What is refused says why and what to do; what works unconditionally needs no word."""
     if row.verdict in (Verdict.AT_START, Verdict.AT_SWITCH):
@@ -134,14 +140,14 @@ def test_a_row_is_complete(row: Row) -> None:
     assert row.verdict is not Verdict.WORKS or not row.why
 
 
-@pytest.mark.parametrize("row", CONFIG_ROWS, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", CONFIG_ROWS, ids=name_of)
 def test_the_sections_around_a_key_have_rows(row: Row) -> None:
     for section in sections(row):
         around = row_of(section)
         assert around is not None and not around.below
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row.proof], ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [row for row in ROWS if row.proof], ids=name_of)
 def test_a_proof_is_there(row: Row) -> None:
     """`path`, or `path::test`."""
     path, _, test = row.proof.partition("::")
@@ -150,10 +156,10 @@ def test_a_proof_is_there(row: Row) -> None:
 
 
 def test_usages_have_proofs() -> None:
-    assert [row.name for row in all_tables()["usage"] if "::" not in row.proof] == []
+    assert [name_of(row) for row in all_tables()["usage"] if "::" not in row.proof] == []
 
 
-@pytest.mark.parametrize("row", [row for row in CONFIG_ROWS if row.verdict is Verdict.AT_START], ids=lambda r: r.name)
+@pytest.mark.parametrize("row", [row for row in CONFIG_ROWS if row.verdict is Verdict.AT_START], ids=name_of)
 def test_a_refused_key(row: Row) -> None:
     with pytest.raises(UnsupportedError) as caught:
         accepted(asking(row, value_of(row)))
@@ -164,14 +170,14 @@ def test_a_refused_key(row: Row) -> None:
 @pytest.mark.parametrize(
     ("row", "value"),
     [(row, value) for row in CONFIG_ROWS if row.verdict is Verdict.AT_START for value in row.off],
-    ids=lambda part: part.name if isinstance(part, Row) else str(part),
+    ids=lambda part: name_of(part) if isinstance(part, Row) else str(part),
 )
 def test_a_refused_key_that_is_off(row: Row, value: object) -> None:
     accepted_by_this_series(asking(row, value))
 
 
 @pytest.mark.parametrize(
-    "row", [row for row in CONFIG_ROWS if row.verdict is Verdict.AT_START and row.switch], ids=lambda row: row.name
+    "row", [row for row in CONFIG_ROWS if row.verdict is Verdict.AT_START and row.switch], ids=name_of
 )
 def test_a_refused_section_that_is_off(row: Row) -> None:
     assert row.switch is not None
@@ -179,9 +185,7 @@ def test_a_refused_section_that_is_off(row: Row) -> None:
     accepted(asking(row, {"anything": 1}))
 
 
-@pytest.mark.parametrize(
-    "row", [row for row in CONFIG_ROWS if row.verdict is not Verdict.AT_START], ids=lambda row: row.name
-)
+@pytest.mark.parametrize("row", [row for row in CONFIG_ROWS if row.verdict is not Verdict.AT_START], ids=name_of)
 def test_a_key_that_works(row: Row) -> None:
     accepted_by_this_series(asking(row, value_of(row)))
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from ds_dynatrain.balance.decision import (
+    REMEMBERED,
     Answer,
     Drift,
     History,
@@ -29,6 +30,13 @@ from ds_dynatrain.errors import ConfigError
 
 RULES = Rules(horizon_steps=100)
 FRESH = History.new(RULES)
+
+
+def changed(history: History, step: int) -> History:
+    """Costs became others at a step."""
+    return dataclasses.replace(history, since=(*history.since, step)[-REMEMBERED:])
+
+
 GOOD = Offer(10.0, 8.0, 0.1, 20.0)  # 0.2 of a step; 2 s × 100 steps against 2 × 20 s
 
 
@@ -52,7 +60,7 @@ GOOD = Offer(10.0, 8.0, 0.1, 20.0)  # 0.2 of a step; 2 s × 100 steps against 2 
         (Answer.OPEN, GOOD, dataclasses.replace(FRESH, open=Move(10, 0.1, 9.0, 0.1)), RULES),
         (Answer.SMALL, GOOD, dataclasses.replace(FRESH, factor=0.1), RULES),
         (Answer.ACT, GOOD, dataclasses.replace(FRESH, factor=0.4), RULES),
-        (Answer.DEAR, dataclasses.replace(GOOD, cost_seconds=41.0), FRESH.changed(5).changed(10), RULES),  # 40 steps
+        (Answer.DEAR, dataclasses.replace(GOOD, cost_seconds=41.0), changed(changed(FRESH, 5), 10), RULES),  # 40 steps
         (Answer.DEAR, dataclasses.replace(GOOD, cost_seconds=51.0), FRESH, Rules()),  # 50 steps so far
         (Answer.ACT, dataclasses.replace(GOOD, cost_seconds=50.0), FRESH, Rules()),
     ],
@@ -82,7 +90,7 @@ def test_why_says_the_arithmetic() -> None:
 def test_the_horizon_is_for_how_long_costs_stay(changes: tuple[int, ...], step: int, horizon: float) -> None:
     history = FRESH
     for each in changes:
-        history = history.changed(each)
+        history = changed(history, each)
     assert history.horizon(Rules(), step) == horizon
     assert history.horizon(Rules(horizon_steps=80), step) == 80
     assert history.horizon(Rules(horizon_steps=500), step) == (min(500, horizon) if changes else 500)
@@ -181,7 +189,7 @@ class Run:
             mean = np.mean([each for each, _ in windows[:-1]] or [seconds], axis=0)
             differ = costs_differ(mean, seconds, np.sqrt(2) * self.noise * mean + 1e-12, self.rules.least_gain)
             if differ:
-                history, windows = history.changed(step), windows[-1:]
+                history, windows = changed(history, step), windows[-1:]
             now = Problem.of(seconds, self.stages, speeds=1 / paces)
             if history.open is not None:
                 drift = Drift.MIXED if differ else Drift.SAME

@@ -120,12 +120,3 @@ def test_a_name_that_is_missing() -> None:
     del said["train_batch_size"]
     with pytest.raises(ProfileError, match="the profile: train_batch_size missing"):
         Profile.from_json(json.dumps(said))
-
-
-def test_another_model() -> None:
-    one = profile((1.0, 1.0))
-    one.check_model(["block.0", "block.1"])
-    with pytest.raises(ProfileError, match="it has 2 layers, the model 3"):
-        one.check_model(["block.0", "block.1", "head"])
-    with pytest.raises(ProfileError, match=r"layer 1 is 'block.1' in it, and 'head' in the model"):
-        one.check_model(["block.0", "head"])

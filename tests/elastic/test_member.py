@@ -23,7 +23,7 @@ from ds_dynatrain.elastic.world import World
 from ds_dynatrain.errors import JobFinished
 from tests.elastic.relaying import relayed
 from tests.elastic.served import ANY, SECONDS, Served, enter, serving, told
-from tests.elastic.watched import status, switched
+from tests.elastic.watched import READERS, status, switched
 
 
 @dataclass
@@ -248,7 +248,7 @@ def test_children_do_not_speak_for_it(script: Script) -> None:
 
 def test_another_coordinator_is_told_of_switches_again(script: Script) -> None:
     """Once each, with what this member has counted; that one knows nothing of before."""
-    with serving(reading=Reading(ANY)) as served:
+    with serving(reading=Reading(ANY, READERS)) as served:
         a = script.member(served.address, "a")
         joined(a)
         a.switched(switched(1))
@@ -256,7 +256,7 @@ def test_another_coordinator_is_told_of_switches_again(script: Script) -> None:
         assert wait_until(lambda: len(status(served.url)["switches"]) == 1)
         address = served.address
     a.switched(switched(2))
-    with serving(address=address, reading=Reading(ANY), term="def") as served:
+    with serving(address=address, reading=Reading(ANY, READERS), term="def") as served:
         assert wait_until(lambda: len(status(served.url)["switches"]) == 2)
         seen = status(served.url)
         assert [one["step"] for one in seen["switches"]] == [1, 2] and seen["counts"]["committed"] == 2

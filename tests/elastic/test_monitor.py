@@ -23,16 +23,22 @@ from ds_dynatrain.elastic.monitoring.access import Reading
 from ds_dynatrain.elastic.monitoring.view import View
 from ds_dynatrain.errors import ConfigError, ElasticError
 from tests.elastic.served import ANY, SECONDS, Served, enter, serving, told
-from tests.elastic.watched import fetched, metrics, status, switched
+from tests.elastic.watched import READERS, fetched, metrics, status, switched
 
-TOKEN = "what readers have to say"
+PUBLISHED = {
+    "uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
+    "uPlot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
+}
+"""SHA-256 of what uPlot 1.6.32 has published."""
 ROOT = Path(__file__).parents[2]
+JOB = "the job's own token"
+KNOWS = f"Authorization: Bearer {READERS}\r\n".encode()
 
 
 @pytest.fixture(scope="module")
 def quiet() -> Iterator[Served]:
     """A coordinator with one member, for whoever asks and changes nothing."""
-    with serving(reading=Reading(ANY)) as served:
+    with serving(reading=Reading(ANY, READERS)) as served:
         a = served.join("a")
         enter(a, told(a).generation)
         yield served
@@ -53,7 +59,7 @@ def said(served: Served, request: bytes) -> bytes:
 
 
 def test_nodes_join_step_switch_and_die() -> None:
-    with serving(reading=Reading(ANY), job="run-7") as served:
+    with serving(reading=Reading(ANY, READERS), job="run-7") as served:
         assert status(served.url)["state"] == "waiting"
         a = served.join("a")
         world = told(a)
@@ -121,7 +127,7 @@ def test_the_page_asks_nobody_else(quiet: Served) -> None:
 
 
 def test_uplot_is_as_it_was_published() -> None:
-    for name, digest in page.PUBLISHED.items():
+    for name, digest in PUBLISHED.items():
         assert hashlib.sha256((page.STATIC / name).read_bytes()).hexdigest() == digest
     assert "Permission is hereby granted" in (page.STATIC / "uPlot.LICENSE").read_text()
 
@@ -139,7 +145,7 @@ HOSTILE: list[tuple[str, bytes, bytes]] = [
     ("many headers", b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * 200 + b"\r\n", b" 431 "),
     ("no colon", b"GET / HTTP/1.1\r\n\x00\xff\xfe\r\n\r\n", b" 200 "),
     ("our own protocol", b"\x00\x00\x00\x10" + b"{}" * 8 + b"\r\n\r\n", b" 400 "),
-    ("another site's page", b"GET /status.json HTTP/1.1\r\nHost: evil.example:80\r\n\r\n", b" 403 "),
+    ("another site's page", b"GET /status.json HTTP/1.1\r\nAuthorization: \r\nHost: evil.example\r\n\r\n", b" 401 "),
     *(
         (method, f"{method} /metrics HTTP/1.1\r\n\r\n".encode(), b" 405 ")
         for method in ("POST", "PUT", "DELETE", "HEAD")
@@ -150,6 +156,8 @@ HOSTILE: list[tuple[str, bytes, bytes]] = [
 
 @pytest.mark.parametrize(("request_", "code"), [case[1:] for case in HOSTILE], ids=[case[0] for case in HOSTILE])
 def test_hostile_requests(quiet: Served, request_: bytes, code: bytes) -> None:
+    if b"Authorization" not in request_:
+        request_ = request_.replace(b" HTTP/1.1\r\n", b" HTTP/1.1\r\n" + KNOWS)
     answer = said(quiet, request_)
     assert code in answer.partition(b"\r\n")[0] or (not answer and len(request_) > server.LARGEST_REQUEST), answer[:300]
     assert b"evil.example" not in answer and b"passwd" not in answer, "nothing of a request is repeated"
@@ -157,50 +165,57 @@ def test_hostile_requests(quiet: Served, request_: bytes, code: bytes) -> None:
 
 
 def test_tokens() -> None:
-    with serving(reading=Reading(ANY, TOKEN)) as served:
+    with serving(reading=Reading(ANY, READERS)) as served:
         for path in ("/", "/metrics", "/status.json", "/nothing"):
-            for token in ("", "another one", TOKEN[:-1], TOKEN + "x", "\u20ac"):
+            for token in ("", "another one", READERS[:-1], READERS + "x", "\u20ac"):
                 if token.isascii():
                     code, headers, body = fetched(f"{served.url}{path}", token)
                     assert (
-                        code == 401 and headers["WWW-Authenticate"].startswith("Basic") and TOKEN.encode() not in body
+                        code == 401 and headers["WWW-Authenticate"].startswith("Basic") and READERS.encode() not in body
                     )
-        assert fetched(f"{served.url}/status.json", TOKEN)[0] == 200
-        basic = base64.b64encode(f"anybody:{TOKEN}".encode()).decode()
+        assert fetched(f"{served.url}/status.json", READERS)[0] == 200
+        basic = base64.b64encode(f"anybody:{READERS}".encode()).decode()
         assert b" 200 " in said(served, f"GET / HTTP/1.1\r\nAuthorization: Basic {basic}\r\n\r\n".encode())[:20]
-        for wrong in ("Basic !!!", f"Basic {basic[:-4]}", "Basic", f"Digest {TOKEN}", f"Bearer{TOKEN}"):
+        for wrong in ("Basic !!!", f"Basic {basic[:-4]}", "Basic", f"Digest {READERS}", f"Bearer{READERS}"):
             assert b" 401 " in said(served, f"GET / HTTP/1.1\r\nAuthorization: {wrong}\r\n\r\n".encode())[:20]
         assert b" 401 " in said(served, b"GET / HTTP/1.1\r\nAuthorization: Bearer \xff\xfe\r\n\r\n")[:20]
 
 
 def test_where_it_listens(tmp_path: Path) -> None:
-    with pytest.raises(ElasticError, match=r"can be reached from other machines.*--http-token-file FILE"):
-        Reading(Address("0.0.0.0", 0)).listen()
-    Reading(Address("0.0.0.0", 0), TOKEN).listen().close()
-    Reading(Address("localhost", 0)).listen().close()
+    for host in ("0.0.0.0", "localhost"):
+        Reading(Address(host, 0), READERS).listen().close()
+    with pytest.raises(ElasticError, match=r"cannot be watched at 192\.0\.2\.1"):
+        Reading(Address("192.0.2.1", 0), READERS).listen()
     file = tmp_path / "token"
-    file.write_text(TOKEN)
+    file.write_text(READERS)
     file.chmod(0o600)
-    assert Reading.of("127.0.0.1:9", file, "the job's own token") == Reading(Address("127.0.0.1", 9), TOKEN)
-    assert Reading.of(None, None, None) is None
+    assert Reading.of("127.0.0.1:9", file, JOB) == Reading(Address("127.0.0.1", 9), READERS, str(file))
+    assert Reading.of(None, None, JOB) is None
     with pytest.raises(ConfigError, match="it has the job's token"):
-        Reading.of("127.0.0.1:9", file, TOKEN)
+        Reading.of("127.0.0.1:9", file, READERS)
     with pytest.raises(ConfigError, match="give --http HOST:PORT"):
-        Reading.of(None, file, None)
+        Reading.of(None, file, JOB)
+
+
+def test_without_a_token_file_there_is_one_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    first, again = (Reading.of("127.0.0.1:9", None, JOB) for _ in range(2))
+    assert first is not None and first == again and len(first.token) == 64
+    assert Path(first.token_file).stat().st_mode & 0o777 == 0o600
 
 
 def test_slow_readers_hold_nobody_up(monkeypatch: pytest.MonkeyPatch, in_time: Callable[[float, float], None]) -> None:
     """As many as there may be say a byte now and then, or read none of what they asked for; the job decides as ever."""
     monkeypatch.setattr(server, "READ_SECONDS", 1.0)
     monkeypatch.setattr(server, "WRITE_SECONDS", 1.0)
-    with serving(reading=Reading(ANY)) as served:
+    with serving(reading=Reading(ANY, READERS)) as served:
         a = served.join("a")
         enter(a, told(a).generation)
         address = "127.0.0.1", int(served.url.rpartition(":")[2])
         links = [socket.create_connection(address) for _ in range(3 * server.MOST_READERS)]
         for place, link in enumerate(links):
             try:
-                link.sendall(b"GET / HTTP/1.1\r\n\r\n" if place % 2 else b"G")
+                link.sendall(b"GET / HTTP/1.1\r\n" + KNOWS + b"\r\n" if place % 2 else b"G")
             except ConnectionError:  # it was sent away
                 pass
         begin = time.monotonic()
@@ -214,7 +229,7 @@ def test_slow_readers_hold_nobody_up(monkeypatch: pytest.MonkeyPatch, in_time: C
 
 
 def test_many_readers_at_once_make_few_views(monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving(reading=Reading(ANY)) as served:
+    with serving(reading=Reading(ANY, READERS)) as served:
         a = served.join("a")
         enter(a, told(a).generation)
         made, stop, codes = list[float](), threading.Event(), list[int]()

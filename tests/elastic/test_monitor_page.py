@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Iterator
 from html import unescape
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
@@ -15,7 +16,7 @@ from ds_dynatrain.elastic.messages import Report, Tally
 from ds_dynatrain.elastic.monitoring.access import Reading
 from tests.comparison.test_browser import BROWSERS
 from tests.elastic.served import ANY, Served, enter, serving, told
-from tests.elastic.watched import status, switched
+from tests.elastic.watched import READERS, status, switched
 
 HOSTILE = "<img src=x onerror=alert(1)>data=2"
 
@@ -23,7 +24,7 @@ HOSTILE = "<img src=x onerror=alert(1)>data=2"
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
     """A job of two members that has switched; what one says of itself would be markup, if it were taken for that."""
-    with serving(reading=Reading(ANY), job="run-7 & <b>co</b>") as served:
+    with serving(reading=Reading(ANY, READERS), job="run-7 & <b>co</b>") as served:
         a = served.join("a")
         enter(a, told(a).generation)
         b = served.join("b")
@@ -46,7 +47,8 @@ def shown(served: Served, tmp_path_factory: pytest.TempPathFactory) -> tuple[str
         pytest.skip(f"no browser here: none of {', '.join(BROWSERS)} is installed")
     folder: Path = tmp_path_factory.mktemp("browser")
     command = [program, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
-    command += [f"--user-data-dir={folder}", "--virtual-time-budget=5000", f"{served.url}/"]
+    where = served.url.replace("://", f"://anybody:{quote(READERS)}@")
+    command += [f"--user-data-dir={folder}", "--virtual-time-budget=5000", f"{where}/"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     return done.stdout, "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
 

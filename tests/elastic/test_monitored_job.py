@@ -13,8 +13,16 @@ import pytest
 from ds_dynatrain.report import read_events
 from tests.elastic.agents import Job, processes
 from tests.elastic.runs import finish, node_of, steps_on
-from tests.elastic.watched import metrics, status
+from tests.elastic.watched import READERS, metrics, status
 from tools.nodes import free_port
+
+
+def readers(folder: Path) -> Path:
+    """The file of the readers' token."""
+    file = folder / "readers"
+    file.touch(mode=0o600)
+    file.write_text(READERS)
+    return file
 
 
 @pytest.fixture
@@ -26,7 +34,7 @@ def watch(tmp_path: Path, train: Callable[..., Job]) -> Callable[..., tuple[Job,
         block = {"report": {"jsonl": str(report)}, "fallback": {"path": str(tmp_path / "fallback"), "every_steps": 3}}
         block["buddies"] = {}
         job = train(nodes="1:4", block=block, variables={"WORKERS": "0", "STEP_SECONDS": "0.2"}, **given)
-        job.coordinator("coordinator", f"--http=127.0.0.1:{port}")
+        job.coordinator("coordinator", f"--http=127.0.0.1:{port}", f"--http-token-file={readers(tmp_path)}")
         return job, f"http://127.0.0.1:{port}", report
 
     return make
@@ -76,7 +84,7 @@ def test_an_agent_that_hosts_the_coordinator_shows_it_too(tmp_path: Path) -> Non
     """The script is no engine's; it tells of its steps alone. All processes are new ones: threads do not fork well."""
     port, job = free_port(), Job(tmp_path)
     try:
-        job.node("a", is_host=1, http=f"127.0.0.1:{port}")
+        job.node("a", is_host=1, http=f"127.0.0.1:{port}", http_token_file=readers(tmp_path))
         job.settled(1)
         found = job.wait(lambda: (seen := status(f"http://127.0.0.1:{port}"))["state"] == "running" and seen, "steps")
         assert found["step"] > 0 and found["status"]["job"] == "job"

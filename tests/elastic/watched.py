@@ -15,6 +15,8 @@ from ds_dynatrain.elastic.world import World
 
 TERM = "abc"
 BATCH = 12
+READERS = "what readers have to say"
+"""The token of those who watch."""
 
 
 def switched(number: int, committed: bool = True, pause_ms: float = 120.0, **given: Any) -> Switched:
@@ -76,7 +78,7 @@ class Told:
             self.history.reported(member, said, self.world, self.now)
 
 
-def fetched(url: str, token: str = "", accept: str = "") -> tuple[int, dict[str, str], bytes]:
+def fetched(url: str, token: str = READERS, accept: str = "") -> tuple[int, dict[str, str], bytes]:
     """(the status, the headers, the body) of a GET; whatever the status is."""
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     headers |= {"Accept": accept} if accept else {}
@@ -87,7 +89,7 @@ def fetched(url: str, token: str = "", accept: str = "") -> tuple[int, dict[str,
         return error.code, dict(error.headers), error.read()
 
 
-def status(url: str, token: str = "") -> dict[str, Any]:
+def status(url: str, token: str = READERS) -> dict[str, Any]:
     """What `/status.json` says."""
     code, _, body = fetched(f"{url}/status.json", token)
     assert code == 200, (code, body)
@@ -95,7 +97,7 @@ def status(url: str, token: str = "") -> dict[str, Any]:
     return found
 
 
-def metrics(url: str, token: str = "") -> dict[str, float]:
+def metrics(url: str, token: str = READERS) -> dict[str, float]:
     """What `/metrics` says, by name, or by name{label=value}."""
     code, _, body = fetched(f"{url}/metrics", token)
     assert code == 200, (code, body)

@@ -14,7 +14,6 @@ import deepspeed
 import pytest
 import torch
 
-from ds_dynatrain.checkpoint.others import members_of
 from ds_dynatrain.errors import CheckpointError
 from ds_dynatrain.report import logger
 from ds_dynatrain.space import Layout
@@ -26,6 +25,7 @@ from tests.engine.pool import RankPool
 from tests.engine.subjects import SUBJECTS
 from tests.engine.test_lora import adapted
 from tests.engine.transitions import layout
+from tools.specimens import members_of
 
 STEPS, MORE = 3, 2
 Find = Callable[[], Subject]

@@ -139,7 +139,7 @@ def test_the_kernel_gets_what_absolute_addresses_give(
         columns, done, width = launched.launched[-1]
         assert np.array_equal(columns.numpy(), np.stack(runs))
         assert np.array_equal(done.numpy(), np.stack(programs(runs)))
-        assert width == runs.width == np.gcd.reduce([4, *np.concatenate(runs[:3])])
+        assert width == np.gcd.reduce([4, *np.concatenate(runs[:3])])
 
 
 def test_a_large_tensor_has_programs_for_all_its_blocks(kernel: Kernel) -> None:

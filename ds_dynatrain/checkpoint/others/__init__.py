@@ -2,8 +2,8 @@
 
 | file | role |
 |---|---|
-| `pickles` | what a pickle would make, counted before and after it is read |
-| `zips` | the zip that `torch.save` writes, and the CRC32s in it |
+| `pickles` | what a pickle would make, counted before it is read |
+| `archives` | the zip that `torch.save` writes, and the CRC32s in it |
 | `torch_files` | what `torch.save` wrote, without its values and without running anything |
 | `zero_files` | a checkpoint folder of DeepSpeed's: which file has which buffer of which rank |
 | `zero_rows` | the same as rows of a manifest, by the arithmetic of the space |
@@ -15,22 +15,22 @@
 Knows no engine and no DeepSpeed: the files say what they are.
 """
 
+from ds_dynatrain.checkpoint.others.archives import Archive, check_crcs
 from ds_dynatrain.checkpoint.others.pickles import Opaque
 from ds_dynatrain.checkpoint.others.torch_files import Stored, fields_of, read_tree, value_of, with_values
 from ds_dynatrain.checkpoint.others.zero_files import ZeroFolder, is_zero_folder, scaler_fields
 from ds_dynatrain.checkpoint.others.zero_rows import frozen_left_out, layout_of, rows_of, rules_then, scalars_of, then
-from ds_dynatrain.checkpoint.others.zips import Archive, members_of
 
 __all__ = [
     "Archive",
     "Opaque",
     "Stored",
     "ZeroFolder",
+    "check_crcs",
     "fields_of",
     "frozen_left_out",
     "is_zero_folder",
     "layout_of",
-    "members_of",
     "read_tree",
     "rows_of",
     "rules_then",

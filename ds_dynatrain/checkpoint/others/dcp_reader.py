@@ -33,7 +33,7 @@ from ds_dynatrain.checkpoint.files import WHERE_DAMAGED, read_small
 from ds_dynatrain.checkpoint.manifest import Manifest, Row
 from ds_dynatrain.checkpoint.names import is_component
 from ds_dynatrain.checkpoint.others.foreign import Foreign, hyper_parameters, in_order, number_of
-from ds_dynatrain.checkpoint.others.pickles import MOST_BYTES, Opaque, check_pickle, check_tree
+from ds_dynatrain.checkpoint.others.pickles import MOST_BYTES, Opaque, check_pickle
 from ds_dynatrain.checkpoint.others.torch_files import Stored, read_tree, with_values
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError, LayoutError
 from ds_dynatrain.space import FROZEN, WEIGHT, Box, LogicalTensor, runs_of_box
@@ -320,7 +320,6 @@ def _metadata(path: Path) -> dict[str, Any]:
     try:
         check_pickle(data)
         found = _Reader(io.BytesIO(data)).load()
-        check_tree(found)
     except CheckpointError:
         raise
     except Exception as error:  # pickle has many ways to say that bytes are none

@@ -21,8 +21,8 @@ from typing import Any
 from ds_dynatrain.checkpoint.elements import name_of
 from ds_dynatrain.checkpoint.extents import Extent
 from ds_dynatrain.checkpoint.manifest import Manifest, Row
+from ds_dynatrain.checkpoint.others.archives import Archive
 from ds_dynatrain.checkpoint.others.torch_files import Stored, value_of
-from ds_dynatrain.checkpoint.others.zips import Archive
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 from ds_dynatrain.space import LogicalTensor
 

@@ -1,20 +1,15 @@
 """What safetensors files tell: weights by name. One file, or a folder as Hugging Face writes it.
 
-The format: 8 bytes with the length of a JSON header, the header, the values. A folder has `model.safetensors`, or an
-index that says which of several files has which tensor.
+A folder has `model.safetensors`, or an index that says which of several files has which tensor.
 """
 
 from __future__ import annotations
 
-import json
-import math
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors import SafetensorError, safe_open
 
 from ds_dynatrain.checkpoint.files import WHERE_DAMAGED, open_regular, parsed, read_small
 from ds_dynatrain.checkpoint.manifest import Manifest
@@ -42,17 +37,7 @@ TYPES: Mapping[str, torch.dtype] = {
 }
 """By safetensors' names."""
 MOST_BYTES = 100_000_000
-"""Of a header, as safetensors itself has it."""
-Size = Annotated[int, Field(ge=0, lt=1 << 63)]
-
-
-class Entry(BaseModel):
-    """What a header says of a tensor."""
-
-    model_config = ConfigDict(strict=True, frozen=True)
-    dtype: str
-    shape: list[Size]
-    data_offsets: Annotated[list[Size], Field(min_length=2, max_length=2)]
+"""Of an index."""
 
 
 def is_safetensors(path: Path) -> bool:
@@ -113,55 +98,24 @@ def _index(path: Path) -> dict[str, str]:
 
 
 def header_of(path: Path) -> dict[str, Stored]:
-    """Where each tensor of a file lies; CheckpointDamaged, naming it, for one that does not lie there.
+    """Where each tensor of a file lies; CheckpointDamaged, naming it, for one that the library refuses.
 
-    As the library has it: each byte behind the header is of one tensor, and nothing is said twice.
+    The library has checked that values lie in the order of `offset_keys`, behind the header and without holes.
     """
     with open(open_regular(path, links=True), "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        length = int.from_bytes(file.read(8), "little")
-        if not 2 <= length <= min(MOST_BYTES, size - 8):
-            raise CheckpointDamaged(f"{path} is no safetensors file, or cut off: a header of {length} bytes in {size}")
-        said = parsed(file.read(length), f"the header of {path}", _once)
+        at, found = 8 + int.from_bytes(file.read(8), "little"), dict[str, Stored]()
     try:
-        json.dumps(said, allow_nan=False, ensure_ascii=False).encode()
-    except ValueError as error:  # half a character, or NaN: Python reads them, JSON has none
-        raise CheckpointDamaged(f"the header of {path} is no JSON: {error}") from None
-    notes = said.pop("__metadata__", None)
-    if notes is not None and not (isinstance(notes, dict) and all(isinstance(each, str) for each in notes.values())):
-        raise CheckpointDamaged(f"the header of {path}: __metadata__ is no table of texts")
-    found = {name: _stored(path, name, each, 8 + length, size) for name, each in said.items()}
-    end = 8 + length
-    for name, stored in sorted(found.items(), key=lambda each: (each[1].offset, each[1].nbytes)):
-        if stored.offset != end:
-            raise CheckpointDamaged(
-                f"{path}: {name!r} begins at byte {stored.offset}, and the one before ends at {end}; {WHERE_DAMAGED}"
-            )
-        end += stored.nbytes
-    if end != size:
-        raise CheckpointDamaged(f"{path} has {size} bytes, and what is in it ends at {end}")
+        with safe_open(path, "pt") as held:
+            for name in held.offset_keys():
+                said = held.get_slice(name)
+                dtype, shape = TYPES.get(said.get_dtype()), tuple(said.get_shape())
+                if dtype is None:
+                    raise CheckpointError(
+                        f"{name!r} in {path} is {said.get_dtype()}, which is not read; save it as one of "
+                        f"{', '.join(TYPES)}"
+                    )
+                found[name] = Stored(str(path.resolve()), at, dtype, shape)
+                at += found[name].nbytes
+    except (SafetensorError, OSError) as error:
+        raise CheckpointDamaged(f"{path} is no safetensors file, or cut off: {error}; {WHERE_DAMAGED}") from None
     return found
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The dictionary of a JSON object, whose keys must differ."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError(f"a key twice among {sorted(found)[:3]}")
-    return found
-
-
-def _stored(path: Path, name: str, said: Any, first: int, size: int) -> Stored:
-    try:
-        entry = Entry.model_validate(said)
-    except ValidationError as error:
-        what = error.errors(include_url=False)[0]
-        raise CheckpointDamaged(f"{path} says of {name!r}: {what['loc']}: {what['msg']}") from None
-    dtype, shape, (begin, end) = TYPES.get(entry.dtype), tuple(entry.shape), entry.data_offsets
-    if dtype is None:
-        raise CheckpointError(
-            f"{name!r} in {path} is {entry.dtype}, which is not read; save it as one of {', '.join(TYPES)}"
-        )
-    if not begin <= end <= size - first or end - begin != math.prod(shape) * dtype.itemsize:
-        raise CheckpointDamaged(f"{path} says that {name!r} {shape} is at bytes {begin} to {end} of {size - first}")
-    return Stored(str(path.resolve()), first + begin, dtype, shape)

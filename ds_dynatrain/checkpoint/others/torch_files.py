@@ -10,15 +10,15 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
 from ds_dynatrain.checkpoint.files import WHERE_DAMAGED, open_regular
-from ds_dynatrain.checkpoint.others.pickles import Opaque, check_pickle, check_tree
-from ds_dynatrain.checkpoint.others.zips import Window, pickle_in
+from ds_dynatrain.checkpoint.others.archives import BEGIN, check_member, directory, opened
+from ds_dynatrain.checkpoint.others.pickles import Opaque, check_pickle
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 
 ALLOWED = (
@@ -73,13 +73,13 @@ def read_tree(folder: Path, name: str, trust_pickle: bool = False, part: tuple[i
 
     path = folder / name
     try:
-        with open(open_regular(path, links=True), "rb") as file:
-            window = Window(file, part)
+        with opened(folder, (name, part)) as file:
             if not trust_pickle:
-                check_pickle(pickle_in(window))
+                check_pickle(_pickle_in(file))
             with safe_globals([(Opaque, each) for each in ALLOWED]), FakeTensorMode():
-                tree = _loaded(window, trust_pickle)
-            check_tree(tree)
+                tree = _loaded(file, trust_pickle)
+            first, size = part[0] if part else 0, file.seek(0, os.SEEK_END)
+            return mapped(tree, lambda tensor: _stored(tensor, name, first, size))
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path} holds more than tensors and plain values, and reading it would run what it says "
@@ -89,13 +89,21 @@ def read_tree(folder: Path, name: str, trust_pickle: bool = False, part: tuple[i
         raise
     except Exception as error:  # torch has many ways to say that bytes are no such file
         raise CheckpointDamaged(f"{path} is no file of torch.save, or cut off: {_first_line(error)}") from None
-    found = mapped(tree, lambda tensor: _stored(tensor, name, window.length))
-    if not window.first:
-        return found
-    return mapped(found, lambda stored: replace(stored, offset=window.first + stored.offset), Stored)
 
 
-def _loaded(file: Any, trust_pickle: bool) -> Any:
+def _pickle_in(file: IO[bytes]) -> bytes:
+    """The pickle that torch would read; ValueError or BadZipFile if the file is no zip of torch.save, or damaged."""
+    if file.read(len(BEGIN)) != BEGIN:
+        raise ValueError("it is no zip (one of torch before 1.6 is none: save it anew)")
+    archive = directory(file)
+    for entry in archive.infolist():
+        if entry.filename.endswith("/data.pkl"):
+            check_member(archive, entry)
+    file.seek(0)
+    return torch._C.PyTorchFileReader(file).get_record("data.pkl")
+
+
+def _loaded(file: IO[bytes], trust_pickle: bool) -> Any:
     file.seek(0)
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
@@ -106,16 +114,18 @@ def _loaded(file: Any, trust_pickle: bool) -> Any:
         return torch.load(file, map_location="cpu", weights_only=False)
 
 
-def _stored(tensor: torch.Tensor, name: str, size: int) -> Stored:
+def _stored(tensor: torch.Tensor, name: str, first: int, size: int) -> Stored:
+    """Where a tensor lies. first, size: of the zip in the file."""
     start = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
     shape, dtype = tuple(tensor.shape), tensor.dtype
     if not tensor.numel():
         return Stored(name, 0, dtype, shape)
     if start is None:
         raise CheckpointError(f"{name}: where a tensor of shape {shape} lies is not known; save it anew with torch 2")
-    found = Stored(name, start + tensor.storage_offset() * dtype.itemsize, dtype, shape, tensor.is_contiguous())
-    if found.offset < 0 or (found.is_dense and found.offset + found.nbytes > size):
-        raise CheckpointDamaged(f"{name} says that it holds {found.nbytes} bytes from byte {found.offset}, of {size}")
+    offset = start + tensor.storage_offset() * dtype.itemsize
+    found = Stored(name, first + offset, dtype, shape, tensor.is_contiguous())
+    if offset < 0 or (found.is_dense and offset + found.nbytes > size):
+        raise CheckpointDamaged(f"{name} says that it holds {found.nbytes} bytes from byte {offset}, of {size}")
     return found
 
 

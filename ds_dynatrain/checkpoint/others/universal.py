@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 import secrets
+import zipfile
 import zlib
+from bisect import bisect_right
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -22,7 +24,6 @@ from ds_dynatrain.checkpoint.folder import check_tag
 from ds_dynatrain.checkpoint.hidden import appearing
 from ds_dynatrain.checkpoint.names import check_file_names, check_names
 from ds_dynatrain.checkpoint.others.torch_files import read_tree
-from ds_dynatrain.checkpoint.others.zips import note_crcs
 from ds_dynatrain.checkpoint.reading import Reader
 from ds_dynatrain.checkpoint.record import Saved
 from ds_dynatrain.errors import CheckpointError
@@ -162,8 +163,19 @@ def _write_models(
                 at = places[each.name].offset
                 crcs[at] = _put(file.fileno(), at, proven(reader, each, WEIGHT))
                 progress(each.numel * types[each.name].itemsize)
-        note_crcs(file, crcs)
+        _note_crcs(file, crcs)
+        file.flush()
         os.fsync(file.fileno())
+
+
+def _note_crcs(file: IO[bytes], crcs: Mapping[int, int]) -> None:
+    """Write CRC32s of members whose bytes were put in after torch.save had left room for them, by their first byte."""
+    with zipfile.ZipFile(file, "a") as archive:
+        entries = sorted(archive.infolist(), key=lambda entry: entry.header_offset)
+        begins = [entry.header_offset for entry in entries]
+        for at, crc in crcs.items():
+            entries[bisect_right(begins, at) - 1].CRC = crc
+        archive.comment = b""  # zipfile writes its directory anew
 
 
 def _put(file: int, at: int, values: torch.Tensor) -> int:

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 
 from ds_dynatrain.checkpoint.files import WHERE_DAMAGED
+from ds_dynatrain.checkpoint.others.archives import Archive
 from ds_dynatrain.checkpoint.others.foreign import hyper_parameters, plain_fields
 from ds_dynatrain.checkpoint.others.pickles import Opaque
 from ds_dynatrain.checkpoint.others.torch_files import Stored, fields_of, read_tree, with_values
-from ds_dynatrain.checkpoint.others.zips import Archive
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 from ds_dynatrain.space import IN_EMPTY_GROUP
 

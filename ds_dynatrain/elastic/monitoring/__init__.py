@@ -8,6 +8,6 @@
 | `feed` | that value for threads that must not hold the coordinator up |
 | `metrics` | the same for Prometheus |
 | `page` | the same for a browser: one document, with all that it needs in it |
-| `server` `access` | HTTP; to whom it answers |
+| `server` `access` | HTTP; where it listens, and the token that readers say |
 | `static/` | the page's parts; uPlot, as it was published |
 """

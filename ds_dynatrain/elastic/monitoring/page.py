@@ -10,11 +10,6 @@ import hashlib
 from pathlib import Path
 
 STATIC = Path(__file__).parent / "static"
-PUBLISHED = {
-    "uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
-    "uPlot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
-}
-"""SHA-256 of what uPlot 1.6.32 has published."""
 STYLES, SCRIPTS = ("uPlot.min.css", "page.css"), ("uPlot.iife.min.js", "page.js")
 
 

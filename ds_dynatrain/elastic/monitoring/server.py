@@ -17,7 +17,7 @@ from io import BytesIO
 from typing import Any
 
 from ds_dynatrain.elastic.address import Address
-from ds_dynatrain.elastic.monitoring.access import Access, Reading
+from ds_dynatrain.elastic.monitoring.access import Reading
 from ds_dynatrain.elastic.monitoring.feed import Feed
 from ds_dynatrain.elastic.monitoring.metrics import encoded
 from ds_dynatrain.elastic.monitoring.page import PAGE, POLICY
@@ -45,16 +45,16 @@ class Monitor:
 
     def __init__(self, reading: Reading) -> None:
         listener = reading.listen()
-        self._server = _Server(listener, Access(reading.token, listener))
+        self._server = _Server(listener, reading)
         self.port = int(listener.getsockname()[1])
-        self._where = Address(reading.address.host, self.port)
+        self._where, self._token_file = Address(reading.address.host, self.port), reading.token_file
         self._thread = threading.Thread(target=self._serve, name="dynatrain-monitor", daemon=True)
 
     def start(self, feed: Feed[View]) -> None:
         """Answer from now on."""
         self._server.feed = feed
         self._thread.start()
-        logger.info("the job can be watched at http://%s/", self._where)
+        logger.info("the job can be watched at http://%s/ with the token in %s", self._where, self._token_file)
 
     def stop(self) -> None:
         """Answer nobody any more; whoever is reading is not waited for."""
@@ -73,22 +73,19 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
 
-    def __init__(self, listener: socket.socket, access: Access) -> None:
+    def __init__(self, listener: socket.socket, reading: Reading) -> None:
         super().__init__(listener.getsockname()[:2], _Request, bind_and_activate=False)
         self.socket.close()
-        self.socket, self.access = listener, access
+        self.socket, self.reading = listener, reading
         self.feed: Feed[View] | None = None
         self._places = threading.BoundedSemaphore(MOST_READERS)
         self._rendering = threading.Lock()
         self._rendered: dict[str, tuple[View, Answer]] = {}
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Whether to hear it at all; never faster than one after the other."""
+        """Hear it; never faster than one after the other."""
         time.sleep(LEAST_SPACING)
-        try:
-            return self.access.admits(client_address, request.getsockname())
-        except OSError:
-            return False
+        return True
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """In a thread, if there is room."""
@@ -173,22 +170,15 @@ class _Request(BaseHTTPRequestHandler):
         if self.command != "GET":
             self._say((HTTPStatus.METHOD_NOT_ALLOWED, TEXT, b"only GET\n"), Allow="GET")
             return False
-        headers = self.headers
-        if not self.server.access.permits(headers.get("Authorization", ""), headers.get("Host", "")):
-            self._refuse()
+        if not self.server.reading.permits(self.headers.get("Authorization", "")):
+            ask = {"WWW-Authenticate": 'Basic realm="ds-dynatrain: any name, and the token", charset="UTF-8"'}
+            self._say((HTTPStatus.UNAUTHORIZED, TEXT, b"the token is missing or another one\n"), **ask)
             return False
         return True
 
     def do_GET(self) -> None:
         """Answer."""
         self._say(self.server.answer(self.path.partition("?")[0], self.headers.get("Accept", "")))
-
-    def _refuse(self) -> None:
-        if self.server.access.needs_token:
-            ask = {"WWW-Authenticate": 'Basic realm="ds-dynatrain: any name, and the token", charset="UTF-8"'}
-            self._say((HTTPStatus.UNAUTHORIZED, TEXT, b"the token is missing or another one\n"), **ask)
-        else:
-            self._say((HTTPStatus.FORBIDDEN, TEXT, b"ask for localhost or 127.0.0.1\n"))
 
     def _say(self, answer: Answer, **more: str) -> None:
         status, content_type, body = answer

@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ds_dynatrain.adapters.regroup import Regrouping
-from ds_dynatrain.checkpoint import Manifest, Reader, Row, Saved
-from ds_dynatrain.checkpoint.crcs import Crcs
+from ds_dynatrain.checkpoint import Manifest, Reader, Saved
 from ds_dynatrain.checkpoint.elements import name_of
 from ds_dynatrain.checkpoint.files import naming
 from ds_dynatrain.checkpoint.others import (
     ZeroFolder,
+    check_crcs,
     frozen_left_out,
-    members_of,
     rows_of,
     scalars_of,
     scaler_fields,
@@ -249,7 +248,8 @@ class Stock:
 
     def digests(self, reader: Reader, place: int, places: int, gather: Gather) -> dict[Key, int]:
         weight = self.engine.host.element_types.weight
-        rows, reader.crcs = self._share(place, places)
+        check_crcs(self.path, self.folder.archives, place, places)
+        rows = sorted((row for row in self.manifest if row.file), key=lambda row: (row.file, row.offset))[place::places]
         mine: dict[Key, int] = {}
         for row in rows:
             share = {row.kind: reader.digest(row)}
@@ -257,23 +257,11 @@ class Stock:
                 share[WEIGHT] = share[MASTER] if row.dtype == name_of(weight) else reader.digest(row, weight)
             for kind, total in share.items():
                 mine[row.tensor, kind] = mine.get((row.tensor, kind), 0) + total
-        reader.prove()
         found: dict[Key, int] = {}
         for record in gather("there", [[*key, f"{total:x}"] for key, total in mine.items()]).values():
             for tensor, kind, total in record:
                 found[tensor, kind] = (found.get((tensor, kind), 0) + int(total, 16)) & ((1 << 64) - 1)
         return found
-
-    def _share(self, place: int, places: int) -> tuple[list[Row], Crcs]:
-        """What one of several members reads, in order: the rows in one part of a file are one member's, so that its
-        CRC32 comes with them.
-        """
-        parts = [part for archive in self.folder.archives for part in members_of(self.path, archive)]
-        whole, mine = Crcs(parts), {*parts[place::places]}
-        rows = sorted((row for row in self.manifest if row.file), key=lambda row: (row.file, row.offset))
-        within = [whole.at(row.file, row.offset) for row in rows]
-        own = [row for row, part in zip(rows, within, strict=True) if part in mine]
-        return own + [row for row, part in zip(rows, within, strict=True) if part is None][place::places], Crcs(mine)
 
 
 def damaged_rows(source: Source, reader: Reader, keys: list[Key], place: int, places: int) -> list[str]:

@@ -18,11 +18,6 @@ class Tree:
     members: tuple[int, ...]
     width: int = WIDTH
 
-    @property
-    def root(self) -> int:
-        """Who hears of all."""
-        return self.members[0]
-
     def heard_by(self, member: int) -> list[tuple[int, ...]]:
         """On each level, from the leaves, the members that `member` hears; an empty list for who leads nobody."""
         index, step, levels = self.members.index(member), 1, list[tuple[int, ...]]()

@@ -246,7 +246,7 @@ function show(view) {
 async function look() {
   if (!document.hidden) {
     try {
-      const answer = await fetch("status.json", { signal: AbortSignal.timeout(LIMIT), cache: "no-store" });
+      const answer = await fetch(new URL("status.json", location.origin + location.pathname), { signal: AbortSignal.timeout(LIMIT), cache: "no-store" });
       if (!answer.ok) throw new Error(`the coordinator answered ${answer.status}`);
       show(await answer.json());
       answered = Date.now();
