@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.engine.groups import OwnGroups
 from ds_dynatrain.engine.members.discarded import Loss, guarded, plain
 from ds_dynatrain.engine.members.fixed_launch import FixedLaunch
@@ -34,14 +33,12 @@ def test_ranks_by_layout_and_by_node() -> None:
     assert kinds(groups, 9) == {}, "an idle member"
 
 
-def test_buddies_have_a_group_of_all_where_they_are_on() -> None:
+def test_an_extension_has_a_group_of_all() -> None:
     """Before those of the script, which are numbered as without it."""
-    block = DynatrainConfig.model_validate({"buddies": {"mode": "copy"}})
-    groups = OwnGroups(block)
+    groups = OwnGroups(["buddies"])
     assert groups.add(None) == "own0" and len(groups) == 1
     assert [*kinds(groups, 4).items()] == [("buddies", (0, 1, 2, 3)), ("own0", (0, 1, 2, 3))]
     assert kinds(groups, 9) == {}, "an idle member"
-    assert kinds(OwnGroups(DynatrainConfig().in_fixed_launch()), 4) == {}
 
 
 @pytest.mark.parametrize("ranks", [[[0, 4]], [[-1]], [[0, 1], [1, 2]]])
