@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ds_dynatrain.adapters.worlds import drop
 from ds_dynatrain.engine.attempts import Attempts
@@ -26,9 +26,6 @@ from ds_dynatrain.engine.targets import Targets
 from ds_dynatrain.engine.transaction.session import Session
 from ds_dynatrain.extension import Extension, around
 
-if TYPE_CHECKING:
-    from ds_dynatrain.engine.balancer import Balancer
-
 
 @dataclass(eq=False)
 class EngineParts(EngineCore):
@@ -47,8 +44,6 @@ class EngineParts(EngineCore):
     checkpoints: Checkpoints = field(init=False)
     buddies: Buddies | None = None
     """None where they are off."""
-    balancer: Balancer | None = None
-    """None where nothing is measured; nothing of it is imported then."""
 
     def __post_init__(self) -> None:
         self.stream_seed = self.job.job_seed
@@ -62,11 +57,6 @@ class EngineParts(EngineCore):
         self.own_groups = OwnGroups(self.settings)
         if self.settings.buddies.are_on:
             self.buddies = Buddies(self, lambda: [one.buddies for one in open_engines() if one.buddies is not None])
-        if self.settings.balance is not None and self.settings.balance.measures:
-            from ds_dynatrain.engine.balancer import Balancer
-
-            self.balancer = balancer = Balancer(self, self.settings.balance, self.switcher, self.attempts)
-            self.targets.measured = lambda: balancer.profile
 
     @property
     def extensions(self) -> tuple[Extension, ...]:
@@ -105,26 +95,13 @@ class EngineParts(EngineCore):
     def watched_step(self) -> Iterator[None]:
         """In it the optimizer makes its step, and buddies that replay steps make it, too."""
         watched = nullcontext() if self.buddies is None else self.buddies.watched_step()
-        timed = nullcontext() if self.balancer is None else self.balancer.timed_update()
-        with watched, timed, around(each.around_update() for each in self.extensions):
+        with watched, around(each.around_update() for each in self.extensions):
             yield
-
-    def timed_step(self) -> AbstractContextManager[None]:
-        """In it a pipeline makes a step, whose layers are timed if it is time."""
-        return nullcontext() if self.balancer is None else self.balancer.timed_step()
-
-    def timed_pass(self, is_backward: bool) -> AbstractContextManager[None]:
-        """In it a model without stages makes a pass, which is timed if it is time; not in evaluation."""
-        if self.balancer is None or not self.deepspeed.module.training:
-            return nullcontext()
-        return self.balancer.timed_pass(is_backward)
 
     def finish_step(self) -> None:
         """A step is over, with all that belongs to it; WorldChanged if somebody was lost since it was decided."""
         if self.buddies is not None:
             self.buddies.finish_step()
-        if self.balancer is not None:
-            self.balancer.finish_step()
         for extension in () if self.micro_steps % self.accumulation else self.extensions:
             extension.after_step()
         if self.is_in_doubt and self.layout.zero_stage == 0:  # replicas: whoever lives goes on with what it has

@@ -290,12 +290,6 @@ USAGE = (
         'take "copy" or "auto" as dynatrain.buddies.mode, for each engine',
         f"{_BUDDIES}::test_beside_another_engine",
     ),
-    _works(
-        "balance",
-        "layers of a PipelineModule and the members of any model are timed, and move to where the time is: see "
-        "[balance](balance-job.md#in-a-job)",
-        "tests/engine/test_balance_acting.py::test_layers_move_to_where_the_time_is",
-    ),
     _switch(
         "open accumulation window",
         "its gradients belong to the old layout",
