@@ -285,6 +285,7 @@ def split_config(config: Config) -> tuple[dict[str, Any], DynatrainConfig | None
     block = _validated(whole[BLOCK])
     _check_together(block)
     _check_monitors(block, own)
+    _check_partition(block, own)
     if block.layout is None or block.layout.zero_stage is not None:
         return own, block
     layout = block.layout.model_copy(update={"zero_stage": _deepspeed_stage(own)})
@@ -382,6 +383,18 @@ def _check_monitors(block: DynatrainConfig, own: Mapping[str, Any]) -> None:
             f"{BLOCK}.report.monitor: switches go to DeepSpeed's monitors, and none of "
             f"{', '.join(f'{name}.enabled' for name in MONITORS)} is true; set one of them, or leave "
             f"{BLOCK}.report.monitor out"
+        )
+
+
+def _check_partition(block: DynatrainConfig, own: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` where stages are to be cut by a profile, and none is named."""
+    pipeline = own.get("pipeline")
+    method = str(pipeline.get("partition", "")).lower() if isinstance(pipeline, Mapping) else ""
+    if method == "profile" and (block.balance is None or block.balance.profile is None):
+        raise ConfigError(
+            f'pipeline.partition "profile" cuts stages by a profile: name its file in {BLOCK}.balance.profile '
+            '("mode": "off" beside it measures nothing), or give "parameters" until `engine.balancer.profile.save` has '
+            "written one"
         )
 
 

@@ -7,19 +7,27 @@ process. Those of the package are imported only where their key is in the `dynat
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from importlib import import_module
 from typing import Any, ClassVar, Literal
 
 BUILT_IN: Mapping[str, str] = {
+    "balance": "ds_dynatrain.balance.extension:Balance",
     "exact": "ds_dynatrain.exact.extension:Exact",
     "buddies": "ds_dynatrain.buddies.extension:Buddies",
 }
 """Key of the `dynatrain` block -> the class of its extension, in the order in which their hooks are called."""
-COMMANDS: Mapping[str, str] = {"compare-exact": "ds_dynatrain.exact.command:compare_exact"}
+COMMANDS: Mapping[str, str] = {
+    "compare-exact": "ds_dynatrain.exact.command:compare_exact",
+    "balance": "ds_dynatrain.balance.command:balance",
+}
 """Name of a command of `ds-dynatrain` -> the function that typer calls for it."""
-ROWS: Mapping[str, str] = {"exact": "ds_dynatrain.exact.bits.rows:ROWS", "buddies": "ds_dynatrain.buddies.rows:ROWS"}
+ROWS: Mapping[str, str] = {
+    "balance": "ds_dynatrain.balance.rows:ROWS",
+    "buddies": "ds_dynatrain.buddies.rows:ROWS",
+    "exact": "ds_dynatrain.exact.bits.rows:ROWS",
+}
 """Name of a support table -> the rows that an extension adds to the tables of `support`."""
 
 
@@ -54,6 +62,15 @@ class Extension:
     def check_model(self, config: Mapping[str, Any], model: Any, mpu: Any) -> None:
         """Raise UnsupportedError for a model that the extension cannot train; called when it has all its layers."""
 
+    def stage_cut(
+        self, config: Mapping[str, Any], exchange: Callable[[str, Any], Mapping[int, Any]]
+    ) -> Callable[[int, int], tuple[int, ...]] | None:
+        """Return what deals so many layers to so many stages of a PipelineModule; None leaves that to DeepSpeed.
+
+        exchange: posts this process's word under a key, and returns those of all processes that start, by member.
+        """
+        return None
+
     def deepspeed_config(self, config: dict[str, Any]) -> dict[str, Any]:
         """Return the configuration that DeepSpeed gets."""
         return config
@@ -78,6 +95,19 @@ class Extension:
 
     def on_start(self) -> None:
         """Called at the end of `initialize`, on a member that works. What it raises ends `initialize`."""
+
+    # ---- when a layout is chosen -------------------------------------------------------------------------------------
+
+    def step_ms(self, layout: Any, members: Sequence[int]) -> dict[str, float]:
+        """Return predicted milliseconds of a step in a layout, by name, and their `total`; nothing if none are known.
+
+        members: by rank.
+        """
+        return {}
+
+    def best_layouts(self, members: int) -> Iterator[Any] | None:
+        """Return the best layouts for so many members, best first, where `layouts` is "best"; None for no opinion."""
+        return None
 
     # ---- in a step ---------------------------------------------------------------------------------------------------
 

@@ -49,7 +49,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "ds_dynatrain.engine.groups.OwnGroup",
         "ds_dynatrain.engine.checkpoints.saving.PendingSave",
         "ds_dynatrain.buddies.protection.Protection",
-        "ds_dynatrain.engine.balancer.Balancer",
+        "ds_dynatrain.balance.balancer.Balancer",
     ),
     "Loaders": (
         "ds_dynatrain.data.loader.TrainLoader",

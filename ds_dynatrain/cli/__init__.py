@@ -2,8 +2,7 @@
 
 | file | what it does |
 |---|---|
-| `main`, `balance` | the commands and their options |
-| `advice` | what a profile says of layouts |
+| `main` | the commands and their options, but for those of extensions |
 | `environment` | versions, names, accelerator, compiler, launch variables |
 | `configuration` | a configuration file against the support table and DeepSpeed's own reading |
 | `show` | all of it, as tables or JSON |

@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from ds_dynatrain.cli.balance import balance
 from ds_dynatrain.cli.choices import Format, Size, WayName, WeightType
 from ds_dynatrain.exits import REFUSED, saying
 from ds_dynatrain.extension import COMMANDS, named
@@ -223,7 +222,6 @@ def compare(
 
 for name, path in COMMANDS.items():
     app.command(name)(named(path))
-app.command()(balance)
 
 checkpoint = typer.Typer(no_args_is_help=True, help="Look into universal checkpoints, prove them, convert them.")
 app.add_typer(checkpoint, name="checkpoint")

@@ -34,7 +34,7 @@ class Place:
 class Change:
     """What a member was told last, and what is so now. step: optimizer steps done.
 
-    reason: "switch", or "balance" where that has asked for it; "rolled back: ..." where a late switch was undone; what
+    reason: "switch", or the extension that has asked for it; "rolled back: ..." where a late switch was undone; what
     the coordinator says where members have come or gone.
     """
 

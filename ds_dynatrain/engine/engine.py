@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast, overload
+from typing import Any, Literal, cast, overload
 
 import torch
 
@@ -23,14 +23,10 @@ from ds_dynatrain.engine.overrides import OverridingEngine, in_turn
 from ds_dynatrain.engine.pending import PendingSwitch, SwitchEstimate
 from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.errors import ConfigError, DataError, SwitchRefused
+from ds_dynatrain.extension import named
 from ds_dynatrain.report import SwitchEvent
 from ds_dynatrain.space import Layout
 from ds_dynatrain.support import usage
-
-if TYPE_CHECKING:
-    from ds_dynatrain.balance.choose import Choice
-    from ds_dynatrain.balance.profile import Profile
-    from ds_dynatrain.engine.balancer import Balancer
 
 BOUNDARY = "engine.boundary"
 Folder = str | os.PathLike[str]
@@ -139,9 +135,10 @@ class DynatrainEngine(OverridingEngine):
         return None if found is None else found.protection
 
     @property
-    def balancer(self) -> Balancer | None:
+    def balancer(self) -> Any:
         """What layers take, and which boundaries they would best have; None without `dynatrain.balance`."""
-        return self._parts.balancer
+        found = self._parts.extension("balance")
+        return None if found is None else found.balancer
 
     @property
     def exact(self) -> Any:
@@ -157,12 +154,12 @@ class DynatrainEngine(OverridingEngine):
         ConfigError for a pipeline, without a `balance` block, once a window has begun, for a name that is not there,
         and where something is compiled.
         """
-        if self._parts.balancer is None:
+        if self.balancer is None:
             raise ConfigError(
                 "engine.meter: nothing is timed without a `balance` block in `dynatrain`; set dynatrain.balance.mode "
                 'to "advise"'
             )
-        self._parts.balancer.meter(names)
+        self.balancer.meter(names)
 
     @property
     def job_epoch(self) -> int:
@@ -222,12 +219,8 @@ class DynatrainEngine(OverridingEngine):
 
     @in_turn
     def suggest(
-        self,
-        profile: Profile | str | Path | None = None,
-        *,
-        members: int | None = None,
-        horizon_steps: float | None = None,
-    ) -> tuple[Choice, ...]:
+        self, profile: Any = None, *, members: int | None = None, horizon_steps: float | None = None
+    ) -> tuple[Any, ...]:
         """The layouts that are fastest by a profile, best first, of those that a switch would not refuse.
 
         profile: or its file; by default what was measured, or else that of `dynatrain.balance`. members: how many there
@@ -235,7 +228,8 @@ class DynatrainEngine(OverridingEngine):
         for nothing. Each has `layout` and `time.step_ms`, a prediction. Asks nobody and changes nothing. ProfileError
         for a profile of other batches, LayoutError if nothing fits.
         """
-        return self._parts.switcher.suggest(profile, members, horizon_steps)
+        suggest = named("ds_dynatrain.balance.suggesting:suggest")
+        return cast("tuple[Any, ...]", suggest(self._parts, profile, members, horizon_steps))
 
     def on_switch(self, function: OnSwitch) -> OnSwitch:
         """Call `function(event)` on this member after every committed switch; usable as a decorator."""

@@ -42,7 +42,6 @@ from ds_dynatrain.engine.members.early import Early, begin
 from ds_dynatrain.engine.members.entry import Entry, beside, start_alone, with_launch, with_members
 from ds_dynatrain.engine.members.policy import rule_of
 from ds_dynatrain.engine.process import PROCESS, refuse_beside_plain, refuse_idle, refuse_module_of_another
-from ds_dynatrain.engine.profiled import cut_by_profile
 from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.extension import Extension, made
 from ds_dynatrain.report import show_by_default
@@ -254,7 +253,8 @@ def _build(given: _Given, place: WorkerPlace | None, early: Early | None) -> Dyn
     try:
         lists, said = lists_of(arguments), described(own, settings)
         entry.membership.refuse(settings, model)
-        cut = cut_by_profile(own, settings, entry, said) if is_pipeline(model) else None
+        cuts = (extension.stage_cut(own, entry.exchange) for extension in given.extensions if is_pipeline(model))
+        cut = next(filter(None, cuts), None)
         owners = put_together(model, lists, lambda record: entry.exchange("stages", record))
         for extension in given.extensions:
             extension.check_model(own, model, mpu)

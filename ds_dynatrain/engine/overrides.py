@@ -109,7 +109,7 @@ class OverridingEngine(HostEngine):
         attributes.note(module)
         leaves_no_trace = self._host.slot_is_borrowed and any(part.training for part in module.modules())
         kept = buffers_kept(module) if leaves_no_trace else nullcontext()
-        with parts.timed_pass(is_backward=False), kept, around(each.around_forward() for each in parts.extensions):
+        with kept, around(each.around_forward() for each in parts.extensions):
             output = super().forward(*inputs, **kwargs)
         for extension in parts.extensions:
             extension.after_forward(output)
@@ -125,7 +125,7 @@ class OverridingEngine(HostEngine):
         loss, run, parts = plain(loss), super().backward, self._parts
 
         def backward() -> torch.Tensor:
-            with parts.timed_pass(is_backward=True), around(each.around_backward() for each in parts.extensions):
+            with around(each.around_backward() for each in parts.extensions):
                 made: torch.Tensor = run(loss, retain_graph, scale_wrt_gas, tokens=tokens)
             for extension in parts.extensions:
                 extension.after_backward(loss)
@@ -183,7 +183,7 @@ class OverridingEngine(HostEngine):
         parts = self._parts
         parts.agree()
         parts.is_stepping = True
-        with parts.timed_update(), around(each.around_update() for each in parts.extensions):
+        with around(each.around_update() for each in parts.extensions):
             super()._take_model_step(*arguments)
         parts.is_stepping = False
         if parts.world is not None and parts.world.status is not None:

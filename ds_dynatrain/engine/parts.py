@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ds_dynatrain.adapters.worlds import drop
 from ds_dynatrain.engine.attempts import Attempts
@@ -22,9 +22,6 @@ from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.engine.switcher import Switcher
 from ds_dynatrain.engine.targets import Targets
 from ds_dynatrain.extension import Extension
-
-if TYPE_CHECKING:
-    from ds_dynatrain.engine.balancer import Balancer
 
 
 @dataclass(eq=False)
@@ -44,8 +41,6 @@ class EngineParts(EngineCore):
     checkpoints: Checkpoints = field(init=False)
     kept: Kept | None = None
     """Copies of the state that members keep for each other; None where nobody does."""
-    balancer: Balancer | None = None
-    """None where nothing is measured; nothing of it is imported then."""
 
     def __post_init__(self) -> None:
         self.stream_seed = self.job.job_seed
@@ -57,11 +52,6 @@ class EngineParts(EngineCore):
         self.loaders = Loaders(self, self.switcher, self.window)
         self.checkpoints = Checkpoints(self, self.switcher, self.saver, self.window)
         self.own_groups = OwnGroups(each.group for each in self.extensions if each.group)
-        if self.settings.balance is not None and self.settings.balance.measures:
-            from ds_dynatrain.engine.balancer import Balancer
-
-            self.balancer = balancer = Balancer(self, self.settings.balance, self.switcher, self.attempts)
-            self.targets.measured = lambda: balancer.profile
 
     @property
     def extensions(self) -> tuple[Extension, ...]:
@@ -92,24 +82,8 @@ class EngineParts(EngineCore):
         for extension in self.extensions:
             extension.before_leaving_world()
 
-    def timed_update(self) -> AbstractContextManager[None]:
-        """Return the context in which the optimizer makes its step, which is timed if a window is open."""
-        return nullcontext() if self.balancer is None else self.balancer.timed_update()
-
-    def timed_step(self) -> AbstractContextManager[None]:
-        """In it a pipeline makes a step, whose layers are timed if it is time."""
-        return nullcontext() if self.balancer is None else self.balancer.timed_step()
-
-    def timed_pass(self, is_backward: bool) -> AbstractContextManager[None]:
-        """In it a model without stages makes a pass, which is timed if it is time; not in evaluation."""
-        if self.balancer is None or not self.deepspeed.module.training:
-            return nullcontext()
-        return self.balancer.timed_pass(is_backward)
-
     def finish_step(self) -> None:
-        """Tell the parts that a step is over; WorldChanged if somebody was lost while replicas made it."""
-        if self.balancer is not None:
-            self.balancer.finish_step()
+        """Tell the extensions that a step is over; WorldChanged if somebody was lost while replicas made it."""
         for extension in () if self.micro_steps % self.accumulation else self.extensions:
             extension.after_step()
         if self.is_in_doubt and self.layout.zero_stage == 0:  # replicas: whoever lives goes on with what it has

@@ -13,8 +13,8 @@ from ds_dynatrain.space import Layout
 class PendingSwitch:
     """A switch that was agreed to and has not happened yet, or has: then `event` tells how it went.
 
-    at: the step that was asked for, or None: the first boundary at which all members are prepared. cause: what has
-    asked for it, if not the script: "balance".
+    at: the step that was asked for, or None: the first boundary at which all members are prepared. cause: the
+    extension that has asked for it; nothing if the script has.
     """
 
     layout: Layout
@@ -77,7 +77,7 @@ class SwitchEstimate:
     bytes_sent: over all members. peak_memory_bytes: state of both layouts and staging, on the member with the most.
     seconds: moves alone, at `bytes_per_second` on each link. members: who would hold which rank. copies_memory_bytes:
     host memory for copies there, on the member with the most; 0 where nobody keeps copies. step_ms: what a step takes
-    there by the profile of `dynatrain.balance`, term by term, and their `total`; empty without one.
+    there by the profile that was measured or configured, term by term, and their `total`; empty without one.
     """
 
     layout: Layout

@@ -41,7 +41,7 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
         samples = self._reach_boundary()
         self._read = cast("Feed", self._feed), int(self.global_steps)
         before = int(self.global_samples)
-        with self._parts.timed_step(), around(each.around_batch() for each in self._parts.extensions):
+        with around(each.around_batch() for each in self._parts.extensions):
             loss = self._train_samples(samples)
         if isinstance(samples, Pass) and not self._host.reads_data:
             samples.skip()

@@ -9,8 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as td
 
@@ -25,14 +24,10 @@ from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.pending import PendingSwitch, Steps, SwitchEstimate
 from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.engine.targets import Targets
-from ds_dynatrain.errors import ProfileError, SwitchRefused, WorldChanged
+from ds_dynatrain.errors import SwitchRefused, WorldChanged
 from ds_dynatrain.plan import estimate, plan_switch
 from ds_dynatrain.report import logger
 from ds_dynatrain.space import Layout
-
-if TYPE_CHECKING:
-    from ds_dynatrain.balance.choose import Choice
-    from ds_dynatrain.balance.profile import Profile
 
 
 @dataclass(frozen=True)
@@ -136,28 +131,6 @@ class Switcher:
         figures = (cost.bytes_sent, cost.highest_peak_bytes, cost.seconds, self._attempts.bytes_per_second)
         copies = sum(extension.memory_in(target, members) for extension in engine.job.extensions)
         return SwitchEstimate(target, members, *figures, copies, self._targets.step_ms(target, members))
-
-    def suggest(
-        self, profile: Profile | str | Path | None, members: int | None, horizon_steps: float | None
-    ) -> tuple[Choice, ...]:
-        """See `DynatrainEngine.suggest`."""
-        from ds_dynatrain.engine.suggesting import profile_for, suggest
-
-        engine = self.engine
-        given = self._targets.profile if profile is None else profile_for(engine, profile)
-        if given is None:
-            raise ProfileError(
-                "engine.suggest: nothing was measured yet; give profile=, or name its file in dynatrain.balance.profile"
-            )
-        count = len(PROCESS.membership.able(engine)) if members is None else members
-        return suggest(
-            engine,
-            self._targets.check,
-            given,
-            count,
-            horizon_steps,
-            lambda layout: self.dry_run(layout, {}).seconds,
-        )
 
     def _request(
         self, layout: Layout | None, at: int | None, changes: Mapping[str, Any], late: bool, reason: Reason

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from ds_dynatrain.adapters.device import HOST, compute_device, training_bytes
 from ds_dynatrain.adapters.memory import bucket_bytes
@@ -24,9 +24,6 @@ from ds_dynatrain.space import Layout, LocalSpace
 from ds_dynatrain.space.overlapping import is_overlapping
 from ds_dynatrain.support import Target, refuse_layout, usage
 
-if TYPE_CHECKING:
-    from ds_dynatrain.balance.profile import Profile
-
 
 class Targets:
     """The arithmetic of switches of one engine. rule: which layouts a world of n members gets, where they come and
@@ -35,41 +32,15 @@ class Targets:
     def __init__(self, engine: EngineCore) -> None:
         self.engine = engine
         self.rule = rule_of(engine.settings.raw_layouts, self._best)
-        self.measured: Callable[[], Profile | None] = lambda: None
-        self._configured = self._read_profile()
-
-    def _read_profile(self) -> Profile | None:
-        """That of the configuration, once: its file may be gone later. ConfigError if it is none for this job."""
-        block = self.engine.settings.balance
-        if block is None or block.profile is None:
-            return None
-        from ds_dynatrain.engine.suggesting import configured
-
-        return configured(self.engine, block.profile)
 
     def _best(self, members: int, present: Layout) -> Iterator[Layout]:
-        """The fastest ones by the profile; before there is one, as many data ranks as there can be."""
-        profile = self.profile
-        if profile is None:
-            yield from growing(members, present)
-            return
-        from ds_dynatrain.engine.suggesting import best
-
-        yield from best(self.engine, self.check, profile, members)
-
-    @property
-    def profile(self) -> Profile | None:
-        """What was measured, or else that of the configuration."""
-        return self.measured() or self._configured
+        """Yield the layouts that an extension finds best; as many data ranks as there can be while none has any."""
+        found = (extension.best_layouts(members) for extension in self.engine.job.extensions)
+        yield from next((layouts for layouts in found if layouts is not None), growing(members, present))
 
     def step_ms(self, target: Layout, members: Sequence[int]) -> dict[str, float]:
-        """What a step takes in a layout, by the profile; nothing without one. members: by rank."""
-        profile = self.profile
-        if profile is None:
-            return {}
-        from ds_dynatrain.engine.suggesting import step_ms
-
-        return step_ms(self.engine, profile, target, members)
+        """Return what a step takes in a layout, as an extension predicts it; nothing if none does. members: by rank."""
+        return next(filter(None, (each.step_ms(target, members) for each in self.engine.job.extensions)), {})
 
     def checked(self, layout: Layout | None, changes: Mapping[str, Any]) -> Layout:
         """The layout that is asked for; SwitchRefused if it cannot be."""

@@ -87,7 +87,7 @@ class SwitchEvent:
     """How long the first step after it took to compile again, the dropping of old code included; not in the pause.
     None before that step, and where nothing is compiled."""
     cause: str = ""
-    """What has asked for it: "balance", or nothing where the script or a change of members did."""
+    """The extension that has asked for it; nothing where the script or a change of members has."""
     predicted_gain: float | None = None
     """Share of a step that it was to save, where that is why it was made."""
     measured_gain: float | None = None

@@ -164,7 +164,7 @@ def times_stages(target: Target) -> Refusal | None:
     return Refusal(
         "with more than one stage DeepSpeed 0.19.8 starts its timer of a backward pass twice, and fails with "
         "'bwd_microstep timer has already been started'",
-        "leave the key out, or take pipe=1; the balance block times layers",
+        "leave the key out, or take pipe=1; engine.balancer has the times of layers",
     )
 
 

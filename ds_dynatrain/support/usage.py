@@ -247,12 +247,6 @@ USAGE = (
         "take engine.loader(dataset), or switch with late=False",
         f"{_LATE}::test_what_is_refused",
     ),
-    _works(
-        "balance",
-        "layers of a PipelineModule and the members of any model are timed, and with mode act move to where the time "
-        "is: see [balance](balance-job.md#in-a-job)",
-        "tests/engine/test_balance_acting.py::test_layers_move_to_where_the_time_is",
-    ),
     _switch(
         "open accumulation window",
         "its gradients belong to the old layout",

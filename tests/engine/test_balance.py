@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from ds_dynatrain.balance.balancer import Balancer
 from ds_dynatrain.balance.decision import Answer
 from ds_dynatrain.balance.profile import BESIDE, Profile
-from ds_dynatrain.engine.balancer import Balancer
 from ds_dynatrain.errors import ConfigError, ProfileError
 from tests.engine import jobs
 from tests.engine.burning import burning

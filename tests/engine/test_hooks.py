@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 from ds_dynatrain import Extension
+from ds_dynatrain.extension import BUILT_IN
+from ds_dynatrain.space import Layout
 from tests.engine import jobs, oracle
 from tests.engine.models import small_gpt
 from tests.engine.pool import RankPool
@@ -138,6 +140,9 @@ class Calls(Extension):
     def __init__(self) -> None:
         self.seen: list[str] = []
 
+    def step_ms(self, layout: Layout, members: Sequence[int]) -> dict[str, float]:
+        return {"total": 100.0 * layout.data + len(members)}
+
     def around_forward(self) -> AbstractContextManager[None]:
         return self._around("forward")
 
@@ -177,8 +182,10 @@ def hooks_of_extensions_case() -> dict[str, Any]:
     found = Calls()
     with jobs.job(jobs.config(train_micro_batch_size_per_gpu=3), extensions=[found]) as made:
         jobs.train(made, 2, {1: (4, 2)})
-        modules = sorted(name for name in sys.modules if name.startswith("ds_dynatrain.exact"))
-    return {"seen": found.seen, "modules": modules}
+        packages = tuple(path.rpartition(".extension:")[0] for path in BUILT_IN.values())
+        modules = sorted(name for name in sys.modules if name.startswith(packages))
+        predicted = made.engine.plan(data=3, zero_stage=1).step_ms
+    return {"seen": found.seen, "modules": modules, "predicted": predicted}
 
 
 PASS = ["(forward", "forward)", "output", "(backward", "backward)", "loss"]
@@ -186,6 +193,7 @@ PASS = ["(forward", "forward)", "output", "(backward", "backward)", "loss"]
 
 def test_hooks_of_extensions(pool: RankPool) -> None:
     """Hooks come in their order; a job without the extensions of the package imports none of their modules."""
+    pool.renew()  # earlier tests have imported them
     found = pool.run(hooks_of_extensions_case)
     end = ["(update", "update)", "batch", "forgotten"]
     second = [*PASS, *end, "step 2"]
@@ -194,3 +202,4 @@ def test_hooks_of_extensions(pool: RankPool) -> None:
         *[["change to 4", *second]] * 2,
     ]
     assert [record["modules"] for record in found] == [[]] * 4
+    assert [record["predicted"] for record in found] == [{"total": 303.0}] * 4

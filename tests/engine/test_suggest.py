@@ -85,26 +85,28 @@ def test_a_slow_member_gets_fewer_samples(pool: RankPool, tmp_path: Path) -> Non
         assert "of a train_batch_size of 24, and this job has 12" in said
 
 
-def slow_pipeline() -> tuple[Layout, list[str], list[float], float]:
+def slow_pipeline(file: str) -> tuple[Layout, list[str], list[float], float]:
     """(the best of two pipelines where one of four members is slow, what of all suggestions would be refused, what two
     layouts are predicted to take, the loss there)."""
     given = pipeline_walks.settings(Layout(pipe=2, data=2, zero_stage=1), train_batch_size=15)
+    given["dynatrain"]["balance"] = {"mode": "off", "profile": file}
     with pipeline_walks.job({**given, "dataloader_drop_last": True}, "tied") as made:
-        engine, profile = made.engine, profile_of((1.0,) * 7, (0.5, 1.0, 1.0, 1.0), batch=15)
-        found = engine.suggest(profile)
+        engine = made.engine
+        found = engine.suggest()
         best = next(each for each in found if each.layout.pipe == 2 and each.layout.data == 2)
         refusals = [engine.plan(each.layout).refusal for each in found]
         engine.switch(best.layout, at=engine.global_steps)
         loss = engine.train_batch().item()
-        engine._parts.targets.measured = lambda: profile
         predicted = [engine.plan(each).step_ms["total"] for each in (best.layout, best.layout.replace(shares=None))]
         assert predicted[0] == best.time.step_ms["total"]
         return engine.layout, refusals, predicted, loss
 
 
-def test_a_slow_pipeline_runs_fewer_micro_batches(pool: RankPool) -> None:
+def test_a_slow_pipeline_runs_fewer_micro_batches(pool: RankPool, tmp_path: Path) -> None:
     """Of five the first pipeline would run three."""
-    for layout, refusals, predicted, loss in pool.run(slow_pipeline):
+    file = tmp_path / "profile.json"
+    profile_of((1.0,) * 7, (0.5, 1.0, 1.0, 1.0), batch=15).save(file)
+    for layout, refusals, predicted, loss in pool.run(slow_pipeline, file=str(file)):
         assert layout.shares == (6, 9) and predicted[0] < predicted[1]
         assert refusals and not any(refusals) and loss > 0
 

@@ -32,7 +32,7 @@ MEANING: dict[Cause, str] = {
     "INFRASTRUCTURE_RECOVERY_FROM_DISRUPTION": "from the last step before a failure to the first one after it",
     "ELASTIC_SLICE_DOWN": "training stood still for members that left, or waits for nodes, below MIN",
     "ELASTIC_SCALE_UP": "training stood still for members that joined",
-    "ELASTIC_REINITIALIZATION": "training stood still for switches that the script or the balance asked for",
+    "ELASTIC_REINITIALIZATION": "training stood still for switches that the script or an extension asked for",
     "OTHER": "everything else at the boundaries between steps: copies of state, measuring",
 }
 MOST_BLAMES = 16

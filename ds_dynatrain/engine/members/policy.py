@@ -1,9 +1,8 @@
 """Which layout a world of n members gets: `dynatrain.layouts` of the configuration, read as a rule.
 
-"data" (the default) lets the data axis grow and shrink, and leaves the others as they are. "best" takes what is fastest
-by a profile (`engine.suggesting`). A table names layouts by
-world size. "module:function" names a function of the user's: `function(members, present)` returns a `Layout`, a
-dictionary such as `{"data": 4, "zero_stage": 2}`, or None.
+"data" (the default) lets the data axis grow and shrink, and leaves the others as they are. "best" takes what an
+extension finds best. A table names layouts by world size. "module:function" names a function of the user's:
+`function(members, present)` returns a `Layout`, a dictionary such as `{"data": 4, "zero_stage": 2}`, or None.
 """
 
 from __future__ import annotations

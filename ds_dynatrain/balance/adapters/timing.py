@@ -70,12 +70,12 @@ class UpdateTimer:
 
     @property
     def seconds(self) -> float:
-        """In all steps; the device must have done them."""
+        """The time of all steps; the device must have done them."""
         return sum(between(*each) for each in self._took)
 
     @contextmanager
     def timing(self) -> Iterator[None]:
-        """In it the optimizer's steps are timed."""
+        """Time the optimizer's steps in this block."""
         with ExitStack() as stack:
             for handle in (
                 self._optimizer.register_step_pre_hook(self._before_step),

@@ -1,4 +1,4 @@
-"""`ds-dynatrain balance` and its options."""
+"""`ds-dynatrain balance`."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def balance(
     Exit code: 0, or 2 if the profile cannot be used or nothing fits.
     """
     from ds_dynatrain.balance.links import Link
-    from ds_dynatrain.cli import advice
+    from ds_dynatrain.balance.prediction import Question, advise, report, show
 
     with saying("balance"):
         link = Link(bytes_per_second, latency_seconds)
-        asked = advice.Question(stages, members, micro_batches, zero_stage, memory, present, link)
-        found = advice.advise(profile, asked)
+        asked = Question(stages, members, micro_batches, zero_stage, memory, present, link)
+        found = advise(profile, asked)
     if as_json:
-        typer.echo(advice.report(found))
+        typer.echo(report(found))
     else:
-        advice.show(found)
+        show(found)

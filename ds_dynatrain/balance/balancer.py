@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from ds_dynatrain.adapters.timing import StageTimes
+from ds_dynatrain.balance.acting import Acting
+from ds_dynatrain.balance.adapters.timing import StageTimes
 from ds_dynatrain.balance.advice import Advice, Move, Situation, advise
 from ds_dynatrain.balance.averaged import Averaged
 from ds_dynatrain.balance.course import ENOUGH_STEPS, Course
@@ -26,14 +27,11 @@ from ds_dynatrain.balance.pause import Pause
 from ds_dynatrain.balance.profile import BESIDE, Profile
 from ds_dynatrain.balance.slow import Slow
 from ds_dynatrain.balance.steps import Measured, StepSeconds
+from ds_dynatrain.balance.timed_model import Timer, metered_model, timed_model
 from ds_dynatrain.balance.window import Window
 from ds_dynatrain.config import BalanceConfig
-from ds_dynatrain.engine.acting import Acting
-from ds_dynatrain.engine.attempts import Attempts
-from ds_dynatrain.engine.core import EngineCore
+from ds_dynatrain.engine.parts import EngineParts
 from ds_dynatrain.engine.process import PROCESS
-from ds_dynatrain.engine.switcher import Switcher
-from ds_dynatrain.engine.timed_model import Timer, metered_model, timed_model
 from ds_dynatrain.engine.transaction.session import Request, Session, ask_for_different_things
 from ds_dynatrain.errors import ConfigError, MemberMissing, ProfileError, WorldChanged
 from ds_dynatrain.report import SwitchEvent, logger
@@ -42,7 +40,7 @@ from ds_dynatrain.space import Layout
 SETTLING = 2
 """Steps after the members or the layout have changed, or another state was loaded: memory is touched anew in them."""
 ASSUMED_PAUSE_SECONDS = 0.5
-"""Of a switch, beside its bytes, until one was made."""
+"""Seconds that a switch takes beside its bytes, until one was made."""
 
 
 class Balancer:
@@ -53,20 +51,20 @@ class Balancer:
 
     profile: Profile | None = None
 
-    def __init__(self, engine: EngineCore, settings: BalanceConfig, switcher: Switcher, made: Attempts) -> None:
-        self._engine, self._settings, self._switcher, self._made = engine, settings, switcher, made
+    def __init__(self, engine: EngineParts, settings: BalanceConfig) -> None:
+        self._engine, self._settings = engine, settings
         self._rules = Rules(
             settings.least_gain, settings.horizon_steps, settings.safety, cooldown_steps=settings.cooldown_steps
         )
         self._model = timed_model(engine)
-        self._acting = Acting(engine, made, switcher, Course.new(self._rules))
+        self._acting = Acting(engine, Course.new(self._rules))
         self._switches: list[tuple[int, float]] = []
         self._averaged: Averaged | None = None
         self._pause = Pause(ASSUMED_PAUSE_SECONDS, 0.0)
         self._timer: Timer | None = None
         self._steps, self._began = StepSeconds(), 0.0
         self._step_seconds = 0.0
-        """Of the slowest member, as of the last window; the same on all."""
+        """Seconds of a step on the slowest member, as of the last window; the same on all."""
         self._shared: Session | None = None
         """The last one in which rows were shared."""
         self._left = self._opened = 0
@@ -79,7 +77,7 @@ class Balancer:
         """Whether costs are known to be others than those of the windows so far."""
         self._noted: tuple[str, int] = ("", 0)
         """Where `note` was called last, and how often there."""
-        made.listeners.append(self._note_switch)
+        engine.attempts.listeners.append(self._note_switch)
 
     # ---- what a user calls -------------------------------------------------------------------------------------------
 
@@ -155,7 +153,7 @@ class Balancer:
 
     def _move_to(self, layout: Layout, without: tuple[int, ...]) -> Move | None:
         """What it takes to get to a layout without some ranks; None if that is refused."""
-        estimate = self._switcher.dry_run(layout, {}, tuple(self._engine.members[rank] for rank in without))
+        estimate = self._engine.switcher.dry_run(layout, {}, tuple(self._engine.members[rank] for rank in without))
         return None if estimate.refusal else Move(estimate.bytes_sent, self._pause.seconds(estimate.bytes_sent))
 
     @property
@@ -169,12 +167,12 @@ class Balancer:
     # ---- windows -----------------------------------------------------------------------------------------------------
 
     def timed_step(self) -> AbstractContextManager[None]:
-        """Around a whole step, where that is one call; it is timed if it is of a window."""
+        """Surround a whole step, where that is one call; it is timed if it belongs to a window."""
         self._begin_step()
         return nullcontext() if self._timer is None else self._timer.timing()
 
     def timed_pass(self, is_backward: bool) -> AbstractContextManager[None]:
-        """Around a pass of training, where a step is several calls; it is timed if its step is of a window."""
+        """Surround a pass of training, where a step is several calls; it is timed if its step belongs to a window."""
         engine = self._engine
         if not is_backward and engine.micro_steps % engine.accumulation == 0:
             self._begin_step()
@@ -183,13 +181,13 @@ class Balancer:
         return self._timer.passing(is_backward, self._samples() / engine.deepspeed.train_micro_batch_size_per_gpu())
 
     def _samples(self) -> int:
-        """Of the open micro-batch, on this rank."""
+        """Return the samples of the open micro-batch on this rank."""
         engine = self._engine
         dealt = engine.batch_for(engine.layout).deal(engine.open_batch.samples or engine.host.global_batch_size)
         return dealt.rank(engine.place("data"))[engine.micro_steps % engine.accumulation].samples
 
     def timed_update(self) -> AbstractContextManager[None]:
-        """Around the optimizer's step."""
+        """Surround the optimizer's step."""
         return nullcontext() if self._timer is None else self._timer.updating()
 
     def _begin_step(self) -> None:
@@ -206,10 +204,11 @@ class Balancer:
         self._began = time.monotonic()
 
     def finish_step(self) -> None:
-        """After a step. MemberMissing, naming them, if others do not come to the end of a window."""
+        """End the window of this step if it was the last one; called after each step.
+
+        MemberMissing, naming them, if others do not come to the end of a window.
+        """
         engine = self._engine
-        if engine.micro_steps % engine.accumulation:
-            return
         self._acting.look()
         if engine.global_steps > self._settled:
             self._steps.add(time.monotonic() - self._began)
@@ -276,14 +275,14 @@ class Balancer:
         return averaged.profile(self._model.layers(), source)
 
     def _joined(self, step: int, said: dict[str, Any]) -> dict[str, Any]:
-        """On the first member: its own history goes on with what all ranks say."""
+        """Continue the history of the first member with what all ranks say; called there alone."""
         engine, settings = self._engine, self._settings
         by_rank = {int(rank): np.array(each["rows"], dtype=np.float64) for rank, each in said.items()}
         beside = [each["beside"] for each in said.values()]
         window = Window.of(by_rank, engine.layout, self._model.cut, beside)
         batch = engine.host.global_batch_size, int(engine.deepspeed.train_micro_batch_size_per_gpu())
         averaged = Averaged.after(self._averaged, window, batch, step, settings.least_gain, self._are_new)
-        self._pause = Pause(ASSUMED_PAUSE_SECONDS, 1 / self._made.bytes_per_second).fitted(self._switches)
+        self._pause = Pause(ASSUMED_PAUSE_SECONDS, 1 / engine.attempts.bytes_per_second).fitted(self._switches)
         has_changed = self._averaged is not None and averaged.since != self._averaged.since
         steps = (Measured(*each["newest" if has_changed else "steps"]) for each in said.values())
         measured = max(steps, key=lambda each: each.seconds)

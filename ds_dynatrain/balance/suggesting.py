@@ -1,7 +1,4 @@
-"""Which layouts would be fastest, from a profile: of those that a switch would not refuse, the best first.
-
-`balance` is imported by this file and `balancer`, and these by those who ask, when they do.
-"""
+"""Which layouts would be fastest by a profile: those that a switch would not refuse, the best first."""
 
 from __future__ import annotations
 
@@ -16,12 +13,46 @@ from ds_dynatrain.balance.deal import Deal
 from ds_dynatrain.balance.partition import PLENTY
 from ds_dynatrain.balance.profile import Profile
 from ds_dynatrain.engine.core import EngineCore
-from ds_dynatrain.errors import ConfigError, LayoutError, ProfileError, SwitchRefused
+from ds_dynatrain.engine.parts import EngineParts
+from ds_dynatrain.engine.process import PROCESS
+from ds_dynatrain.errors import LayoutError, ProfileError, SwitchRefused
 from ds_dynatrain.space import Layout
 
-COUNT = 10
-"""Of layouts."""
-Check = Callable[[Layout, int], None]
+
+def suggest(
+    engine: EngineParts, profile: Profile | str | Path | None, members: int | None, horizon_steps: float | None
+) -> tuple[Choice, ...]:
+    """Answer `engine.suggest`, which see; the job may have no `balance` block."""
+    own = engine.extension("balance")
+    if profile is not None:
+        known = profile_for(engine, profile)
+    elif own is None or own.profile is None:
+        raise ProfileError(
+            "engine.suggest: nothing was measured yet; give profile=, or name its file in dynatrain.balance.profile"
+        )
+    else:
+        known = own.profile
+    count = len(PROCESS.membership.able(engine)) if members is None else members
+
+    def seconds(layout: Layout) -> float:
+        return engine.switcher.dry_run(layout, {}).seconds
+
+    return fastest(engine, known, count, _limit_of(engine) or PLENTY, horizon_steps, seconds)
+
+
+def best(engine: EngineParts, profile: Profile, members: int) -> Iterator[Layout]:
+    """Yield the layouts of `dynatrain.layouts: "best"`; SwitchRefused with the reason if nothing fits.
+
+    A member has the bytes that are configured, or those of its device, or its part of the host, which the members of a
+    node share.
+    """
+    nodes = engine.candidates.nodes
+    here = sum(node == nodes[engine.candidates.mine] for node in nodes.values())
+    room = _limit_of(engine) or total_bytes() // (1 if is_accelerated() else here)
+    try:
+        yield from (choice.layout for choice in fastest(engine, profile, members, room))
+    except LayoutError as error:
+        raise SwitchRefused(str(error), "start more members") from error
 
 
 def profile_for(engine: EngineCore, profile: Profile | str | Path) -> Profile:
@@ -44,43 +75,31 @@ def profile_for(engine: EngineCore, profile: Profile | str | Path) -> Profile:
     return found
 
 
-def configured(engine: EngineCore, file: str) -> Profile:
-    """The profile of `dynatrain.balance.profile`; ConfigError if it cannot be used."""
-    try:
-        return profile_for(engine, file)
-    except (OSError, ProfileError) as error:
-        raise ConfigError(f"dynatrain.balance.profile: {error}") from error
-
-
-def suggest(
-    engine: EngineCore,
-    check: Check,
+def fastest(
+    engine: EngineParts,
     profile: Profile,
     members: int,
+    memory_bytes: int,
     horizon_steps: float | None = None,
     switch_seconds: Callable[[Layout], float] = lambda layout: 0.0,
-    memory_bytes: int | None = None,
-    count: int = COUNT,
 ) -> tuple[Choice, ...]:
-    """At most `count` layouts for so many members, best first; LayoutError if there is none.
+    """Return the best layouts for so many members, best first; LayoutError if there is none.
 
-    check: raises SwitchRefused for a layout in which so many cannot train this model. The members that work now are as
-    fast as the profile says, if it has a speed for each; others are all alike. They are taken in the order of their
-    ranks, as a switch places them. memory_bytes: of each; what is configured without it. The ZeRO stage stays as it is:
-    what tells stages apart is what links take, and no profile knows that.
+    The members that work now are as fast as the profile says, if it has a speed for each; others are all alike. They
+    are taken in the order of their ranks, as a switch places them. memory_bytes: of each. horizon_steps: over how many
+    a switch is spread; without it that counts for nothing. The ZeRO stage stays as it is: what tells stages apart is
+    what links take, and no profile knows that.
     """
-    room = limit_of(engine) or PLENTY if memory_bytes is None else memory_bytes
     search = Search(
         zero_stages=(engine.layout.zero_stage,),
         pipeline=engine.job.has_stages,
         horizon_steps=horizon_steps,
-        count=count,
         accumulation=lambda layout: engine.batch_for(layout).accumulation,
     )
 
     def refused(layout: Layout, deal: Deal) -> bool:
         try:
-            check(layout, members)
+            engine.targets.check(layout, members)
         except SwitchRefused:
             return True
         return False
@@ -88,7 +107,7 @@ def suggest(
     return choose(
         profile,
         engine.layout,
-        Members(_speeds(engine, profile, members), room, are_placed=True),
+        Members(_speeds(engine, profile, members), memory_bytes, are_placed=True),
         search,
         refused,
         switch_seconds,
@@ -107,31 +126,14 @@ def step_ms(engine: EngineCore, profile: Profile, layout: Layout, members: Seque
 
 
 def _speeds(engine: EngineCore, profile: Profile, members: int) -> tuple[float, ...]:
-    """Of so many by rank: the present ranks', if the profile has one for each and they are as many; else all are alike.
+    """Return the speed of each rank: that of the present ones, if they are as many and the profile has all of them.
 
-    Of other numbers nobody knows who they are.
+    Else all are alike: who would work is not known then.
     """
     is_known = len(profile.speeds) == len(engine.members) == members
     return profile.speeds if is_known else (1.0,) * members
 
 
-def best(engine: EngineCore, check: Check, profile: Profile, members: int) -> Iterator[Layout]:
-    """`dynatrain.layouts: "best"`, as a rule of `policy`; SwitchRefused with the reason if nothing fits."""
-    try:
-        yield from (
-            choice.layout for choice in suggest(engine, check, profile, members, memory_bytes=_memory_of(engine))
-        )
-    except LayoutError as error:
-        raise SwitchRefused(str(error), "start more members") from error
-
-
-def limit_of(engine: EngineCore) -> int | None:
-    """Bytes of a member as configured."""
+def _limit_of(engine: EngineCore) -> int | None:
+    """Return the bytes of a member that are configured."""
     return None if engine.settings.balance is None else engine.settings.balance.memory_limit_bytes
-
-
-def _memory_of(engine: EngineCore) -> int:
-    """Bytes of a member: as configured, or of its device, or its part of the host, which members of a node share."""
-    nodes = engine.candidates.nodes
-    here = sum(node == nodes[engine.candidates.mine] for node in nodes.values())
-    return limit_of(engine) or total_bytes() // (1 if is_accelerated() else here)

@@ -124,7 +124,7 @@ def _start(profile: Profile, question: Question) -> Layout:
 
 
 def _present(profile: Profile, start: Layout, members: Members, question: Question, search: Search) -> Predicted | None:
-    """With as many data ranks as can be trained; None if there are too few members, or nobody asked for it."""
+    """Predict the present layout with as many data ranks as can be; None if it needs more members or nobody asked."""
     if question.stages is None and question.present is None:
         return None
     boundaries = start.boundaries or uniform(len(profile.layers), start.pipe)
@@ -163,7 +163,7 @@ def show(advice: Advice) -> None:
 
 
 def _gain(advice: Advice, known: list[tuple[str, Predicted]]) -> str:
-    """Nothing where there is nothing to compare with, or what there is would not fit."""
+    """Compare both, in words; nothing where there is no present layout, or it would not fit."""
     if not known or max(each.total for each in known[0][1].stages) > advice.memory_bytes:
         return ""
     if not advice.proposed.time.seconds:
@@ -188,13 +188,13 @@ def _stages(advice: Advice, each: Predicted) -> Iterator[tuple[str, ...]]:
 
 
 def _columns(rows: Sequence[tuple[str, ...]]) -> str:
-    """One line each, of any width: a program may read them, too."""
+    """Return a line for each row, of any width: a program may read them, too."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 def report(advice: Advice) -> str:
-    """One object of JSON; its keys are documented in docs/balance.md."""
+    """Return one object of JSON, whose keys are documented in docs/balance.md."""
     choices = [_said(Predicted(each.layout, each.deal, each.time, ())) for each in advice.choices]
     present = None if advice.present is None else _said(advice.present)
     said = {"present": present, "proposed": _said(advice.proposed), "choices": choices}

@@ -10,12 +10,12 @@ from typing import Protocol, cast
 
 import numpy as np
 
-from ds_dynatrain.adapters.child_timer import ChildTimer, children_of, refuse_compiled
-from ds_dynatrain.adapters.pass_timer import PassTimer
 from ds_dynatrain.adapters.pipeline import PipelineTemplate, layer_of
 from ds_dynatrain.adapters.stage_module import PipelineShaper
-from ds_dynatrain.adapters.stage_timer import StageTimer
-from ds_dynatrain.adapters.timing import StageTimes
+from ds_dynatrain.balance.adapters.child_timer import ChildTimer, children_of, refuse_compiled
+from ds_dynatrain.balance.adapters.pass_timer import PassTimer
+from ds_dynatrain.balance.adapters.stage_timer import StageTimer
+from ds_dynatrain.balance.adapters.timing import StageTimes
 from ds_dynatrain.balance.averaged import Known
 from ds_dynatrain.balance.profile import Floats
 from ds_dynatrain.balance.window import rows_of
@@ -32,20 +32,23 @@ class Timer(Protocol):
     """What times the steps of a window on this rank."""
 
     def timing(self) -> AbstractContextManager[None]:
-        """In it a whole step is timed, where that is one call."""
+        """Time a whole step, where that is one call."""
 
     def passing(self, is_backward: bool, share: float) -> AbstractContextManager[None]:
-        """In it a pass is timed, where a step is several calls. share: of a micro-batch, as the profile counts them."""
+        """Time a pass, where a step is several calls. share: of a micro-batch, as the profile counts them."""
 
     def updating(self) -> AbstractContextManager[None]:
-        """In it the optimizer makes its step, where that is a call of its own."""
+        """Time the optimizer's step, where that is a call of its own."""
 
     def times(self) -> StageTimes:
-        """Of all that was timed; once it is done."""
+        """Return all that was timed, once the device has done it."""
 
 
 class TimedModel(Protocol):
-    """Of one engine. is_cheap: timing costs so little that all steps are timed, and a window ends when it is due."""
+    """The layers of one engine's model.
+
+    is_cheap: timing costs so little that all steps are timed, and a window ends when it is due.
+    """
 
     is_cheap: bool
 
@@ -58,13 +61,13 @@ class TimedModel(Protocol):
         """Layers to stages."""
 
     def timer(self) -> Timer:
-        """For the steps of a window."""
+        """Return what times the steps of a window."""
 
     def rows(self, times: StageTimes) -> Floats:
         """[layers of this rank's stage, COLUMNS]. The optimizer's seconds are shared out by the elements it steps."""
 
     def layers(self) -> list[Known]:
-        """Of the whole model, in the present registration."""
+        """Return what is known of all layers of the model, in the present registration."""
 
 
 def timed_model(engine: EngineCore) -> TimedModel:
@@ -116,7 +119,7 @@ class TimedStages:
         return cast("PipelineShaper", self._engine.host.shaper).template
 
     def _tensors(self) -> list[list[LogicalTensor]]:
-        """Of each layer; a tied one has its tensors at each of its places."""
+        """Return the tensors of each layer; a tied one has them at each of its places."""
         by_prefix: dict[str, list[LogicalTensor]] = {prefix: [] for prefix in self._template.prefixes()}
         for tensor in self._engine.vps.tensors:
             by_prefix[layer_of(tensor.name)].append(tensor)
@@ -178,7 +181,7 @@ class TimedChildren:
         return [_known(self._engine, name, held) for name, held in named]
 
     def _tensors(self) -> list[list[LogicalTensor]]:
-        """Of each module, and the rest."""
+        """Return the tensors of each module, and of the rest."""
         found: list[list[LogicalTensor]] = [[] for _ in range(len(self._names) + 1)]
         for tensor in self._engine.vps.tensors:
             inside = (number for number, name in enumerate(self._names) if tensor.name.startswith(f"{name}."))

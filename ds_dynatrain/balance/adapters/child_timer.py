@@ -20,11 +20,11 @@ from torch import nn
 
 from ds_dynatrain.adapters.compiled import compiled_by_wrapping, compiled_in_place
 from ds_dynatrain.adapters.device import synchronize
-from ds_dynatrain.adapters.timing import Floats, StageTimes, UpdateTimer, between, now
+from ds_dynatrain.balance.adapters.timing import Floats, StageTimes, UpdateTimer, between, now
 from ds_dynatrain.errors import ConfigError
 
 _Mark = tuple[int, Any]
-"""From when on time is which module's; the last mark of a pass ends it."""
+"""A module, and the moment from which on time is its; the last mark of a pass ends it."""
 
 
 def children_of(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
@@ -57,23 +57,23 @@ def refuse_compiled(model: nn.Module) -> None:
 
 
 class ChildTimer:
-    """Of such modules of the model that an engine has now. optimizer: the one that steps the elements, without ZeRO."""
+    """The clock of some modules of an engine's model. optimizer: the one that steps the elements, without ZeRO."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, children: Mapping[str, nn.Module]) -> None:
         self._updates, self._children, self._rest = UpdateTimer(optimizer), tuple(children.values()), len(children)
         self._passes: tuple[list[tuple[list[_Mark], float]], ...] = [], []
         self._marks: list[_Mark] | None = None
-        """Of the pass that is under way."""
+        """The marks of the pass that is under way."""
         self._given: list[torch.Tensor] = []
-        """By one of the modules, in the forward pass that is under way."""
+        """What the modules have given in the forward pass that is under way."""
 
     def timing(self) -> AbstractContextManager[None]:
-        """Nothing: a step is several calls."""
+        """Do nothing: a step is several calls."""
         return nullcontext()
 
     @contextmanager
     def passing(self, is_backward: bool, share: float) -> Iterator[None]:
-        """In it a pass is timed. share: its samples, by those of a micro-batch as the profile counts them."""
+        """Time a pass. share: its samples, by those of a micro-batch as the profile counts them."""
         marks = self._marks = [(self._rest, now())]
         try:
             with nullcontext() if is_backward else self._hooked():
@@ -84,11 +84,11 @@ class ChildTimer:
             self._marks, self._given = None, []
 
     def updating(self) -> AbstractContextManager[None]:
-        """In it the optimizer makes its step."""
+        """Time the optimizer's step."""
         return self._updates.timing()
 
     def times(self) -> StageTimes:
-        """Of all passes so far, the rest behind the modules; once they are done."""
+        """Return the times of all passes so far, the rest behind the modules, once the device has done them."""
         synchronize()
         forward, backward = (self._seconds(each) for each in self._passes)
         none = (0,) * (self._rest + 1)
@@ -124,7 +124,7 @@ class ChildTimer:
         self._given += self._hook_gradients(outputs, number)
 
     def _hook_gradients(self, tensors: Any, whose: int) -> list[torch.Tensor]:
-        """Of those that no module has given so far."""
+        """Hook the gradients of those tensors that no module has given so far, and return them."""
         leaves = [each for each in _tensors(tensors) if each.requires_grad]
         known = {id(each) for each in self._given}
         found = [each for each in leaves if id(each) not in known and not isinstance(each, nn.Parameter)]
@@ -133,7 +133,7 @@ class ChildTimer:
         return found
 
     def _at(self, whose: int, _: Any = None) -> None:
-        """From now on time is a module's, or the rest's."""
+        """Count time for a module, or for the rest, from now on."""
         if self._marks is not None:
             self._marks.append((whose, now()))
 

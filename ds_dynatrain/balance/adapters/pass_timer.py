@@ -14,36 +14,36 @@ import numpy as np
 import torch
 
 from ds_dynatrain.adapters.device import synchronize
-from ds_dynatrain.adapters.timing import Floats, StageTimes, UpdateTimer, between, now
+from ds_dynatrain.balance.adapters.timing import Floats, StageTimes, UpdateTimer, between, now
 
 _Pass = tuple[Any, Any, float]
-"""Its begin and end, and of how many micro-batches it is."""
+"""Begin and end of a pass, and its samples as a share of a micro-batch."""
 
 
 class PassTimer:
-    """Of the model that an engine has now. optimizer: the one that steps the elements, without ZeRO."""
+    """The clock of the model that an engine has now. optimizer: the one that steps the elements, without ZeRO."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._passes: tuple[list[_Pass], list[_Pass]] = [], []
         self._updates = UpdateTimer(optimizer)
 
     def timing(self) -> AbstractContextManager[None]:
-        """Nothing: a step is several calls."""
+        """Do nothing: a step is several calls."""
         return nullcontext()
 
     @contextmanager
     def passing(self, is_backward: bool, share: float) -> Iterator[None]:
-        """In it a pass is timed. share: its samples, by those of a micro-batch as the profile counts them."""
+        """Time a pass. share: its samples, by those of a micro-batch as the profile counts them."""
         begin = now()
         yield
         self._passes[is_backward].append((begin, now(), share))
 
     def updating(self) -> AbstractContextManager[None]:
-        """In it the optimizer makes its step."""
+        """Time the optimizer's step."""
         return self._updates.timing()
 
     def times(self) -> StageTimes:
-        """Of all passes so far; once they are done."""
+        """Return the times of all passes so far, once the device has done them."""
         synchronize()
         forward, backward = (self._seconds(each) for each in self._passes)
         return StageTimes(forward, backward, self._updates.seconds, self._updates.stepped, (0,), (0,))

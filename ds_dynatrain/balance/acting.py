@@ -1,13 +1,12 @@
-"""Moves that balance makes by itself: asked for as any switch is, judged by the windows that follow, and taken back if
+"""Moves that a job makes by itself: asked for as any switch is, judged by the windows that follow, and taken back if
 they have made steps slower."""
 
 from __future__ import annotations
 
 from ds_dynatrain.balance.course import Course, Wanted
-from ds_dynatrain.engine.attempts import Attempts
-from ds_dynatrain.engine.core import EngineCore
+from ds_dynatrain.engine.parts import EngineParts
 from ds_dynatrain.engine.pending import PendingSwitch
-from ds_dynatrain.engine.switcher import Reason, Switcher
+from ds_dynatrain.engine.switcher import Reason
 from ds_dynatrain.errors import SwitchRefused
 from ds_dynatrain.report import SwitchEvent, logger
 from ds_dynatrain.space import Layout
@@ -16,15 +15,15 @@ CAUSE = "balance"
 
 
 class Acting:
-    """On one engine. course: the same on all members that work; what it decides is asked for by all at one place."""
+    """What an engine does about its course, which is the same on all members that work: all ask at one place."""
 
-    def __init__(self, engine: EngineCore, attempts: Attempts, switcher: Switcher, course: Course) -> None:
-        self._engine, self._attempts, self._switcher, self.course = engine, attempts, switcher, course
+    def __init__(self, engine: EngineParts, course: Course) -> None:
+        self._engine, self.course = engine, course
         self._asked: tuple[Wanted, PendingSwitch, Layout] | None = None
         """What is on its way: what was wanted, the switch, and the layout before it."""
         self._open: SwitchEvent | None = None
-        """Of the move that waits to be judged."""
-        attempts.listeners.append(self._note_switch)
+        """The move that waits to be judged."""
+        engine.attempts.listeners.append(self._note_switch)
 
     @property
     def is_open(self) -> bool:
@@ -32,11 +31,11 @@ class Acting:
         return self._asked is not None or self.course.history.open is not None or self.course.needs_steps
 
     def follow(self, course: Course, present: Layout) -> None:
-        """A window has ended; all members have the same course."""
+        """Go on with the course that all members have since a window has ended."""
         self.course = course
         logger.debug("balance: step %d: %s", self._engine.global_steps, course.why or "nothing was decided")
         if course.gain is not None and self._open is not None:
-            self._attempts.note_gain(self._open, course.gain)
+            self._engine.attempts.note_gain(self._open, course.gain)
         if course.verdict is not None:
             self._open = None
         if course.wanted is not None and self._asked is None:
@@ -46,7 +45,7 @@ class Acting:
         engine = self._engine
         reason = Reason(CAUSE, wanted.predicted_gain, tuple(engine.members[rank] for rank in wanted.without))
         try:
-            pending = self._switcher.ask(wanted.layout, None, {}, late=False, reason=reason)
+            pending = engine.switcher.ask(wanted.layout, None, {}, late=False, reason=reason)
         except SwitchRefused as refusal:  # as where the script has a switch of its own pending, or members change
             self._put_off(str(refusal))
             return
@@ -56,7 +55,7 @@ class Acting:
             logger.info("balance: %s %s: %s", what, wanted.layout, wanted.why)
 
     def look(self) -> None:
-        """After a step: whether what was asked for has come to nothing."""
+        """See whether what was asked for has come to nothing; called after each step."""
         if self._asked is None:
             return
         event = self._asked[1].event
@@ -70,7 +69,7 @@ class Acting:
             logger.info("balance: nothing moves for now: %s", reason)
 
     def _note_switch(self, event: SwitchEvent) -> None:
-        """After any switch that was committed: one that is not balance's leaves nothing to judge."""
+        """Note a switch that was committed; one that was asked for elsewhere leaves nothing to judge."""
         if self._asked is None or event.generation != self._asked[1].generation:
             self._open, self.course = None, self.course.overtaken()
             return

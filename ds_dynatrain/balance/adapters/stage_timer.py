@@ -36,17 +36,17 @@ from torch import nn
 from ds_dynatrain.adapters.compiled import compiled_by_wrapping, compiled_in_place
 from ds_dynatrain.adapters.device import is_accelerated, synchronize
 from ds_dynatrain.adapters.replaced import replaced
-from ds_dynatrain.adapters.timing import Floats, StageTimes, UpdateTimer, between, now
+from ds_dynatrain.balance.adapters.timing import Floats, StageTimes, UpdateTimer, between, now
 
 Layer = Callable[[Any], Any]
 MESSAGES = (SendActivation, RecvActivation, SendGrad, RecvGrad)
 
 _Mark = tuple[int, Any]
-"""From when on time is which layer's; the last mark of a pass ends it."""
+"""A layer, and the moment from which on time is its; the last mark of a pass ends it."""
 
 
 class StageTimer:
-    """Of the stage that a pipeline engine has now. optimizer: the one that steps the elements, without ZeRO."""
+    """The clock of the present stage of a pipeline engine. optimizer: the one that steps the elements, without ZeRO."""
 
     def __init__(self, engine: Any, optimizer: torch.optim.Optimizer) -> None:
         self._engine, self._module, self._updates = engine, engine.module, UpdateTimer(optimizer)
@@ -54,7 +54,7 @@ class StageTimer:
         self._forward: list[list[_Mark]] = []
         self._backward: list[list[_Mark]] = []
         self._marks: list[_Mark] | None = None
-        """Of the pass that is under way."""
+        """The marks of the pass that is under way."""
         self._is_backward = False
         self._hooked: Sequence[torch.Tensor] = ()
         """Inputs of the layer that was called last."""
@@ -65,7 +65,7 @@ class StageTimer:
 
     @contextmanager
     def timing(self) -> Iterator[None]:
-        """In it the engine's steps are timed."""
+        """Time the engine's steps in this block."""
         layers = [self._timed_layer(number, layer) for number, layer in enumerate(self._module.forward_funcs)]
         known = self._engine._INSTRUCTION_MAP
         passes = {
@@ -83,15 +83,15 @@ class StageTimer:
             self._wholes.append(time.thread_time() - begin)
 
     def passing(self, is_backward: bool, share: float) -> AbstractContextManager[None]:
-        """Nothing: a pass is timed within its step."""
+        """Do nothing: a pass is timed within its step."""
         return nullcontext()
 
     def updating(self) -> AbstractContextManager[None]:
-        """Nothing: the optimizer is timed within its step."""
+        """Do nothing: the optimizer is timed within its step."""
         return nullcontext()
 
     def times(self) -> StageTimes:
-        """Of all passes so far; once they are done."""
+        """Return the times of all passes so far, once the device has done them."""
         synchronize()
         forward, backward = self._seconds(self._forward), self._seconds(self._backward)
         found = StageTimes(
@@ -119,7 +119,7 @@ class StageTimer:
     # ---- a pass ------------------------------------------------------------------------------------------------------
 
     def _timed_pass(self, run: Callable[..., None], passes: list[list[_Mark]], first: int) -> Callable[..., None]:
-        """One of DeepSpeed's instructions, which begins with a layer."""
+        """Wrap one of DeepSpeed's instructions, which begins with a layer."""
 
         def timed(engine: Any, buffer_id: int) -> None:
             self._is_backward = passes is self._backward
@@ -136,12 +136,12 @@ class StageTimer:
         return timed
 
     def _at(self, layer: int, _: Any = None) -> None:
-        """From now on time is a layer's."""
+        """Count time for a layer from now on."""
         if self._marks is not None:
             self._marks.append((layer, now()))
 
     def _hook(self, tensors: Sequence[torch.Tensor], maker: int) -> None:
-        """Once the gradients of these are there, time is that of the layer which made them.
+        """Count time for the layer that made these tensors once their gradients are there.
 
         What that layer was given, too, and handed on, was made before it. A stage's outputs have hooks as well: where
         there are several DeepSpeed goes back from one after the other.
@@ -177,7 +177,7 @@ class StageTimer:
     # ---- what is kept ------------------------------------------------------------------------------------------------
 
     def _counting(self, number: int, inputs: Any) -> AbstractContextManager[Any]:
-        """In it what autograd keeps counts for a layer, each piece of memory once."""
+        """Count what autograd keeps in this block for a layer, each piece of memory once."""
         interval = int(self._module.activation_checkpoint_interval)
         if interval:
             if number % interval == 0:
@@ -197,7 +197,7 @@ class StageTimer:
 
 
 def _adding(run: Callable[..., None], seconds: list[float]) -> Callable[..., None]:
-    """One of DeepSpeed's instructions; what the thread takes for it is added."""
+    """Wrap one of DeepSpeed's instructions; what the thread takes for it is added."""
 
     def timed(engine: Any, **given: Any) -> None:
         begin = time.thread_time()

@@ -1,0 +1,15 @@
+"""The row of layers and members that are timed (`dynatrain.balance`)."""
+
+from __future__ import annotations
+
+from ds_dynatrain.support.row import Row, Verdict
+
+ROWS = (
+    Row(
+        "balance",
+        Verdict.NOTE,
+        "layers of a PipelineModule and the members of any model are timed, and with mode act move to where the time "
+        "is: see [balance](balance-job.md#in-a-job)",
+        proof="tests/engine/test_balance_acting.py::test_layers_move_to_where_the_time_is",
+    ),
+)
