@@ -1,6 +1,6 @@
 """Which per-element states and scalars an optimizer keeps: a table of known classes, never a guess from live state.
 
-A rule is written for one exact class; a subclass may keep other states and needs a rule of its own. Users add their
+A rule is written for one class; a subclass may keep other states and needs a rule of its own. Users add their
 classes with `register_optimizer`. What cannot be cut by element (factored or quantized states), or would need
 messages of its own, is refused by name.
 """
@@ -119,7 +119,7 @@ def register_optimizer(
 ) -> type[torch.optim.Optimizer]:
     """Tell which states an optimizer class keeps in `state[parameter]`, so that they travel in a switch.
 
-    cls: this exact class; a subclass must be registered itself. moments: names of the states with one value per
+    cls: this class alone; a subclass must be registered itself. moments: names of the states with one value per
     element, each computed from values of the same element (and of nothing else), or a function from a parameter group
     to them. scalars: names of the other states and their values before the first step, in the type that they are
     stored in: an int, a float, or a tensor of no dims; or a function from a parameter group to them. placeless: whether

@@ -22,7 +22,7 @@ from ds_dynatrain.space.layout import Layout
 from ds_dynatrain.space.zero import group_size
 
 _ROUNDING = 1 - 1e-9
-"""Some bounds are exact, and sums of the same numbers in another order differ in their last digits."""
+"""Some bounds are tight, and sums of the same numbers in another order differ in their last digits."""
 
 
 @dataclass(frozen=True, eq=False)

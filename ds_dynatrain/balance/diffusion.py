@@ -1,4 +1,4 @@
-"""Layers to stages by exchanges of neighbours: for tables that compare it with the exact cut, and for nothing else.
+"""Layers to stages by exchanges of neighbours: for tables that compare it with the optimal cut, and for nothing else.
 
 After DynMo's "diffusion" balancer (arXiv 2505.14864; code: wahibium/DynMo). Here a pair of neighbours takes its own
 best cut, in turns of odd and even boundaries, so the order of layers stays, as it does not in that code. Each change

@@ -1,9 +1,9 @@
-"""Layers to stages: the exact optimum of the slowest stage, and near it the cut that moves the fewest bytes.
+"""Layers to stages: the optimum of the slowest stage, and near it the cut that moves the fewest bytes.
 
 A stage holds consecutive layers, at least one. Stages may differ in speed and in room, so that bisection of the
-bottleneck with a greedy probe (as DeepSpeed's `partition_balanced` of old, and DynMo's) is not exact: a stage that
+bottleneck with a greedy probe (as DeepSpeed's `partition_balanced` of old, and DynMo's) is not optimal: a stage that
 reaches as far as it can may leave its successor a layer that does not fit there. Dynamic programming over (stage,
-number of layers so far) is exact with both.
+number of layers so far) is optimal with both.
 
 Everything is a function of its arguments, ties included, so all members get the same answer.
 """

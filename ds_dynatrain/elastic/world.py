@@ -23,7 +23,7 @@ Change = Literal["planned", "failure"]
 
 
 class Record(BaseModel):
-    """Base of what travels: frozen, exact types, no unknown fields."""
+    """Base of what travels: frozen, strict types, no unknown fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
