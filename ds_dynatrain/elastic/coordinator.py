@@ -14,6 +14,7 @@ from collections import defaultdict
 
 from ds_dynatrain.elastic.effects import Effect, Finish, GiveUp, Publish
 from ds_dynatrain.elastic.effects import Probe as AskToReach
+from ds_dynatrain.elastic.history import History
 from ds_dynatrain.elastic.membership import Membership
 from ds_dynatrain.elastic.messages import (
     LARGEST_MESSAGE,
@@ -37,12 +38,11 @@ from ds_dynatrain.elastic.messages import (
     Welcome,
     encode,
 )
-from ds_dynatrain.elastic.monitoring.history import History
-from ds_dynatrain.elastic.monitoring.view import View, view
 from ds_dynatrain.elastic.peer import Peer
 from ds_dynatrain.elastic.settings import ORPHAN_SECONDS
 from ds_dynatrain.elastic.snapshot import snapshot
 from ds_dynatrain.elastic.strangers import Door
+from ds_dynatrain.elastic.view import View, view
 from ds_dynatrain.elastic.world import node_of, nodes_of
 from ds_dynatrain.errors import JobFinished, MessageError, PeerRefused
 

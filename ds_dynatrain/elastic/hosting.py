@@ -14,21 +14,23 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from ds_dynatrain.elastic.access import Reading
 from ds_dynatrain.elastic.address import Address, listen
 from ds_dynatrain.elastic.coordinator import Coordinator, logger
+from ds_dynatrain.elastic.feed import Feed
 from ds_dynatrain.elastic.membership import Membership
-from ds_dynatrain.elastic.monitoring.access import Reading
-from ds_dynatrain.elastic.monitoring.feed import Feed
 from ds_dynatrain.elastic.settings import Settings
+from ds_dynatrain.extension import named
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
-    from ds_dynatrain.elastic.monitoring.server import Monitor
 
 POLL_SECONDS = 0.05
+MONITOR = "ds_dynatrain.monitoring.server:Monitor"
+"""Imported where a job is to be watched alone: it takes prometheus_client."""
 MOST_DESCRIPTORS = 1 << 20
 """The hard limit may be any number, and some programs close every descriptor that there could be."""
 
@@ -54,7 +56,7 @@ class Host:
         self.address = Address(address.host, self._listener.getsockname()[1])
         try:
             self._store_listener = listen(Address(address.host, store_port), is_guarded=True)
-            self.monitor = None if reading is None else _monitor(reading)
+            self.monitor: Any = None if reading is None else named(MONITOR)(reading)
         except BaseException:
             self._listener.close()
             raise
@@ -131,12 +133,6 @@ class Host:
         from ds_dynatrain.elastic.store import serve_store  # imports torch
 
         return serve_store(self.address.host, self._store_listener)
-
-
-def _monitor(reading: Reading) -> Monitor:
-    from ds_dynatrain.elastic.monitoring.server import Monitor  # imports prometheus_client
-
-    return Monitor(reading)
 
 
 def raise_descriptors() -> int:

@@ -17,13 +17,13 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
 )
 
+from ds_dynatrain.elastic.access import Reading
 from ds_dynatrain.elastic.address import Address
 from ds_dynatrain.elastic.agent import AgentLine
 from ds_dynatrain.elastic.announcement import read_endpoint
 from ds_dynatrain.elastic.connection import connect, logger
 from ds_dynatrain.elastic.environment import WorkerPlace, hand_over, job_token, new_node
 from ds_dynatrain.elastic.hosting import Host
-from ds_dynatrain.elastic.monitoring.access import Reading
 from ds_dynatrain.elastic.settings import Settings
 from ds_dynatrain.elastic.store import serve_store
 from ds_dynatrain.errors import ConfigError, ElasticError, JobFinished, MessageError, PeerRefused

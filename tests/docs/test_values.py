@@ -73,7 +73,7 @@ def test_every_field_of_an_event_is_described() -> None:
 
 
 def test_every_metric_is_described() -> None:
-    code, page = (ROOT / place for place in ("ds_dynatrain/elastic/monitoring/metrics.py", "docs/monitoring.md"))
+    code, page = (ROOT / place for place in ("ds_dynatrain/monitoring/metrics.py", "docs/monitoring.md"))
     names = set(re.findall(r'\(\s*"(dynatrain_\w+)"', text_of(code)))
     said = {name.removesuffix("_total") for name in re.findall(r"`(dynatrain_\w+)", text_of(page))}
     assert len(names) > 20 and names == said

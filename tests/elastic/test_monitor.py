@@ -16,12 +16,13 @@ from pathlib import Path
 
 import pytest
 
+from ds_dynatrain.elastic import feed
+from ds_dynatrain.elastic.access import Reading
 from ds_dynatrain.elastic.address import Address
 from ds_dynatrain.elastic.messages import Report, Tally
-from ds_dynatrain.elastic.monitoring import feed, page, server
-from ds_dynatrain.elastic.monitoring.access import Reading
-from ds_dynatrain.elastic.monitoring.view import View
+from ds_dynatrain.elastic.view import View
 from ds_dynatrain.errors import ConfigError, ElasticError
+from ds_dynatrain.monitoring import page, server
 from tests.elastic.served import ANY, SECONDS, Served, enter, serving, told
 from tests.elastic.watched import READERS, fetched, metrics, status, switched
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ds_dynatrain.elastic.history import MOST_CHANGES, MOST_POINTS
 from ds_dynatrain.elastic.messages import (
     LARGEST_GREETING,
     LONGEST_WORDS,
@@ -15,8 +16,7 @@ from ds_dynatrain.elastic.messages import (
     Status,
     encode,
 )
-from ds_dynatrain.elastic.monitoring.history import MOST_CHANGES, MOST_POINTS
-from ds_dynatrain.elastic.monitoring.standing import standing
+from ds_dynatrain.elastic.standing import standing
 from tests.elastic.watched import BATCH, TERM, Told, switched
 
 

@@ -12,10 +12,10 @@ import yaml
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families as text
 
-from ds_dynatrain.elastic.monitoring.goodput import MEANING
-from ds_dynatrain.elastic.monitoring.metrics import encoded
-from ds_dynatrain.elastic.monitoring.view import View, view
+from ds_dynatrain.elastic.goodput import MEANING
 from ds_dynatrain.elastic.snapshot import snapshot
+from ds_dynatrain.elastic.view import View, view
+from ds_dynatrain.monitoring.metrics import encoded
 from tests.elastic.driver import running
 from tests.elastic.watched import Told, switched
 

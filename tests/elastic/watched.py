@@ -9,8 +9,8 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from ds_dynatrain.elastic.history import History
 from ds_dynatrain.elastic.messages import Report, Switched, Tally
-from ds_dynatrain.elastic.monitoring.history import History
 from ds_dynatrain.elastic.world import World
 
 TERM = "abc"

@@ -6,8 +6,8 @@ from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from ds_dynatrain.elastic.goodput import Cause, Goodput, Progress
 from ds_dynatrain.elastic.messages import Report, Switched, Tally
-from ds_dynatrain.elastic.monitoring.goodput import Cause, Goodput, Progress
 from ds_dynatrain.elastic.world import World, nodes_of
 
 MOST_POINTS = 1024

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ds_dynatrain.elastic.history import PAUSE_BUCKETS
 from ds_dynatrain.elastic.messages import Phase
-from ds_dynatrain.elastic.monitoring.history import PAUSE_BUCKETS
-from ds_dynatrain.elastic.monitoring.standing import STATES
-from ds_dynatrain.elastic.monitoring.view import View
+from ds_dynatrain.elastic.standing import STATES
+from ds_dynatrain.elastic.view import View
 from ds_dynatrain.elastic.world import nodes_of
 from ds_dynatrain.errors import ConfigError
 

@@ -5,10 +5,10 @@ Times are seconds since 1970 by the coordinator's clock.
 
 from __future__ import annotations
 
+from ds_dynatrain.elastic.goodput import MEANING, Cause
+from ds_dynatrain.elastic.history import Change, History, Point, Switch
 from ds_dynatrain.elastic.messages import Count, Seconds, Status
-from ds_dynatrain.elastic.monitoring.goodput import MEANING, Cause
-from ds_dynatrain.elastic.monitoring.history import Change, History, Point, Switch
-from ds_dynatrain.elastic.monitoring.standing import State, standing
+from ds_dynatrain.elastic.standing import State, standing
 from ds_dynatrain.elastic.world import Record, Text
 
 

@@ -1,4 +1,4 @@
-"""The monitoring port's address, and the token that its readers have to say.
+"""The readers' port's address, and the token that its readers have to say.
 
 It travels as it is, so it is a secret of its own, with which nobody can join the job. A job that was given none for its
 readers has one of its user's, in a file.

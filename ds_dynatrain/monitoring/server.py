@@ -16,12 +16,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
 from typing import Any
 
+from ds_dynatrain.elastic.access import Reading
 from ds_dynatrain.elastic.address import Address
-from ds_dynatrain.elastic.monitoring.access import Reading
-from ds_dynatrain.elastic.monitoring.feed import Feed
-from ds_dynatrain.elastic.monitoring.metrics import encoded
-from ds_dynatrain.elastic.monitoring.page import PAGE, POLICY
-from ds_dynatrain.elastic.monitoring.view import View
+from ds_dynatrain.elastic.feed import Feed
+from ds_dynatrain.elastic.view import View
+from ds_dynatrain.monitoring.metrics import encoded
+from ds_dynatrain.monitoring.page import PAGE, POLICY
 
 LARGEST_REQUEST = 8 * 1024
 """Bytes of a request, its headers included."""
