@@ -6,11 +6,12 @@ import contextlib
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from multiprocessing.connection import Connection, Listener, wait
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,10 @@ class WarmRanks:
         names |= {"PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONFAULTHANDLER": "1", ADDRESS: address}
         names |= {"HF_HUB_OFFLINE": "1"}
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-        with Listener(address, "AF_UNIX") as listener, log.open("wb") as output:
+        with socket.socket(socket.AF_UNIX) as listener, log.open("wb") as output:
+            listener.bind(address)
+            listener.listen(RANKS)
+            listener.settimeout(START_SECONDS)
             self._torchrun = subprocess.Popen(
                 [*command, str(Path(__file__).with_name("worker.py"))],
                 cwd=ROOT,
@@ -85,8 +89,7 @@ class WarmRanks:
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
-            listener._listener._socket.settimeout(START_SECONDS)  # type: ignore[attr-defined]
-            found = [listener.accept() for _ in range(RANKS)]
+            found = [Connection(listener.accept()[0].detach()) for _ in range(RANKS)]
         self._pipes = [pipe for _, pipe in sorted(((pipe.recv(), pipe) for pipe in found), key=lambda pair: pair[0])]
 
     def _codes(self, children: Sequence[int], seconds: float) -> list[int]:
@@ -95,15 +98,15 @@ class WarmRanks:
         end = time.monotonic() + seconds
         while len(codes) < RANKS:
             left = [pipe for pipe in self._pipes if pipe not in codes]
-            ready = wait(left, max(0.1, end - time.monotonic()))
+            ready: list[Any] = wait(left, max(0.1, end - time.monotonic()))
             if not ready:
                 for pipe, child in zip(self._pipes, children, strict=True):
                     if pipe not in codes:
                         with contextlib.suppress(ProcessLookupError):
-                            os.kill(child, signal.SIGABRT if end else signal.SIGKILL)
+                            os.kill(child, signal.SIGABRT)
                 end = time.monotonic() + 5
-            for pipe in ready:
-                codes[pipe] = pipe.recv()  # type: ignore[union-attr]
-                if codes[pipe]:
+            for each in ready:
+                codes[each] = each.recv()
+                if codes[each]:
                     end = min(end, time.monotonic() + 5)
         return [codes[pipe] for pipe in self._pipes]

@@ -50,6 +50,8 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Two blocks with a tied embedding, a frozen parameter and a buffer that counts calls."""
 
+    calls: torch.Tensor
+
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         width = WIDTH - 1
@@ -73,7 +75,7 @@ class GPT(nn.Module):
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
     """Causal attention over (batch, length, heads, size)."""
     turned = [part.transpose(1, 2) for part in (query, key, value)]
-    return F.scaled_dot_product_attention(*turned, is_causal=True).transpose(1, 2)
+    return F.scaled_dot_product_attention(turned[0], turned[1], turned[2], is_causal=True).transpose(1, 2)
 
 
 class UlyssesBlock(nn.Module):
@@ -110,6 +112,23 @@ class UlyssesGPT(nn.Module):
         return F.cross_entropy(F.linear(hidden, self.words.weight).flatten(0, 1).float(), targets.flatten())
 
 
+class Routed(nn.Module):
+    """A language model with a layer of DeepSpeed's own experts, which drop no token."""
+
+    def __init__(self) -> None:
+        from deepspeed.moe.layer import MoE
+
+        super().__init__()
+        expert = nn.Sequential(nn.Linear(WIDTH, 19), nn.GELU(), nn.Linear(19, WIDTH))
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.feed = MoE(WIDTH, expert, num_experts=4, k=1, drop_tokens=False, use_rts=False)
+        self.last = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        hidden = self.words(inputs)
+        return token_loss(self.last(hidden + self.feed(hidden)[0]), targets)
+
+
 class Words(nn.Module):
     """The embedding of a pipeline, which its last layer uses, too."""
 
@@ -141,7 +160,15 @@ def pipeline() -> nn.Module:
         LayerSpec(nn.LayerNorm, WIDTH - 1),
         TiedLayerSpec("words", Words, forward_fn=logits),
     ]
-    return PipelineModule(layers, num_stages=1, loss_fn=token_loss)
+    module: nn.Module = PipelineModule(layers, num_stages=1, loss_fn=token_loss)
+    return module
+
+
+def frozen() -> nn.Module:
+    """The GPT with a first block that is not trained."""
+    model = GPT()
+    model.blocks[0].requires_grad_(False)
+    return model
 
 
 def language_model(kind: str, **sizes: Any) -> nn.Module:
@@ -190,6 +217,8 @@ MODELS: Mapping[str, Model] = {
     "gpt": Model(GPT),
     "gpt with dropout": Model(lambda: GPT(dropout=0.1)),
     "ulysses": Model(UlyssesGPT, part_loss),
+    "moe": Model(Routed),
+    "frozen": Model(frozen),
     "pipeline": Model(pipeline, is_pipeline=True),
     "llama": Model(lambda: language_model("Llama"), logits_loss),
     "mixtral": Model(
@@ -204,12 +233,3 @@ def build(name: str) -> nn.Module:
     """The model of that name with the same weights in every process."""
     torch.manual_seed(7)
     return MODELS[name].build()
-
-
-def decay_groups(model: nn.Module, decay: float) -> list[dict[str, Any]]:
-    """Optimizer groups: matrices decay, vectors do not."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return [
-        {"params": [held for held in trained if held.dim() > 1], "weight_decay": decay},
-        {"params": [held for held in trained if held.dim() <= 1], "weight_decay": 0.0},
-    ]

@@ -10,12 +10,15 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from torch.utils.data import DistributedSampler
 
 import ds_dynatrain
 from ds_dynatrain import DynatrainError
-from tests.scenarios.actions import ACTIONS, Scene, Seen
-from tests.scenarios.models import MODELS, Model, Texts, build
+from tests.scenarios.actions import ACTIONS, Counter, Scene, Seen
+from tests.scenarios.frameworks import FRAMEWORKS
+from tests.scenarios.models import MODELS, SAMPLES, Model, Texts, build
 from tests.scenarios.row import Event, Run
 
 BATCH = 12
@@ -35,7 +38,11 @@ def play(run: Run, folder: Path) -> Seen:
     seen = Seen()
     with allowed_fp16("fp16" in run.config):
         try:
-            play_stock(run, seen) if run.loop == "stock" else play_job(run, folder, seen)
+            deepspeed.init_distributed()
+            if run.loop in FRAMEWORKS:
+                FRAMEWORKS[run.loop](run, settings(run), folder, seen)
+            else:
+                (play_stock if run.loop in STOCK else play_job)(run, folder, seen)
         except Exception as error:
             seen.ended = told(error)
         except SystemExit as end:
@@ -49,10 +56,11 @@ def told(error: BaseException) -> str:
 
 
 def settings(run: Run) -> dict[str, Any]:
-    """Return the configuration of a run; {folder} in a text of it stands for the run's folder."""
-    blocks = {"zero_optimization": {"stage": run.start["zero_stage"]}}
-    if run.loop != "stock":
-        blocks["dynatrain"] = {"layout": dict(run.start), "timeout_seconds": 20}
+    """Return the configuration of a run."""
+    blocks: dict[str, Any] = {"zero_optimization": {"stage": run.start["zero_stage"]}}
+    if not run.loop.startswith("stock"):
+        start = {key: list(size) if isinstance(size, tuple) else size for key, size in run.start.items()}
+        blocks["dynatrain"] = {"layout": start, "timeout_seconds": 20}
     return merged(merged(merged(BASE, blocks), MODELS[run.model].config or {}), run.config)
 
 
@@ -63,13 +71,6 @@ def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
         both = isinstance(value, Mapping) and isinstance(found.get(key), Mapping)
         found[key] = merged(found[key], value) if both else copy.deepcopy(value)
     return {key: value for key, value in found.items() if value is not None}
-
-
-def placed(value: Any, folder: Path) -> Any:
-    """Return a configuration with {folder} filled in."""
-    if isinstance(value, Mapping):
-        return {key: placed(each, folder) for key, each in value.items()}
-    return value.replace("{folder}", str(folder)) if isinstance(value, str) else value
 
 
 @contextmanager
@@ -87,23 +88,25 @@ def allowed_fp16(wanted: bool) -> Iterator[None]:
 def play_job(run: Run, folder: Path, seen: Seen) -> None:
     """Train with ds_dynatrain to the last step of the run, and save the state then into the folder `end`."""
     kind, data = MODELS[run.model], Texts(numbered=not MODELS[run.model].is_pipeline)
-    config = placed(settings(run), folder)
-    engine, _, loader, _ = ds_dynatrain.initialize(model=build(run.model), config=config, training_data=data)
-    scene = Scene(engine, folder, seen)
+    given: dict[str, Any] = {"training_data": data} if kind.is_pipeline or run.loop == "training_data" else {}
+    engine, _, loader, _ = ds_dynatrain.initialize(model=build(run.model), config=settings(run), **given)
+    scene = Scene(engine, folder, seen, engine.register_for_checkpointing("counter", Counter()))
+    loader = loader if given else engine.loader(data, num_workers=0)
     engine.on_switch(lambda event: seen.switches.append(record(event)))
     try:
         if run.load and not engine.idle:
             engine.load(run.load)
+        if run.load_stock and not engine.idle:
+            engine.load_checkpoint(run.load_stock)
         do_events(run, scene)
         LOOPS["pipeline" if kind.is_pipeline else run.loop](run, scene, loader, kind)
         seen.layout, seen.worked_last = str(engine.layout), True
-        seen.notes["rank"] = engine.rank
+        seen.notes["counted"] = scene.counter.steps
         engine.save(folder / "end")
     finally:
-        last = engine.last_switch
-        if last is not None and last.outcome != "committed":
-            seen.switches.append(record(last))
         engine.destroy()
+        if engine.last_switch is not None and engine.last_switch.outcome != "committed":
+            seen.switches.append(record(engine.last_switch))
 
 
 def record(event: ds_dynatrain.SwitchEvent) -> dict[str, Any]:
@@ -113,26 +116,27 @@ def record(event: ds_dynatrain.SwitchEvent) -> dict[str, Any]:
         "step": event.step,
         "source": event.source.describe(),
         "target": event.target.describe(),
-        "late_bytes": event.late_bytes,
-        "sent": event.bytes_sent,
-        "minimum": event.bytes_minimum,
+        "reason": event.reason,
         "phases": sorted(event.phases_ms),
     }
 
 
-def do_events(run: Run, scene: Scene) -> None:
+def do_events(run: Run, scene: Scene, within: bool = False) -> None:
     """Let everything happen that happens after the steps that are done, on a rank that works."""
     step = scene.engine.global_steps
-    if scene.engine.idle or step in scene.done or step >= run.steps:
+    scene.counter.steps = step
+    if scene.engine.idle or (step, within) in scene.done or step >= run.steps:
         return
-    scene.done.add(step)
+    scene.done.add((step, within))
     for event in run.events:
-        if event.at == step:
+        if event.at == step and event.within == within:
             do_event(event, scene)
 
 
 def do_event(event: Event, scene: Scene) -> None:
     """Do what an event says, and keep the text of the error if there has to be one."""
+    if event.raises:
+        scene.seen.awaited.append(event.raises)
     try:
         ACTIONS[event.do](scene, **event.given)
     except DynatrainError as error:
@@ -146,6 +150,7 @@ def over_loader(run: Run, scene: Scene, loader: Any, kind: Model) -> None:
     engine = scene.engine
     while engine.idle or engine.global_steps < run.steps:
         for numbers, inputs, targets in loader:
+            do_events(run, scene, within=True)
             step = engine.global_steps
             loss = kind.loss(engine, inputs, targets)
             scene.seen.note(engine, step, loss, numbers[: loader.samples])
@@ -200,27 +205,48 @@ def over_stages(run: Run, scene: Scene, *_: Any) -> None:
         do_events(run, scene)
 
 
-LOOPS = {"loader": over_loader, "boundary": over_boundaries, "windows": over_windows, "pipeline": over_stages}
+LOOPS = {
+    "training_data": over_loader,
+    "loader": over_loader,
+    "boundary": over_boundaries,
+    "windows": over_windows,
+    "pipeline": over_stages,
+}
 
 
-def play_stock(run: Run, seen: Seen) -> None:
+def play_stock(run: Run, folder: Path, seen: Seen) -> None:
     """Train the same samples with plain DeepSpeed on all ranks of the launch."""
-    kind = MODELS[run.model]
+    kind, order = MODELS[run.model], STOCK[run.loop]
     data = Texts(numbered=not kind.is_pipeline)
     engine, _, loader, _ = deepspeed.initialize(model=build(run.model), config=settings(run), training_data=data)
-    rank, losses = engine.global_rank, seen.losses
+    if run.load_stock:
+        engine.load_checkpoint(run.load_stock)
     while engine.global_steps < run.steps:
+        step, rank = engine.global_steps, engine.global_rank
         if kind.is_pipeline:
-            loss = engine.train_batch()
-            losses[engine.global_steps - 1] = [(rank, rank, float(loss), BATCH)]
+            seen.losses[step] = [(rank, rank, float(engine.train_batch()), BATCH)]
             continue
-        for numbers, inputs, targets in loader:
-            step = engine.global_steps
-            loss = kind.loss(engine, inputs, targets)
-            losses.setdefault(step, []).append((rank, rank, loss.item(), len(numbers)))
-            seen.samples.setdefault(step, []).extend(numbers.tolist())
-            engine.backward(loss)
-            engine.step()
-            if engine.global_steps >= run.steps:
-                break
+        numbers = order(step, rank, BATCH // dist.get_world_size())
+        loss = kind.loss(engine, data.inputs[numbers], data.targets[numbers])
+        seen.losses[step] = [(rank, rank, loss.item(), len(numbers))]
+        engine.backward(loss)
+        engine.step()
     seen.worked_last = True
+    engine.save_checkpoint(str(folder / "stock"))
+
+
+def shuffled(step: int, rank: int, count: int) -> list[int]:
+    """Return the samples that DeepSpeed's own loader gives a rank: those of torch's `DistributedSampler`."""
+    sampler: Any = DistributedSampler(Texts(), dist.get_world_size(), rank, seed=0)
+    place = step * count % len(sampler)
+    return list(sampler)[place : place + count]
+
+
+def in_order(step: int, rank: int, count: int) -> list[int]:
+    """Return the samples of a rank in the order of the data set."""
+    first = step * BATCH + rank * count
+    return [number % SAMPLES for number in range(first, first + count)]
+
+
+STOCK = {"stock": shuffled, "stock in order": in_order}
+"""How plain DeepSpeed is fed."""

@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
 from safetensors.torch import load_file
-from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
 
 State = Mapping[str, object]
 """Weights by their names, masters, moments and steps by the names that torch's DCP has for them."""
@@ -35,7 +37,7 @@ def command(*arguments: str) -> Answer:
     with patch.object(sys, "argv", ["ds-dynatrain", *arguments]), contextlib.redirect_stdout(out):
         with contextlib.redirect_stderr(out):
             try:
-                code = _entry_point()() or 0
+                code: Any = _entry_point()() or 0
             except SystemExit as end:
                 code = end.code or 0
     return Answer(int(code), out.getvalue())
@@ -60,12 +62,12 @@ def read(folder: Path) -> State:
 
 def read_dcp(folder: Path) -> dict[str, object]:
     """Return everything in a checkpoint of torch's DCP."""
-    entries = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    entries = FileSystemReader(folder).read_metadata().state_dict_metadata
     state: dict[str, object] = {
         key: torch.empty(entry.size, dtype=entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
         for key, entry in entries.items()
     }
-    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    load(state, checkpoint_id=folder, no_dist=True)
     return state
 
 

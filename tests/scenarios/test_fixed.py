@@ -6,12 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.scenarios import switches
+from tests.scenarios import axes, capabilities, checkpoints, refusals, switches
 from tests.scenarios.launch import WarmRanks
 from tests.scenarios.row import Row
 from tests.scenarios.runner import Runner
 
-ROWS = (*switches.ROWS,)
+ROWS = (*switches.ROWS, *axes.ROWS, *checkpoints.ROWS, *capabilities.ROWS, *refusals.ROWS)
+FULL = pytest.mark.full
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +24,6 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
     ranks.stop()
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.name, marks=[FULL] if row.full else []) for row in ROWS])
 def test_row(runner: Runner, row: Row) -> None:
     runner.check(row)

@@ -62,6 +62,7 @@ def import_like(names: Path) -> None:
         if name not in sys.modules:
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
+    gc.freeze()
 
 
 def received(pipe: Connection) -> Task | None:
