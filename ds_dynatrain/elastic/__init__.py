@@ -10,7 +10,8 @@
 | `recovery` | what a coordinator that was started anew learns from the members |
 | `links` `reach` | which hosts do not reach each other: what follows; how members find out |
 | `snapshot` | the status of a job |
-| `history` `goodput` `view` `standing` | what a coordinator remembers of a job, what its time became, all of that as one value, and whether the job runs; nothing is decided by it |
+| `history` `goodput` `view` | what a coordinator remembers of a job; what its time became; all of that as one value |
+| `standing` | whether a job runs, and if not, why |
 | `feed` `access` | that value for other threads; where readers come, and their token |
 | `coordinator` `peer` | the membership behind a socket; its end of one connection |
 | `strangers` | connections that have not proved the token: for how long, how many, what the log says |

@@ -84,7 +84,7 @@ COMES_AND_GOES = (
         "stage 2 with copies",
         began(
             Row("a node joins", Start("b"), members=2, layout="data=2 zero_stage=2", status="running; "),
-            Row("a node dies", Kill("b"), members=1, layout="data=1 zero_stage=2", says={"a": COPIES}),
+            Row("a node dies", Kill("b"), members=1, layout="data=1 zero_stage=2", redone=MANY, says={"a": COPIES}),
             Row("scripts end", End(), ends={"a": 0}),
         ),
         config=stage(2, buddies={"mode": "copy"}),
