@@ -57,6 +57,7 @@ PLACES: dict[str, tuple[type, str]] = {
 }
 """At the begin of which method a phase begins; that of the commit: after the record was written."""
 LINGER_SECONDS = 6.0
+PAUSE_SECONDS = float(os.environ.get("PAUSE_SECONDS", "8"))
 ROLES = ("first", "other", "joiner", "leaver")
 """Rank 0 of those that hold the state, another one of them, one that comes, one of them that goes."""
 
@@ -140,6 +141,11 @@ def drift() -> None:
         next(masters).view(torch.uint8)[0] ^= 1
 
 
+def pause() -> None:
+    """It stands still for a while, and lives."""
+    time.sleep(PAUSE_SECONDS)
+
+
 ACTS: dict[str, Callable[[], None]] = {
     "complain": complain,
     "drift": drift,
@@ -149,6 +155,7 @@ ACTS: dict[str, Callable[[], None]] = {
     "kill": kill,
     "leave": leave,
     "linger": linger,
+    "pause": pause,
     "term": term,
     "together": together,
     "unable": unable,
