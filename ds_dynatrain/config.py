@@ -201,6 +201,9 @@ class ElasticConfig(_Block):
     wait_for_members_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False), Said("seconds")] = 600.0
     """How long training waits where fewer nodes than torchrun's MIN are there, after it has saved a fallback
     checkpoint; then all end with code 87."""
+    collective_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False), Said("seconds")] = 600.0
+    """How long a member waits in one collective of the training. Past that all collectives are aborted, the members
+    form their world anew, and the global batch is dealt again; the second time within ten steps ends the job."""
 
 
 NAME, TABLE = "<name>", "<table>"

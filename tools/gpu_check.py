@@ -1,10 +1,12 @@
 """What a machine with a card can say of this package in minutes: each step writes its JSON at once.
 
-python tools/gpu_check.py --out DIR [--minutes 25] [--only digest nccl]
+python tools/gpu_check.py --out DIR [--minutes 25] [--only digests nccl] [--dry-run]
 python tools/gpu_check.py --carry FOLDER
 
-A step runs in a process of its own, so that one that hangs or crashes costs itself alone; when the minutes are up the
-rest is left out. Where there is no device it says so and exits 0. `--carry` makes a folder of the wheels that a machine
+A step runs in a process of its own, so that one that hangs or crashes costs itself alone; one that does not fit into
+the minutes that are left is left out, and so are all with NCCL where its probe fails. `--only nccl` stands for a job's
+collectives by NCCL among ranks that share the card, the cheapest steps first. `--dry-run` prints what would run. Where
+there is no device it says so and exits 0. `--carry` makes a folder of the wheels that a machine
 without an index lacks (Python 3.12, x86-64): install them there with
 `pip install --no-index --no-deps --target SITE FOLDER/*.whl` and put SITE on PYTHONPATH.
 """
@@ -52,6 +54,24 @@ def carry(folder: Path) -> None:
     print(f"{len(CARRIED)} wheels in {folder}, {size / 2**20:.1f} MiB")
 
 
+def chosen(names: list[str]) -> dict[str, float]:
+    """Return the steps of some names, each once, in their order, with the seconds that each may take."""
+    found = dict[str, float]()
+    for name in names:
+        for step, seconds in gpu_steps.GROUPS.get(name, {name: LIMIT_SECONDS}).items():
+            found.setdefault(step, seconds)
+    return found
+
+
+def left_out(name: str, seconds: float, left: float, every: dict[str, dict[str, Any]]) -> str:
+    """Return why a step is not run; empty where it is. left: seconds; every: what was found so far, by step."""
+    if left < min(seconds, LIMIT_SECONDS) / 2:
+        return f"left out: it may take {seconds:.0f} s, and {max(left, 0):.0f} s are left"
+    probe = every.get(gpu_steps.PROBE, {"exit": 0})
+    needs_probe = name.endswith(gpu_steps.NCCL) and name != gpu_steps.PROBE
+    return "left out: the probe failed" if needs_probe and probe.get("exit") != 0 else ""
+
+
 def run(name: str, out: Path, seconds: float) -> dict[str, Any]:
     """One step, in a process of its own: what it found, or why it found nothing. What it printed is beside it.
 
@@ -86,24 +106,35 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("build/gpu_check"))
     parser.add_argument("--minutes", type=float, default=25)
-    parser.add_argument("--only", nargs="+", choices=list(gpu_steps.STEPS), default=list(gpu_steps.STEPS))
+    names = [*gpu_steps.GROUPS, *gpu_steps.STEPS]
+    parser.add_argument("--only", nargs="+", choices=names, default=list(gpu_steps.STEPS))
+    parser.add_argument("--dry-run", action="store_true", help="print what would run, and run nothing")
     parser.add_argument("--carry", type=Path, help="make a folder of wheels, and nothing else")
     args = parser.parse_args()
     if args.carry is not None:
         return carry(args.carry)
+    if args.dry_run:
+        rows = [[name, f"{seconds:.0f}", gpu_steps.described(name)] for name, seconds in chosen(args.only).items()]
+        return print(table(("step", "at most, s", "what it runs"), rows))
     if not gpu_steps.has_device():
         return print("no accelerator that torch can use here: nothing was checked")
-    args.out.mkdir(parents=True, exist_ok=True)
-    end, rows, every = time.monotonic() + 60 * args.minutes, [], dict[str, Any]()
-    for name in args.only:
+    check(chosen(args.only), args.out, time.monotonic() + 60 * args.minutes)
+
+
+def check(steps: dict[str, float], out: Path, end: float) -> None:
+    """Run steps until `end`, print what each found, and write all of it."""
+    out.mkdir(parents=True, exist_ok=True)
+    rows, every = [], dict[str, dict[str, Any]]()
+    for name, seconds in steps.items():
         left = end - time.monotonic()
-        found = run(name, args.out, min(LIMIT_SECONDS, left)) if left > 0 else {"error": "left out: time was up"}
-        every[name] = found
+        why = left_out(name, seconds, left, every)
+        every[name] = found = {"error": why} if why else run(name, out, min(seconds, left))
+        if name == gpu_steps.PROBE:
+            os.environ["RANKS"] = str(gpu_steps.ranks_after(found))
         rows.append([name, found.get("seconds", "–"), shown(found)])
         print(f"{name}: {rows[-1][2]}", flush=True)
-    text = table(("step", "seconds", "found"), rows)
-    proved = gpu_steps.proved(every, *gpu_steps.versions())
-    (args.out / "gpu_check.md").write_text(text + (f"\nFor support/proved.py:\n\n{proved}\n" if proved else ""))
+    text, proved = table(("step", "seconds", "found"), rows), gpu_steps.proved(every, *gpu_steps.versions())
+    (out / "gpu_check.md").write_text(text + (f"\nFor support/proved.py:\n\n{proved}\n" if proved else ""))
     print(text, proved, sep="\n")
 
 

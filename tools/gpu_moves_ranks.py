@@ -3,9 +3,9 @@
 torchrun ... gpu_moves_ranks.py FOLDER '{"device": "cuda", "way": "ipc", "size": "125M", "dtype": "bf16", ...}'
 
 "way" is "nccl" for batches by the accelerator's own library, beside one group call of raw sends and receives, or "ipc"
-for reads of each other's memory, beside one raw copy from each of those that are read. NCCL takes a card once, or from
-2.30 on several times if it is told to. By NCCL a card for each rank is taken where there are as many. "device" is "lab"
-for the one without hardware of `tests/device`.
+for reads of each other's memory, beside one raw copy from each of those that are read. By NCCL a card for each rank is
+taken where there are as many; else each is a host to it. "device" is "lab" for the one without hardware of
+`tests/device`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from typing import Any, NamedTuple
 import torch
 from launch import Notes
 
-MEMBERS, NCCL = 4, "nccl"
+MEMBERS, NCCL = int(os.environ.get("WORLD_SIZE", "4")), "nccl"
+SMALL, LARGE = ({"data": size, "zero_stage": 1} for size in (MEMBERS // 2, MEMBERS))
+CUT = {"data": MEMBERS, "zero_stage": 3}
 CHANGES = {
-    "2→4": ({"data": 2, "zero_stage": 1}, {"data": 4, "zero_stage": 1}),
-    "4→2": ({"data": 4, "zero_stage": 1}, {"data": 2, "zero_stage": 1}),
-    "stage 1→3": ({"data": 4, "zero_stage": 1}, {"data": 4, "zero_stage": 3}),
-    "stage 3→1": ({"data": 4, "zero_stage": 3}, {"data": 4, "zero_stage": 1}),
+    f"{MEMBERS // 2}→{MEMBERS}": (SMALL, LARGE),
+    f"{MEMBERS}→{MEMBERS // 2}": (LARGE, SMALL),
+    "stage 1→3": (LARGE, CUT),
+    "stage 3→1": (CUT, LARGE),
 }
 BUDGET_BYTES = 1 << 30
 SECONDS = 120.0
@@ -64,10 +66,14 @@ def connected(device: str, way: str) -> Tools:
     from ds_dynatrain.adapters.launch_world import launch_store
     from ds_dynatrain.adapters.process_groups import make_group
     from ds_dynatrain.transfer import GroupTransport, device_memory
+    from tests.gpu.staging import be_a_host
 
     rank, ranks = int(os.environ["RANK"]), tuple(range(MEMBERS))
     accelerator = get_accelerator()
-    accelerator.set_device(rank if way == NCCL and accelerator.device_count() >= MEMBERS else 0)
+    has_own_card = way == NCCL and accelerator.device_count() >= MEMBERS
+    if not has_own_card:
+        be_a_host()
+    accelerator.set_device(rank if has_own_card else 0)
     td.init_process_group("gloo")
     group, store = make_group(launch_store(), "bench_moves", rank, MEMBERS, SECONDS)
     host, there, link = GroupTransport(group, ranks), compute_device(), None

@@ -1,10 +1,10 @@
-"""One rank of the step "nccl shared" of `gpu_steps.py`: what collectives take among processes that share a card, and
-what it takes to abort them when one is killed.
+"""One of the two ranks of the step "nccl probe" of `gpu_steps.py`: what collectives of processes that share a card
+take, and what it takes to abort one while the other rank is stopped.
 
-gpu_nccl_ranks.py RANK RANKS PORT DEVICE
+gpu_nccl_ranks.py RANK PORT DEVICE FILE
 
-"DEVICE" is "lab" for the one without hardware of `tests/device`. The store at PORT is not a rank's. All but the last
-rank print a line of JSON.
+"DEVICE" is "lab" for the one without hardware of `tests/device`. The store at PORT is not a rank's. What is found is a
+line of JSON in FILE each, as soon as it is known. Rank 1 stops itself, and is to be continued once rank 0 has aborted.
 """
 
 from __future__ import annotations
@@ -21,59 +21,110 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroup, TCPStore
 
-SECONDS, REPEATS, QUEUED_SECONDS = 60.0, 9, 0.5
-SIZES = {"4 B": 1, "1 MiB": 1 << 18, "64 MiB": 1 << 24}
+RANKS, SECONDS, REPEATS, QUEUED_SECONDS = (0, 1), 30.0, 5, 0.5
+NUMEL = 1 << 18
+STOPPING = "stopping"
 
 
-def milliseconds(device: Any, work: Callable[[], object]) -> float:
-    """Of the work and of what it queues."""
-    begin = time.perf_counter()
-    work()
-    device.synchronize()
-    return round(1e3 * (time.perf_counter() - begin), 2)
+class Notes:
+    """Seconds of what this rank does, by name, in its file. device: DeepSpeed's accelerator."""
+
+    def __init__(self, file: str, device: Any) -> None:
+        self._file, self._device = Path(file), device
+
+    def write(self, **found: Any) -> None:
+        """Add a line."""
+        with self._file.open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps(found) + "\n")
+
+    def timed(self, name: str, work: Callable[[], Any], repeats: int = 1) -> Any:
+        """Note the median of some passes, until the device has done them; what the last one returned."""
+        times, found = [], None
+        for _ in range(repeats):
+            begin = time.perf_counter()
+            found = work()
+            self._device.synchronize()
+            times.append(time.perf_counter() - begin)
+        self.write(**{name: round(median(times), 4)})
+        return found
+
+
+def collectives(link: Any, group: Any, rank: int, device: torch.device) -> dict[str, Callable[[], bool]]:
+    """By name: what carries one out, and says whether its result is right."""
+    mine = torch.full((NUMEL,), 1.0 + rank, device=device)
+    part, whole = torch.empty(NUMEL // 2, device=device), torch.empty(2 * NUMEL, device=device)
+
+    def all_reduce() -> bool:
+        total = mine.clone()
+        group.allreduce([total]).wait()
+        return bool((total == 3).all())
+
+    def all_gather() -> bool:
+        group._allgather_base(whole, mine).wait()
+        return bool((whole[:NUMEL] == 1).all() and (whole[NUMEL:] == 2).all())
+
+    def reduce_scatter() -> bool:
+        group._reduce_scatter_base(part, mine).wait()
+        return bool((part == 3).all())
+
+    def messages() -> bool:
+        came = torch.empty_like(mine)
+        link.exchange([(mine, 1 - rank)], [(came, 1 - rank)])
+        return bool((came == 2 - rank).all())
+
+    return {
+        "all-reduce": all_reduce,
+        "all-gather": all_gather,
+        "reduce-scatter": reduce_scatter,
+        "group of sends and receives": messages,
+    }
 
 
 def main() -> None:
-    """Connect, measure, and abort."""
-    rank, ranks, port = map(int, sys.argv[1:4])
+    """Connect, measure, abort, and connect anew."""
+    rank, port = int(sys.argv[1]), int(sys.argv[2])
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    if sys.argv[4] == "lab":
+    if sys.argv[3] == "lab":
         importlib.import_module("tests.device.accelerator").use()
+    importlib.import_module("tests.gpu.staging").be_a_host()
     from deepspeed.accelerator import get_accelerator
 
-    from ds_dynatrain.adapters.communicators import Endpoint, end, make_communicator
+    from ds_dynatrain.adapters.communicators import Communicator, Endpoint, end, go_on, make_communicator
     from ds_dynatrain.adapters.device import compute_device
+    from ds_dynatrain.adapters.device_link import CommunicatorLink
 
     device, store = get_accelerator(), TCPStore("127.0.0.1", port, is_master=False)
     device.set_device(0)
+    notes = Notes(sys.argv[4], device)
 
-    def connect(name: str, members: list[int]) -> Any:
-        where = Endpoint(name, members, members.index(rank), PrefixStore(name, store))
-        return make_communicator(where, SECONDS)
+    def connect(name: str) -> Communicator:
+        return make_communicator(Endpoint(name, RANKS, rank, PrefixStore(name, store)), SECONDS)
 
-    def reduce(communicator: Any, numel: int) -> None:
-        communicator.backend.allreduce([torch.ones(numel, device=compute_device())]).wait()
+    def grouped(communicator: Communicator) -> ProcessGroup:
+        group = ProcessGroup(HashStore(), rank, len(RANKS))
+        communicator.serve(group)
+        return group
 
-    found, made = dict[str, Any](), []
-    for name in ("first", "second"):  # what is aborted together
-        begin = time.perf_counter()
-        made.append(connect(name, list(range(ranks))))
-        found[f"connect the {name}, ms"] = round(1e3 * (time.perf_counter() - begin))
-    for size, numel in SIZES.items():
-        times = [milliseconds(device, lambda numel=numel: reduce(made[0], numel)) for _ in range(REPEATS)]  # type: ignore[misc]
-        found[f"all-reduce of {size}, ms"] = median(times[1:])
-    if rank == ranks - 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    for communicator in made:
-        communicator.backend.allreduce([torch.ones(1, device=compute_device())])  # nobody waits: it never ends
-    time.sleep(QUEUED_SECONDS)
-    found["abort both, ms"] = milliseconds(device, lambda: end(made, is_broken=True))
-    if ranks > 2:
-        left = connect("left", list(range(ranks - 1)))
-        found["connect and all-reduce without it, ms"] = milliseconds(device, lambda: reduce(left, 1))
-    print(json.dumps(found), flush=True)
+    first = notes.timed("communicator, s", lambda: connect("first"))
+    group, link = grouped(first), CommunicatorLink(first, rank, RANKS, go_on)
+    for name, work in collectives(link, group, rank, compute_device()).items():
+        is_right = notes.timed(f"first {name}, s", work)
+        is_right &= notes.timed(f"{name}, s", work, REPEATS)
+        notes.write(**{f"{name}, right": is_right})
+    if rank == 1:
+        store.set(STOPPING, "")
+        os.kill(os.getpid(), signal.SIGSTOP)
+    else:
+        store.wait([STOPPING])
+        time.sleep(QUEUED_SECONDS)
+        group.allreduce([torch.ones(NUMEL, device=compute_device())])  # nobody waits: it never ends
+        time.sleep(QUEUED_SECONDS)
+    notes.timed("abort beside a stopped peer, s", lambda: end([first], is_broken=True))
+    again = notes.timed("communicator anew, s", lambda: connect("anew"))
+    work = collectives(None, grouped(again), rank, compute_device())["all-reduce"]
+    notes.write(**{"all-reduce anew, right": notes.timed("all-reduce anew, s", work)})
     os._exit(0)  # what an aborted library does at the end of a process is not the question
 
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -18,6 +20,7 @@ from typing import Any
 import torch
 from gpu_speeds import Found, builds, copies, digests, environment, nccl, packing, rounding, sharing
 from launch import ENVIRONMENT, HERE, launch
+from torch._C._distributed_c10d import TCPStore
 
 
 def has_device() -> bool:
@@ -25,40 +28,89 @@ def has_device() -> bool:
     return torch.cuda.is_available()
 
 
-def versions() -> tuple[str, str]:
-    """Of torch, and the card's name."""
-    return torch.__version__, torch.cuda.get_device_name()
+def versions() -> tuple[str, str, str]:
+    """Of torch, the card's name, and of NCCL."""
+    from ds_dynatrain.adapters.communicators import nccl_version
+
+    return torch.__version__, torch.cuda.get_device_name(), ".".join(map(str, nccl_version()))
 
 
-def shared_nccl(device: str = "cuda", limit_seconds: float = 120.0) -> Found:
-    """By two and by four processes of one card: collectives, a process that is killed, and aborting for its sake."""
-    if device != "lab" and (missing := _share_by_nccl()):
-        return {"error": missing}
-    found, end = Found(), time.monotonic() + limit_seconds
-    for ranks in (2, 4):
+def described(name: str) -> str:
+    """Return what a step runs, in words: its function with what it is given, and of pytest the tests."""
+    step = STEPS[name]
+    function, given = (step.func, [*step.args, *step.keywords.values()]) if isinstance(step, partial) else (step, [])
+    part = name.removeprefix("core ").removesuffix(f" {NCCL}")
+    tests = f": pytest tests/gpu/core -k '{CORE[part]}'" if name.startswith("core ") else ""
+    return f"{function.__name__}({', '.join(map(repr, given))}){tests}"
+
+
+Noting = Callable[[Found], object]
+"""Keeps what a step has found so far: it may not live to return it."""
+NCCL = "nccl"
+PROBE = "nccl probe"
+SLOW_SECONDS = 2.0
+"""A collective that takes longer leaves the other steps with NCCL two ranks in place of four."""
+POLL_SECONDS = 0.05
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "group of sends and receives")
+"""What a rank of the probe times, by its names for them."""
+ABORTED = "abort beside a stopped peer, s"
+
+
+def keep(found: Found) -> None:
+    """Keep nothing."""
+
+
+def probe(device: str = "cuda", limit_seconds: float = 40.0, note: Noting = keep) -> Found:
+    """Two processes of one card: communicator, collectives, an abort while one of them is stopped, a communicator anew.
+
+    The card's other steps with NCCL go by what it finds: see `ranks`.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        found, files = Found(), [Path(folder) / f"{rank}.jsonl" for rank in range(2)]
+        store = TCPStore("127.0.0.1", 0, is_master=True)
+        started = [_prober(rank, store.port, device, file) for rank, file in enumerate(files)]
+        end, is_over = time.monotonic() + limit_seconds, False
         try:
-            rows = _sharing(ranks, device, end)
-        except subprocess.TimeoutExpired:
-            return {**found, "error": f"{ranks} ranks were not done in time"}
-        found |= {f"{ranks} ranks, {name}": max(row[name] for row in rows) for name in rows[0]}
-    return found
+            while not is_over and time.monotonic() < end:
+                is_over = all(each.poll() is not None for each in started)
+                now = {**_noted(files[1]), **_noted(files[0])}
+                if ABORTED in now and ABORTED not in found:
+                    started[1].send_signal(signal.SIGCONT)
+                if now != found:
+                    note(found := now)
+                time.sleep(POLL_SECONDS)
+        finally:
+            for each in started:
+                each.kill()
+                each.wait()
+    took = [found[f"{name}, s"] for name in COLLECTIVES if f"{name}, s" in found]
+    found["slowest collective, s"] = max(took, default=0.0)
+    if not is_over:
+        return {**found, "exit": 1, "error": f"not done in {limit_seconds:.0f} s; the last that came: {[*found][-2:]}"}
+    is_right = all(found.get(f"{name}, right") for name in (*COLLECTIVES, "all-reduce anew"))
+    return {**found, "exit": 0 if is_right and not any(each.returncode for each in started) else 1}
 
 
-def _sharing(ranks: int, device: str, end: float) -> list[Found]:
-    """What each of them has measured, but the one that is killed. end: until when, by the monotonic clock."""
-    from torch._C._distributed_c10d import TCPStore
+def _prober(rank: int, port: int, device: str, file: Path) -> subprocess.Popen[bytes]:
+    names = {**os.environ, **ENVIRONMENT, "NCCL_DEBUG": "INFO", "DS_ACCELERATOR": device if device != "lab" else "cpu"}
+    command = [sys.executable, str(HERE / "gpu_nccl_ranks.py"), str(rank), str(port), device, str(file)]
+    return subprocess.Popen(command, env=names)
 
-    names = {**os.environ, **ENVIRONMENT, "DS_ACCELERATOR": device if device != "lab" else "cpu"}
-    store, script = TCPStore("127.0.0.1", 0, is_master=True), str(HERE / "gpu_nccl_ranks.py")
-    commands = [[sys.executable, script, str(rank), str(ranks), str(store.port), device] for rank in range(ranks)]
-    started = [subprocess.Popen(command, stdout=subprocess.PIPE, env=names) for command in commands]
-    try:
-        said = [each.communicate(timeout=max(end - time.monotonic(), 1))[0] for each in started[:-1]]
-        return [json.loads(line.splitlines()[-1]) for line in said]
-    finally:
-        for each in started:
-            each.kill()
-            each.wait()
+
+def _noted(file: Path) -> Found:
+    """What a rank has written so far; of two lines on one thing the last."""
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
+    return {name: value for line in lines if line.endswith("\n") for name, value in json.loads(line).items()}
+
+
+def ranks_after(found: Found) -> int:
+    """Return how many ranks the steps with NCCL have, by what the probe has found."""
+    return 2 if found.get("slowest collective, s", 0.0) > SLOW_SECONDS else RANKS
+
+
+def ranks() -> int:
+    """Return how many ranks the steps with NCCL have: `$RANKS`, or four."""
+    return int(os.environ.get("RANKS", RANKS))
 
 
 RANKS, SECONDS = 4, 280.0
@@ -90,8 +142,8 @@ def pauses(
     way: `dynatrain.transport`; "gloo" has all bytes pass through the host's pinned memory, "nccl" has collectives go
     over NCCL, too.
     """
-    if way == NCCL and (missing := _share_by_nccl()):
-        return {"error": missing}
+    if way == NCCL:
+        os.environ["COLLECTIVES"] = NCCL
     begin = time.monotonic()
     walk = [{"name": name, "target": to, "mode": mode} for mode in modes for name, to in CHANGES.items()]
     found = pauses_of(notes := _switches(walk, size, device, limit_seconds, dtype=dtype, transport=way))
@@ -182,11 +234,25 @@ def above(note: Note) -> int:
     return int(note["peak"]) - allowed(note)
 
 
-def tests(limit_seconds: float = SECONDS) -> Found:
-    """The tests of tests/gpu on the device's memory, and their speeds."""
-    return _pytest("tests/gpu/test_cuda.py", ["-s"], limit_seconds)
+def tests(only: str = "", limit_seconds: float = SECONDS) -> Found:
+    """The tests of tests/gpu on the device's memory, and their speeds. only: of these, as pytest's -k."""
+    return _pytest("tests/gpu/test_cuda.py", ["-s", *(["-k", only] if only else [])], limit_seconds)
 
 
+def gate(
+    size: str = "125M", device: str = "cuda", batch: int = 32, rounds: int = 5, limit_seconds: float = SECONDS
+) -> Found:
+    """What the gate of elastic jobs adds to a step of one rank that has the card alone; bar: 1 %."""
+    accelerator = device if device != "lab" else "cpu"
+    given = {"device": device, "size": size, "batch": batch, "rounds": rounds}
+    notes = launch("gpu_gate_ranks.py", 2, limit_seconds, accelerator=accelerator, **given)
+    row = notes[0][0]
+    share = row["with"] / row["without"] - 1
+    verdict = "met" if share <= GATE_BAR else "missed"
+    return {"step, ms": round(row["without"], 2), "the gate": f"{100 * share:.2f} % of it, bar 1 %: {verdict}"}
+
+
+GATE_BAR = 0.01
 CORE = {
     "stages": "a_part_of_all_pairs or a_part_of_the_processes or members_wake or chain_of_20",
     "late": "changes_train_as_without_it",
@@ -206,34 +272,52 @@ CORE = {
 """A part of `support.proved`, or several -> its tests among those of tests/gpu/core."""
 
 
-NCCL, SHARING_NCCL = "nccl", (2, 30, 0)
+LEFT_OUT = "its tests train on four ranks, and a collective takes too long here"
+OF_TWO = {"stages": "a_part_of_the_processes or pairs_of_two"}
+"""Part -> its tests that train on two ranks at most."""
 
 
 def core(part: str, collectives: str = "gloo", limit_seconds: float = SECONDS) -> Found:
     """Four ranks on the one card: collectives staged on gloo, or NCCL's own."""
-    if collectives == NCCL and (missing := _share_by_nccl()):
-        return {"error": missing}
-    return _pytest("tests/gpu/core", ["-k", CORE[part]], limit_seconds)
+    if collectives != NCCL:
+        return _pytest("tests/gpu/core", ["-k", CORE[part]], limit_seconds)
+    chosen = CORE[part] if ranks() == RANKS else OF_TWO.get(part)
+    if chosen is None:
+        return {"left out": LEFT_OUT}
+    os.environ["COLLECTIVES"] = NCCL
+    return _pytest("tests/gpu/core", ["-k", chosen], limit_seconds)
 
 
-def elastic(collectives: str, limit_seconds: float = SECONDS) -> Found:
-    """Members that share the card come, go and are killed: collectives staged on gloo, or NCCL's own."""
+def elastic(limit_seconds: float = SECONDS) -> Found:
+    """Members that share the card come, go and are killed, with collectives staged on gloo."""
     from gpu_elastic import elastic as walk
 
-    if collectives != NCCL:
-        return walk(limit_seconds=limit_seconds)
-    if missing := _share_by_nccl():
-        return {"error": missing}
-    return walk(transport=NCCL, limit_seconds=limit_seconds)
+    return walk(limit_seconds=limit_seconds)
 
 
-def batches(size: str = "125M", device: str = "cuda", repeats: int = 5, limit_seconds: float = SECONDS) -> Found:
+def elastic_nccl(limit_seconds: float = SECONDS, note: Noting = keep) -> Found:
+    """Members that share the card come, go, stand still and are killed at many instants, with collectives of NCCL's."""
+    from gpu_events import events
+
+    os.environ["COLLECTIVES"] = NCCL
+    return events(size=3 if ranks() == RANKS else 2, limit_seconds=limit_seconds, note=note)
+
+
+def batches(limit_seconds: float = SECONDS) -> Found:
     """Moves between devices in batches, by NCCL, beside a raw group call of the same bytes; bar: 1.25 times that, and
-    100 ms. On one card its ranks share that, which NCCL permits from 2.30 on.
+    100 ms. Ranks that share a card take turns on it: there the model is small, and the times say nothing of NCCL's.
     """
-    if device != "lab" and torch.cuda.device_count() < RANKS and (missing := _share_by_nccl()):
-        return {"error": missing}
-    return moves(NCCL, "bf16", size, device, repeats, limit_seconds)
+    if torch.cuda.device_count() >= RANKS:
+        return moves(NCCL, limit_seconds=limit_seconds)
+    return moves(NCCL, size="8M", repeats=2, members=ranks(), limit_seconds=limit_seconds)
+
+
+def faulty_batches(limit_seconds: float = SECONDS) -> Found:
+    """The tests of moves in batches: a failed one, and its communicator made anew."""
+    if ranks() < RANKS:
+        return {"left out": LEFT_OUT}
+    os.environ["COLLECTIVES"] = NCCL
+    return _pytest("tests/gpu/core/test_batches.py", [], limit_seconds)
 
 
 def moves(
@@ -242,10 +326,11 @@ def moves(
     size: str = "125M",
     device: str = "cuda",
     repeats: int = 5,
+    members: int = RANKS,
     limit_seconds: float = SECONDS,
 ) -> Found:
     """The moves of four switches by "ipc" or "nccl", beside raw copies of as many bytes between the same ranks."""
-    rows = _moved(way, dtype, size, device, repeats, limit_seconds)
+    rows = _moved(way, dtype, size, device, repeats, limit_seconds, members)
     found: Found = {
         name: f"{row['ms']:.1f} ms, raw {row['raw_ms']:.1f} ms, {row['bytes'] / 1e6:.0f} MB in all"
         + ("" if row["ms"] <= bar_ms(row["raw_ms"]) else ", above the bar")
@@ -254,11 +339,13 @@ def moves(
     return {**found, "exit": 0 if all(row["has_arrived"] for row in rows.values()) else 1}
 
 
-def _moved(way: str, dtype: str, size: str, device: str, repeats: int, limit_seconds: float) -> dict[str, Note]:
+def _moved(
+    way: str, dtype: str, size: str, device: str, repeats: int, limit_seconds: float, members: int = RANKS
+) -> dict[str, Note]:
     """By change: ms of the slowest rank, for the moves and for raw copies; bytes of all; whether all has arrived."""
     accelerator = device if device != "lab" else "cpu"
     given = {"device": device, "way": way, "size": size, "dtype": dtype, "repeats": repeats}
-    notes = launch("gpu_moves_ranks.py", RANKS, limit_seconds, accelerator=accelerator, **given)
+    notes = launch("gpu_moves_ranks.py", members, limit_seconds, accelerator=accelerator, **given)
     how: dict[str, Callable[[Iterable[Any]], Any]] = {"ms": max, "raw_ms": max, "bytes": sum, "has_arrived": all}
     return {
         rows[0]["change"]: {name: over(row[name] for row in rows) for name, over in how.items()}
@@ -269,19 +356,6 @@ def _moved(way: str, dtype: str, size: str, device: str, repeats: int, limit_sec
 def bar_ms(raw: float) -> float:
     """What moves may take, and a pause without communicators and certificate; raw: a copy of the same bytes."""
     return 1.25 * raw + 100
-
-
-def _share_by_nccl() -> str:
-    """Let ranks share a card and communicate by NCCL; or why those that share one cannot under the one that is there.
-
-    They take turns on the card, so their times say nothing of NCCL between cards.
-    """
-    from ds_dynatrain.adapters.communicators import nccl_version
-
-    if (version := nccl_version()) < SHARING_NCCL:
-        return f"NCCL {'.'.join(map(str, version))} takes a card once; from 2.30 on ranks may share one"
-    os.environ |= {"COLLECTIVES": NCCL, "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
-    return ""
 
 
 def _pytest(path: str, arguments: list[str], limit_seconds: float) -> Found:
@@ -296,47 +370,81 @@ def _pytest(path: str, arguments: list[str], limit_seconds: float) -> Found:
     return {"exit": done.returncode, "last lines": done.stdout[-3000:], "errors": done.stderr[-1000:]}
 
 
-def proved(found: dict[str, Found], torch_version: str, card: str) -> str:
-    """The lines for `support/proved.py` of what has passed."""
+def proved(found: dict[str, Found], torch_version: str, card: str, nccl_version: str) -> str:
+    """The lines for `support/proved.py` of what has passed; with NCCL's collectives where it has passed with these."""
     from ds_dynatrain.support.proved import PARTS
 
-    today = time.strftime("%Y-%m-%d")
-    steps = {part: part if part in ("elastic", "batches") else f"core {part}" for part in PARTS}
-    passed = {part: step for part, step in steps.items() if found.get(step, {}).get("exit") == 0}
-    return "\n".join(
-        f'("cuda", "{part}"): Proof("1 × {card}", "{today}", "torch {torch_version}", '
-        f"\"python tools/gpu_check.py --only '{step}'\"),"
-        for part, step in passed.items()
-    )
+    today, lines = time.strftime("%Y-%m-%d"), []
+    for part in PARTS:
+        by_nccl = BY_NCCL.get(part, f"core {part} {NCCL}")
+        passed = [step for step in (by_nccl, part, f"core {part}") if found.get(step, {}).get("exit") == 0]
+        if not passed:
+            continue
+        is_nccl = passed[0] == by_nccl
+        where = f"{ranks()} ranks on 1 × {card}, NCCL {nccl_version} over sockets" if is_nccl else f"1 × {card}"
+        only = NCCL if is_nccl else f"'{passed[0]}'"
+        lines.append(
+            f'("cuda", "{part}"): Proof("{where}", "{today}", "torch {torch_version}", '
+            f'"python tools/gpu_check.py --only {only}"),'
+        )
+    return "\n".join(lines)
 
 
-STEPS: dict[str, Callable[[], Found]] = {
+BY_NCCL = {"groups": f"core stages {NCCL}", "elastic": f"elastic {NCCL}", "batches": f"batches {NCCL}"}
+"""Part of `support.proved` -> the step that proves it by NCCL, where that is not of its name."""
+STEPS: dict[str, Callable[..., Found]] = {
     "environment": environment,
     "copies": copies,
     "digests": digests,
     "packing": packing,
     "sharing": sharing,
     "rounding": rounding,
-    "nccl": nccl,
-    "nccl shared": shared_nccl,
+    "nccl of one rank": nccl,
+    PROBE: probe,
     **{f"pauses {dtype}": partial(pauses, dtype) for dtype in ("fp32", "bf16")},
     "pauses 1.3B": partial(pauses, "bf16", "1.3B", modes=(AHEAD, LATE)),
+    "pauses late": partial(pauses, "bf16", modes=(AHEAD, LATE)),
     "pauses gloo": partial(pauses, "bf16", way="gloo"),
-    "pauses nccl": partial(pauses, "bf16", way=NCCL),
+    f"pauses {NCCL}": partial(pauses, "bf16", way=NCCL),
     "many": many,
+    "gate": gate,
     "builds": builds,
     "tests": tests,
+    "digest bar": partial(tests, "half_the_speed"),
     **{f"core {part}": partial(core, part) for part in CORE},
-    **{f"core {part} nccl": partial(core, part, NCCL) for part in CORE},
+    **{f"core {part} {NCCL}": partial(core, part, NCCL) for part in CORE},
     **{f"pulls {size}": partial(moves, "ipc", size=size) for size in ("125M", "1.3B")},
-    "batches": batches,
-    "elastic": partial(elastic, "gloo"),
-    "elastic nccl": partial(elastic, NCCL),
+    f"batches {NCCL}": batches,
+    f"failed batches {NCCL}": faulty_batches,
+    "elastic": elastic,
+    f"elastic {NCCL}": elastic_nccl,
 }
+FIRST = ("stages", "members")
+"""Parts of the core that come before an elastic job."""
+GROUPS: dict[str, dict[str, float]] = {
+    NCCL: {
+        PROBE: 40,
+        **{f"core {part} {NCCL}": 90 for part in FIRST},
+        f"elastic {NCCL}": 200,
+        f"batches {NCCL}": 50,
+        f"failed batches {NCCL}": 50,
+        **{f"core {part} {NCCL}": 60 for part in CORE if part not in FIRST},
+        "gate": 60,
+        "digest bar": 30,
+        "pauses late": 90,
+        "many": 90,
+    }
+}
+"""A name for several steps, in the order in which a card for minutes has them -> how many seconds each may take."""
 
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
     step = STEPS[sys.argv[1]]
-    given = {"limit_seconds": float(sys.argv[3])} if "limit_seconds" in inspect.signature(step).parameters else {}
-    Path(sys.argv[2]).write_text(json.dumps(step(**given)))
+    may_have = {
+        "limit_seconds": float(sys.argv[3]),
+        "note": lambda found: Path(sys.argv[2]).write_text(json.dumps(found)),
+    }
+    taken = inspect.signature(step).parameters
+    found = step(**{name: value for name, value in may_have.items() if name in taken})
+    Path(sys.argv[2]).write_text(json.dumps(found))

@@ -8,6 +8,7 @@ and it is handed on from world to world while they stay. To make one beside runn
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import threading
 import time
@@ -18,6 +19,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch._C._distributed_c10d as distributed_c
 import torch.distributed as td
 from deepspeed.constants import default_pg_timeout
 from torch._C._distributed_c10d import Backend, PrefixStore, Store, _DistributedBackendOptions
@@ -47,6 +49,19 @@ def nccl_version() -> tuple[int, ...]:
     except (OSError, AttributeError):  # it is a part of torch's own library
         return torch.cuda.nccl.version()  # type: ignore[no-any-return]
     return found.value // 10000, found.value // 100 % 100, found.value % 100
+
+
+def unfinished() -> str:
+    """Return the first collective of NCCL's that torch's flight recorder has not seen end; empty where it has none."""
+    dump = getattr(distributed_c, "_dump_nccl_trace_json", None)
+    try:
+        entries = [] if dump is None else json.loads(dump(True, True)).get("entries", [])
+    except (RuntimeError, ValueError):  # it is a word for the log, and the device may be lost
+        return ""
+    for entry in entries[:1]:
+        group = " ".join(map(str, entry.get("process_group", [])))
+        return f"{entry.get('profiling_name')} {entry.get('collective_seq_id')} of group {group}, {entry.get('state')}"
+    return ""
 
 
 def go_on() -> None:

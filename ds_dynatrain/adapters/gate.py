@@ -11,8 +11,9 @@ heard of anything. So two rules hold where members come and go:
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 from ds_dynatrain.adapters.communicators import Communicator, end
@@ -37,6 +38,30 @@ class Gate:
         self.agreeing = threading.Lock()
         """Held by who waits for the others: until it has their answers nothing is aborted here."""
         self._has_begun = False
+        self._wait: tuple[str, float] | None = None
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Note that the main thread waits for other ranks in the block; an inner block counts to the outer one."""
+        is_noted = self._wait is None and threading.current_thread() is threading.main_thread()
+        if is_noted:
+            self._wait = what, time.monotonic()
+        try:
+            yield
+        finally:
+            if is_noted:
+                self._wait = None
+
+    def waits(self, blocked_seconds: float) -> tuple[str, float]:
+        """Return what the main thread waits for in this world, and for how long; in any thread.
+
+        blocked_seconds: for how long it has run no Python code. After a collective has begun on the device that is a
+        wait for it, as in `loss.item()`.
+        """
+        wait = self._wait
+        if wait is not None:
+            return wait[0], time.monotonic() - wait[1]
+        return ("a collective of the device", blocked_seconds) if self._has_begun else ("", 0.0)
 
     def begin(self) -> None:
         """A collective begins on the device."""
@@ -49,11 +74,13 @@ class Gate:
         through the second round knows that all are through the first, and so that all had their results before it ended
         anywhere; and in the first one nobody aborts.
         """
-        synchronize()
+        with self.waiting("collectives of the device, at the gate"):
+            synchronize()
         with self.agreeing:
             self.check()
             for number in range(2):
-                meet(number)
+                with self.waiting(f"round {number} of the gate"):
+                    meet(number)
         self._has_begun = self.is_in_doubt = False
 
     def end_step(self) -> None:

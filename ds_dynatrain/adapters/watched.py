@@ -72,13 +72,14 @@ class GroupStatus:
 
 
 class WatchedWork(ForwardedWork):
-    """A collective that was begun. looks: whether it may be waited for piece by piece; a message's connection ends with
-    the first wait that does. on_device: whether an accelerator does it: a stream waits then, and not the host."""
+    """A collective that was begun. name: of the group's method. on_device: whether an accelerator does it: a stream
+    waits then, and not the host. A message is waited for in one piece: its connection ends with a wait that is given
+    up."""
 
-    def __init__(self, work: Work, status: GroupStatus, traffic: Traffic, looks: bool, on_device: bool = False) -> None:
+    def __init__(self, work: Work, status: GroupStatus, traffic: Traffic, name: str, on_device: bool = False) -> None:
         super().__init__(work)
-        self._status, self._traffic = status, traffic
-        self._looks, self._on_device = looks and not on_device, on_device
+        self._status, self._traffic, self._name = status, traffic, name
+        self._looks, self._on_device = name not in MESSAGES and not on_device, on_device
         self._has_ended = False
 
     def _until_lost(self) -> bool:
@@ -97,7 +98,8 @@ class WatchedWork(ForwardedWork):
     def _waited(self, name: str, *arguments: Any, **named: Any) -> Any:
         try:
             is_open = name == "wait" and self._looks and not arguments and not named
-            found = self._until_lost() if is_open else getattr(self._work, name)(*arguments, **named)
+            with self._status.gate.waiting(self._name):
+                found = self._until_lost() if is_open else getattr(self._work, name)(*arguments, **named)
             if self._on_device and self._status.gate.is_torn:
                 raise td.DistError(TORN)
         except BaseException:
@@ -131,12 +133,13 @@ class WatchedGroup(Pair):
         if on_device:
             self._status.gate.begin()
         try:
-            work = getattr(self._group, name)(*arguments, **named)
+            with self._status.gate.waiting(name):
+                work = getattr(self._group, name)(*arguments, **named)
         except BaseException:
             self.traffic.fail()
             raise
         if isinstance(work, Work):
-            return WatchedWork(work, self._status, self.traffic, name not in MESSAGES, on_device)
+            return WatchedWork(work, self._status, self.traffic, name, on_device)
         self.traffic.end()
         return work
 

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 WAITING = ("torch.distributed",)
 """Modules, with all below them, in which a thread waits for other processes, which are to blame if that never ends."""
@@ -80,11 +81,22 @@ class MainThread:
         return 0
 
 
+def stands_at() -> str:
+    """Return the line that the main thread is at."""
+    frame = _frame()
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name}"
+
+
 def is_in(modules: tuple[str, ...]) -> bool:
     """Return whether the main thread is in a call of one of these modules."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frame = _frame()
     while frame is not None:
         if str(frame.f_globals.get("__name__", "")).startswith(modules):
             return True
         frame = frame.f_back
     return False
+
+
+def _frame() -> FrameType | None:
+    """Return the innermost frame of the main thread."""
+    return sys._current_frames().get(threading.main_thread().ident or 0)

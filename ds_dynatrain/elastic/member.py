@@ -22,6 +22,7 @@ from ds_dynatrain.elastic.connection import RETRY_SECONDS, Connection, connect, 
 from ds_dynatrain.elastic.environment import WorkerPlace
 from ds_dynatrain.elastic.main_thread import OWN_WAITS, WAITING, MainThread
 from ds_dynatrain.elastic.messages import (
+    LONGEST_WORDS,
     Announce,
     Bye,
     Changed,
@@ -76,6 +77,8 @@ class Member:
     returns whether nothing of the world that this member trains in can be used any more. It should be short, because
     heartbeats wait for it: abort what is in flight if so. on_end: called there when the process has to end; by default
     it does. waits_in: modules in which the main thread waits for other members, who are to blame if that never ends.
+    hangs_in: asked with each heartbeat for the collective that the main thread has waited in for too long, if there is
+    one; it is told for how long that thread has run no Python code.
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class Member:
         on_end: Callable[[Ending, str], object] = end_process,
         orphan_seconds: float = ORPHAN_SECONDS,
         waits_in: tuple[str, ...] = WAITING,
+        hangs_in: Callable[[float], str] = lambda blocked_seconds: "",
     ) -> None:
         self.id = member_id(place.node, place.local_rank)
         self.place = place
@@ -103,6 +107,7 @@ class Member:
         self._switched: deque[Switched] = deque(maxlen=REMEMBERED_SWITCHES)
         self._reporting = threading.RLock()
         self._main_thread = MainThread(waits_in)
+        self._hangs_in = hangs_in
         self._waits_for = ""
         self._is_stuck = False
         self._newest: World | None = None
@@ -157,7 +162,7 @@ class Member:
         """This member trains in that generation now: the switch to it is committed."""
         with self._reporting:
             self._has_breach, self._has_just_entered = False, True
-            self._say(entered=world.generation)
+            self._say(entered=world.generation, hung="")
 
     def broken(self, world: World) -> None:
         """That generation could not be formed here, for whatever reason: everybody has to form a later one."""
@@ -169,14 +174,15 @@ class Member:
         if self._report.lacking < world.generation:
             self._say(lacking=world.generation)
 
-    def breach(self) -> None:
+    def breach(self, hung: str = "") -> None:
         """A collective of the world that this member trains in has failed: everybody has to form a new one.
 
         The coordinator may have published a generation meanwhile that knows nothing of it. So it is said again of each
-        one that comes, until `on_world` finds one that ends that world.
+        one that comes, until `on_world` finds one that ends that world. hung: the collective, if it did not end.
         """
         with self._reporting:
             self._has_breach = True
+            self._report = self._report.model_copy(update={"hung": clipped(hung, LONGEST_WORDS)})
             if self._newest is not None:
                 self.broken(self._newest)
 
@@ -363,13 +369,15 @@ class Member:
                 next_beat = time.monotonic() + beat
 
     def _look_at_main_thread(self, most: float) -> None:
-        """Report for how long the main thread has been blocked, and what it waits for.
+        """Report for how long the main thread has been blocked, what it waits for, and a collective that does not end.
 
         Where it has been blocked for longer than `most`, show its stack, once.
         """
         seconds, waits_for = self._main_thread.blocked_seconds(), self._waits_for or str(OWN_WAITS)
         with self._reporting:
             self._report = self._report.model_copy(update={"blocked_seconds": seconds, "waits_for": waits_for})
+        if hung := self._hangs_in(seconds):
+            self.breach(hung)
         is_stuck = 0 < most <= seconds
         if is_stuck and not self._is_stuck:
             logger.error(

@@ -43,6 +43,8 @@ from ds_dynatrain.errors import JobFinished, PeerRefused
 
 LEAVER_SECONDS = 5.0
 """So long whoever leaves waits for nodes that are late."""
+HANG_STEPS = 10
+"""Two collectives that do not end within so many steps of each other end the job."""
 REMEMBERED_CHANGES = 20
 REMEMBERED_GONE = 16_384
 """Members that were given up and must not come back; those of the longest ago are forgotten."""
@@ -87,6 +89,9 @@ class Membership:
         self._has_begun = False
         """Whether somebody has said that it made a step; see `World.begun`."""
         self._breach = ""
+        self._is_hang, self._hangs, self._hung_at = False, 0, 0
+        """Whether the breach is a collective that has not ended; how many of these followed one another, and the step
+        of the last one."""
         self._mute: dict[str, list[float]] = {}
         """By member, when generations failed of which it has said neither that it has entered nor that it could not."""
         self._decide_at: float | None = None
@@ -200,8 +205,18 @@ class Membership:
             if self._recovery is None or not self._recovery.heard_of(member):  # else of another job, for now
                 self._entered = max(self._entered, said.entered)
             if self._takes_part(member) and said.broken == newest:
-                self._breach = f"a collective failed on {member}"
+                self._break(member, said)
             self._note(now)
+
+    def _break(self, member: str, said: Report) -> None:
+        """A collective of the present generation has failed on a member, or has not ended there."""
+        if said.hung and not self._is_hang:
+            step = max(entry.report.step for entry in self.roster)
+            self._hangs = self._hangs + 1 if abs(step - self._hung_at) <= HANG_STEPS else 1
+            self._hung_at, self._is_hang = step, True
+            self._breach = f"a collective has not ended on {member}: {said.hung}"
+        elif not self._is_hang:
+            self._breach = f"a collective failed on {member}"
 
     def probed(self, member: str, said: Probed, now: float) -> None:
         """A worker has tried to connect to others."""
@@ -446,7 +461,7 @@ class Membership:
         self._note(now)
         for member, report in said:
             if report.broken == self.world.generation:
-                self._breach = f"a collective failed on {member}"
+                self._break(member, report)
         told = *self._let_go(recovery), *self._passed_over(recovery, started)
         present = self._present((*self.world.members, *self.world.leaving, *told))
         strangers = [one for one in self.roster.members if recovery.heard_of(one) or one in started]
@@ -532,6 +547,7 @@ class Membership:
             leaving=leaving,
             lost=dead,
             broken=0 if old is None else old.generation if self._breach else old.broken,
+            hangs=self._hangs if self._is_hang else 0,
             begun=self._has_begun and (is_failure or not self._have_all_left),
             paused=len(nodes_of(stay + joined)) < self.settings.min_nodes,
             reason=self._reason(joined, set(members) & set(leaving), dead, late),
@@ -693,7 +709,7 @@ class Membership:
             self.links.move(now)
         self.world, self._newest = world, world.generation
         self.links.look(now)
-        self._breach = ""
+        self._breach, self._is_hang = "", False
         self._back.clear()
         self._has_begun = world.begun
         self.changes.append((world, now))

@@ -23,7 +23,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from ds_dynatrain.elastic.world import LONGEST_NODE, MemberId, Members, NodeId, Record, Text, World
 from ds_dynatrain.errors import MessageError
 
-PROTOCOL = 6
+PROTOCOL = 7
 """Version of all this; both ends must have the same one."""
 LARGEST_GREETING = 4 * 1024
 """Bytes of a message from a peer that has not proved anything yet."""
@@ -148,6 +148,8 @@ class Report(Record):
     broken: Count = 0
     """The newest generation that was known here when a collective failed; if it is the present one, everybody forms a
     new one. Where a later one was published first, the worker says it again of that one."""
+    hung: Words = ""
+    """The collective that did not end, where that is what is broken, and for how long it was waited for."""
     step: Count = 0
     layout: Text = ""
     pause_ms: Seconds = 0.0

@@ -48,6 +48,9 @@ class World(Record):
     broken: Annotated[int, Field(ge=0)] = 0
     """The newest generation that was known when a collective failed, or a hand-over broke off; 0: none ever did.
     Whatever else this record says: nobody trains on in that generation, or in an earlier one."""
+    hangs: Annotated[int, Field(ge=0)] = 0
+    """How often a collective has not ended, each time within a few steps of the time before; 0: that is not why this
+    generation came. With the second one the job ends."""
     begun: bool = False
     """Steps were made before: where nobody holds the state any more, it comes from a checkpoint if there is one."""
     paused: bool = False

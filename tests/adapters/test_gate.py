@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -9,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch._C._distributed_c10d as distributed_c
 import torch.distributed as td
 from deepspeed.accelerator import real_accelerator
 from torch._C._distributed_c10d import Work
 
 from ds_dynatrain.adapters import gate
-from ds_dynatrain.adapters.communicators import Communicator, end
+from ds_dynatrain.adapters.communicators import Communicator, end, unfinished
 from ds_dynatrain.adapters.gate import Gate, abort
 from ds_dynatrain.adapters.process_groups import make_fake_group
 from ds_dynatrain.adapters.watched import GroupStatus, WatchedGroup, WatchedWork, is_on_device
@@ -88,6 +90,43 @@ def test_the_gate_is_torn_before_anything_is_aborted(accelerator: None) -> None:
     with pytest.raises(WorldChanged):
         made.take_in(communicator(Grouped([], "1")))
     assert len(made.communicators) == 2, "whoever tears it may have looked before"
+
+
+def test_what_the_main_thread_waits_for_is_known() -> None:
+    """Of waits inside of each other the outer one; after a collective of the device, a call that does not return."""
+    made = Gate()
+    assert made.waits(blocked_seconds=9.0) == ("", 0.0)
+    with made.waiting("one"), made.waiting("another"):
+        what, seconds = made.waits(blocked_seconds=9.0)
+    assert what == "one" and 0 <= seconds < 1
+    made.begin()
+    assert made.waits(blocked_seconds=9.0) == ("a collective of the device", 9.0)
+    made.agree(lambda number: None)
+    assert made.waits(blocked_seconds=9.0) == ("", 0.0)
+
+
+def test_another_thread_holds_nobody_up() -> None:
+    made, found = Gate(), list[tuple[str, float]]()
+
+    def wait() -> None:
+        with made.waiting("a copy that may take long"):
+            found.append(made.waits(blocked_seconds=0.0))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    thread.join(SECONDS)
+    assert found == [("", 0.0)]
+
+
+def test_the_flight_recorder_names_what_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the form of torch's; without NCCL there is none."""
+    entry = {"process_group": ["dynatrain_1_1_data", "undefined"], "profiling_name": "nccl:all_reduce"}
+    entry |= {"collective_seq_id": 7, "state": "scheduled"}
+    dump = json.dumps({"entries": [entry]}).encode()
+    monkeypatch.setattr(distributed_c, "_dump_nccl_trace_json", lambda collectives, active: dump, raising=False)
+    assert unfinished() == "nccl:all_reduce 7 of group dynatrain_1_1_data undefined, scheduled"
+    monkeypatch.delattr(distributed_c, "_dump_nccl_trace_json")
+    assert unfinished() == ""
 
 
 def test_without_communicators_there_is_nothing_to_abort() -> None:

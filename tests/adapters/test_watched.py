@@ -179,7 +179,7 @@ class Deaf(td.Work):
 
 def test_nobody_waits_for_a_collective_that_has_not_heard_that_its_world_is_lost() -> None:
     status, traffic = GroupStatus(), Traffic(0)
-    work = WatchedWork(Deaf(), status, traffic, looks=True)
+    work = WatchedWork(Deaf(), status, traffic, "allreduce")
     traffic.begin("allreduce", ())
     assert not traffic.close()
     with pytest.raises(WorldChanged, match="gloo has not heard of it"):
@@ -207,7 +207,7 @@ class Late(td.Work):
 def test_a_collective_that_ends_right_after_a_look_has_not_failed() -> None:
     status, traffic = GroupStatus(), Traffic(0)
     traffic.begin("allreduce", ())
-    assert WatchedWork(Late(), status, traffic, looks=True).wait()
+    assert WatchedWork(Late(), status, traffic, "allreduce").wait()
     assert status.failure is None and not traffic.has_failed
 
 
@@ -216,4 +216,4 @@ def test_a_message_is_waited_for_in_one_piece() -> None:
     traffic = Traffic(0)
     traffic.close()
     with pytest.raises(RuntimeError, match="timed out"):
-        WatchedWork(Deaf(), GroupStatus(), traffic, looks=False).wait()
+        WatchedWork(Deaf(), GroupStatus(), traffic, "recv").wait()

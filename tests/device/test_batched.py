@@ -14,6 +14,7 @@ import pytest
 import torch.distributed as td
 
 from ds_dynatrain.adapters import device_link
+from ds_dynatrain.adapters.device import device_backend
 from ds_dynatrain.adapters.device_link import CommunicatorLink
 from ds_dynatrain.adapters.world import World
 from ds_dynatrain.engine.transaction.switch import Transaction
@@ -21,7 +22,6 @@ from ds_dynatrain.transfer import RoutedTransport, batched
 from ds_dynatrain.transfer.batched import BatchedMoves
 from ds_dynatrain.transfer.device_memory import PROBE_BYTES
 from ds_dynatrain.transfer.executor import TAG
-from tests.device import lab
 from tests.device.sharing import LabMemory
 from tests.device.test_pulling import OFFLOAD, unable
 from tests.engine import jobs, oracle
@@ -65,7 +65,7 @@ def counted() -> Iterator[Count]:
         stack.enter_context(patch.object(CommunicatorLink, "exchange", exchanging))
         stack.enter_context(patch.object(LabMemory, "read", reading))
         stack.enter_context(patch.object(RoutedTransport, "send", sending))
-        stack.enter_context(patch.object(device_link, "GROUPING", (lab.BACKEND,)))  # as NCCL
+        stack.enter_context(patch.object(device_link, "GROUPING", (device_backend(),)))  # as NCCL
         yield found
 
 

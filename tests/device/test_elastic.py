@@ -29,6 +29,7 @@ from tests.elastic.runs import (
     worker,
 )
 from tests.elastic.test_buddy_deaths import INSTANTS, OF_STAGE_3
+from tests.elastic.test_hangs import stand_still, two
 from tests.elastic.test_switch_faults import go_through
 
 __all__ = ["static", "train", "undisturbed"]
@@ -186,6 +187,18 @@ def test_a_model_without_memory(train: Callable[..., Job]) -> None:
     assert len({row["pid"] for row in steps}) == 2
     losses = [loss for row in job.rows("step") for loss, _ in row["parts"]]
     assert losses and all(0 < loss < 2 * losses[0] for loss in losses), losses
+
+
+@pytest.mark.full
+def test_one_stands_still_for_a_while(train: Callable[..., Job], static: Static) -> None:
+    """The other one waits for its device; past the limit both go back to copies, and train on."""
+    job, generation = two(train, kind=Job, script=SCRIPT, stage=2, block={"buddies": {"mode": "copy"}})
+    stand_still(job, "b")
+    job.settled(2, generation)
+    steps_on(job)
+    finish(job)
+    check_history(job, static)
+    assert "the main thread here is in a collective of the device, " in job.logs()
 
 
 def test_a_device_that_takes_nothing_any_more(train: Callable[..., Job]) -> None:

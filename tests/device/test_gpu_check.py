@@ -87,9 +87,28 @@ def test_what_stays_after_many_switches(steps: Any, lab_pool: RankPool) -> None:
 
 
 @pytest.mark.full
-def test_collectives_of_a_shared_card_are_measured_and_aborted(steps: Any, lab_built: None) -> None:
-    found = steps.shared_nccl("lab")
-    assert found["2 ranks, abort both, ms"] > 0 and found["4 ranks, connect and all-reduce without it, ms"] > 0
+def test_the_probe_measures_aborts_beside_a_stopped_rank_and_connects_anew(steps: Any, lab_built: None) -> None:
+    kept = list[dict[str, Any]]()
+    found = steps.probe("lab", 120.0, kept.append)
+    assert found["exit"] == 0, found
+    assert {f"{name}, s" for name in steps.COLLECTIVES} | {steps.ABORTED, "communicator anew, s"} < found.keys()
+    assert len(kept) > 2 and "communicator anew, s" not in kept[0], "what is known is kept before the rest is"
+
+
+@pytest.mark.full
+def test_the_gate_is_measured_beside_a_step(steps: Any, lab_built: None) -> None:
+    found = steps.gate("tiny", "lab", batch=1, rounds=1)
+    assert found["step, ms"] > 0 and "bar 1 %" in found["the gate"]
+
+
+@pytest.mark.full
+def test_everything_happens_to_an_elastic_job(steps: Any, lab_built: None) -> None:
+    """What a card is tried with, on the device, with fewer deaths."""
+    kept, script = list[str](), Path(__file__).with_name("elastic_training.py")
+    what = importlib.import_module("gpu_events")
+    found = what.events(script, "cpu", instants=("forward",), kills=1, note=lambda found: kept.append([*found][-1]))
+    assert found["exit"] == 0, found
+    assert {"forward: is killed, s", "a switch: the joiner is killed, s", "pause: stands still, s"} < set(kept)
 
 
 @pytest.fixture(scope="module")
@@ -137,9 +156,101 @@ def test_members_come_go_and_die(steps: Any, lab_built: None) -> None:
 
 
 def test_what_a_card_has_shown_becomes_a_row(steps: Any) -> None:
-    rows = steps.proved({"elastic": {"exit": 0}, "core tensor": {"exit": 1}, "core pipe": {"exit": 0}}, "2.13", "H100")
+    found = {"elastic": {"exit": 0}, "core tensor": {"exit": 1}, "core pipe": {"exit": 0}}
+    rows = steps.proved(found, "2.13", "H100", "2.28.9")
     assert [row.split('"')[3] for row in rows.splitlines()] == ["pipe", "elastic"]
     assert "--only 'elastic'" in rows and "--only 'core pipe'" in rows
+
+
+def test_what_a_card_has_shown_with_nccl_counts_before_what_was_staged(steps: Any) -> None:
+    passed = ("core stages nccl", "core pipe", "core pipe nccl", "elastic nccl")
+    found = {step: {"exit": 0} for step in passed}
+    rows = steps.proved({**found, "batches nccl": {"exit": 1}}, "2.11", "H200", "2.28.9").splitlines()
+    assert [row.split('"')[3] for row in rows] == ["groups", "stages", "pipe", "elastic"]
+    for row in rows:
+        assert '"4 ranks on 1 × H200, NCCL 2.28.9 over sockets"' in row and '--only nccl"' in row
+
+
+@pytest.fixture
+def check(steps: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """`gpu_check` on a card that is called H200; steps are not run, but noted in `ran`, and `answers` says what they
+    find."""
+    made = importlib.import_module("gpu_check")
+    monkeypatch.setenv("RANKS", "4")
+    monkeypatch.setattr(steps, "versions", lambda: ("2.11", "H200", "2.28.9"))
+    made.ran, made.answers = list[str](), dict[str, Any]()
+
+    def run(name: str, out: Path, seconds: float) -> dict[str, Any]:
+        made.ran.append(name)
+        return {"exit": 0, **made.answers.get(name, {})}
+
+    monkeypatch.setattr(made, "run", run)
+    return made
+
+
+def test_the_cheapest_steps_with_nccl_come_first(steps: Any, check: Any, tmp_path: Path) -> None:
+    order = list(check.chosen(["nccl"]))
+    assert order[:5] == [
+        "nccl probe",
+        "core stages nccl",
+        "core members nccl",
+        "elastic nccl",
+        "batches nccl",
+    ]
+    assert {f"core {part} nccl" for part in steps.CORE} < set(order) < set(steps.STEPS)
+    check.check(check.chosen(["nccl"]), tmp_path, time.monotonic() + 3600)
+    assert check.ran == order and "over sockets" in (tmp_path / "gpu_check.md").read_text()
+
+
+def test_where_the_probe_fails_nothing_with_nccl_is_run(check: Any, tmp_path: Path) -> None:
+    check.answers["nccl probe"] = {"exit": 1}
+    check.check(check.chosen(["nccl"]), tmp_path, time.monotonic() + 3600)
+    assert check.ran == ["nccl probe", "gate", "digest bar", "pauses late", "many"]
+    assert "core pipe nccl | – | error: left out: the probe failed" in (tmp_path / "gpu_check.md").read_text()
+
+
+@pytest.mark.parametrize(("seconds", "ranks"), [(1.9, 4), (2.1, 2)])
+def test_slow_collectives_leave_two_ranks(steps: Any, check: Any, tmp_path: Path, seconds: float, ranks: int) -> None:
+    check.answers["nccl probe"] = {"slowest collective, s": seconds}
+    check.check(check.chosen(["nccl probe"]), tmp_path, time.monotonic() + 3600)
+    assert steps.ranks() == ranks
+    assert ranks == 4 or steps.core("pipe", "nccl") == steps.faulty_batches() == {"left out": steps.LEFT_OUT}
+
+
+def test_a_step_that_does_not_fit_is_left_out(check: Any, tmp_path: Path) -> None:
+    check.check({"elastic nccl": 170.0, "batches nccl": 50.0}, tmp_path, time.monotonic() + 80)
+    assert check.ran == ["batches nccl"]
+    assert (
+        "elastic nccl | – | error: left out: it may take 170 s, and 80 s are left"
+        in (tmp_path / "gpu_check.md").read_text()
+    )
+
+
+def test_a_dry_run_says_what_would_run(steps: Any) -> None:
+    command = [sys.executable, str(TOOLS / "gpu_check.py"), "--only", "nccl", "--dry-run"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert len(said) == 2 + len(steps.GROUPS["nccl"]) and said[2].startswith("| nccl probe | 40 | ")
+    assert any("pytest tests/gpu/core -k 'sequence_parallel'" in line for line in said)
+
+
+ASKING = """
+import os
+from tests.gpu.staging import chosen_backend
+assert chosen_backend() == "nccl"
+reader, writer = os.pipe()
+if os.fork() == 0:
+    os.write(writer, os.environ["NCCL_HOSTID"].encode())
+    os._exit(0)
+os.wait()
+print(os.environ["NCCL_HOSTID"], os.read(reader, 999).decode(), os.environ["NCCL_SOCKET_IFNAME"])
+"""
+
+
+def test_each_process_is_a_host_to_nccl() -> None:
+    names = {**os.environ, "COLLECTIVES": "nccl", "PYTHONPATH": str(TOOLS.parent)}
+    done = subprocess.run([sys.executable, "-c", ASKING], capture_output=True, text=True, check=True, env=names)
+    mine, forked, interface = done.stdout.split()
+    assert mine != forked and mine.rpartition("-")[0] == forked.rpartition("-")[0] and interface == "lo"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")

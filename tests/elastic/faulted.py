@@ -56,6 +56,7 @@ PLACES: dict[str, tuple[type, str]] = {
 }
 """At the begin of which method a phase begins; that of the commit: after the record was written."""
 LINGER_SECONDS = 6.0
+PAUSE_SECONDS = float(os.environ.get("PAUSE_SECONDS", "8"))
 ROLES = ("first", "other", "joiner", "leaver")
 """Rank 0 of those that hold the state, another one of them, one that comes, one of them that goes."""
 
@@ -149,6 +150,11 @@ def deaf() -> None:
     setattr(WatchedWork, "wait", wait)  # noqa: B010 - mypy takes no assignment to a method
 
 
+def pause() -> None:
+    """It stands still for a while, and lives."""
+    time.sleep(PAUSE_SECONDS)
+
+
 ACTS: dict[str, Callable[[], None]] = {
     "complain": complain,
     "deaf": deaf,
@@ -159,6 +165,7 @@ ACTS: dict[str, Callable[[], None]] = {
     "kill": kill,
     "leave": leave,
     "linger": linger,
+    "pause": pause,
     "term": term,
     "together": together,
     "unable": unable,

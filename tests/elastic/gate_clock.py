@@ -8,25 +8,28 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from ds_dynatrain.adapters.device import synchronize
+from ds_dynatrain.adapters import gate
 from ds_dynatrain.adapters.gate import Gate
 
 
 def install() -> None:
     """Around the gate of this process."""
-    own, log = Gate.agree, (Path(os.environ["OUT"]) / f"gate-{os.getpid()}.lines").open("a", buffering=1)
+    own, wait, idle = Gate.agree, gate.synchronize, [0.0]
+    log = (Path(os.environ["OUT"]) / f"gate-{os.getpid()}.lines").open("a", buffering=1)
 
-    def agree(self: Gate, group: Any) -> None:
+    def synchronize() -> None:
+        wait()
+        idle[0] = time.perf_counter()
+
+    def agree(self: Gate, meet: Callable[[int], object]) -> None:
         if os.environ.get("GATE_IS") == "off":
             return
         begin = time.perf_counter()
-        synchronize()
-        idle = time.perf_counter()
-        own(self, group)
-        took = {"device_ms": 1e3 * (idle - begin), "rounds_ms": 1e3 * (time.perf_counter() - idle)}
+        own(self, meet)
+        took = {"device_ms": 1e3 * (idle[0] - begin), "rounds_ms": 1e3 * (time.perf_counter() - idle[0])}
         log.write(json.dumps(took) + "\n")
 
-    Gate.agree = agree  # type: ignore[method-assign]
+    gate.synchronize, Gate.agree = synchronize, agree  # type: ignore[attr-defined, method-assign]

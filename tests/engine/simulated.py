@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.elastic.address import Address
 from ds_dynatrain.elastic.environment import WorkerPlace
 from ds_dynatrain.elastic.settings import Settings
@@ -160,7 +161,7 @@ class Member:
 
     def __init__(self, job: Job, name: str) -> None:
         self.job, self.id, self.end = job, name, ""
-        self.elastic = Elastic(WorkerPlace(name.partition("/")[0], 0, 1, PLACE), 5.0, 5.0)
+        self.elastic = Elastic(WorkerPlace(name.partition("/")[0], 0, 1, PLACE), DynatrainConfig(timeout_seconds=5.0))
         self.machine = ChangeMachine(self._destinations)
         self.engines: list[Engine] = []
         self.world: World | None = None

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.elastic.address import Address
 from ds_dynatrain.elastic.environment import WorkerPlace
+from ds_dynatrain.elastic.main_thread import OWN_WAITS
 from ds_dynatrain.elastic.member import Member
 from ds_dynatrain.elastic.store import serve_store
 from ds_dynatrain.elastic.world import World
@@ -26,7 +28,7 @@ def world(generation: int, *members: str, change: str = "planned", **more: Any) 
 def elastic() -> Elastic:
     """Member a/0 of three that train in generation 2; nothing is connected."""
     place = WorkerPlace("a", 0, 1, Address("127.0.0.1", 1))
-    made = Elastic(place, timeout_seconds=5.0, wait_seconds=5.0)
+    made = Elastic(place, DynatrainConfig(timeout_seconds=5.0))
     made.enter(world(2, *MEMBERS), Registry().extended(MEMBERS), frozenset(MEMBERS))
     return made
 
@@ -67,6 +69,24 @@ def test_a_failed_collective_aborts_the_world_whatever_else_has_happened(elastic
     hear(elastic, world(3, *MEMBERS, "d/0", survivors=3))
     hear(elastic, world(4, *MEMBERS, change="failure", survivors=3, lost=("d/0",), broken=3))
     assert elastic.is_aborted
+
+
+def test_a_collective_that_does_not_end_is_named_once_it_was_waited_for_too_long(elastic: Elastic) -> None:
+    elastic.collective_seconds = 600.0
+    elastic.waits = lambda blocked_seconds: ("allreduce", blocked_seconds)
+    assert [elastic._hangs_in(seconds) for seconds in (599.0, 601.0)] == ["", "allreduce, 601 s"]
+    with OWN_WAITS.waiting("saving"):
+        assert elastic._hangs_in(601.0) == "", "that may take as long as it needs"
+    hear(elastic, world(3, *MEMBERS, change="failure", survivors=3, broken=2, hangs=1))
+    assert elastic.is_aborted and not elastic.ending
+    assert elastic._hangs_in(601.0) == "", "the world is aborted already"
+
+
+def test_collectives_that_do_not_end_twice_end_the_job_whatever_follows(elastic: Elastic) -> None:
+    reason = "a collective has not ended on b/0: allreduce, 600 s"
+    hear(elastic, world(3, *MEMBERS, change="failure", survivors=3, broken=2, hangs=2, reason=reason))
+    hear(elastic, world(4, "a/0", "c/0", change="failure", survivors=2, lost=("b/0",), broken=2))
+    assert elastic.ending.startswith(reason) and "dynatrain.elastic.collective_seconds" in elastic.ending
 
 
 def test_what_failed_in_an_earlier_world_aborts_nothing(elastic: Elastic) -> None:
@@ -145,7 +165,7 @@ def test_a_load_is_said_to_all_generations(elastic: Elastic, monkeypatch: pytest
     """Also to one that is behind; nobody knows in the run of another coordinator, or without a store."""
     served = serve_store("127.0.0.1")
     monkeypatch.setattr(Member, "_store_address", ("127.0.0.1", served.port))
-    other = Elastic(elastic.member.place, timeout_seconds=5.0, wait_seconds=5.0)
+    other = Elastic(elastic.member.place, DynatrainConfig(timeout_seconds=5.0))
     assert other.replaced() is None, "it has been in no generation"
     other.enter(world(3, *MEMBERS), elastic.registry, frozenset(MEMBERS))
     for one, generation in ((elastic, 2), (other, 3)):

@@ -1,7 +1,7 @@
 """`tests/elastic/training.py` on a card: a user's script, which knows nothing of it.
 
-`$COLLECTIVES` "nccl" takes NCCL as it is, for one member a card, or several where NCCL allows that. Else they are
-staged on gloo, so that members may share the card.
+Members may share the card: their collectives are staged on gloo, or with `$COLLECTIVES` "nccl" are NCCL's, to which
+each member is a host of its own.
 """
 
 from __future__ import annotations

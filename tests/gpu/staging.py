@@ -1,14 +1,14 @@
-"""How ranks that share one card communicate: NCCL takes a card once, so by a back-end of the tests.
+"""How ranks that share one card communicate: NCCL takes a card once a host, so by a back-end of the tests.
 
 DeepSpeed copies what it sends to the host first (its own way for accelerators without collectives), and gloo carries
-it. With `$COLLECTIVES` "nccl" it is NCCL itself, from 2.30 on, which shares a card where
-`$NCCL_MULTI_RANK_GPU_ENABLE` is 1.
+it. With `$COLLECTIVES` "nccl" it is NCCL itself, to which each rank is a host of its own.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
+import socket
 from collections.abc import Callable
 from datetime import timedelta
 from functools import wraps
@@ -30,9 +30,29 @@ INPUTS = {
 """Methods of DeepSpeed's back-end -> (place, name) of what they read and do not write."""
 
 
+OVER_SOCKETS = {
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_MNNVL_ENABLE": "0",
+    "NCCL_MAX_NCHANNELS": "1",
+    "NCCL_NTHREADS": "64",
+}
+"""How NCCL connects hosts that are processes of one machine. Small kernels: ranks of a card take turns on it."""
+
+
+def be_a_host() -> None:
+    """Let NCCL take this process for a host with a card of its own; call it before the first communicator.
+
+    NCCL refuses two ranks on a card where their hosts have the same hash, and that is `$NCCL_HOSTID`'s.
+    """
+    os.environ.update(OVER_SOCKETS, NCCL_HOSTID=f"{socket.gethostname()}-{os.getpid()}")
+
+
 def chosen_backend() -> str:
-    """By which the ranks communicate: `$COLLECTIVES` decides."""
+    """Choose by `$COLLECTIVES` how this process communicates, and those that it forks; return the back-end's name."""
     if os.environ.get("COLLECTIVES") == NCCL:
+        be_a_host()
+        os.register_at_fork(after_in_child=be_a_host)
         return NCCL
     stage_collectives()
     return BACKEND

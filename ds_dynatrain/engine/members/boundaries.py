@@ -25,7 +25,7 @@ from ds_dynatrain.engine.members.restoring import POLL_SECONDS
 from ds_dynatrain.engine.members.tally import Clock
 from ds_dynatrain.engine.members.waiting import Wait
 from ds_dynatrain.engine.parts import EngineParts, open_engines
-from ds_dynatrain.errors import ConfigError, SwitchRefused, WorldChanged
+from ds_dynatrain.errors import ConfigError, ElasticError, SwitchRefused, WorldChanged
 from ds_dynatrain.report import logger
 
 WAIT_SECONDS = 0.02
@@ -200,6 +200,8 @@ class Boundaries:
     def _advance(self, has_waited: bool = True) -> None:
         """What is due: of a change of members, or of a switch that the user asked for."""
         executor, machine = self.executor, self.executor.machine
+        if self.elastic.ending:
+            raise ElasticError(self.elastic.ending)
         executor.advance(self._place, has_waited)
         if not self.first.idle:
             ahead = 0 if self._is_paused or self.elastic.is_aborted else 1
@@ -239,7 +241,7 @@ class Boundaries:
     def form_anew(self) -> None:
         """Stay here until there is a world again; open global batches are discarded, and are dealt again.
 
-        ElasticError if state was lost that nobody has any more.
+        ElasticError if state was lost that nobody has any more, or collectives do not end again and again.
         """
         for engine in self.engines:
             with engine.turn():  # what all hold then is that of one world, the old one or the new one

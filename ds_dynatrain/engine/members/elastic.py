@@ -14,10 +14,12 @@ from typing import Any
 
 import torch.distributed as td
 
+from ds_dynatrain.adapters.communicators import unfinished
 from ds_dynatrain.adapters.worlds import Note
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.elastic.abort import WorldSockets
 from ds_dynatrain.elastic.environment import WorkerPlace, job_token
+from ds_dynatrain.elastic.main_thread import OWN_WAITS, stands_at
 from ds_dynatrain.elastic.member import Member
 from ds_dynatrain.elastic.token import derive
 from ds_dynatrain.elastic.world import World, node_of
@@ -27,10 +29,11 @@ from ds_dynatrain.engine.members.registry import Registry
 from ds_dynatrain.engine.seals import Seal
 from ds_dynatrain.engine.teardowns import Teardowns
 from ds_dynatrain.errors import WorldChanged
+from ds_dynatrain.report import logger
 
 CONNECT_SECONDS = 2.0
-WAITING = ("torch.distributed", "ds_dynatrain.adapters.watched", "ds_dynatrain.transfer")
-"""Where the main thread waits for other members: in a collective, while a group is made, in a transfer."""
+WAITING = ("torch.distributed", "ds_dynatrain.adapters.watched", "ds_dynatrain.adapters.gate", "ds_dynatrain.transfer")
+"""Where the main thread waits for other members: in a collective, at the gate, while a group is made, in a transfer."""
 REPLACED = "replaced"
 NOBODY = -1
 """The number of a member that has not been told its own yet."""
@@ -49,24 +52,29 @@ class Elastic:
     whether it starts a job whose state is lost.
     """
 
-    def __init__(self, place: WorkerPlace, timeout_seconds: float, wait_seconds: float) -> None:
+    def __init__(self, place: WorkerPlace, settings: DynatrainConfig) -> None:
         self._token, _ = job_token(place.coordinator)
-        self.member = Member(place, self._token, on_world=self._hear, waits_in=WAITING)
-        self.timeout_seconds = timeout_seconds
-        self.wait_seconds = wait_seconds
+        self.member = Member(place, self._token, self._hear, waits_in=WAITING, hangs_in=self._hangs_in)
+        self.configure(settings)
         self.world: World | None = None
         self.registry = Registry()
         self.is_aborted = False
         self.loaded: dict[int, Any] = {}
         self.is_newcomer, self.engine_count = False, 1
         self.restores = False
+        self.ending = ""
+        """Why the job ends on all its members: collectives that do not end, again and again."""
         self._training: frozenset[str] = frozenset()
         self._is_in_window = False
         self._aborted_at = 0
+        self._blocked_seconds = 0.0
+        """For how long the main thread had run no Python code when the last heartbeat was sent."""
         self.lose: Lose = _lose_all
         """Lets the worlds of this process begin nothing any more."""
         self.abandon: Callable[[], None] = _nothing
         """Ends what is under way in a world in which an engine is being made."""
+        self.waits: Callable[[float], tuple[str, float]] = _in_nothing
+        """Tells what the main thread waits for, and for how long; see `Gate.waits`."""
         self._present: dict[int, WorldSockets] = {}
         self._coming: dict[int, WorldSockets] = {}
         self._teardowns = Teardowns()
@@ -76,6 +84,7 @@ class Elastic:
         """Go by these settings from now on; before the first generation is entered."""
         self.timeout_seconds = settings.timeout_seconds
         self.wait_seconds = settings.elastic.wait_for_members_seconds
+        self.collective_seconds = settings.elastic.collective_seconds
 
     # ---- worlds --------------------------------------------------------------------------------------------------
 
@@ -168,6 +177,8 @@ class Elastic:
 
     def _hear(self, world: World) -> bool:
         """On the member's thread, before anybody else learns of a generation; whether it aborts the one that trains."""
+        if world.hangs:
+            self._say_where(world)
         if world.change == "failure":
             self.abandon()
             for sockets in list(self._coming.values()):
@@ -177,6 +188,26 @@ class Elastic:
                 return False
             self._lose_present(world)
             return True
+
+    def _hangs_in(self, blocked_seconds: float) -> str:
+        """Return the collective that the main thread has waited in for `collective_seconds`; empty if there is none."""
+        self._blocked_seconds = blocked_seconds
+        what, seconds = self.waits(blocked_seconds)
+        if seconds < self.collective_seconds or self.is_aborted or str(OWN_WAITS):
+            return ""
+        return f"{unfinished() or what}, {seconds:.0f} s"
+
+    def _say_where(self, world: World) -> None:
+        """Log where the main thread is while a collective of the world does not end."""
+        what, seconds = self.waits(self._blocked_seconds)
+        here = [f"{what}, {seconds:.0f} s" if what else "no collective", f"at {stands_at()}", unfinished()]
+        logger.error("%s; the main thread here is in %s", world.reason, "; ".join(filter(None, here)))
+        if world.hangs > 1:
+            self.ending = (
+                f"{world.reason}, again within a few steps of the last time; the log of each member says where it was; "
+                "look for a collective that not all ranks call alike, or give dynatrain.elastic.collective_seconds "
+                f"more than {self.collective_seconds:g}, if a rank may take that long"
+            )
 
     # ---- process groups ------------------------------------------------------------------------------------------
 
@@ -266,6 +297,11 @@ class Elastic:
 def _lose_all(known: Collection[str], there: Collection[int]) -> Collection[str]:
     """While there are no engines: no group may go on."""
     return ()
+
+
+def _in_nothing(blocked_seconds: float) -> tuple[str, float]:
+    """While there are no engines: no collective."""
+    return "", 0.0
 
 
 def _nothing() -> None:

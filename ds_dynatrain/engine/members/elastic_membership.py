@@ -48,7 +48,7 @@ class ElasticMembership:
 
     def __init__(self, elastic: Elastic) -> None:
         self.elastic = elastic
-        elastic.lose, elastic.abandon = self.lose, self.abandon
+        elastic.lose, elastic.abandon, elastic.waits = self.lose, self.abandon, self._waits
         self._first = weakref.WeakSet[GroupStatus]()
         """Of the worlds in which engines are being made."""
         self._abort: threading.Thread | None = None
@@ -174,6 +174,11 @@ class ElasticMembership:
     def abandon(self) -> None:
         """A failure has overtaken a world in which an engine is being made."""
         self._tear(list(self._first))
+
+    def _waits(self, blocked_seconds: float) -> tuple[str, float]:
+        """Return the longest wait of the main thread in the present worlds; see `Gate.waits`."""
+        waits = [status.gate.waits(blocked_seconds) for status in self._boundaries.losses.statuses]
+        return max(waits, key=lambda wait: wait[1], default=("", 0.0))
 
     def _tear(self, statuses: Sequence[GroupStatus]) -> None:
         thread = abort([status.gate for status in statuses], self._give_up)

@@ -99,8 +99,7 @@ def with_launch(seconds: float, known: Membership | None) -> Entry:
 
 def made_by(place: WorkerPlace, settings: DynatrainConfig) -> ElasticMembership:
     """This process as a member, not known to the coordinator yet."""
-    seconds, wait_seconds = settings.timeout_seconds, settings.elastic.wait_for_members_seconds
-    return ElasticMembership(Elastic(place, seconds, wait_seconds))
+    return ElasticMembership(Elastic(place, settings))
 
 
 def with_members(place: WorkerPlace, settings: DynatrainConfig, known: ElasticMembership | None = None) -> Entry:

@@ -28,10 +28,10 @@ class Losses:
     @property
     def failure(self) -> RuntimeError | None:
         """How a collective of the present worlds has failed, if one has: of the library's, or of the script's own."""
-        return next((status.failure for status in self._statuses if status.failure is not None), None)
+        return next((status.failure for status in self.statuses if status.failure is not None), None)
 
     @property
-    def _statuses(self) -> list[GroupStatus]:
+    def statuses(self) -> list[GroupStatus]:
         """Of the present worlds."""
         worlds = [engine.world for engine in PROCESS.engines if engine.world is not None]
         return [world.status for world in worlds if world.status is not None]
@@ -41,13 +41,13 @@ class Losses:
         failure = self.failure
         if failure is not None:
             raise WorldChanged("a collective of this world has failed before") from failure
-        for status in self._statuses:
+        for status in self.statuses:
             if status.gate.communicators:
                 status.gate.check()
 
     def close_worlds(self, is_closed: bool) -> None:
         """Until the boundary there are no collectives: where the others are in their scripts, nobody knows."""
-        for status in self._statuses:
+        for status in self.statuses:
             status.is_closed = is_closed
 
     def explains(self, error: RuntimeError) -> bool:
