@@ -10,6 +10,7 @@ import pytest
 
 from ds_dynatrain.elastic.address import Address
 from ds_dynatrain.elastic.connection import Connection
+from ds_dynatrain.elastic.environment import job_token
 from ds_dynatrain.elastic.messages import Announce, Report, Status
 from tests.elastic.agents import TIMES, Job
 from tests.elastic.runs import finish, steps_on
@@ -84,7 +85,7 @@ def break_a_collective(job: Job) -> None:
 
 def join(address: Address) -> Connection:
     """A worker that is ready, and then says nothing more."""
-    connection = Connection.open(address, None, "job")
+    connection = Connection.open(address, job_token(address)[0], "job")
     connection.send(Announce(node="late", local_rank=0, local_size=1, pid=os.getpid()))
     connection.send(Report(ready=True))
     return connection
