@@ -54,7 +54,10 @@ class SyncPoints:
     def note(self) -> None:
         """At a boundary: in a new world, say how many epochs this script has begun."""
         engine = self._first()
-        if engine is None or engine.idle or engine.generation == 1:  # nobody can have come late to the first world
+        if engine is None or engine.idle:
+            return
+        if engine.generation == 1:  # nobody can have come late to the first world, also where a switch goes back to it
+            self._mark = self._begun = None
             return
         mark = engine.control, engine.segment
         if mark == self._mark:

@@ -19,13 +19,15 @@ ADDRESS = "$ADDRESS"
 class Start:
     """Nodes start, each a torchrun, and first a coordinator of that name, if one is given: another job then.
 
-    settings: what their scripts are told otherwise, `config` block by block. conf: of the rendezvous.
+    settings: what their scripts are told otherwise, `config` block by block. conf: of the rendezvous. is_anew: whether
+    it is another job, at the coordinator that is there.
     """
 
     nodes: str
     options: tuple[str, ...] = ()
     coordinator: str = ""
     conf: str = "is_host=0"
+    is_anew: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
 

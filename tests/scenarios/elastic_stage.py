@@ -133,6 +133,7 @@ class Stage:
             case Start():
                 if act.coordinator:
                     launch.coordinator(act.coordinator)
+                if act.coordinator or act.is_anew:
                     self._begin()
                 for name in names:
                     launch.node(name, self._settings(act.settings), act.conf, act.options, **act.env)

@@ -233,7 +233,7 @@ FALLBACK = Play(
             says={"fixed": r"resume: step \d+ of"},
         ),
         Row("it saves on SIGTERM", Terminate("fixed"), members=0, ends={"fixed": 1}),
-        Row("nodes come back and go on", Start("e f"), members=2, layout="data=2 zero_stage=2"),
+        Row("nodes come back and go on", Start("e f", is_anew=True), members=2, layout="data=2 zero_stage=2"),
         Row("scripts end", End(), ends={"e": 0, "f": 0}),
         nodes="a b",
         members=2,
