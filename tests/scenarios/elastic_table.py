@@ -79,6 +79,7 @@ COMES_AND_GOES = (
             Row("scripts end", End(), ends={"c": 0, "d": 0, "coordinator": 0}),
         ),
         config=stage(0),
+        full=True,
     ),
     Play(
         "stage 2 with copies",
@@ -88,6 +89,7 @@ COMES_AND_GOES = (
             Row("scripts end", End(), ends={"a": 0}),
         ),
         config=stage(2, buddies={"mode": "copy"}),
+        full=True,
     ),
     Play(
         "stage 3 with two copies",
@@ -113,6 +115,7 @@ COMES_AND_GOES = (
         ),
         nodes="1:2",
         config=stage(1, late=True),
+        full=True,
     ),
     Play(
         "an idle member",
@@ -123,6 +126,7 @@ COMES_AND_GOES = (
             Row("scripts end", End(), ends={"a": 0, "c": 0}),
         ),
         config=stage(1, layouts={"1": {"data": 1}, "2": {"data": 2}}),
+        full=True,
     ),
     Play(
         "a worker alone",
@@ -172,6 +176,7 @@ OTHER_AXES = (
         model="llama",
         is_held_to_launch=True,  # plain PyTorch is 2e-4 from stock DeepSpeed with this model
         config=stage(1, layouts={"1": {"data": 1}, "2": {"data": 1, "tensor": 2}}),
+        full=True,
     ),
 )
 
@@ -311,6 +316,7 @@ TRAINER = Play(
     model="llama",
     script="elastic_trainer.py",
     is_held_to_launch=True,
+    full=True,
 )
 
 PLAYS = (*COMES_AND_GOES, *OTHER_AXES, NOTHING_KEPT, FALLBACK, EXACT, TRAINER, REFUSED)

@@ -22,10 +22,10 @@ SMALL_BUDGET = {"dynatrain": {"memory_budget_bytes": 65536}}
 STAGES = (
     switched("fp32", layout(2, 0), layout(4, 1)),
     switched("fp32", layout(2, 1), layout(4, 3)),
-    switched("fp32", layout(4, 3), layout(3, 2)),
+    switched("fp32", layout(4, 3), layout(3, 2), full=True),
     switched("fp32", layout(3, 2), layout(2, 0), full=True),
     switched("fp32", layout(4, 2), layout(2, 3)),
-    switched("fp32", layout(2, 3), layout(4, 0)),
+    switched("fp32", layout(2, 3), layout(4, 0), full=True),
     switched("fp32", layout(1, 0), layout(4, 3), full=True),
     switched("fp32", layout(4, 1), layout(1, 2), full=True),
     switched("the stage alone", layout(4, 1), layout(4, 2)),
@@ -33,12 +33,12 @@ STAGES = (
 )
 PRECISION = (
     switched("bf16", layout(2, 1), layout(4, 3), BF16, bound=0.02),
-    switched("bf16", layout(4, 3), layout(2, 0), BF16, bound=0.02),
+    switched("bf16", layout(4, 3), layout(2, 0), BF16, bound=0.02, full=True),
     switched("bf16", layout(4, 0), layout(3, 2), BF16, bound=0.02, full=True),
-    switched("bf16 with sums in fp32", layout(2, 1), layout(4, 2), BF16_IN_FP32, bound=0.02),
+    switched("bf16 with sums in fp32", layout(2, 1), layout(4, 2), BF16_IN_FP32, bound=0.02, full=True),
     switched("fp16", layout(2, 1), layout(4, 3), FP16, bound=0.02),
     switched("fp16", layout(4, 3), layout(2, 2), FP16, bound=0.02, full=True),
-    switched("fp16 of one scale", layout(2, 2), layout(4, 1), STATIC_FP16, bound=0.02),
+    switched("fp16 of one scale", layout(2, 2), layout(4, 1), STATIC_FP16, bound=0.02, full=True),
 )
 WAYS = (
     switched("late", layout(2, 1), layout(4, 3), LATE, phases=("late",)),
@@ -48,13 +48,13 @@ WAYS = (
     switched("lean", layout(2, 1), layout(4, 3), LEAN, phases=("save", "restore")),
     switched("lean", layout(4, 3), layout(2, 1), LEAN, phases=("save", "restore"), full=True),
     switched("lean in bf16", layout(3, 2), layout(4, 3), {**BF16, **LEAN}, bound=0.02, phases=("save",), full=True),
-    switched("over gloo", layout(2, 1), layout(4, 3), GLOO),
+    switched("over gloo", layout(2, 1), layout(4, 3), GLOO, full=True),
     switched("in small pieces", layout(4, 3), layout(2, 1), SMALL_BUDGET, full=True),
 )
 KINDS = (
     switched("offload", layout(2, 1), layout(4, 2), OFFLOAD),
     switched("offload", layout(4, 2), layout(2, 3), OFFLOAD, full=True),
-    switched("offload of weights", layout(2, 3), layout(4, 3), OFFLOAD_ALL),
+    switched("offload of weights", layout(2, 3), layout(4, 3), OFFLOAD_ALL, full=True),
     switched("momentum", layout(2, 1), layout(4, 3), SGD, full=True),
     switched("a schedule", layout(2, 1), layout(4, 3), WARMUP),
     switched("round robin", layout(3, 2), layout(4, 1), ROUND_ROBIN, full=True),
