@@ -61,6 +61,7 @@ def test_a_newcomer_dies_at_the_same_moment(train: Callable[..., Job]) -> None:
         wire.release()
         break_a_collective(job)
         job.wait(lambda: wire.count(BROKEN) == 1, "the word of one of them")
+        newcomer.send(Report(ready=True))  # a heartbeat: of one that was silent, an end of its connection says nothing
         newcomer.close()
         aborted = job.wait(lambda: later(job, planned), "a generation after both")
         assert " lost (" in aborted.changes[-1].reason and "a collective failed" in aborted.changes[-1].reason
