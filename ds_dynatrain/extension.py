@@ -12,6 +12,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from importlib import import_module
 from typing import Any, ClassVar, Literal
 
+from ds_dynatrain.errors import ConfigError
+
 BUILT_IN: Mapping[str, str] = {
     "balance": "ds_dynatrain.balance.extension:Balance",
     "exact": "ds_dynatrain.exact.extension:Exact",
@@ -169,6 +171,20 @@ class Extension:
 
     def on_change(self, change: Any) -> None:
         """Look at a change of the rank, the members or the layout, before the next batch; see `engine.on_change`."""
+
+
+def check(extensions: Sequence[Any]) -> None:
+    """Raise ConfigError for extensions of a user that cannot be told apart, or that are none; `initialize` calls it."""
+    for place, extension in enumerate(extensions):
+        kind = type(extension).__name__
+        if not isinstance(extension, Extension):
+            raise ConfigError(f"extensions[{place}] is a {kind}; derive its class from ds_dynatrain.Extension")
+        if hasattr(extension, "state_dict") and not extension.name:
+            raise ConfigError(
+                f"extensions[{place}], a {kind}, has a state_dict and no name to save it under; set `name`"
+            )
+        if extension.name and extension.name in (*BUILT_IN, *(other.name for other in extensions[:place])):
+            raise ConfigError(f"extensions[{place}], a {kind}: the name {extension.name!r} is taken; give another one")
 
 
 def made(settings: Any) -> list[Extension]:

@@ -23,7 +23,7 @@ BELOW: dict[str, set[str]] = {
     "plan": {"space"},
     "transfer": {"plan"},
     "exits": {"errors"},
-    "extension": set(),
+    "extension": {"errors"},
     "support": {"space", "extension"},
     "data": {"transfer", "support"},
     "elastic": {"errors", "extension", "report"},

@@ -43,7 +43,7 @@ from ds_dynatrain.engine.members.entry import Entry, beside, start_alone, with_l
 from ds_dynatrain.engine.members.policy import rule_of
 from ds_dynatrain.engine.process import PROCESS, refuse_beside_plain, refuse_idle, refuse_module_of_another
 from ds_dynatrain.errors import ConfigError
-from ds_dynatrain.extension import Extension, made
+from ds_dynatrain.extension import Extension, check, made
 from ds_dynatrain.report import show_by_default
 from ds_dynatrain.support import usage
 
@@ -92,7 +92,14 @@ def initialize(
     given |= {"lr_scheduler": lr_scheduler, "collate_fn": collate_fn}
     start = {"distributed_port": distributed_port, "dist_init_required": dist_init_required}
     own, settings = _split(args, config, config_params)
+    extensions = [*extensions]
+    check(extensions)
     if settings is None:
+        if extensions:
+            raise ConfigError(
+                f"{len(extensions)} extensions were given, and the configuration has no dynatrain block, so that "
+                'nothing would call them; add "dynatrain": {}'
+            )
         configured = {"config": config, "config_params": config_params, "mpu": mpu, "mesh_param": mesh_param}
         plain: Results = deepspeed.initialize(training_data=training_data, **given, **start, **configured)
         return plain

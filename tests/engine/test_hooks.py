@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import nn
 
+import ds_dynatrain
 from ds_dynatrain import Extension
+from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.extension import BUILT_IN
 from ds_dynatrain.space import Layout
 from tests.engine import jobs, oracle
@@ -186,6 +188,25 @@ def hooks_of_extensions_case() -> dict[str, Any]:
         modules = sorted(name for name in sys.modules if name.startswith(packages))
         predicted = made.engine.plan(data=3, zero_stage=1).step_ms
     return {"seen": found.seen, "modules": modules, "predicted": predicted}
+
+
+class Nameless(Extension):
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("extensions", "words"),
+    [
+        ([object()], r"extensions\[0\] is a object; derive its class from ds_dynatrain.Extension"),
+        ([Nameless()], r"extensions\[0\], a Nameless, has a state_dict and no name for it"),
+        ([Calls(), Calls()], r"extensions\[1\], a Calls: the name 'calls' is taken"),
+        ([Calls()], "1 extensions were given, and the configuration has no dynatrain block"),
+    ],
+)
+def test_extensions_that_cannot_be(extensions: list[Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        ds_dynatrain.initialize(model=nn.Linear(2, 2), config={"train_batch_size": 2}, extensions=extensions)
 
 
 PASS = ["(forward", "forward)", "output", "(backward", "backward)", "loss"]
