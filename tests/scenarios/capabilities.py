@@ -47,6 +47,7 @@ ROWS = (
         bound=0.0,
         undisturbed=Run(ALONE, config=EXACT),
         alike=(("{row}/run/end", "{row}/then1/end"), ("{row}/run/end", "{undisturbed}/end")),
+        full=True,
     ),
     Row(
         "frozen from the start, as plain DeepSpeed has it",
@@ -59,6 +60,7 @@ ROWS = (
         Run(layout(4, 3), events=(Event(2, "freeze", FROZEN), Event(3, "switch", layout(2, 1)))),
         ends=layout(2, 1),
         undisturbed="start",
+        full=True,
     ),
     Row(
         "frozen, switched, and trained again",
@@ -78,6 +80,7 @@ ROWS = (
         Run(layout(2, 1, pipe=2), "pipeline", events=(Event(2, "freeze", {"prefix": "1."}), *to(4, pipe=4, data=1))),
         ends=layout(1, 1, pipe=4),
         undisturbed="start",
+        full=True,
     ),
     Row(
         "frozen, trained again in another group, and switched",
@@ -97,6 +100,7 @@ ROWS = (
         Run(layout(2, 1), events=(Event(2, "set_rate", {"rate": 1e-2}), *to(3, **layout(4, 3)))),
         ends=layout(4, 3),
         undisturbed="start",
+        full=True,
     ),
     Row(
         "a replica that has drifted",
@@ -166,6 +170,7 @@ ROWS = (
         outcomes=("committed",),
         bound=1e-4,
         undisturbed=Run(layout(4, 1), "llama", loop="stock trainer"),
+        full=True,
     ),
     Row(
         "Trainer of Hugging Face: tensor ranks",
@@ -179,6 +184,7 @@ ROWS = (
         "Lightning: two worlds",
         Run(layout(2, 1), events=(Event(3, "switch", layout(4, 3)),), loop="lightning", steps=5),
         ends=layout(4, 3),
+        full=True,
     ),
     Row(
         "Lightning: fewer ranks",

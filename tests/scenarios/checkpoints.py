@@ -95,6 +95,7 @@ ROWS = (
         undisturbed="start",
         bound=0.0,
         alike=((END, "{undisturbed}/end"),),
+        full=True,
     ),
     Row(
         "back to an earlier step, in another layout",

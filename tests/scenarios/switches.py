@@ -56,16 +56,16 @@ KINDS = (
     switched("offload", layout(4, 2), layout(2, 3), OFFLOAD, full=True),
     switched("offload of weights", layout(2, 3), layout(4, 3), OFFLOAD_ALL, full=True),
     switched("momentum", layout(2, 1), layout(4, 3), SGD, full=True),
-    switched("a schedule", layout(2, 1), layout(4, 3), WARMUP),
+    switched("a schedule", layout(2, 1), layout(4, 3), WARMUP, full=True),
     switched("round robin", layout(3, 2), layout(4, 1), ROUND_ROBIN, full=True),
-    switched("dropout", layout(2, 1), layout(4, 3), model="gpt with dropout", bound=None),
+    switched("dropout", layout(2, 1), layout(4, 3), model="gpt with dropout", bound=None, full=True),
     switched("dropout", layout(4, 3), layout(3, 1), model="gpt with dropout", bound=None, full=True),
 )
 LOOPS = (
-    switched("a loop of its own", layout(2, 1), layout(4, 3), undisturbed="stock in order", loop="boundary"),
+    switched("a loop of its own", layout(2, 1), layout(4, 3), undisturbed="stock in order", loop="boundary", full=True),
     switched("a loop of its own", layout(4, 2), layout(3, 0), undisturbed="stock in order", loop="boundary", full=True),
     switched("whole global batches", layout(3, 2), layout(4, 1), loop="windows"),
-    switched("training_data", layout(2, 1), layout(4, 3), loop="training_data"),
+    switched("training_data", layout(2, 1), layout(4, 3), loop="training_data", full=True),
     switched("shares", layout(2, 1), {**layout(2, 1), "shares": (8, 4)}),
 )
 CHAINS = (
@@ -82,17 +82,20 @@ CHAINS = (
         ),
         ends=layout(2, 3),
         resumes=True,
+        full=True,
     ),
     Row(
         "there and back, late both times",
         Run(layout(2, 1), events=(Event(2, "switch", layout(4, 3)), *to(4, **layout(2, 1))), config=LATE),
         resumes=True,
+        full=True,
     ),
     Row(
         "at the first boundary that all are prepared for",
         Run(layout(2, 1), events=(Event(1, "switch", {"data": 4, "at": None}),), steps=40),
         ends=layout(4, 1),
         bound=1e-3,
+        full=True,
     ),
     Row(
         "asked ahead",
