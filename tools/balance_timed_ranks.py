@@ -32,14 +32,14 @@ ROUND = ("off", "between", "window")
 
 def steps_of(engine: Any, kind: str) -> float:
     """Seconds of one step of a kind."""
-    balancer = engine._parts.balancer
+    balance, balancer = engine._parts.extension("balance"), engine.balancer
     if kind == "window":
         balancer.note("timed now")
-    engine._parts.balancer = None if kind == "off" else balancer
+    balance.balancer = None if kind == "off" else balancer
     begin = time.perf_counter()
     engine.train_batch()
     took = time.perf_counter() - begin
-    engine._parts.balancer = balancer
+    balance.balancer = balancer
     return took
 
 
