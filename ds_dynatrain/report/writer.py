@@ -24,11 +24,7 @@ class EventWriter:
 
     def write(self, event: SwitchEvent) -> None:
         """Append one event; it is in the file when this returns. Raises `OSError` where that fails."""
-        self._append(event.to_json())
-
-    def write_line(self, line: str) -> None:
-        """Append a line of an extension's own: JSON whose "event" is none of ours."""
-        self._append(line)
+        self.write_line(event.to_json())
 
     def write_recompile(self, event: SwitchEvent) -> None:
         """Append what is known of an event only after the next step: `{"event": "recompile", ...}`."""
@@ -40,9 +36,10 @@ class EventWriter:
 
     def _write_later(self, kind: str, event: SwitchEvent) -> None:
         record = {"event": kind, "generation": event.generation, _LATER[kind]: getattr(event, _LATER[kind])}
-        self._append(json.dumps(record, separators=(",", ":")))
+        self.write_line(json.dumps(record, separators=(",", ":")))
 
-    def _append(self, line: str) -> None:
+    def write_line(self, line: str) -> None:
+        """Append one line; an extension gives JSON whose "event" is none of ours."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")

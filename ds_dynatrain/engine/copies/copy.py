@@ -90,11 +90,6 @@ class Copy:
     digests: Mapping[str, Digests]
     said_digest: str
 
-    @property
-    def nbytes(self) -> int:
-        """Of all tensors."""
-        return sum(held.numel() * held.element_size() for held in (*self.buffers.values(), *self.tensors))
-
     def is_sound(self, vps: VirtualParameterSpace) -> bool:
         """Whether it holds what it was made of: all digests computed again agree. One flipped bit is found.
 
