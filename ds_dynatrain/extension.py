@@ -55,10 +55,17 @@ class Extension:
     def check_job(self, config: Mapping[str, Any], model: Any, mpu: Any) -> None:
         """Raise UnsupportedError for a job that the extension cannot be in; called before the process joins it."""
 
-    def check_launch(self, is_elastic: bool, others: Sequence[Any]) -> None:
+    def check_launch(self, is_elastic: bool) -> None:
         """Raise DynatrainError for a launch that the extension cannot be in; called before the process joins the job.
 
-        is_elastic: whether members come and go. others: the settings of the engines that the process has already.
+        is_elastic: whether members come and go.
+        """
+
+    def check_beside(self, here: Any, there: Any, number: int) -> None:
+        """Raise DynatrainError for two engines of a process that the extension cannot be in together.
+
+        Called before the second one is made, on the extensions of both. here: the settings of the new engine. there:
+        those of the one that the process has, engine `number`.
         """
 
     def check_model(self, config: Mapping[str, Any], model: Any, mpu: Any) -> None:
@@ -158,8 +165,8 @@ class Extension:
     def before_leaving_world(self) -> None:
         """Called before the process groups of the present world go; nothing of the extension may be under way then."""
 
-    def on_load(self) -> None:
-        """Called when another state has been loaded into the present world."""
+    def before_load(self) -> None:
+        """Called before another state is loaded into the present world; a load that fails leaves the state as it is."""
 
     def memory_in(self, layout: Any, members: tuple[int, ...]) -> int:
         """Return the bytes of host memory that the extension would take in a layout, on the member with the most."""
@@ -180,9 +187,7 @@ def check(extensions: Sequence[Any]) -> None:
         if not isinstance(extension, Extension):
             raise ConfigError(f"extensions[{place}] is a {kind}; derive its class from ds_dynatrain.Extension")
         if hasattr(extension, "state_dict") and not extension.name:
-            raise ConfigError(
-                f"extensions[{place}], a {kind}, has a state_dict and no name to save it under; set `name`"
-            )
+            raise ConfigError(f"extensions[{place}], a {kind}, has a state_dict and no name for it; set `name`")
         if extension.name and extension.name in (*BUILT_IN, *(other.name for other in extensions[:place])):
             raise ConfigError(f"extensions[{place}], a {kind}: the name {extension.name!r} is taken; give another one")
 
@@ -199,7 +204,7 @@ def rows() -> dict[str, tuple[Any, ...]]:
 
 
 def named(path: str) -> Any:
-    """Import what `module:name` stands for."""
+    """Import a module, and return the object in it that `module:name` names."""
     module, _, name = path.partition(":")
     return getattr(import_module(module), name)
 

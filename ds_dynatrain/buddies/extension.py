@@ -23,7 +23,7 @@ from ds_dynatrain.adapters.world import World
 from ds_dynatrain.buddies.keeper import GROUP, Keeper
 from ds_dynatrain.buddies.placement import buddies_of, memory_of_copies
 from ds_dynatrain.buddies.protection import Protection
-from ds_dynatrain.buddies.rows import ROWS
+from ds_dynatrain.buddies.rows import IN_A_FIXED_LAUNCH
 from ds_dynatrain.buddies.shipping import Round
 from ds_dynatrain.buddies.taking import mark_of
 from ds_dynatrain.config import DynatrainConfig
@@ -41,7 +41,6 @@ from ds_dynatrain.report import logger
 from ds_dynatrain.space import Layout
 
 MILLIONTHS = 1_000_000
-ROWS_BY_NAME = {row.key: row for row in ROWS}
 NEW_WORLD = "no copy of this world is whole yet"
 MOST_BY_DEFAULT = 0.5
 """Share of a node's free memory that copies may take where nobody has asked for them."""
@@ -104,17 +103,19 @@ class Buddies(Extension):
     def _keepers(self) -> list[Keeper]:
         return [one.keeper for one in self._all]
 
-    def check_launch(self, is_elastic: bool, others: Sequence[DynatrainConfig]) -> None:
-        """Refuse a launch of fixed size, and another block than that of the engines which the process has already."""
+    def check_launch(self, is_elastic: bool) -> None:
+        """Refuse a launch of fixed size."""
         if not is_elastic:
-            raise ROWS_BY_NAME["buddies in a launch of fixed size"].error()
-        for number, other in enumerate(others, 1):
-            if other.buddies != self._settings:
-                here, there = self._settings.model_dump(), other.buddies.model_dump()
-                raise ConfigError(
-                    f"dynatrain.buddies: {here} here, and {there} in engine {number}; all engines of a process go back "
-                    "together, to copies of one boundary: give each of them the same block, or none"
-                )
+            raise IN_A_FIXED_LAUNCH.error()
+
+    def check_beside(self, here: DynatrainConfig, there: DynatrainConfig, number: int) -> None:
+        """Refuse two engines of a process with different blocks, also where one of them has no buddies."""
+        if here.buddies != there.buddies:
+            blocks = here.buddies.model_dump(), there.buddies.model_dump()
+            raise ConfigError(
+                f"dynatrain.buddies: {blocks[0]} here, and {blocks[1]} in engine {number}; all engines of a process go "
+                "back together, to copies of one boundary: give each of them the same block, or none"
+            )
 
     def on_start(self) -> None:
         """Refuse a first world that cannot have the buddies that the user asked for.
@@ -208,8 +209,8 @@ class Buddies(Extension):
         """Wait until no copy is under way in the world, for the usual time-out."""
         self.keeper.settle()
 
-    def on_load(self) -> None:
-        """Void all copies, which would bring back what the load has replaced; a collective of the working members."""
+    def before_load(self) -> None:
+        """Void all copies, which would bring back what the load replaces; a collective of the working members."""
         engine = self._engine
         if (first := open_engines()[0]) is not engine:  # by whose places copies of all engines go
             first.repeat_places()
@@ -392,7 +393,7 @@ class Buddies(Extension):
 
     @property
     def protection(self) -> Protection:
-        """What `engine.buddies` gives, for people and for scripts that watch."""
+        """Return how far the state is protected against a death, as this member knows it; `engine.buddies` gives it."""
         first, keeper, whole = self._first, self.keeper, self.kept.whole
         is_known = keeper.world is self._engine.world
         return Protection(

@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from ds_dynatrain.support.row import Row, Verdict
 
+IN_A_FIXED_LAUNCH = Row(
+    "buddies in a launch of fixed size",
+    Verdict.AT_START,
+    "nobody comes or goes there, so that nobody could take over what a dead process held",
+    "launch with the dynatrain rendezvous, or leave dynatrain.buddies out and save checkpoints",
+    proof="tests/engine/test_buddies.py::test_in_a_launch_of_fixed_size",
+)
 ROWS = (
     Row(
         "buddies",
@@ -11,13 +18,7 @@ ROWS = (
         "copies in memory of what one rank holds alone, where members come and go; see [buddies](buddies.md)",
         proof="tests/elastic/test_buddies.py::test_each_copy_is_what_its_rank_held",
     ),
-    Row(
-        "buddies in a launch of fixed size",
-        Verdict.AT_START,
-        "nobody comes or goes there, so that nobody could take over what a dead process held",
-        "launch with the dynatrain rendezvous, or leave dynatrain.buddies out and save checkpoints",
-        proof="tests/engine/test_buddies.py::test_in_a_launch_of_fixed_size",
-    ),
+    IN_A_FIXED_LAUNCH,
     Row(
         "several copies of each member",
         Verdict.NOTE,

@@ -212,7 +212,10 @@ def _joined(given: _Given, start: dict[str, Any]) -> DynatrainEngine:
     rule_of(given.settings.raw_layouts)  # a wrong one is refused before this process joins anything
     _refuse_beside(PROCESS.engines, given.settings, given.arguments["model"], place)
     for extension in given.extensions:
-        extension.check_launch(place is not None, [other.settings for other in PROCESS.engines])
+        extension.check_launch(place is not None)
+    for other in PROCESS.engines:
+        for extension in (*given.extensions, *other.job.extensions):
+            extension.check_beside(given.settings, other.settings, other.job.number)
     early: Early | None = PROCESS.found_early()
     if place is not None and early is None and not PROCESS.engines:
         start_alone()
@@ -285,7 +288,8 @@ def _build(given: _Given, place: WorkerPlace | None, early: Early | None) -> Dyn
         values = {**owners, **shaper.owners}
         incoming = Incoming.look(model, entry.launch, given.param_init_fn, values, entry.joins)
         refuse_without_values(entry, incoming, early is not None and early.joins)
-        rows, mine = rows_of(entry, incoming), dict[str, str]()
+        rows = rows_of(entry, incoming)
+        mine = {"extensions": ", ".join(type(each).__name__ for each in given.extensions) or "none"}
         for extension in given.extensions:
             mine |= extension.described(own)
         records = introduce(entry, rows, mine)

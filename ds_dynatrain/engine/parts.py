@@ -72,10 +72,10 @@ class EngineParts(EngineCore):
         return PROCESS.turn(self)
 
     def begin_segment(self) -> None:
-        """Note that another state was loaded: steps may come again."""
+        """Note that another state is about to be loaded: steps may come again."""
         super().begin_segment()
         for extension in self.extensions:
-            extension.on_load()
+            extension.before_load()
 
     def before_leaving_world(self) -> None:
         """Let the extensions have nothing under way in the present world."""

@@ -40,7 +40,7 @@ def attached(engine: Any, kind: type[Buddies] = Buddies) -> Buddies:
 
 def test_in_a_launch_of_fixed_size() -> None:
     with pytest.raises(UnsupportedError, match="buddies in a launch of fixed size: nobody comes or goes there"):
-        Buddies(settings()).check_launch(False, [])
+        Buddies(settings()).check_launch(False)
     assert not any(isinstance(each, Buddies) for each in made(settings(mode="off")))
 
 
@@ -62,8 +62,15 @@ def test_beside_another_engine() -> None:
     blocks = [settings(), settings(mode="off"), settings(copies=2), settings(every_steps=3)]
     for one, other in itertools.permutations(blocks, 2):
         with pytest.raises(ConfigError, match=r"dynatrain\.buddies: .* in engine 1; .* give each of them the same"):
-            Buddies(one).check_launch(True, [other])
-    Buddies(settings()).check_launch(True, [settings()])
+            refuse_beside(one, other)
+    for mode in ("copy", "off"):
+        refuse_beside(settings(mode=mode), settings(mode=mode))
+
+
+def refuse_beside(here: DynatrainConfig, there: DynatrainConfig) -> None:
+    """What `initialize` asks: the extensions of the new engine, and those of the one that is there."""
+    for extension in (*made(here), *made(there)):
+        extension.check_beside(here, there, 1)
 
 
 def boundary(buddies: Buddies) -> None:

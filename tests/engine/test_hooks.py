@@ -209,6 +209,19 @@ def test_extensions_that_cannot_be(extensions: list[Any], words: str) -> None:
         ds_dynatrain.initialize(model=nn.Linear(2, 2), config={"train_batch_size": 2}, extensions=extensions)
 
 
+def differing_extensions_case() -> str:
+    """One process has an extension that the others have not."""
+    extensions = [Calls()] if torch.distributed.get_rank() == 1 else []
+    with pytest.raises(ConfigError) as caught, jobs.job(jobs.config(), extensions=extensions):
+        pass
+    return str(caught.value)
+
+
+def test_all_processes_have_the_same_extensions(pool: RankPool) -> None:
+    said = pool.run(differing_extensions_case)
+    assert said == ["extensions is none on member 0 and Calls on member 1: make them equal"] * 4
+
+
 PASS = ["(forward", "forward)", "output", "(backward", "backward)", "loss"]
 
 
