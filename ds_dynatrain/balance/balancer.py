@@ -181,7 +181,7 @@ class Balancer:
         return self._timer.passing(is_backward, self._samples() / engine.deepspeed.train_micro_batch_size_per_gpu())
 
     def _samples(self) -> int:
-        """Return the samples of the open micro-batch on this rank."""
+        """Return how many samples the micro-batch has that this rank is training."""
         engine = self._engine
         dealt = engine.batch_for(engine.layout).deal(engine.open_batch.samples or engine.host.global_batch_size)
         return dealt.rank(engine.place("data"))[engine.micro_steps % engine.accumulation].samples

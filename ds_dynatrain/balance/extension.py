@@ -74,7 +74,7 @@ class Balance(Extension):
         return cut
 
     def described(self, config: Mapping[str, Any]) -> dict[str, str]:
-        """Return a digest of the layers by which stages are cut, if they are cut by a profile."""
+        """Return a digest of the profile by which layers are dealt to stages; {} where none is used."""
         return self._described
 
     def attach(self, engine: Any) -> None:

@@ -165,7 +165,7 @@ class Round:
         return True
 
     def _answer(self, buddy: int) -> bool:
-        """Return whether a buddy says yes."""
+        """Return whether a buddy answers that it has room for the copy; wait for the answer."""
         answer = torch.zeros(1, dtype=torch.int64)
         self._way.receive(answer, buddy, TO_WARD).wait(self._deadline)
         return bool(answer.item())

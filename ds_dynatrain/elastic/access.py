@@ -1,7 +1,7 @@
-"""The readers' port's address, and the token that its readers have to say.
+"""Where a job can be watched over HTTP, and the token that a reader has to send.
 
-It travels as it is, so it is a secret of its own, with which nobody can join the job. A job that was given none for its
-readers has one of its user's, in a file.
+The token travels unencrypted, so it is a secret of its own, with which nobody can join the job. A job that was given no
+token for its readers uses one that is kept in a file of its user.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class MainThread:
 
 
 def stands_at() -> str:
-    """Return the line that the main thread is at."""
+    """Return the file, line and function that the main thread is executing, for the log; "" if it has ended."""
     frame = _frame()
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name}"
 

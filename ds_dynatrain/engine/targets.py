@@ -34,7 +34,7 @@ class Targets:
         self.rule = rule_of(engine.settings.raw_layouts, self._best)
 
     def _best(self, members: int, present: Layout) -> Iterator[Layout]:
-        """Yield the layouts that an extension finds best; as many data ranks as there can be while none has any."""
+        """Yield layouts for so many members, best first, as an extension ranks them; else the widest data axes."""
         found = (extension.best_layouts(members) for extension in self.engine.job.extensions)
         yield from next((layouts for layouts in found if layouts is not None), growing(members, present))
 

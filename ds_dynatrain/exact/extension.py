@@ -35,7 +35,7 @@ class Exact(Extension):
         self._every_steps = (settings.exact or ExactConfig()).digest_every_steps
 
     def check_job(self, config: Mapping[str, Any], model: Any, mpu: Any) -> None:
-        """Refuse what was not tried, and other keys of the block; and sizes that would follow from the first world."""
+        """Raise for settings that were not tested in exact jobs, and for batch sizes that follow from the world."""
         batch, micro = (config.get(key) for key in ("train_batch_size", "train_micro_batch_size_per_gpu"))
         if batch is None or micro is None:
             raise ConfigError(
@@ -47,7 +47,7 @@ class Exact(Extension):
             raise usage("exact: a key of the dynatrain block").error("dynatrain.balance beside dynatrain.exact")
 
     def check_model(self, config: Mapping[str, Any], model: Any, mpu: Any) -> None:
-        """Refuse what a model has in it that was not tried."""
+        """Raise UnsupportedError for a model with parts that were not tested in exact jobs."""
         refuse_inexact_model(config, model, mpu)
 
     def deepspeed_config(self, config: dict[str, Any]) -> dict[str, Any]:
@@ -67,7 +67,7 @@ class Exact(Extension):
         return LeafPipelineEngine if issubclass(kind, DynatrainPipelineEngine) else LeafEngine
 
     def check_layout(self, layout: Layout, batch: BatchSizes, has_stages: bool) -> None:
-        """Refuse axes and stages in which sums would have another order."""
+        """Raise SwitchRefused for axes and ZeRO stages in which gradients would be added in another order."""
         alike = Layout(data=layout.data, zero_stage=layout.zero_stage)
         if has_stages:
             alike = alike.replace(pipe=layout.pipe, boundaries=layout.boundaries)
@@ -79,7 +79,7 @@ class Exact(Extension):
             raise usage("exact: a layout").refused(str(layout))
 
     def attach(self, engine: Any) -> None:
-        """Begin to note steps."""
+        """Begin to record the steps of this engine."""
         super().attach(engine)
         self.steps = ExactSteps(engine._parts, self._every_steps)
 
@@ -89,19 +89,19 @@ class Exact(Extension):
         return unchanged_buffers(module) if module.training else nullcontext()
 
     def after_forward(self, output: Any) -> None:
-        """Note the loss of a leaf."""
+        """Record the loss that the forward pass returned, if it is one, for the digest of the step."""
         self.steps.note_loss(output)
 
     def after_backward(self, loss: Any) -> None:
-        """Note the loss of a leaf that the forward pass did not return."""
+        """Record the loss that `engine.backward` was given, which the forward pass may not have returned."""
         self.steps.note_loss(loss)
 
     def after_batch(self) -> None:
-        """Note that the optimizer has made its step with all leaves."""
+        """Keep the losses of the global batch that the optimizer has just stepped with."""
         self.steps.close_batch()
 
     def after_step(self) -> None:
-        """Tell the other ranks what the step had; a collective of the world."""
+        """Reduce losses, gradient norm and digests of the step over all ranks, and write them; a collective."""
         self.steps.finish_step()
 
     def on_batch_forgotten(self) -> None:

@@ -7,7 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Check:
-    """One line about this machine. is_well: None where there is nothing to judge. note: what to do, or what for."""
+    """One line of the report of `ds-dynatrain doctor`, about this machine.
+
+    is_well: whether a job can run with this value; None where any value will do. note: what to do about it, or what the
+    value is for.
+    """
 
     name: str
     value: str

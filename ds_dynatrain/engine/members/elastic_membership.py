@@ -176,7 +176,10 @@ class ElasticMembership:
         self._tear(list(self._first))
 
     def _waits(self, blocked_seconds: float) -> tuple[str, float]:
-        """Return the longest wait of the main thread in the present worlds; see `Gate.waits`."""
+        """Return what the main thread waits for in any of this process's worlds, and for how many seconds.
+
+        The longest wait counts; ("", 0.0) where it waits for nothing. blocked_seconds: see `Gate.waits`.
+        """
         waits = [status.gate.waits(blocked_seconds) for status in self._boundaries.losses.statuses]
         return max(waits, key=lambda wait: wait[1], default=("", 0.0))
 

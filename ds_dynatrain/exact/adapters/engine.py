@@ -1,4 +1,7 @@
-"""An engine whose micro-batches are leaves: each gradient is added leaf by leaf, in one order in every world."""
+"""An engine that adds gradients up micro-batch by micro-batch, in an order that is the same in every world.
+
+Such a micro-batch is a *leaf*: it holds the same samples in every world.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from ds_dynatrain.exact.bits.steps import ExactSteps
 
 
 class LeafHost(Host):
-    """The host of such an engine. sums: the gradients of the present optimizer; None where it is not ZeRO's."""
+    """The host of a `LeafEngine`. sums: the gradient sums of the present optimizer; None without ZeRO."""
 
     sums: LeafSums | None = None
     _nodes: GraphNodes | None = None
@@ -32,26 +35,26 @@ class LeafHost(Host):
         super().look(basic)
 
     def optimizer_made(self) -> None:
-        """Add the gradients of the new optimizer up leaf by leaf."""
+        """Let the new optimizer add gradients up leaf by leaf."""
         order = {id(parameter): number for number, parameter in enumerate(self.module.parameters())}
         self.sums = LeafSums.put_on(self.optimizer, order, lambda: self.micro_step)
         self._take_nodes_away()
         self._nodes = GraphNodes(self.module) if int(self.engine.zero_optimization_stage()) < 3 else None
 
     def detach(self) -> None:
-        """Let the sums go with the optimizer."""
+        """Take the optimizer off, with its gradient sums and the autograd nodes."""
         self.sums = None
         self._take_nodes_away()
         super().detach()
 
     def drop_gradients(self) -> None:
-        """Forget the sums of the open window, too."""
+        """Drop the gradients of the open window, with their partial sums."""
         super().drop_gradients()
         if self.sums is not None:
             self.sums.forget()
 
     def let_module_go(self) -> None:
-        """Remove the nodes of the graph, too."""
+        """Remove all hooks from the module, with those that add autograd nodes."""
         self._take_nodes_away()
         super().let_module_go()
 
@@ -62,7 +65,7 @@ class LeafHost(Host):
 
 
 class LeafEngine(DynatrainEngine):
-    """An engine that trains leaves."""
+    """An engine whose gradients have the same bits in any number of ranks."""
 
     _HOST: ClassVar[type[Host]] = LeafHost
 

@@ -72,7 +72,7 @@ class Leaves:
 
 
 class LeafStageHost(LeafHost, StageHost):
-    """The host of such an engine. uses: of parameters that several layers share."""
+    """The host of a `LeafPipelineEngine`. uses: the parameters of this stage that several layers share."""
 
     uses = Uses(())
 
@@ -87,13 +87,13 @@ class LeafStageHost(LeafHost, StageHost):
         self.sums = LeafSums.over(lines, self.optimizer, lambda: self.micro_step)
 
     def detach(self) -> None:
-        """Forget the parameters that several layers share, too."""
+        """Take the optimizer off, and forget the shared parameters of this stage."""
         self.uses = Uses(())
         super().detach()
 
 
 class LeafPipelineEngine(LeafEngine, DynatrainPipelineEngine):
-    """A pipeline engine that trains leaves."""
+    """A pipeline engine whose gradients have the same bits in any number of ranks and stages."""
 
     _HOST: ClassVar[type[Host]] = LeafStageHost
     _leaves: Leaves | None = None
