@@ -95,17 +95,22 @@ def test_a_failed_collective_is_told_to_all(script: Script) -> None:
 def test_a_failed_collective_is_told_until_it_was_heard(script: Script) -> None:
     """A generation that knows nothing of it is published while the word is on its way."""
     with serving(least=2) as served:
-        is_held, on_world = threading.Event(), lambda world: (is_held.wait(SECONDS), world.broken > 0)[1]
+        hears_on = threading.Event()
+
+        def on_world(world: World) -> bool:
+            hears_on.wait(10 * SECONDS)
+            return world.broken > 0
+
         a, b = script.member(served.address, "a", on_world=on_world), served.join("b")
-        world = a.wait_for_world(0, SECONDS)
-        assert told(b) == world
+        world = told(b)
+        assert wait_until(lambda: a.newest == world)
         a.enter(world)
         enter(b, 1)
         c = served.join("c")
         assert told(b) == told(c)
         assert a.is_newest(world), "it has not heard of that yet"
         a.breach()
-        is_held.set()
+        hears_on.set()
         aborted = told(b)
         assert aborted == told(c)
         assert (aborted.generation, aborted.change, aborted.broken) == (3, "failure", 2)
