@@ -16,10 +16,11 @@ MOST_FOR_TYPES = 10
 BELOW: dict[str, set[str]] = {
     "errors": set(),
     "version": set(),
-    "report": set(),
+    "records": {"errors"},
+    "report": {"records"},
     "config_file": {"errors"},
     "config": {"config_file"},
-    "space": {"errors"},
+    "space": {"records"},
     "plan": {"space"},
     "transfer": {"plan"},
     "exits": {"errors"},
