@@ -86,13 +86,9 @@ def torch_type(dtype: str) -> torch.dtype:
     return {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "size"),
-    [pytest.param(*sizes, marks=pytest.mark.full) if sizes[1] == 1 else sizes for sizes in SIZES],
-)
-@pytest.mark.parametrize(
-    "stage", [pytest.param(stage, marks=pytest.mark.full) if stage < 3 else stage for stage in range(4)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("ranks", "size"), SIZES)
+@pytest.mark.parametrize("stage", range(4))
 def test_holdings_are_as_predicted(pools: dict[int, RankPool], ranks: int, size: int, stage: int) -> None:
     """Weights after DeepSpeed's start, flat groups, parts and sub-groups."""
     pools[ranks].run(holdings, kind="mixtral", stage=stage, size=size, dtype="fp32")
@@ -248,6 +244,7 @@ def probe(model: torch.nn.Module, rank: int, ranks: int) -> Seen:
     return logits, chosen
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("kind", "dtype"), [("mixtral", "fp32"), ("qwen3", "fp32"), ("qwen2", "bf16")])
 def test_a_reshaped_module_is_the_one_that_deepspeed_would_build(pool: RankPool, kind: str, dtype: str) -> None:
     """Classes, attributes, names, shapes, groups; and the experts of each token and the outputs, at every size."""

@@ -82,6 +82,7 @@ def stages(generation: int) -> None:
     check_gone([drop(world)], before)
 
 
+@pytest.mark.full
 def test_a_change_of_the_stage_builds_no_group_that_trains(pool: RankPool) -> None:
     pool.run(stages, generation=500)
 

@@ -69,7 +69,8 @@ def check_completed(whole: nn.Module, shaper: moe.NativeShaper, values: checks.T
         assert held.group_name == "ep_size_1" and not held.allreduce
 
 
-@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.full), 2, 4])
+@pytest.mark.full
+@pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize(
     ("stage", "dtype", "accumulate"),
     [(0, "fp32", "fp32"), (1, "fp32", "fp32"), (2, "fp32", "fp32"), (1, "bf16", "fp32"), (2, "bf16", "bf16")],

@@ -66,6 +66,7 @@ def _bytes(stage: int, data: int, accumulates: bool) -> int:
     return working_bytes(vps.local(layout, 0), torch.bfloat16, accumulates)
 
 
+@pytest.mark.full
 def test_the_native_half_starts_anew_as_after_a_checkpoint(cpu_adam: None) -> None:
     """One that has stepped five times and starts anew is bit-equal to a new one that is given its state."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam

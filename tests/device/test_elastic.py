@@ -37,7 +37,6 @@ __all__ = ["static", "train", "undisturbed"]
 pytestmark = pytest.mark.usefixtures("lab_built")
 
 SCRIPT = Path(__file__).with_name("elastic_training.py")
-QUICK = ((3, "norm of stage 3"),)
 
 
 @pytest.mark.parametrize("way", ["nccl", pytest.param("auto", marks=pytest.mark.full)])
@@ -47,17 +46,10 @@ def test_nodes_join_and_the_first_one_leaves(train: Callable[..., Job], static: 
     check_history(job, static)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("stage", "instant"),
-    [
-        *QUICK,
-        *(
-            pytest.param(stage, instant, marks=pytest.mark.full)
-            for stage in (1, 2, 3)
-            for instant in ("reduction", *(OF_STAGE_3 if stage == 3 else INSTANTS))
-            if (stage, instant) not in QUICK
-        ),
-    ],
+    [(stage, instant) for stage in (1, 2, 3) for instant in ("reduction", *(OF_STAGE_3 if stage == 3 else INSTANTS))],
 )
 def test_one_dies_and_a_spare_takes_its_place(
     tmp_path: Path, undisturbed: Undisturbed, stage: int, instant: str
@@ -70,10 +62,8 @@ def test_one_dies_and_a_spare_takes_its_place(
         deaths.job.clean_up()
 
 
-OTHERS = ("forward", "backward", "step")
-
-
-@pytest.mark.parametrize("instant", ["reduction", *(pytest.param(each, marks=pytest.mark.full) for each in OTHERS)])
+@pytest.mark.full
+@pytest.mark.parametrize("instant", ["reduction", "forward", "backward", "step"])
 def test_one_of_three_replicas_dies(tmp_path: Path, static: Static, instant: str) -> None:
     """Without ZeRO the living have all of it, and go on as they are."""
     deaths = Deaths(tmp_path, 0, {"b": f"{instant} dies kill"}, spares=0, script=SCRIPT, least=1)

@@ -18,6 +18,7 @@ BEHIND = "import site; site.addsitedir({packages!r})\n"
 """The torch and the DeepSpeed that are there already."""
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("shared_memory")
 @pytest.mark.timeout(2 * SECONDS)
 def test_the_first_ten_minutes(tmp_path: Path) -> None:

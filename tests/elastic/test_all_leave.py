@@ -18,6 +18,7 @@ SHUTDOWN_SECONDS = 30.0
 """After which torchrun kills workers that were told to end."""
 
 
+@pytest.mark.full
 def test_the_only_node_is_told_to_end(train: Callable[..., Job], tmp_path: Path) -> None:
     job = train(block={"fallback": {"path": str(tmp_path / "kept"), "every_steps": 1000}}, **quick())
     job.node("a")

@@ -23,22 +23,14 @@ DEATHS = 10
 LONGEST_PAUSE = 30.0
 """Seconds, on a busy machine; half of `timeout_seconds` there."""
 
-QUICK = ((2, "update"),)
 INSTANTS = ("forward", "backward", "step", "norm", "update", "gather", "boundary", "ship")
 OF_STAGE_3 = ("forward", "backward", "step", "norm of stage 3", "update", "boundary", "ship")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("stage", "instant"),
-    [
-        *QUICK,
-        *(
-            pytest.param(stage, instant, marks=pytest.mark.full)
-            for stage in (1, 2, 3)
-            for instant in (OF_STAGE_3 if stage == 3 else INSTANTS)
-            if (stage, instant) not in QUICK
-        ),
-    ],
+    [(stage, instant) for stage in (1, 2, 3) for instant in (OF_STAGE_3 if stage == 3 else INSTANTS)],
 )
 def test_one_dies_and_a_spare_takes_its_place(
     tmp_path: Path, undisturbed: Undisturbed, stage: int, instant: str
@@ -163,9 +155,7 @@ def test_half_of_them_die_at_once(tmp_path: Path, undisturbed: Undisturbed) -> N
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "instant", ["update", *(pytest.param(each, marks=pytest.mark.full) for each in ("boundary", "ship"))]
-)
+@pytest.mark.parametrize("instant", ["update", "boundary", "ship"])
 def test_two_of_three_that_have_a_state_die(tmp_path: Path, undisturbed: Undisturbed, instant: str) -> None:
     """With two copies of each, on four nodes: whoever dies at once with a buddy, somebody lives who has its state."""
     block = {"buddies": {"mode": "copy", "copies": 2}}

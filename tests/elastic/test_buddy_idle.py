@@ -133,16 +133,8 @@ TWO_WORK = {"2": {"data": 2}}
 INSTANTS = ("forward", "backward", "update", "boundary", "ship")
 
 
-QUICK = (2, "update", 1)
-
-
-@pytest.mark.parametrize(
-    ("stage", "instant", "rank"),
-    [
-        pytest.param(*case, marks=[] if case == QUICK else pytest.mark.full)
-        for case in product((1, 2, 3), INSTANTS, (0, 1))
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("stage", "instant", "rank"), product((1, 2, 3), INSTANTS, (0, 1)))
 def test_one_who_works_dies(tmp_path: Path, undisturbed: Undisturbed, stage: int, instant: str, rank: int) -> None:
     """An idle one takes its place; the other one that works has both copies."""
     idle = Idle(tmp_path, stage, TWO_WORK, "abc", instant + " dies-{node} kill")

@@ -79,7 +79,6 @@ def check(rows: list[Row], wanted: Losses, most_again: int) -> None:
         assert len(made) - len(set(made)) <= most_again, made
 
 
-QUICK = ("update", 1, TWO_BY_TWO, UNCLIPPED)
 CASES = [
     *(
         (instant, number % 4, TWO_BY_TWO, UNCLIPPED if number % 2 else CLIPPED)
@@ -89,10 +88,8 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("instant", "rank", "layout", "own"),
-    [pytest.param(*case, marks=[] if case == QUICK else pytest.mark.full) for case in CASES],
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("instant", "rank", "layout", "own"), CASES)
 def test_one_step_is_lost_at_most(
     tmp_path: Path, undisturbed: Undisturbed, instant: str, rank: int, layout: dict[str, Any], own: dict[str, Any]
 ) -> None:

@@ -253,16 +253,13 @@ CHAINS = (
     ("backward", "forming"),
     ("idle", "starting"),
 )
-QUICK = [(1, chain) for chain in CHAINS[:1]]
 CASES = [(stage, chain) for stage in (1, 3) for chain in CHAINS]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("stage", "chain"),
-    [
-        pytest.param(*case, marks=() if case in QUICK else pytest.mark.full, id=f"{case[0]}-{case[1][0]}")
-        for case in CASES
-    ],
+    [pytest.param(*case, id=f"{case[0]}-{case[1][0]}") for case in CASES],
 )
 def test_a_launch_of_another_size_goes_on(
     launches: Callable[[int], Launches], static: Static, stage: int, chain: tuple[str, ...]

@@ -69,6 +69,7 @@ def pids(job: Job) -> set[int]:
 # ---- they come and go ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("stage", "late"), [(2, False), *(pytest.param(each, True, marks=FULL) for each in (1, 3))])
 def test_nodes_join_and_the_first_one_leaves(train: Callable[..., Job], exact: Exact, stage: int, late: bool) -> None:
     """Whose machine rounds otherwise is refused by name; and another seed of who joins makes no difference."""
@@ -172,7 +173,6 @@ def test_16_bits(tmp_path: Path, dtype: str, stage: int) -> None:
     assert one_dies(folder, Exact(tmp_path / "exact", own), stage, "update", COPY, own=own) <= 1
 
 
-QUICK = (2, "update")
 ONE_IS_LOST = (
     *((1, each) for each in ("slice", "sum", "norm of leaves", "update", "ship")),
     *((2, each) for each in ("backward", "slice", "sum", "update", "gather", "boundary")),
@@ -180,9 +180,8 @@ ONE_IS_LOST = (
 )
 
 
-@pytest.mark.parametrize(
-    ("stage", "instant"), [pytest.param(*each, marks=[] if each == QUICK else FULL) for each in ONE_IS_LOST]
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("stage", "instant"), ONE_IS_LOST)
 def test_the_newest_copies_count(tmp_path: Path, exact: Exact, stage: int, instant: str) -> None:
     """One of three dies, and two go on from copies."""
     assert one_dies(tmp_path, exact, stage, instant, COPY) <= 1 + (instant == "ship")

@@ -43,6 +43,7 @@ def test_a_script_that_fails_is_started_again(train: Callable[..., Job], act: st
     finish(job, "a", "c", "coordinator")
 
 
+@pytest.mark.full
 def test_others_may_leave_after_one_has_ended(train: Callable[..., Job]) -> None:
     """A script that ends before the others', with code 0, keeps none of them from handing over what it has."""
     job = train(nodes="1:3", block={"buddies": {"mode": "copy"}}, variables={"STEP_SECONDS": "0.1"})

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from ds_dynatrain.elastic.membership import HANG_STEPS
 from tests.elastic.agents import Job, processes
 from tests.elastic.driver import running
@@ -80,6 +82,7 @@ def test_the_batch_is_dealt_again(train: Callable[..., Job], static: Static) -> 
     assert "the main thread here is in no collective; at " in logs and ", in pause" in logs
 
 
+@pytest.mark.full
 def test_the_second_one_within_ten_steps_ends_the_job(train: Callable[..., Job], tmp_path: Path) -> None:
     job, generation = two(train)
     stand_still(job, "b")

@@ -101,6 +101,7 @@ class TestMembership:
         assert driver.world.generation == 1 and not driver.fenced
 
 
+@pytest.mark.full
 def test_training_goes_on_without_a_worker_that_stands_still(
     train: Callable[..., Job], static: Static, tmp_path: Path
 ) -> None:

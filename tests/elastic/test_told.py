@@ -14,7 +14,8 @@ from tests.elastic.runs import SCRIPT, finish, steps_on, worker
 CHANGING = SCRIPT.with_name("changing.py")
 
 
-@pytest.mark.parametrize("late", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("late", [False, True])
 def test_a_join_a_death_and_a_leave(train: Callable[..., Job], late: bool) -> None:
     """1 -> 2 -> 3, one is killed and its state comes from a buddy, and the first one leaves."""
     job = train(

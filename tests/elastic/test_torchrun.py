@@ -28,6 +28,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
         job.clean_up()
 
 
+@pytest.mark.full
 def test_a_node_joins_and_a_node_is_killed(start: Callable[..., Job]) -> None:
     job = start(nodes="2:4")
     job.node("a")
@@ -48,6 +49,7 @@ def test_a_node_joins_and_a_node_is_killed(start: Callable[..., Job]) -> None:
         assert rows == sorted(set(rows))
 
 
+@pytest.mark.full
 def test_a_token_file_in_the_command_line_is_enough(start: Callable[..., Job]) -> None:
     """Its workers prove it, too; the path means what it means where torchrun was started."""
     job = start(variables={"DYNATRAIN_TOKEN": "a token of another job"})

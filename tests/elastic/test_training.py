@@ -15,6 +15,7 @@ from tests.elastic.agents import Job, processes
 from tests.elastic.runs import Static, check_history, finish, first_leaves, node_of, second_joins, steps_on, variables
 
 
+@pytest.mark.full
 def test_nodes_join_and_the_first_one_leaves(train: Callable[..., Job], static: Static) -> None:
     """All processes are new ones, as torchrun starts them."""
     job = train(nodes="1:4", variables={"DYNATRAIN_TOKEN": "a token of some length"}, kind=Job)

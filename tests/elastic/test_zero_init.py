@@ -54,6 +54,7 @@ def run(train: Callable[..., Job], how: str, workers: int, own: dict[str, Any]) 
     return job
 
 
+@pytest.mark.full
 def test_from_pretrained(train: Callable[..., Job], tmp_path: Path) -> None:
     """Transformers' own call at stage 3: the values of the files, to the bit."""
     save_pretrained(tmp_path / "small", num_hidden_layers=0)

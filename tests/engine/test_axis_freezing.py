@@ -96,6 +96,7 @@ APART: dict[str, tuple[Callable[[], Subject], list[Layout]]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", APART)
 def test_where_experts_are_apart(pool: RankPool, kind: str) -> None:
     find, path = APART[kind]

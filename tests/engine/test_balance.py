@@ -221,6 +221,7 @@ assert not found, found
 """
 
 
+@pytest.mark.full
 def test_nothing_is_imported_without_the_block() -> None:
     names = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "RANK": "0", "LOCAL_RANK": "0"}
     names |= {"WORLD_SIZE": "1", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
@@ -284,6 +285,7 @@ def compiled() -> tuple[int, int]:
         return before, engine._host.compilations.count
 
 
+@pytest.mark.full
 def test_nothing_is_compiled_again(pool: RankPool) -> None:
     for before, after in pool.run(compiled):
         assert after == before > 0

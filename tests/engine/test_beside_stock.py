@@ -58,6 +58,7 @@ def case(when: str, path: list[jobs.Sizes]) -> tuple[Any, bool, list[float]]:
     return state, is_set, losses
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
 def test_gradients_are_added_up_as_without_it(pool: RankPool, when: str) -> None:
     """Stage 3 sets a `linear` for the whole process that yields gradients in another order: members that have it, and

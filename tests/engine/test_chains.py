@@ -31,6 +31,7 @@ def losses(pool: RankPool, start: jobs.Sizes, steps: int, schedule: jobs.Schedul
     return found
 
 
+@pytest.mark.full
 def test_chain_of_20_stays_within_the_spread_of_static_runs(pool: RankPool) -> None:
     draw = random.Random(CHAIN_SEED)
     path = [draw.choice(LAYOUTS) for _ in range(21)]

@@ -40,6 +40,7 @@ def loading_case(dtype: str, sizes: jobs.Sizes, folder: str, position: dict[str,
     return None, {}, None
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(("start", "target"), [((4, 1), (2, 1)), ((2, 1), (4, 3)), ((4, 3), (2, 2)), ((2, 3), (3, 0))])
 def test_save_after_a_switch_and_load(

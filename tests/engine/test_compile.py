@@ -140,6 +140,7 @@ def test_twelve_switches(pool: RankPool, way: str, path: tuple[jobs.Sizes, ...],
     assert any(list(ranks) != sorted(ranks) for ranks in members) or len(members) > 3
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", ["a wrapped part", "a part in place"])
 def test_compiled_parts(pool: RankPool, way: str) -> None:
     """With tensors above the size that builds without memory treat apart."""

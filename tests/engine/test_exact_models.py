@@ -104,6 +104,7 @@ STYLES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.full
 @NOT_ON_DEVICE
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == "deepspeed" else FULL) for name in STYLES])
 def test_what_is_computed_again_has_the_masks_of_its_leaf(pool: RankPool, name: str) -> None:
@@ -161,6 +162,7 @@ FAMILIES = ("llama", "llama tied", "gpt2")
 RUN: Callable[..., Any] = language_case
 
 
+@pytest.mark.full
 @NOT_ON_DEVICE
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == "llama" else FULL) for name in FAMILIES])
 def test_live_switches_of_language_models(pool: RankPool, name: str) -> None:

@@ -51,6 +51,7 @@ def hold_against(pool: RankPool, worlds: Iterable[Layout], steps: int = STEPS, *
         assert differences(first, found) == [], start
 
 
+@pytest.mark.full
 @NOT_ON_DEVICE
 def test_worlds_have_the_same_bits(pool: RankPool) -> None:
     hold_against(pool, (layout(2, 2), layout(4, 1)))
@@ -70,6 +71,7 @@ def test_all_worlds_have_the_same_bits(twelve: RankPool) -> None:
     hold_against(twelve, WORLDS[1:])
 
 
+@pytest.mark.full
 @NOT_ON_DEVICE
 def test_live_switches_change_no_bit(pool: RankPool) -> None:
     found = pool.run(exact_pipelines.run, start=layout(2, 1), schedule=SWITCHES, seconds=120)

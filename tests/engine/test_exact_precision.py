@@ -46,6 +46,7 @@ def alone(pool: RankPool, name: str, **arguments: Any) -> Bits:
     return together(pool.once(exactly.run, start=(1, 1), **KINDS[name], **arguments))
 
 
+@pytest.mark.full
 @NOT_ON_DEVICE
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in ("bf16", "fp16") else FULL) for name in KINDS])
 def test_live_switches_change_no_bit(pool: RankPool, name: str) -> None:

@@ -161,6 +161,7 @@ def refused_and_chained() -> tuple[int, list[str]]:
         return sum(each() is not None for each in gone), outcomes
 
 
+@pytest.mark.full
 def test_nothing_of_the_old_experts_stays(pool: RankPool) -> None:
     """After twelve switches; and sizes that the model cannot take are refused before them."""
     for alive, outcomes in pool.run(refused_and_chained, seconds=120):

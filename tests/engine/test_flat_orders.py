@@ -127,6 +127,7 @@ def fragments_case(name: str, path: list[jobs.Sizes]) -> Any:
     return jobs.run(settings("fp32", name), len(path), schedule, each=look_at_fragments)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["round robin", "both"])
 def test_deepspeed_finds_its_fragments(pool: RankPool, name: str) -> None:
     """Also before the first switch: stock 0.19.8 is wrong there under `round_robin_gradients` alone."""

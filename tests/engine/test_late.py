@@ -74,6 +74,7 @@ def test_changes_train_as_without_it(
     compare(pool, dtype, changes, more)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("dtype", "changes"),
     [

@@ -14,7 +14,8 @@ SEED = 5
 SMALL_PART = 24
 
 
-@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_a_part_of_all_pairs(pool: RankPool, dtype: str) -> None:
     path = part(SEED, SMALL_PART)
     assert set(path) == set(LAYOUTS) and len(path) == SMALL_PART + 1

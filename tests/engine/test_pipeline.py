@@ -224,6 +224,7 @@ def feeding() -> dict[str, list[float]]:
     return found
 
 
+@pytest.mark.full
 def test_where_samples_come_from(pool: RankPool) -> None:
     for found in pool.run(feeding, seconds=120):
         assert found["pass"] == found["own"][:8] and found["repeating"] == found["own"]
@@ -341,6 +342,7 @@ def many_changes(count: int) -> list[tuple[int, int, int]]:
     return found
 
 
+@pytest.mark.full
 def test_nothing_is_left_behind(pool: RankPool) -> None:
     for found in pool.run(many_changes, count=4, seconds=120):
         assert all(now <= then for now, then in zip(found[-1], found[1], strict=True)), found

@@ -80,6 +80,7 @@ def by_step(ranks: list[tuple[list[float], Seen]], step: int) -> set[Any]:
     return {sample for _, seen in ranks for sample in seen.get(step, [])}
 
 
+@pytest.mark.full
 def test_training_data_is_what_deepspeed_trains_on(pool: RankPool) -> None:
     stages, steps, before = 2, EPOCH + 1, 2
     expected = pool.run(stock, stages=stages, steps=steps, seconds=120)

@@ -100,6 +100,7 @@ def compiled(backend: str | None) -> list[float]:
     return losses
 
 
+@pytest.mark.full
 def test_compiled_layers(pool: RankPool) -> None:
     """DeepSpeed compiles layer by layer; layers that a switch makes anew are compiled, too."""
     expected, found = (pool.run(compiled, backend=backend, seconds=120) for backend in (None, "counting"))

@@ -109,6 +109,7 @@ def ours(stages: int, stage: int, method: str, path: Sequence[Layout] = (), step
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("stages", "stage", "method"), [(2, 1, "uniform"), (4, 0, "parameters")])
 def test_only_the_call_is_another_one(pool: RankPool, stages: int, stage: int, method: str) -> None:
     given = {"stages": stages, "stage": stage, "method": method}

@@ -135,6 +135,7 @@ WALKS: list[tuple[jobs.Sizes, jobs.Schedule]] = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("start", "schedule"), WALKS)
 def test_freeze_switch_unfreeze_switch(pool: RankPool, start: jobs.Sizes, schedule: jobs.Schedule) -> None:
     found = pool.run(job_case, dtype="fp32", start=start, schedule=schedule, sizes={})

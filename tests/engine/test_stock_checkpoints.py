@@ -75,6 +75,7 @@ def round_trip(pool: RankPool, kind: str, source: str, target: str, folder: Path
     assert sorted(losses for _, losses in working) == sorted(losses for *_, losses in saved if losses)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "source", "target", "dtype"),
     [

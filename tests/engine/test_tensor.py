@@ -316,6 +316,7 @@ def saved(folder: str, sides: list[Layout]) -> tuple[oracle.State, oracle.State]
     return None
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sides", [[at(4, 1, 1), at(2, 2, 1)], [at(4, 1, 3), at(2, 2, 3)], [at(1, 4, 1), at(4, 1, 0)]])
 def test_checkpoints_after_a_switch(pool: RankPool, tmp_path: Path, sides: list[Layout]) -> None:
     for before, loaded in pool.run(saved, folder=str(tmp_path), sides=sides):

@@ -20,14 +20,8 @@ MIXED = {
 """Changes of several axes at once that must be there."""
 
 
-LATER = "PipelineModule under AutoEP", "PipelineModule of deepspeed.moe", "AutoTP", "AutoEP", "deepspeed.moe"
-"""In the full set: `test_pipeline_autoep`, `test_pipeline_experts`, `test_tensor`, `test_experts` and `test_moe` stand
-for them."""
-
-
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.full) if kind in LATER else kind for kind in TABLE]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("kind", TABLE)
 def test_walk(pool: RankPool, kind: str) -> None:
     axis_walks.compare(pool, SUBJECTS[kind], path(pairs(TABLE[kind].first)))
 

@@ -108,18 +108,21 @@ def walk(
     assert compared[0] == len(path) - 1
 
 
+@pytest.mark.full
 @with_fused_adam
 @pytest.mark.parametrize("combination", SOME, ids=str)
 def test_what_deepspeed_tests(pool: RankPool, combination: tuple[str, bool, int]) -> None:
     walk(pool, combination, UPSTREAM)
 
 
+@pytest.mark.full
 @with_fused_adam
-@pytest.mark.parametrize("load_optimizer", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.parametrize("load_optimizer", [True, False])
 def test_after_a_checkpoint(pool: RankPool, tmp_path: Path, load_optimizer: bool) -> None:
     walk(pool, ("bf16", False, SMALL_GROUPS), UPSTREAM, tmp_path, load_optimizer)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_masters_are_those_of_weights_that_come_alone(pool: RankPool, tmp_path: Path, dtype: str) -> None:
     """Without ZeRO, too: else a weight and its master would be two things, and the next step would undo the load."""

@@ -174,6 +174,7 @@ def test_more_round_trips(pool: RankPool, tmp_path: Path, kind: str, source: str
     round_trip(pool, kind, source, target, tmp_path, dtype)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("breaks", [False, True], ids=["at once", "after one whose store died"])
 @pytest.mark.parametrize(("at", "target"), [("d3z1", "d3z3")])
 def test_restore_in_a_new_world(pool: RankPool, tmp_path: Path, at: str, target: str, breaks: bool) -> None:

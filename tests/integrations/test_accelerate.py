@@ -53,8 +53,9 @@ def stock(four: RankPool, kept: Path) -> Rows:
     return rows
 
 
-@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.full), 2])
-@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("stage", [1, 3])
 def test_on_one_rank_every_bit_is_stock_accelerates(
     alone: RankPool, tmp_path: Path, stage: int, accumulation: int
 ) -> None:

@@ -56,6 +56,7 @@ def stock(four: RankPool, kept: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.full
 def test_in_a_static_world_every_bit_is_lightnings(four: RankPool, stock: dict[str, Any], tmp_path: Path) -> None:
     found = of_rank_0(four.run(lit.run, folder=tmp_path, block={}, save=4, **JOB, seconds=120))
     assert found["rows"] == stock["rows"]

@@ -52,6 +52,7 @@ def test_process_0_hosts_the_coordinator(job: MpiJob) -> None:
     assert job.code("a") == 0, job.logs()
 
 
+@pytest.mark.full
 def test_a_second_mpirun_joins(job: MpiJob) -> None:
     job.coordinator("coordinator")
     job.wait(job.status, "the coordinator")

@@ -234,6 +234,7 @@ def test_a_stock_checkpoint_with_other_epochs_is_refused(alone: RankPool, tmp_pa
     assert furthest(*logs)[1] < 2e-5
 
 
+@pytest.mark.full
 def test_a_second_training(four: RankPool, tmp_path: Path) -> None:
     """It begins anew with the weights of the first one, as a trainer of them does; a switch in each."""
     found = of_rank_0(four.run(twice_case, folder=tmp_path, seconds=120))

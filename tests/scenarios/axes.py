@@ -37,6 +37,7 @@ ROWS = (
         Run(layout(2, 1, pipe=2), "pipeline", events=to(3, boundaries=(0, 2, 7))),
         ends={**layout(2, 1, pipe=2), "boundaries": (0, 2, 7)},
         resumes=True,
+        full=True,
     ),
     switched("experts", layout(4, 1), layout(4, 1, expert=2), **MIXTRAL),
     switched("experts", layout(4, 1, expert=4), layout(2, 3, expert=2), **MIXTRAL, full=True),

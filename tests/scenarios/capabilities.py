@@ -37,9 +37,11 @@ ALONE = layout(1, 1)
 ROWS = (
     exact(layout(2, 1), layout(4, 3), ALONE),
     *full(exact(layout(3, 2), layout(2, 1), ALONE)),
-    exact(layout(4, 2), layout(2, 3), ALONE, model="gpt with dropout"),
-    *full(exact(layout(4, 3), layout(3, 3), ALONE, BF16)),
-    exact(layout(2, 1, pipe=2), layout(1, 1, pipe=4), ALONE, model="pipeline"),
+    *full(
+        exact(layout(4, 2), layout(2, 3), ALONE, model="gpt with dropout"),
+        exact(layout(4, 3), layout(3, 3), ALONE, BF16),
+        exact(layout(2, 1, pipe=2), layout(1, 1, pipe=4), ALONE, model="pipeline"),
+    ),
     Row(
         "exact: saved and loaded in another world",
         Run(layout(4, 1), config=EXACT, events=(Event(3, "save"),)),
@@ -54,6 +56,7 @@ ROWS = (
         Run(layout(2, 1), events=(Event(0, "freeze", FROZEN), *to(3, **layout(4, 3)))),
         ends=layout(4, 3),
         undisturbed=Run(layout(4, 1), "frozen", STOCK, loop="stock"),
+        full=True,
     ),
     Row(
         "frozen in the middle, and switched",
@@ -94,6 +97,7 @@ ROWS = (
         ),
         ends=layout(2, 3),
         undisturbed="start",
+        full=True,
     ),
     Row(
         "another rate, and switched",

@@ -62,9 +62,8 @@ ROWS = (
     to_stock(1),
     to_stock(3),
     *full(to_stock(0), to_stock(2)),
-    from_stock(0, layout(2, 3)),
     from_stock(3, layout(2, 1)),
-    *full(from_stock(1, layout(3, 2)), from_stock(2, layout(4, 0))),
+    *full(from_stock(0, layout(2, 3)), from_stock(1, layout(3, 2)), from_stock(2, layout(4, 0))),
     Row(
         "to DeepSpeed: its universal format",
         Run(layout(2, 1), events=SAVED, steps=4),

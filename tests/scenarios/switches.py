@@ -24,11 +24,11 @@ STAGES = (
     switched("fp32", layout(2, 1), layout(4, 3)),
     switched("fp32", layout(4, 3), layout(3, 2), full=True),
     switched("fp32", layout(3, 2), layout(2, 0), full=True),
-    switched("fp32", layout(4, 2), layout(2, 3)),
+    switched("fp32", layout(4, 2), layout(2, 3), full=True),
     switched("fp32", layout(2, 3), layout(4, 0), full=True),
     switched("fp32", layout(1, 0), layout(4, 3), full=True),
     switched("fp32", layout(4, 1), layout(1, 2), full=True),
-    switched("the stage alone", layout(4, 1), layout(4, 2)),
+    switched("the stage alone", layout(4, 1), layout(4, 2), full=True),
     switched("the data axis alone", layout(2, 3), layout(3, 3), full=True),
 )
 PRECISION = (
@@ -106,6 +106,7 @@ CHAINS = (
         "before the first step",
         Run(layout(2, 1), events=(Event(0, "switch", {"data": 4, "zero_stage": 3}),)),
         ends=layout(4, 3),
+        full=True,
     ),
 )
 ROWS = (*STAGES, *PRECISION, *WAYS, *KINDS, *LOOPS, *CHAINS)
