@@ -17,7 +17,7 @@ from ds_dynatrain.adapters import parallel_state
 from ds_dynatrain.adapters.communicators import Endpoint, end, make_communicator
 from ds_dynatrain.adapters.device import is_accelerated
 from ds_dynatrain.adapters.process_groups import make_fake_group, make_group, register, tear_down, unregister
-from ds_dynatrain.adapters.watched import GroupStatus, watched
+from ds_dynatrain.adapters.watched import GroupStatus, ManagedProcessGroup
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class LaunchWorld:
         """A group of `make_group`, watched, and known to `torch.distributed` from here on."""
         is_apart = size == 1 and is_accelerated()  # as in a world: one that needs nothing to serve both devices
         made = make_fake_group(name, 0, 1) if is_apart else make_group(store, name, member, size, seconds)
-        group, store = made if is_apart else watched(made, status)
+        group, store = (made[0] if is_apart else ManagedProcessGroup(made[0], status)), made[1]
         register(group, store, range(size))
         return LaunchWorld(group, member, size, store, status)
 
