@@ -30,7 +30,7 @@ from ds_dynatrain.transfer import (
     device_memory,
 )
 from ds_dynatrain.transfer.apart import split
-from ds_dynatrain.transfer.cross_memory import machine
+from ds_dynatrain.transfer.neighbors import machine
 
 POLL_SECONDS = 0.05
 """Nobody stands still meanwhile."""
