@@ -60,9 +60,8 @@ def connected(device: str, way: str) -> Tools:
     import torch.distributed as td
     from deepspeed.accelerator import get_accelerator
 
-    from ds_dynatrain.adapters.communicators import Endpoint, go_on, make_communicator
+    from ds_dynatrain.adapters.communicators import CommunicatorLink, Endpoint, go_on, make_communicator
     from ds_dynatrain.adapters.device import compute_device
-    from ds_dynatrain.adapters.device_link import CommunicatorLink
     from ds_dynatrain.adapters.launch_world import launch_store
     from ds_dynatrain.adapters.process_groups import make_group
     from ds_dynatrain.transfer import GroupTransport, device_memory

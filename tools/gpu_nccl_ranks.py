@@ -91,9 +91,15 @@ def main() -> None:
     importlib.import_module("tests.gpu.staging").be_a_host()
     from deepspeed.accelerator import get_accelerator
 
-    from ds_dynatrain.adapters.communicators import Communicator, Endpoint, end, go_on, make_communicator
+    from ds_dynatrain.adapters.communicators import (
+        Communicator,
+        CommunicatorLink,
+        Endpoint,
+        end,
+        go_on,
+        make_communicator,
+    )
     from ds_dynatrain.adapters.device import compute_device
-    from ds_dynatrain.adapters.device_link import CommunicatorLink
 
     device, store = get_accelerator(), TCPStore("127.0.0.1", port, is_master=False)
     device.set_device(0)

@@ -139,8 +139,8 @@ def packing() -> Found:
 
 LENDER = """
 import os, sys, torch
-from ds_dynatrain.transfer.cross_memory import permit_readers
 from ds_dynatrain.transfer.device_memory import device_memory
+from ds_dynatrain.transfer.neighbors import permit_readers
 held = torch.arange({numel}, dtype=torch.int32, device="cuda")
 torch.cuda.synchronize()
 shared = device_memory(held.device).share(held)
@@ -169,8 +169,8 @@ def sharing() -> Found:
     the kernel reads its pinned memory.
     """
     from ds_dynatrain.errors import TransferError
-    from ds_dynatrain.transfer.cross_memory import read_memory
     from ds_dynatrain.transfer.device_memory import device_memory
+    from ds_dynatrain.transfer.neighbors import read_memory
     from ds_dynatrain.transfer.series import Matrix
 
     numel, found = NBYTES // 4, Found()

@@ -2,7 +2,8 @@
 
 One is dear (under NCCL a second and half a GiB), so there is one for all groups of the same members in the same order,
 and it is handed on from world to world while they stay. To make one beside running collectives may deadlock
-(NVIDIA/nccl#1082): `World.connect` belongs where all members stand.
+(NVIDIA/nccl#1082): `World.connect` belongs where all members stand. By a `CommunicatorLink` the moves of a switch go
+between devices: `send` and `recv` of many members in one group call, as NCCL has it.
 """
 
 from __future__ import annotations
@@ -13,30 +14,38 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch._C._distributed_c10d as distributed_c
 import torch.distributed as td
 from deepspeed.constants import default_pg_timeout
-from torch._C._distributed_c10d import Backend, PrefixStore, Store, _DistributedBackendOptions
+from torch._C._distributed_c10d import Backend, HashStore, PrefixStore, Store, _DistributedBackendOptions
 from torch.distributed import distributed_c10d as c10d
 
-from ds_dynatrain.adapters.device import compute_device, device_backend, is_accelerated, start_thread
+from ds_dynatrain.adapters.device import compute_device, device_backend, is_accelerated, start_thread, synchronize
+from ds_dynatrain.errors import MemberMissing, TransferError
+from ds_dynatrain.transfer.batched import Message
 
+T = TypeVar("T")
 NCCL = "nccl"
 ABORTING = (NCCL,)
 """Back-ends of which it is known that `abort` lets go of whoever waits for a peer that is gone."""
+GROUPING = (NCCL,)
+"""Back-ends of which it is known that they send and receive in groups."""
 OLDEST_NCCL = (2, 26, 2)
 """Of those that do so reliably."""
 BUILT_IN = {NCCL: "ProcessGroupNCCL", "xccl": "ProcessGroupXCCL"}
 """Back-ends that torch has itself, where it is built for them. Others register with it."""
 Kind = td.ProcessGroup.BackendType
-LOOK_SECONDS = 0.1
+LOOK_SECONDS = 0.05
 """Between two looks whether another member has failed."""
+END_SECONDS = 5.0
+"""How long aborted messages are waited for."""
 SPARE_SECONDS = 5.0
 """How much longer a library looks for its peers than it is waited for: the words for who is missing are ours."""
 
@@ -115,6 +124,11 @@ def ends_with_its_members() -> bool:
     return device_backend() in ABORTING
 
 
+def can_send_between_devices() -> bool:
+    """Whether the accelerator's library of collectives does so."""
+    return is_accelerated() and device_backend() in GROUPING
+
+
 def is_watched() -> bool:
     """Whether torch has a watchdog over the accelerator's collectives."""
     return is_accelerated() and device_backend() == NCCL
@@ -166,18 +180,10 @@ def make_communicator(where: Endpoint, seconds: float, stop: Callable[[], None] 
     A library may wait for a peer without end, so it does that in a thread, which is left to itself if need be: what it
     still makes is aborted.
     """
-    found: Future[Communicator] = Future()
-
-    def run() -> None:
-        try:
-            found.set_result(_connected(where, seconds + SPARE_SECONDS))
-        except BaseException as error:
-            found.set_exception(error)
-
-    thread, end_at = start_thread(run, "dynatrain-connect"), time.monotonic() + seconds
+    found = _beside(partial(_connected, where, seconds + SPARE_SECONDS), "dynatrain-connect")
+    end_at = time.monotonic() + seconds
     try:
-        while thread.is_alive():
-            thread.join(LOOK_SECONDS)
+        while not wait([found], LOOK_SECONDS).done:
             stop()
             if time.monotonic() > end_at and not found.done():
                 raise RuntimeError(
@@ -188,6 +194,20 @@ def make_communicator(where: Endpoint, seconds: float, stop: Callable[[], None] 
     except BaseException:
         found.add_done_callback(_abort)
         raise
+
+
+def _beside(call: Callable[[], T], name: str) -> Future[T]:
+    """Make a call in a thread that computes on this one's device."""
+    found: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            found.set_result(call())
+        except BaseException as error:
+            found.set_exception(error)
+
+    start_thread(run, name)
+    return found
 
 
 def _abort(found: Future[Communicator]) -> None:
@@ -211,8 +231,7 @@ def _connected(where: Endpoint, seconds: float) -> Communicator:
     store = PrefixStore(f"{name}/", base)
     store.set_timeout(timedelta(seconds=seconds))
     base.set(f"begun/{where.place}", "")
-    make, kind = _maker(name)
-    made = Communicator(device, kind, make(store, where))
+    made = Communicator(device, *_backend(name, store, where))
     try:
         if made.backend.supports_splitting:  # as torch: those that can build at once
             made.backend.eager_connect_single_device(device)
@@ -223,11 +242,17 @@ def _connected(where: Endpoint, seconds: float) -> Communicator:
     return made
 
 
-def _maker(name: str) -> tuple[Callable[[Store, Endpoint], Backend], td.ProcessGroup.BackendType]:
+def _backend(name: str, store: Store, where: Endpoint) -> tuple[Kind, Any]:
     """As `torch.distributed` makes a back-end for one device, without its global state."""
     built_in: Any = getattr(c10d, BUILT_IN.get(name, ""), None)
+    options: Any = _DistributedBackendOptions() if built_in is None else built_in.Options()
+    options.global_ranks_in_group, size = list(where.ranks), len(where.ranks)
     if built_in is not None:
-        return lambda store, where: _built_in(built_in, store, where), getattr(Kind, name.upper())
+        options._timeout, options.group_name = default_pg_timeout, where.name
+        made = built_in(store, where.place, size, options)
+        if name == NCCL:  # as torch does
+            made._set_sequence_number_for_group()
+        return getattr(Kind, name.upper()), made
     plugin = td.Backend._plugins.get(name.upper())
     if plugin is None:
         known = ", ".join(sorted(each.lower() for each in td.Backend._plugins)) or "none"
@@ -236,26 +261,56 @@ def _maker(name: str) -> tuple[Callable[[Store, Endpoint], Backend], td.ProcessG
             f"{torch.__version__} was not built with and nobody has registered (registered: {known}); import the "
             "package that brings it, or take a torch that is built for the accelerator"
         )
-    return lambda store, where: _registered(plugin, store, where), Kind.CUSTOM
-
-
-def _built_in(kind: Any, store: Store, where: Endpoint) -> Backend:
-    options = kind.Options()
-    options._timeout = default_pg_timeout
-    options.global_ranks_in_group, options.group_name = list(where.ranks), where.name
-    made: Backend = kind(store, where.place, len(where.ranks), options)
-    if kind.__name__ == BUILT_IN[NCCL]:  # as torch does
-        made._set_sequence_number_for_group()
-    return made
-
-
-def _registered(plugin: Any, store: Store, where: Endpoint) -> Backend:
     if not plugin.extended_api:
-        made: Backend = plugin.creator_fn(store, where.place, len(where.ranks), default_pg_timeout)
-        return made
-    options: Any = _DistributedBackendOptions()
-    options.store, options.group_rank, options.group_size = store, where.place, len(where.ranks)
+        return Kind.CUSTOM, plugin.creator_fn(store, where.place, size, default_pg_timeout)
+    options.store, options.group_rank, options.group_size = store, where.place, size
     options.timeout, options.group_id = default_pg_timeout, where.name
-    options.global_ranks_in_group = list(where.ranks)
-    made = plugin.creator_fn(options, None)
-    return made
+    return Kind.CUSTOM, plugin.creator_fn(options, None)
+
+
+class CommunicatorLink:
+    """See `transfer.DeviceLink`. members: of the communicator, in its order. stop: called while waiting, may raise."""
+
+    def __init__(
+        self, communicator: Communicator, member: int, members: Sequence[int], stop: Callable[[], None]
+    ) -> None:
+        self.communicator, self._stop = communicator, stop
+        self._rank_of = {each: rank for rank, each in enumerate(members)}
+        self._group = td.ProcessGroup(HashStore(), self._rank_of[member], len(members))  # which nobody else knows
+        communicator.serve(self._group)
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        """See `DeviceLink`."""
+        group, device = self._group, self.communicator.device
+        group._start_coalescing(device)
+        try:
+            for tensor, member in receives:
+                group.recv([tensor], self._rank_of[member], 0)
+            for tensor, member in sends:
+                group.send([tensor], self._rank_of[member], 0)
+        finally:
+            work = group._end_coalescing(device)
+        work.wait()  # by this thread's stream, not by the thread
+
+    def run(self, work: Callable[[], None], deadline: float, what: str, members: Sequence[int]) -> None:
+        """See `DeviceLink`; whatever `stop` raises, too.
+
+        The first messages between two devices connect these, which a library waits for without end, as it does for
+        messages: so all of it is done in a thread, and the communicator is aborted if need be.
+        """
+        synchronize()  # other streams, too
+        begin = time.monotonic()
+        done = _beside(lambda: (work(), synchronize()), "dynatrain-moves")
+        try:
+            while not wait([done], LOOK_SECONDS).done:
+                self._stop()
+                if time.monotonic() > deadline and not done.done():
+                    raise MemberMissing(what, members, time.monotonic() - begin)
+            if error := done.exception():
+                raise TransferError(f"{what} with members {[*members]} failed: {error}") from error
+            if self.communicator.is_ended:  # as if it were well: what has arrived is not known
+                raise TransferError(f"{what} with members {[*members]} failed: the communicator was aborted")
+        except BaseException:
+            end([self.communicator], is_broken=True)
+            wait([done], END_SECONDS)
+            raise

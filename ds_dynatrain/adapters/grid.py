@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as td
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid
 
-from ds_dynatrain.adapters.parallel_state import Groups
+from ds_dynatrain.adapters.world import World
 
 
 class StageGrid(PipelineParallelGrid):  # type: ignore[misc]
@@ -14,7 +14,7 @@ class StageGrid(PipelineParallelGrid):  # type: ignore[misc]
     Ranks count pipe first, then data, as in DeepSpeed's.
     """
 
-    def __init__(self, world: Groups, rank: int) -> None:
+    def __init__(self, world: World, rank: int) -> None:
         layout = world.layout
         self._topo = PipeDataParallelTopology(num_pp=layout.pipe, num_dp=layout.data)
         self._world = world

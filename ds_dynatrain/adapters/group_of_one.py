@@ -16,26 +16,34 @@ from torch._C._distributed_c10d import Work
 from torch.distributed.distributed_c10d import GroupName
 
 from ds_dynatrain.adapters.device import HOST, devices
-from ds_dynatrain.adapters.torch_versions import COLLECTIVES, failing_backend, tested_torches
+from ds_dynatrain.adapters.torch_versions import failing_backend, tested_torches
+from ds_dynatrain.adapters.watched import PythonGroup
 
 Tensors = Sequence[torch.Tensor]
 T = TypeVar("T")
 
 
-class GroupOfOne(td.ProcessGroup):
+class GroupOfOne(PythonGroup):
     """A group whose only member is this process: no connection, no thread, no descriptor.
+
+    (It stands in front of no other group, so a `ManagedProcessGroup` would have nothing to keep.)
 
     Its collectives raise RuntimeError, before anything is written, where a tensor is of another type, size or device
     than the one that it is copied to, or a list is not of one tensor for one rank; `send` and `recv` always do.
     """
 
     def __init__(self, name: str) -> None:
-        super().__init__(0, 1)  # type: ignore[call-arg]  # the one for classes of Python
-        self._set_default_backend(td.ProcessGroup.BackendType.CUSTOM)
+        super().__init__(0, 1, td.ProcessGroup.BackendType.CUSTOM)
         backend = failing_backend(0, 1)  # what does not come by one of the methods below is no success
         for device in devices():
             self._register_backend(device, td.ProcessGroup.BackendType.CUSTOM, backend)
         self._set_group_name(GroupName(name))
+
+    def collective(self, name: str, *arguments: Any, **named: Any) -> Any:
+        """Do what it means among one rank; RuntimeError for one of a torch that is newer than those tested."""
+        if name not in MEANINGS:
+            raise _wrong(f"{name} of torch {torch.__version__} is not known (tested with torch {tested_torches()})")
+        return MEANINGS[name](*arguments, **named)
 
 
 class Finished(Work):
@@ -190,17 +198,3 @@ MEANINGS: Mapping[str, Callable[..., Any]] = {
     **dict.fromkeys(("send", "recv", "recv_anysource"), _talk),
 }
 """Method of `ProcessGroup`'s, by its names in all versions of torch -> what it does among one rank."""
-
-
-def _collective(name: str) -> Callable[..., Any]:
-    def call(self: GroupOfOne, *arguments: Any, **named: Any) -> Any:
-        if name not in MEANINGS:
-            raise _wrong(f"{name} of torch {torch.__version__} is not known (tested with torch {tested_torches()})")
-        return MEANINGS[name](*arguments, **named)
-
-    call.__name__ = name
-    return call
-
-
-for _name in {*COLLECTIVES, *MEANINGS}:
-    setattr(GroupOfOne, _name, _collective(_name))

@@ -1,4 +1,4 @@
-"""What DeepSpeed's modules keep about "the" world: its groups, by axis, and the `mpu` that it asks for them.
+"""What DeepSpeed's modules keep about "the" world: its groups, by axis.
 
 `point_at` sets all of it for a world of ours, `forget` clears it. Under a layout of data (and expert) alone it is what
 DeepSpeed itself has without an `mpu`.
@@ -6,90 +6,19 @@ DeepSpeed itself has without an `mpu`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from functools import partial
-from types import SimpleNamespace
-from typing import Protocol
+from collections.abc import Collection
 
 import torch.distributed as td
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.utils import groups
 
-from ds_dynatrain.space import Layout
-
-KIND_OF_NAME: Mapping[str, str] = {
-    "data_parallel": "data_only",
-    "sequence_parallel": "sequence",
-    "sequence_data_parallel": "data",
-    "tensor_model_parallel": "tensor",
-    "slice_parallel": "tensor",
-    "pipe_parallel": "pipe",
-    "pipeline_model_parallel": "pipe",
-    "model_parallel": "model",
-}
-"""DeepSpeed's name for an axis in the methods of an `mpu` -> the kind of group that answers."""
+from ds_dynatrain.adapters.world import World
 
 
-class Groups(Protocol):
-    """What a world tells: its layout, its group of each kind of `peers.KINDS`, and whether the model can have a
-    sequence axis.
-    """
-
-    layout: Layout
-    has_sequence: bool
-
-    def group(self, kind: str) -> td.ProcessGroup:
-        """The group of a kind."""
-
-    def ranks(self, kind: str) -> tuple[int, ...]:
-        """Its ranks in the world."""
-
-    def tie(self, stages: tuple[int, ...]) -> td.ProcessGroup:
-        """The group of some stages of this rank's pipeline, which share a tie."""
-
-
-def is_wide(layout: Layout) -> bool:
-    """Whether a layout needs an `mpu`: an axis besides data and expert is above 1."""
-    return layout.pipe * layout.sequence * layout.tensor > 1
-
-
-def mpu_of(world: Groups) -> SimpleNamespace:
-    """An object that answers what DeepSpeed asks of an `mpu`, for as long as the world lives.
-
-    `model_parallel` is pipe x tensor. (DeepSpeed's own for sequence parallelism says sequence there: ZeRO then adds
-    norms of gradients up that are whole already, and clips too much.) `get_data_parallel_group` is ZeRO's group, which
-    stage 3 cuts parameters over; size and rank are those of the data axis, which share a batch.
-    """
-    answers: dict[str, Callable[[], object]] = {}
-    for name, kind in KIND_OF_NAME.items():
-        answers[f"get_{name}_group"] = partial(world.group, kind)
-        answers[f"get_{name}_group_ranks"] = partial(world.ranks, kind)
-        answers[f"get_{name}_src_rank"] = partial(_first, world, kind)
-        answers[f"get_{name}_world_size"] = partial(_size, world, kind)
-        answers[f"get_{name}_rank"] = partial(_place, world, kind)
-    answers["get_data_parallel_group"] = partial(world.group, "data")
-    return SimpleNamespace(**answers)
-
-
-def _first(world: Groups, kind: str) -> int:
-    return world.ranks(kind)[0]
-
-
-def _size(world: Groups, kind: str) -> int:
-    return world.group(kind).size()
-
-
-def _place(world: Groups, kind: str) -> int:
-    return world.group(kind).rank()
-
-
-def point_at(world: Groups, mpu: SimpleNamespace | None) -> None:
-    """Make DeepSpeed's modules speak of `world`.
-
-    mpu: its `mpu_of` where the layout is wide, else None.
-    """
+def point_at(world: World) -> None:
+    """Make DeepSpeed's modules speak of `world`."""
     forget()
-    layout = world.layout
+    layout, mpu = world.layout, world.mpu
     spans = len(world.ranks("data")) == layout.world_size
     groups._WORLD_GROUP = world.group("data" if spans else "default")
     name = f"ep_size_{layout.expert}"
@@ -99,7 +28,7 @@ def point_at(world: Groups, mpu: SimpleNamespace | None) -> None:
     if world.has_sequence or layout.sequence > 1:
         parallel_state_sp._SEQUENCE_PARALLEL_GROUP = world.group("sequence")
         parallel_state_sp._SEQUENCE_DATA_PARALLEL_GROUP = world.group("data")
-    if is_wide(layout):
+    if mpu is not None:
         groups.mpu = mpu
         groups._TENSOR_MODEL_PARALLEL_GROUP = world.group("tensor")
         groups._MODEL_PARALLEL_GROUP = world.group("model")

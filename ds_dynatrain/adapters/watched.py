@@ -1,4 +1,4 @@
-"""Process groups that say WorldChanged where gloo says RuntimeError: a peer is gone, and the world is formed anew.
+"""The process group that stands in front of each group of a world.
 
 `torch.distributed` calls the methods of a group from Python, and torch's own code calls them through pybind11's
 trampolines; so a subclass sees every collective of the user's, of DeepSpeed's, and inside of autograd's hooks.
@@ -12,20 +12,22 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as td
-from torch._C._distributed_c10d import Work
+from deepspeed.constants import default_pg_timeout
+from torch._C._distributed_c10d import Store, Work
+from torch.distributed.distributed_c10d import GroupName
 
 from ds_dynatrain.adapters.device import HOST
-from ds_dynatrain.adapters.forwarded import WAITS, ForwardedWork
 from ds_dynatrain.adapters.gate import TORN, Gate
-from ds_dynatrain.adapters.pair import Pair
-from ds_dynatrain.adapters.process_groups import Made
 from ds_dynatrain.adapters.torch_versions import COLLECTIVES
 from ds_dynatrain.adapters.traffic import MESSAGES, Traffic
 from ds_dynatrain.errors import WorldChanged
 
 T = TypeVar("T")
+Kind = td.ProcessGroup.BackendType
 LOOK = timedelta(seconds=0.25)
-"""So long a collective of a lost world is waited for; one that goes on is not held up."""
+"""How long a collective of a lost world is waited for; one that goes on is not held up."""
+NO_LIMIT = timedelta(0)
+"""What torch hands to `wait` where its caller has named no time-out."""
 
 
 def is_lost_peer(error: BaseException) -> bool:
@@ -34,15 +36,17 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 class GroupStatus:
-    """What has become of the groups of one world. gate: what is known of those of its collectives on an accelerator.
+    """What has become of the groups of one world.
 
+    is_fixed: members do not come and go, so errors stay torch's. gate: what is known of collectives on an accelerator.
     failure: how a collective of it has failed, without the frames, which hold groups. is_closed: whether it takes no
     collective at present: the world was formed anew in the middle of a global batch, and not all of its members are in
     the same line of the script. is_lost: a member of it is gone, or a collective has failed somewhere; another world
     follows, and none of its collectives is begun any more.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_fixed: bool = False) -> None:
+        self.is_fixed = is_fixed
         self.failure: RuntimeError | None = None
         self.is_closed = self.is_lost = False
         self.gate = Gate()
@@ -52,16 +56,16 @@ class GroupStatus:
         """Whether communicators of the world can only be aborted: not all its members would end them together."""
         return self.failure is not None or self.is_lost or self.gate.is_torn
 
-    def call(self, call: Callable[..., T], *arguments: Any, **named: Any) -> T:
+    def call(self, call: Callable[..., T], *arguments: Any) -> T:
         """Return what `call` returns; raise WorldChanged if a peer is gone or the world is closed."""
         if self.is_closed:
             raise WorldChanged(
                 "the world was formed anew: this global batch is discarded; go on with the loader's next one"
             )
         try:
-            return call(*arguments, **named)
+            return call(*arguments)
         except RuntimeError as error:
-            if isinstance(error, WorldChanged) or not is_lost_peer(error):
+            if self.is_fixed or isinstance(error, WorldChanged) or not is_lost_peer(error):
                 raise
             self.failure = type(error)(*error.args)
             what = str(error).partition("\n")[0]
@@ -71,16 +75,177 @@ class GroupStatus:
             ) from error
 
 
-class WatchedWork(ForwardedWork):
-    """A collective that was begun. name: of the group's method. on_device: whether an accelerator does it: a stream
-    waits then, and not the host. A message is waited for in one piece: its connection ends with a wait that is given
-    up."""
+class PythonGroup(td.ProcessGroup):
+    """A group whose collectives all come to `collective`, under whichever names torch has for them.
+
+    (A class that leaves some of them to its base would keep Python's lock while these start.)
+    """
+
+    def __init__(self, rank: int, size: int, kind: Kind) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]  # the one for classes of Python
+        self._set_default_backend(kind)
+
+    def collective(self, name: str, *arguments: Any, **named: Any) -> Any:
+        """Do what the method `name` of torch's groups does."""
+        raise NotImplementedError
+
+
+def _by_name(name: str) -> Callable[..., Any]:
+    def call(self: PythonGroup, *arguments: Any, **named: Any) -> Any:
+        return self.collective(name, *arguments, **named)
+
+    call.__name__ = name
+    return call
+
+
+for _name in (*COLLECTIVES, "_start_coalescing", "_end_coalescing"):
+    setattr(PythonGroup, _name, _by_name(_name))
+
+
+class ManagedProcessGroup(PythonGroup):
+    """A group of a world, in front of torch's `group`, which it keeps.
+
+    It serves the CPU by gloo and, once it is connected, an accelerator by a communicator that other groups may have as
+    well. torch's own asks one of its back-ends what it is called, so of two that share one the first would have the
+    name of the second; this one has its own. Messages wait as long as collectives: a receiver of gloo's would give up
+    after the time that connecting was given, and a stage of a pipeline may compute for longer.
+
+    status: of the world that it serves, if members come and go: its failures are told there and raise WorldChanged.
+    traffic: what was begun and ended in it.
+    """
+
+    def __init__(self, group: td.ProcessGroup, status: GroupStatus | None = None) -> None:
+        super().__init__(group.rank(), group.size(), Kind.GLOO)
+        self._group, self._name = group, group.group_name
+        self._status, self.traffic = status or GroupStatus(is_fixed=True), Traffic(group.rank())
+        for device in group._device_types:
+            super()._register_backend(device, Kind.GLOO, group._get_backend(device))
+        self._set_group_name(GroupName(self._name))
+
+    @property
+    def group_name(self) -> GroupName:
+        """Its own, whatever its back-ends are called by now."""
+        return GroupName(self._name)
+
+    def serve(self, status: GroupStatus) -> None:
+        """Belong to the world with this status from here on: the next one, or again the one before."""
+        self._status, self.traffic.is_closed = status, status.is_lost
+
+    def renew(self, store: Store, device: torch.device, kind: Kind, backend: Any) -> None:
+        """Serve a device by another back-end from here on: torch's groups keep the first one of a kind.
+
+        store: of a prefix that nobody has used.
+        """
+        behind = td.ProcessGroup(store, self.rank(), self.size())
+        behind._set_default_backend(Kind.GLOO)
+        behind._register_backend(HOST, Kind.GLOO, self._get_backend(HOST))
+        behind.bound_device_id = self.bound_device_id
+        behind._register_backend(device, kind, backend)
+        behind._set_group_name(GroupName(self._name))
+        self._group = behind
+
+    def collective(self, name: str, *arguments: Any, **named: Any) -> Any:
+        """Hand it on; in a world that may lose members, count it and watch it."""
+        if self._status.is_fixed and name not in MESSAGES:
+            return getattr(self._group, name)(*arguments, **named)
+        return self._status.call(self._begin, name, arguments, named)
+
+    def _begin(self, name: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        if not self.traffic.begin(name, arguments):
+            raise td.DistError("a member of the world is gone, or a collective of it has failed")
+        on_device = is_on_device((*arguments, *named.values()))
+        if on_device:
+            self._status.gate.begin()
+        try:
+            with self._status.gate.waiting(name):
+                work = getattr(self._group, name)(*arguments, **named)
+        except BaseException:
+            self.traffic.fail()
+            raise
+        if isinstance(work, Work):
+            return ManagedWork(work, self._status, self.traffic, name, on_device)
+        self.traffic.end()
+        return work
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self._group._get_backend(device)
+
+    def _register_backend(self, device: torch.device, kind: Kind, backend: Any) -> None:
+        """Serve another device, by the group behind this one, too."""
+        self._group.bound_device_id = self.bound_device_id
+        self._group._register_backend(device, kind, backend)
+        super()._register_backend(device, kind, backend)
+
+
+class ManagedWork(Work):
+    """A collective that was begun, in front of torch's `work`, which answers for it.
+
+    name: of the group's method. on_device: whether an accelerator does it: a stream waits then, and not the host.
+    """
 
     def __init__(self, work: Work, status: GroupStatus, traffic: Traffic, name: str, on_device: bool = False) -> None:
-        super().__init__(work)
-        self._status, self._traffic, self._name = status, traffic, name
-        self._looks, self._on_device = name not in MESSAGES and not on_device, on_device
-        self._has_ended = False
+        super().__init__()
+        self._work, self._status, self._traffic, self._name = work, status, traffic, name
+        self._on_device, self._has_ended = on_device, False
+
+    def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
+        """Return when it is done; WorldChanged where a peer is gone, RuntimeError after the time-out."""
+        done = self._watched(self._wait, timeout)
+        if not self._has_ended:
+            self._has_ended = True
+            self._traffic.end()
+        return done
+
+    def synchronize(self) -> None:
+        """Let the present stream go on behind it."""
+        self._watched(self._work.synchronize)
+
+    def result(self) -> list[torch.Tensor]:
+        """Return the tensors that hold what came out."""
+        return self._watched(self._work.result)
+
+    def get_future(self) -> Any:
+        """Return torch's, which says nothing of membership."""
+        return self._work.get_future()
+
+    def exception(self) -> Any:
+        """Return how it has failed."""
+        return self._work.exception()
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._work.is_completed()
+
+    def is_success(self) -> bool:
+        """Whether it has ended well."""
+        return self._work.is_success()
+
+    def source_rank(self) -> int:
+        """Return who has sent what `recv_anysource` received."""
+        return self._work.source_rank()
+
+    def _watched(self, call: Callable[..., T], *arguments: Any) -> T:
+        return self._status.call(self._noted, call, *arguments)
+
+    def _noted(self, call: Callable[..., T], *arguments: Any) -> T:
+        try:
+            with self._status.gate.waiting(self._name):
+                found = call(*arguments)
+            if self._on_device and self._status.gate.is_torn:
+                raise td.DistError(TORN)
+        except BaseException:
+            self._traffic.fail()
+            raise
+        return found
+
+    def _wait(self, timeout: timedelta) -> bool:
+        if timeout != NO_LIMIT:
+            return self._work.wait(timeout)
+        if self._on_device:
+            return self._work.wait()
+        if self._name in MESSAGES:  # in one piece: its connection would end with a wait that is given up
+            return self._work.wait(default_pg_timeout)
+        return self._until_lost()
 
     def _until_lost(self) -> bool:
         """Wait, also where gloo does not hear that its sockets were shut down, as it may not in the instant in which a
@@ -95,58 +260,6 @@ class WatchedWork(ForwardedWork):
                 if is_lost:
                     raise td.DistError("a member of the world is gone, and gloo has not heard of it") from None
 
-    def _waited(self, name: str, *arguments: Any, **named: Any) -> Any:
-        try:
-            is_open = name == "wait" and self._looks and not arguments and not named
-            with self._status.gate.waiting(self._name):
-                found = self._until_lost() if is_open else getattr(self._work, name)(*arguments, **named)
-            if self._on_device and self._status.gate.is_torn:
-                raise td.DistError(TORN)
-        except BaseException:
-            self._traffic.fail()
-            raise
-        if name == "wait" and not self._has_ended:
-            self._has_ended = True
-            self._traffic.end()
-        return found
-
-
-class WatchedGroup(Pair):
-    """A group over the same connections as another one, which it keeps.
-
-    Its failures are told to the status of the world that it serves. traffic: what was begun and ended in it.
-    """
-
-    def __init__(self, group: td.ProcessGroup, status: GroupStatus) -> None:
-        super().__init__(group)
-        self._status, self.traffic = status, Traffic(group.rank())
-
-    def serve(self, status: GroupStatus) -> None:
-        """It is a group of the world with this status from here on: the next one, or again the one before."""
-        self._status, self.traffic.is_closed = status, status.is_lost
-
-    def _begun(self, name: str, *arguments: Any, **named: Any) -> Any:
-        """What the group returns; a lost peer's error where nothing is begun any more."""
-        if not self.traffic.begin(name, arguments):
-            raise td.DistError("a member of the world is gone, or a collective of it has failed")
-        on_device = is_on_device((*arguments, *named.values()))
-        if on_device:
-            self._status.gate.begin()
-        try:
-            with self._status.gate.waiting(name):
-                work = getattr(self._group, name)(*arguments, **named)
-        except BaseException:
-            self.traffic.fail()
-            raise
-        if isinstance(work, Work):
-            return WatchedWork(work, self._status, self.traffic, name, on_device)
-        self.traffic.end()
-        return work
-
-    def _end_coalescing(self, device: torch.device) -> Any:
-        """torch's; what several messages on an accelerator are waited for with."""
-        return self._status.call(self._begun, "_end_coalescing", device)
-
 
 def is_on_device(arguments: Sequence[Any]) -> bool:
     """Whether an accelerator does a collective with these arguments: the first tensor, or device, says so."""
@@ -159,29 +272,3 @@ def is_on_device(arguments: Sequence[Any]) -> bool:
         if isinstance(device, torch.device):
             return device.type != HOST.type
     return False
-
-
-def watched(made: Made, status: GroupStatus) -> Made:
-    """A gloo group, so that its failures are said in words of membership."""
-    return WatchedGroup(made[0], status), made[1]
-
-
-def _collective(name: str) -> Callable[..., Any]:
-    def call(self: WatchedGroup, *arguments: Any, **named: Any) -> Any:
-        return self._status.call(self._begun, name, *arguments, **named)
-
-    call.__name__ = name
-    return call
-
-
-def _wait(name: str) -> Callable[..., Any]:
-    def wait(self: WatchedWork, *arguments: Any, **named: Any) -> Any:
-        return self._status.call(self._waited, name, *arguments, **named)
-
-    return wait
-
-
-for _name in COLLECTIVES:
-    setattr(WatchedGroup, _name, _collective(_name))
-for _name in WAITS:
-    setattr(WatchedWork, _name, _wait(_name))

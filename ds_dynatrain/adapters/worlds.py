@@ -8,34 +8,21 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-import torch.distributed as td
 from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d as c10d
 
 from ds_dynatrain.adapters import parallel_state
 from ds_dynatrain.adapters.device import is_accelerated
-from ds_dynatrain.adapters.forwarded_store import ForwardedStore
-from ds_dynatrain.adapters.held_groups import HeldGroup
 from ds_dynatrain.adapters.launch_world import LaunchWorld
-from ds_dynatrain.adapters.pair import Pair
-from ds_dynatrain.adapters.patient import patient
 from ds_dynatrain.adapters.peers import KINDS, SAME_AS, peers, tied_peers
-from ds_dynatrain.adapters.process_groups import (
-    OURS,
-    Made,
-    is_ours,
-    make_fake_group,
-    make_group,
-    tear_down,
-    unregister,
-)
-from ds_dynatrain.adapters.watched import GroupStatus, watched
-from ds_dynatrain.adapters.world import World
+from ds_dynatrain.adapters.process_groups import OURS, is_ours, make_fake_group, make_group, tear_down, unregister
+from ds_dynatrain.adapters.watched import GroupStatus, ManagedProcessGroup
+from ds_dynatrain.adapters.world import ForwardedStore, HeldGroup, World
 from ds_dynatrain.space import Layout
 
 Note = Callable[[str], None]
@@ -146,20 +133,12 @@ def _made(
     if len(ranks) == 1 and (kind != "default" or is_accelerated()):
         return HeldGroup(*make_fake_group(name, 0, 1))
     over = None if world.status is None or kind == "transfer" else ForwardedStore(store)
-    made = make_group(over or store, name, place, len(ranks), seconds)
+    group, made_over = make_group(over or store, name, place, len(ranks), seconds)
     note(name)
-    if kind != "transfer":
-        made = _in_front(made, world, kind)
-    return HeldGroup(*made, over=over)
-
-
-def _in_front(made: Made, world: World, kind: str) -> Made:
-    """What a group of gloo's needs in front of it to serve a world."""
-    if kind not in KINDS and not is_accelerated():  # of all ranks, where stages send, and the user's own
-        made = patient(made)
-    if world.status is not None:
-        return watched(made, world.status)
-    return (Pair(made[0]), made[1]) if is_accelerated() else made
+    is_bare = world.status is None and kind in KINDS and not is_accelerated()
+    if kind != "transfer" and not is_bare:  # stages send in that of all ranks, and in those of ties
+        group = ManagedProcessGroup(group, world.status)
+    return HeldGroup(group, made_over, over)
 
 
 def _hold_own(
@@ -200,7 +179,7 @@ def install(world: World) -> None:
     c10d._update_default_pg(world.default)
     world.register()
     c10d._world.group_count = max(c10d._world.group_count, GROUP_COUNT)
-    parallel_state.point_at(world, world.mpu)
+    parallel_state.point_at(world)
     os.environ.update(RANK=str(world.rank), WORLD_SIZE=str(len(world.members)))
 
 
@@ -223,14 +202,9 @@ def drop(world: World, is_broken: bool = False) -> threading.Thread:
         world.status.is_closed = True
     gone, disconnected = world.give_up(world.kinds), world.disconnect(is_broken)
     parallel_state.let_go(gone)
-    _unregister(gone)
+    for number in range(len(gone)):  # no name here may keep the last of them
+        unregister(gone[number])
     return tear_down(gone, disconnected)
-
-
-def _unregister(groups: Iterable[td.ProcessGroup]) -> None:
-    """In a frame of its own, so that no name keeps the last of them."""
-    for group in groups:
-        unregister(group)
 
 
 @contextmanager

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ds_dynatrain.adapters.communicators import Communicator
+from ds_dynatrain.adapters.communicators import Communicator, CommunicatorLink, can_send_between_devices
 from ds_dynatrain.adapters.device import HOST, compute_device, device_backend
-from ds_dynatrain.adapters.device_link import CommunicatorLink, can_send_between_devices
 from ds_dynatrain.adapters.world import World
 from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.control import Control
@@ -30,7 +29,7 @@ from ds_dynatrain.transfer import (
     device_memory,
 )
 from ds_dynatrain.transfer.apart import split
-from ds_dynatrain.transfer.cross_memory import machine
+from ds_dynatrain.transfer.neighbors import machine
 
 POLL_SECONDS = 0.05
 """Nobody stands still meanwhile."""

@@ -14,9 +14,8 @@ from ds_dynatrain.transfer.pulling import Sharing
 from ds_dynatrain.transfer.ready import ReadyPlan
 from ds_dynatrain.transfer.ready_digest import Form, ReadyDigest, digest_pieces
 from ds_dynatrain.transfer.regions import Buffers
-from ds_dynatrain.transfer.relay import send_down
 from ds_dynatrain.transfer.stand_in import execute_standing_in
-from ds_dynatrain.transfer.transport import GroupTransport, Handle, Transport
+from ds_dynatrain.transfer.transport import GroupTransport, Handle, Transport, send_down
 from ds_dynatrain.transfer.weighing import is_compiled
 
 __all__ = [

@@ -16,8 +16,8 @@ import torch
 from ds_dynatrain.errors import TransferError
 from ds_dynatrain.plan import Exchange, MemberPlan
 from ds_dynatrain.transfer.apart import split
-from ds_dynatrain.transfer.outline import Outline, Parcel
 from ds_dynatrain.transfer.regions import Buffers, Places, Regions
+from ds_dynatrain.transfer.stream import Outline, Parcel
 from ds_dynatrain.transfer.transport import Handle, Transport
 
 BUNDLE_BYTES = 64 * 1024 * 1024

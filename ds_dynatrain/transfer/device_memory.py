@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,25 +33,6 @@ class Shared(NamedTuple):
 
     handle: bytes
     offset: int
-
-
-class DeviceMemory(Protocol):
-    """How processes of one machine read each other's memory on accelerators of one make."""
-
-    def share(self, tensor: torch.Tensor) -> Shared:
-        """What others need to read a tensor. TransferError where it cannot be shared."""
-
-    def open(self, handle: bytes) -> int:
-        """Where another process's allocation begins for this one, until `close`. Never twice at a time."""
-
-    def close(self, opened: int) -> None:
-        """Let go of it."""
-
-    def read(self, address: int, matrix: Matrix, into: torch.Tensor, place: Matrix) -> None:
-        """Queue the copy of a matrix, from an address in what was opened, into one of equal shape in `into` (uint8)."""
-
-    def synchronize(self) -> None:
-        """Wait until the copies are done."""
 
 
 class _Copy2D(ctypes.Structure):
@@ -83,18 +64,18 @@ class _Handle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_char * HANDLE_BYTES),)
 
 
-class CudaMemory:
-    """See `DeviceMemory`; TransferError names the call of the driver that failed.
+class DeviceMemory:
+    """How processes of one machine read each other's memory on CUDA's accelerators.
 
-    Copies run in the context of this process, on its present stream: torch's own way would open a context on every
-    device that is read.
+    TransferError names the call of the driver that failed. Copies run in the context of this process, on its present
+    stream: torch's own way would open a context on every device that is read.
     """
 
     def __init__(self, driver: ctypes.CDLL) -> None:
         self._driver = driver
 
     def share(self, tensor: torch.Tensor) -> Shared:
-        """See `DeviceMemory`."""
+        """What others need to read a tensor. TransferError where it cannot be shared."""
         base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
         address = ctypes.c_uint64(tensor.data_ptr())
         with torch.cuda.device(tensor.device):
@@ -103,18 +84,18 @@ class CudaMemory:
         return Shared(bytes(handle), address.value - base.value)
 
     def open(self, handle: bytes) -> int:
-        """See `DeviceMemory`."""
+        """Where another process's allocation begins for this one, until `close`. Never twice at a time."""
         address = ctypes.c_uint64()
         given = _Handle.from_buffer_copy(handle)
         self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), given, ctypes.c_uint(LAZY_PEER_ACCESS))
         return address.value
 
     def close(self, opened: int) -> None:
-        """See `DeviceMemory`."""
+        """Let go of it."""
         self._call("cuIpcCloseMemHandle", ctypes.c_uint64(opened))
 
     def read(self, address: int, matrix: Matrix, into: torch.Tensor, place: Matrix) -> None:
-        """See `DeviceMemory`."""
+        """Queue the copy of a matrix, from an address in what was opened, into one of equal shape in `into` (uint8)."""
         source, target = address + matrix.begin, into.data_ptr() + place.begin
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         pitches = (matrix.step, place.step)
@@ -130,7 +111,7 @@ class CudaMemory:
             self._call("cuMemcpyAsync", ctypes.c_uint64(end), ctypes.c_uint64(begin), length, stream)
 
     def synchronize(self) -> None:
-        """See `DeviceMemory`."""
+        """Wait until the copies are done."""
         torch.cuda.current_stream().synchronize()
 
     def _call(self, name: str, *given: object) -> None:
@@ -145,11 +126,11 @@ class CudaMemory:
 def device_memory(device: torch.device) -> DeviceMemory | None:
     """How memory of such a device is read by other processes; None where there is no way.
 
-    Of accelerators that are not CUDA's those can whose torch module has `device_memory()`.
+    Of accelerators that are not CUDA's those can whose torch module has `device_memory()`, an object like this one.
     """
     if device.type == "cuda" and torch.version.hip is None:
         try:
-            return CudaMemory(ctypes.CDLL("libcuda.so.1"))
+            return DeviceMemory(ctypes.CDLL("libcuda.so.1"))
         except OSError:
             return None
     offered: Callable[[], DeviceMemory] | None = getattr(getattr(torch, device.type, None), "device_memory", None)

@@ -73,7 +73,8 @@ def execute(
     _check_devices(ready, chain(source.items(), target.items()))
     read, written = ready.local[0].among(source), ready.local[1].among(target)
     exchanges = [(sends.places.among(source), got.places.among(target)) for _, sends, got in ready.exchanges]
-    pulling = _pulling(ready, source, target, transport)
+    memory = None if ready.sharing is None else ready.sharing.memory
+    pulling = Pulling(memory, ready.pulls, source, target, transport)
     batched = BatchedMoves(ready.batches, source, target, transport, link)
     for places in ready.derived:
         places.among(target)
@@ -118,11 +119,6 @@ def _ready(plan: MemberPlan | ReadyPlan, budget_bytes: int, on_host: bool) -> Re
         return ReadyPlan.of(plan, budget_bytes, on_host)
     fits = (plan.chunk, plan.longest) == lengths(budget_bytes, plan.on_host)
     return plan if fits else ReadyPlan.of(plan.plan, budget_bytes, plan.on_host, plan.sharing, plan.batching)
-
-
-def _pulling(ready: ReadyPlan, source: Buffers, target: Buffers, transport: Transport) -> Pulling:
-    memory = None if ready.sharing is None else ready.sharing.memory
-    return Pulling(memory, ready.pulls, source, target, transport)
 
 
 def _check_devices(ready: ReadyPlan, buffers: Iterable[tuple[tuple[str, BufferId], torch.Tensor]]) -> None:

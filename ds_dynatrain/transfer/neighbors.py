@@ -1,29 +1,48 @@
 """Members on one machine that read each other's memory, where the kernel permits it; else none is found.
 
-A sender offers a message over a Unix socket; the receiver takes it (`line`) and says so. Nothing that a peer says is
-trusted beyond that: lengths must be those expected, and what was read is proved by the certificate of the switch as if
-it had come over a wire.
+Linux's process_vm_readv is one copy and no message. The kernel lets a process do it that might debug the other one: the
+same user, and where Yama restricts that to descendants, a process that was given leave by `permit_readers`, as the
+shared-memory transports of MPI libraries do.
+
+A sender offers a message over a Unix socket, in small packets. The receiver reads it from the sender's memory and says
+when it has taken all of it. Messages are matched by tag and number, counted from 0. Nothing that a peer says is trusted
+beyond that: lengths must be those expected, and what was read is proved by the certificate of the switch as if it had
+come over a wire.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
 import socket
 import struct
+import sys
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ds_dynatrain.errors import MemberMissing, TransferError
-from ds_dynatrain.transfer.cross_memory import NOBODY, machine, permit_readers, read_memory
 from ds_dynatrain.transfer.device_memory import Probe
-from ds_dynatrain.transfer.line import Key, Line
 from ds_dynatrain.transfer.transport import Handle, Transport, bytes_of
 
+MOST_BYTES = 1 << 30
+"""One call moves no more than 2^31 - 1 bytes."""
+PR_SET_PTRACER = 0x59616D61
+ANYBODY, NOBODY = -1, 0
+"""Of the same user. From <linux/prctl.h>."""
+SEND, RECEIVE = "send", "receive"
+OFFER, TAKEN = 1, 2
+"""A message is there; all of it has been taken."""
+PACKET = struct.Struct("<BxxxIQQQ")
+"""What it is; the tag and the number of the message; two numbers, an offer's address and its length in bytes."""
+Key = tuple[int, int]
+"""Tag and number of a message."""
 Share = Callable[[str, Any], Mapping[int, Any]]
 """`share(what, record)`: tell all members this one's record (plain JSON), and return all of theirs by member."""
 
@@ -33,6 +52,159 @@ PROBE_BYTES = 16
 BACKLOG = 4096
 STOP_SECONDS = 0.05
 """Between two looks for a reason to give up."""
+
+
+class _Region(ctypes.Structure):
+    """`struct iovec`."""
+
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+def machine() -> str:
+    """Equal in processes of which one may be able to read the other: the same boot, processes and sockets.
+
+    Empty where there is no such call.
+    """
+    if sys.platform != "linux":
+        return ""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            boot = file.read().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return ""
+
+
+def permit_readers(who: int = ANYBODY) -> None:
+    """Let other processes of this user read this one's memory where Yama would forbid it; no matter if it cannot."""
+    ctypes.CDLL(None).prctl(PR_SET_PTRACER, ctypes.c_ulong(who & (1 << 64) - 1), 0, 0, 0)
+
+
+def read_memory(process: int, address: int, into: torch.Tensor) -> None:
+    """Fill a contiguous uint8 tensor in host memory with the bytes from `address` on of a process.
+
+    TransferError if the kernel does not permit it, or there is no such process or memory.
+    """
+    library, done, length = ctypes.CDLL(None, use_errno=True), 0, into.numel()
+    library.process_vm_readv.restype = ctypes.c_ssize_t
+    while done < length:
+        part = min(length - done, MOST_BYTES)
+        here, there = _Region(into.data_ptr() + done, part), _Region(address + done, part)
+        count = library.process_vm_readv(process, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
+        if count <= 0:
+            why = os.strerror(ctypes.get_errno()) if count else "nothing was read"
+            raise TransferError(f"cannot read {length - done} bytes of process {process}: {why}")
+        done += count
+
+
+@dataclass(eq=False)
+class Message:
+    """Bytes that a neighbor is to read, or room for those that it offers. host: where they are in host memory."""
+
+    neighbors: Neighbors
+    line: Line
+    what: str
+    data: torch.Tensor
+    host: torch.Tensor
+    is_done: bool = False
+    since: float = field(default_factory=time.monotonic)
+
+    def wait(self, deadline: float) -> None:
+        """See `Handle`."""
+        self.line.settle()
+        while not self.is_done:
+            self.neighbors.advance(self.line, f"{self.what} of {self.host.numel()} bytes", self.since, deadline)
+        if self.host is not self.data:
+            self.data.copy_(self.host)
+
+
+@dataclass
+class Line:
+    """One end of the connection to one neighbor. offers: addresses and lengths of what has not been read yet."""
+
+    member: int
+    process: int
+    socket: socket.socket
+    outbox: deque[bytes] = field(default_factory=deque)
+    numbers: Counter[tuple[str, int]] = field(default_factory=Counter)
+    offers: dict[Key, tuple[int, int]] = field(default_factory=dict)
+    sent: dict[Key, Message] = field(default_factory=dict)
+    wanted: dict[Key, Message] = field(default_factory=dict)
+    is_over: bool = False
+
+    def begin(self, message: Message, tag: int) -> Message:
+        """Offer the neighbor the next message of a tag, or await its next one."""
+        if not message.host.numel():
+            message.is_done = True
+            return message
+        key = tag, self.numbers[message.what, tag]
+        self.numbers[message.what, tag] += 1
+        if message.what == SEND:
+            self.sent[key] = message
+            self._say(OFFER, key, message.host.data_ptr(), message.host.numel())
+        else:
+            self.wanted[key] = message
+        return message
+
+    def flush(self) -> None:
+        """Send what the socket takes now; what a neighbor that has gone had said before still counts."""
+        try:
+            while self.outbox:
+                self.socket.send(self.outbox[0])
+                self.outbox.popleft()
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.outbox.clear()
+
+    def listen(self) -> None:
+        """Take in what has come, and whether the neighbor has gone."""
+        try:
+            while True:
+                packet = self.socket.recv(PACKET.size)
+                if len(packet) != PACKET.size:
+                    self.is_over = True
+                    return
+                self._hear(packet)
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.is_over = True
+
+    def settle(self) -> None:
+        """Read whatever is both offered and wanted, in the order of the offers.
+
+        TransferError where the lengths differ, or the neighbor's memory cannot be read any more.
+        """
+        for key in [key for key in self.offers if key in self.wanted]:
+            (address, length), message = self.offers.pop(key), self.wanted.pop(key)
+            if length != (awaited := message.host.numel()):
+                raise TransferError(f"member {self.member} offers {length} bytes where {awaited} are awaited")
+            try:
+                read_memory(self.process, address, message.host)
+            except TransferError as error:
+                raise TransferError(f"receive of {length} bytes with member {self.member} failed: {error}") from error
+            message.is_done = True
+            self._say(TAKEN, key)
+
+    def close(self) -> None:
+        """End the connection."""
+        self.outbox.clear()
+        with suppress(OSError):  # whoever waits for it in another thread wakes up
+            self.socket.shutdown(socket.SHUT_RDWR)
+        self.socket.close()
+
+    def _say(self, kind: int, key: Key, address: int = 0, length: int = 0) -> None:
+        """Send a packet as soon as the socket takes it."""
+        self.outbox.append(PACKET.pack(kind, *key, address, length))
+        self.flush()
+
+    def _hear(self, packet: bytes) -> None:
+        kind, tag, number, address, length = PACKET.unpack(packet)
+        if kind == OFFER:
+            self.offers[tag, number] = (address, length)
+        elif kind == TAKEN and (tag, number) in self.sent:
+            self.sent.pop((tag, number)).is_done = True
 
 
 class Neighbors:
@@ -103,17 +275,13 @@ class Neighbors:
     def send(self, tensor: torch.Tensor, member: int, tag: int) -> Handle:
         """Offer the tensor's bytes; an accelerator's are copied to the host first."""
         line, data = self._line(member), bytes_of(tensor).to("cpu")
-        if not data.numel():
-            return _Done()
-        return _Sent(self, line, line.offer(tag, data), data)
+        return line.begin(Message(self, line, SEND, data, data), tag)
 
     def receive(self, tensor: torch.Tensor, member: int, tag: int) -> Handle:
         """Ask for the next message of that tag."""
         line, data = self._line(member), bytes_of(tensor)
-        if not data.numel():
-            return _Done()
         host = data if data.device.type == "cpu" else torch.empty(data.shape, dtype=torch.uint8)
-        return _Received(self, line, line.want(tag, host), data, host)
+        return line.begin(Message(self, line, RECEIVE, data, host), tag)
 
     def advance(self, line: Line, what: str, since: float, deadline: float) -> None:
         """Wait until something comes from any neighbor, and do what is due.
@@ -166,45 +334,6 @@ class RoutedTransport:
 
     def _to(self, member: int) -> Transport:
         return self._near if member in self._near.members else self._far
-
-
-class _Done:
-    def wait(self, deadline: float) -> None:
-        """An empty message."""
-
-
-@dataclass
-class _Sent:
-    neighbors: Neighbors
-    line: Line
-    key: Key
-    data: torch.Tensor
-    since: float = field(default_factory=time.monotonic)
-
-    def wait(self, deadline: float) -> None:
-        what = f"send of {self.data.numel()} bytes"
-        while self.key not in self.line.taken:
-            self.neighbors.advance(self.line, what, self.since, deadline)
-        self.line.taken.remove(self.key)
-
-
-@dataclass
-class _Received:
-    neighbors: Neighbors
-    line: Line
-    key: Key
-    data: torch.Tensor
-    host: torch.Tensor
-    since: float = field(default_factory=time.monotonic)
-
-    def wait(self, deadline: float) -> None:
-        what = f"receive of {self.host.numel()} bytes"
-        self.line.settle()
-        while self.key not in self.line.arrived:
-            self.neighbors.advance(self.line, what, self.since, deadline)
-        self.line.arrived.remove(self.key)
-        if self.host is not self.data:
-            self.data.copy_(self.host)
 
 
 def _can_read(card: Mapping[str, Any], here: Mapping[str, Any]) -> bool:

@@ -7,6 +7,7 @@ with them, in messages of the ordinary transport, of lengths that both know.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -110,14 +111,19 @@ class Pulling:
         """Read it all, then say so. Raises as a `Handle`, and TransferError for a buffer that is too short."""
         if self.memory is None:
             return
-        opened = Opened(self.memory)
-        try:
+        with ExitStack() as opened:
+            begins = dict[bytes, int]()  # of allocations, each of which is opened once
             for pull, into, (table, handle) in zip(self.pulls, self.into, self._places, strict=True):
                 handle.wait(deadline)
-                _read(pull, into, table.numpy().reshape(-1, RECORD_BYTES), opened)
+                where = _where(pull, table.numpy().reshape(-1, RECORD_BYTES))
+                for allocation, _ in where:
+                    if allocation not in begins:
+                        begins[allocation] = self.memory.open(allocation)
+                        opened.callback(self.memory.close, begins[allocation])
+                for theirs, mine in pull.copies:
+                    allocation, offset = where[theirs.which]
+                    self.memory.read(begins[allocation] + offset, theirs, into.data[mine.which], mine)
             self.memory.synchronize()
-        finally:
-            opened.close()
         ends = [self.transport.send(self._end(), pull.peer, DONE) for pull in self.pulls if pull.theirs.keys]
         for wait in chain(ends, self._waits):
             wait.wait(deadline)
@@ -125,25 +131,6 @@ class Pulling:
     def _end(self) -> torch.Tensor:
         self._ends.append(torch.zeros(1, dtype=torch.uint8))
         return self._ends[-1]
-
-
-class Opened:
-    """Allocations of others, each opened once."""
-
-    def __init__(self, memory: DeviceMemory) -> None:
-        self.memory, self._begins = memory, dict[bytes, int]()
-
-    def begin(self, handle: bytes) -> int:
-        """Where an allocation begins for this process."""
-        if handle not in self._begins:
-            self._begins[handle] = self.memory.open(handle)
-        return self._begins[handle]
-
-    def close(self) -> None:
-        """Let go of all."""
-        for begin in self._begins.values():
-            self.memory.close(begin)
-        self._begins = {}
 
 
 def _record(memory: DeviceMemory, key: Key, held: torch.Tensor) -> UInt8s:
@@ -157,16 +144,14 @@ def _record(memory: DeviceMemory, key: Key, held: torch.Tensor) -> UInt8s:
     return np.concatenate([np.frombuffer(shared.handle, dtype=np.uint8), numbers.view(np.uint8)])
 
 
-def _read(pull: Pull, into: Regions, table: Table, opened: Opened) -> None:
-    """Queue the copies of one pull; TransferError for a buffer that is shorter than what is read of it."""
+def _where(pull: Pull, table: Table) -> list[tuple[bytes, int]]:
+    """Handle and offset of each buffer that is read; TransferError for one that is shorter than what is read of it."""
     records, where = dict(zip(sorted(pull.theirs.keys), table, strict=True)), []
     for key, needed in zip(pull.theirs.keys, pull.theirs.reach.tolist(), strict=True):
-        handle, numbers = records[key][:HANDLE_BYTES].tobytes(), records[key][HANDLE_BYTES:].view(np.int64)
-        offset, length = numbers.tolist()
+        offset, length = records[key][HANDLE_BYTES:].view(np.int64).tolist()
         if needed > length:
             raise TransferError(
                 f"member {pull.peer} has {length} bytes of {key[0]} in {tuple(key[1])}, and {needed} are read there"
             )
-        where.append(opened.begin(handle) + offset)
-    for theirs, mine in pull.copies:
-        opened.memory.read(where[theirs.which], theirs, into.data[mine.which], mine)
+        where.append((records[key][:HANDLE_BYTES].tobytes(), offset))
+    return where

@@ -14,11 +14,10 @@ from ds_dynatrain.plan import Exchange, MemberPlan, Moves
 from ds_dynatrain.space import BufferId
 from ds_dynatrain.space.tensor import Ints
 from ds_dynatrain.transfer.batched import Batches, Batching
-from ds_dynatrain.transfer.outline import Outline
 from ds_dynatrain.transfer.pulling import Pull, Sharing
 from ds_dynatrain.transfer.regions import Places
 from ds_dynatrain.transfer.series import Matrix, pairs, series
-from ds_dynatrain.transfer.staging import SLOTS, Staging
+from ds_dynatrain.transfer.stream import SLOTS, Outline, Staging
 from ds_dynatrain.transfer.transport import MESSAGE_BYTES
 
 CHUNK_BYTES = 4 * 1024 * 1024

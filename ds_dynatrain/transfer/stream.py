@@ -1,17 +1,147 @@
-"""One direction of an exchange with one peer: messages started ahead, finished in order, staged in few slots."""
+"""What two members send each other in one exchange: how moves are cut into messages, and how these go their way.
+
+A large move travels as it lies, straight from buffer to buffer, in messages of at most `longest` bytes. Small moves are
+packed in their order into messages of at most `chunk` bytes, which both sides stage. The list follows from the lengths
+of the moves and from these two numbers alone, so sender and receiver derive the same one, without a header.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
-from ds_dynatrain.transfer.outline import Parcel
-from ds_dynatrain.transfer.regions import Regions
-from ds_dynatrain.transfer.staging import SLOTS, Staging
+from ds_dynatrain.transfer.prefault import allocate, prefault
+from ds_dynatrain.transfer.regions import Places, Regions
+from ds_dynatrain.transfer.series import Matrix
 from ds_dynatrain.transfer.transport import Handle, Transport
+
+SLOTS = 4
+"""Staged messages under way per direction: enough that packing, wire and unpacking overlap."""
+DIRECT_BYTES = 256 * 1024
+"""Moves from this size on are not packed: a message of its own costs less than two copies."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """Moves that travel together: the whole of each of `rows` (start is 0), or bytes start to stop of the only one."""
+
+    rows: tuple[int, ...]
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the message."""
+        return self.stop - self.start
+
+
+def messages(lengths: Iterable[int], chunk: int, longest: int) -> list[Message]:
+    """The messages for moves of `lengths` bytes, in the order of sending."""
+    length = np.array([*lengths], dtype=np.int64)
+    direct = length >= min(DIRECT_BYTES, chunk)
+    found: list[tuple[int, Message]] = []
+    for row, total in zip(np.flatnonzero(direct).tolist(), length[direct].tolist(), strict=True):
+        cuts = range(0, total, longest)
+        found += [(row, Message((row,), start, min(start + longest, total))) for start in cuts]
+    small = np.flatnonzero(~direct & (length > 0))
+    ends = np.cumsum(length[small])
+    first, before = 0, 0
+    while first < len(small):  # a message is sent when the next move does not go into it
+        last = int(np.searchsorted(ends, before + chunk, side="right"))
+        when, after = int(small[last]) if last < len(small) else len(length), int(ends[last - 1])
+        found.append((when, Message(tuple(small[first:last].tolist()), 0, after - before)))
+        first, before = last, after
+    return [message for _, message in sorted(found, key=lambda each: each[0])]
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """A message, and where its bytes lie: in matrices, one after another."""
+
+    nbytes: int
+    matrices: tuple[Matrix, ...]
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the bytes must be put together in memory of their own."""
+        return len(self.matrices) > 1 or self.matrices[0].number > 1
+
+
+@dataclass(frozen=True)
+class Outline:
+    """One direction of an exchange."""
+
+    places: Places
+    parcels: tuple[Parcel, ...]
+
+    @staticmethod
+    def of(places: Places, chunk: int, longest: int) -> Outline:
+        """The messages of moves, the same at both ends; which of them are packed is each end's own affair."""
+        parcels = []
+        for message in messages(places.length.tolist(), chunk, longest):
+            if len(message.rows) > 1:
+                parcels.append(Parcel(message.nbytes, tuple(places.matrices(message.rows))))
+            else:
+                (row,) = message.rows
+                begin = int(places.begin[row]) + message.start
+                part = Matrix(int(places.which[row]), begin, message.nbytes, 1, message.nbytes)
+                parcels.append(Parcel(message.nbytes, (part,)))
+        return Outline(places, tuple(parcels))
+
+    @property
+    def longest(self) -> int:
+        """Bytes of its longest message."""
+        return max((parcel.nbytes for parcel in self.parcels), default=0)
+
+    @property
+    def slots(self) -> int:
+        """How many slots of staging it can use."""
+        return min(SLOTS, sum(parcel.is_packed for parcel in self.parcels))
+
+
+class Staging:
+    """Slots of `chunk` bytes, 2 * SLOTS at most for each exchange under way, used again and again.
+
+    chunk: bytes of a slot. is_pinned: whether they are page-locked, which lets an accelerator copy by itself, four to
+    seven times as fast. peak: the most bytes that were in use at once.
+    """
+
+    def __init__(self, chunk: int, is_pinned: bool = False) -> None:
+        self.chunk, self.is_pinned = chunk, is_pinned
+        self._free, self._used, self.peak = list[torch.Tensor](), 0, 0
+
+    def reserve(self, slots: int) -> None:
+        """Have so many slots, touched."""
+        while len(self._free) < slots:
+            slot = self._slot()
+            if not self.is_pinned:  # pages that are locked are there
+                prefault(slot)
+            self._free.append(slot)
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """A slot's first `nbytes` bytes."""
+        slot = self._free.pop() if self._free else self._slot()
+        self._used += nbytes
+        self.peak = max(self.peak, self._used)
+        return slot[:nbytes]
+
+    def give(self, staged: torch.Tensor) -> None:
+        """Return what `take` gave."""
+        self._used -= staged.numel()
+        self._free.append(staged.as_strided((self.chunk,), (1,)))
+
+    def _slot(self) -> torch.Tensor:
+        """New memory; not pinned where the system locks no more, or the accelerator has no such memory."""
+        if self.is_pinned:
+            with suppress(RuntimeError):
+                return torch.empty(self.chunk, dtype=torch.uint8, pin_memory=True)
+            self.is_pinned = False
+        return allocate(self.chunk, torch.uint8)
 
 
 @dataclass

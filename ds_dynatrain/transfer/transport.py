@@ -14,13 +14,14 @@ from collections.abc import Callable, Sequence
 from concurrent import futures
 from datetime import timedelta
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ds_dynatrain.errors import MemberMissing, TransferError, UnsupportedError
 
+T = TypeVar("T")
 MESSAGE_BYTES = 1 << 30
 """Longer tensors travel as several messages: some systems' calls take no more than 2^31 - 1 bytes."""
 MINIMUM_WAIT_SECONDS = 0.001
@@ -29,6 +30,9 @@ ROUNDING_SECONDS = 0.005
 """How much before the deadline a failure still counts as its passing."""
 LOOK_SECONDS = 0.25
 """Between two looks for a reason to give a wait up."""
+RELAY_TAG = 2
+RELAY_BYTES = 16 << 20
+"""A longer tensor is passed on in parts of this size, so that all levels of the tree are busy at once."""
 
 
 class Handle(Protocol):
@@ -98,10 +102,6 @@ class GroupTransport:
         return rank
 
 
-class _Start(Protocol):
-    def __call__(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> dist.Work: ...
-
-
 class _GroupHandle:
     """The works of one tensor's messages, and the copy to the accelerator that ends a staged receive."""
 
@@ -120,7 +120,10 @@ class _GroupHandle:
         if self._stop is None:
             self._finish(deadline)
         else:
-            _call_until(self._stop, partial(self._finish, deadline))
+            ended = call_beside(partial(self._finish, deadline), "dynatrain-wait")
+            while not futures.wait([ended], LOOK_SECONDS).done:
+                self._stop()
+            ended.result()
         if self._landing is not None:
             target, host = self._landing
             target.copy_(host)
@@ -136,25 +139,28 @@ class _GroupHandle:
                 raise TransferError(f"{self._what} with member {self._member} failed: {error}") from error
 
 
-def _call_until(stop: Callable[[], None], call: Callable[[], None]) -> None:
-    """Make a call in a thread, and leave it alone there if `stop` raises."""
-    ended: futures.Future[None] = futures.Future()
+def call_beside(call: Callable[[], T], name: str) -> futures.Future[T]:
+    """Make a call in a daemon thread, where it is left alone if nobody waits for it any more."""
+    ended: futures.Future[T] = futures.Future()
 
     def run() -> None:
         try:
-            call()
+            ended.set_result(call())
         except BaseException as error:
             ended.set_exception(error)
-        else:
-            ended.set_result(None)
 
-    threading.Thread(target=run, name="dynatrain-wait", daemon=True).start()
-    while not futures.wait([ended], LOOK_SECONDS).done:
-        stop()
-    ended.result()
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return ended
 
 
-def _start(call: _Start, part: torch.Tensor, rank: int, tag: int, what: str, member: int) -> dist.Work:
+def _start(
+    call: Callable[[list[torch.Tensor], int, int], dist.Work],
+    part: torch.Tensor,
+    rank: int,
+    tag: int,
+    what: str,
+    member: int,
+) -> dist.Work:
     try:
         return call([part], rank, tag)
     except RuntimeError as error:
@@ -171,3 +177,28 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 def _messages(data: torch.Tensor) -> list[torch.Tensor]:
     """The tensor cut into messages; none at all for an empty one."""
     return [data[begin : begin + MESSAGE_BYTES] for begin in range(0, data.numel(), MESSAGE_BYTES)]
+
+
+def send_down(
+    tree: Sequence[int], mine: int, tensors: Sequence[torch.Tensor], transport: Transport, deadline: float
+) -> None:
+    """Fill `tensors` on every member of `tree` with those of its first one; each member calls it.
+
+    tree: members; the one at place i sends to those at places 2i + 1 and 2i + 2. deadline: by `time.monotonic()`.
+    Errors are those of `Handle.wait`.
+    """
+    place = tree.index(mine)
+    below = tree[2 * place + 1 : 2 * place + 3]
+    parts = [part for tensor in tensors if tensor.numel() for part in _relayed(tensor)]
+    coming = [transport.receive(part, tree[(place - 1) // 2], RELAY_TAG) for part in parts] if place else []
+    sent = []
+    for number, part in enumerate(parts):
+        if place:
+            coming[number].wait(deadline)
+        sent += [transport.send(part, member, RELAY_TAG) for member in below]
+    for handle in sent:
+        handle.wait(deadline)
+
+
+def _relayed(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return torch.split(tensor.contiguous().view(-1), max(1, RELAY_BYTES // tensor.element_size()))

@@ -5,7 +5,7 @@ numpy's. Both give the same number; the compiled one is two to five times as fas
 from __future__ import annotations
 
 from functools import cache, lru_cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -46,19 +46,12 @@ class Runs(NamedTuple):
     step: int
 
 
-class Summer(Protocol):
-    """Weighs bytes."""
-
-    def sum(self, data: Bytes, runs: Runs) -> int:
-        """Weighted sum; the caller reduces it mod 2^64. IndexError if a run leaves `data`."""
-
-
 def is_compiled() -> bool:
     """Whether the compiled sum is there."""
     return weigh is not None
 
 
-def summer() -> Summer:
+def summer() -> Compiled | InNumpy:
     """The fastest that this installation has."""
     return InNumpy() if weigh is None else Compiled()
 
@@ -67,7 +60,7 @@ class Compiled:
     """Weighs each run as it lies."""
 
     def sum(self, data: Bytes, runs: Runs) -> int:
-        """See `Summer`."""
+        """Return the weighted sum; the caller reduces it mod 2^64. IndexError if a run leaves `data`."""
         return weigh.runs(data, *runs, *tables(), FACTOR_SEED)
 
 
@@ -80,7 +73,7 @@ class InNumpy:
         self._padded = np.empty(BLOCK_UNITS, dtype=np.uint64)
 
     def sum(self, data: Bytes, runs: Runs) -> int:
-        """See `Summer`. Several runs are spread out with zeros between them, as they lie in the tensor: zeros weigh
+        """See `Compiled`. Several runs are spread out with zeros between them, as they lie in the tensor: zeros weigh
         nothing.
         """
         first, stride, count, length, begin, step = runs

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from ds_dynatrain.adapters import communicators, device_link
-from ds_dynatrain.adapters.communicators import Communicator
-from ds_dynatrain.adapters.device_link import CommunicatorLink
+from ds_dynatrain.adapters import communicators
+from ds_dynatrain.adapters.communicators import Communicator, CommunicatorLink
 from ds_dynatrain.errors import MemberMissing, TransferError
 
 DEVICE = torch.device("xpu", 0)
@@ -125,9 +124,9 @@ def test_an_abort_that_looks_well_is_an_error(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize(("name", "expected"), [("nccl", True), ("xccl", False), ("hccl", False)])
 def test_libraries_that_are_known_for_it(monkeypatch: pytest.MonkeyPatch, name: str, expected: bool) -> None:
-    monkeypatch.setattr(device_link, "is_accelerated", lambda: True)
-    monkeypatch.setattr(device_link, "device_backend", lambda: name)
-    assert device_link.can_send_between_devices() is expected
+    monkeypatch.setattr(communicators, "is_accelerated", lambda: True)
+    monkeypatch.setattr(communicators, "device_backend", lambda: name)
+    assert communicators.can_send_between_devices() is expected
 
 
 def later(seconds: float = 30.0) -> float:

@@ -19,7 +19,7 @@ from ds_dynatrain.adapters import gate
 from ds_dynatrain.adapters.communicators import Communicator, end, unfinished
 from ds_dynatrain.adapters.gate import Gate, abort
 from ds_dynatrain.adapters.process_groups import make_fake_group
-from ds_dynatrain.adapters.watched import GroupStatus, WatchedGroup, WatchedWork, is_on_device
+from ds_dynatrain.adapters.watched import GroupStatus, ManagedProcessGroup, ManagedWork, is_on_device
 from ds_dynatrain.adapters.worlds import drop
 from ds_dynatrain.engine.members import elastic_membership, losses
 from ds_dynatrain.engine.members.elastic_membership import ElasticMembership
@@ -335,8 +335,8 @@ def status() -> GroupStatus:
     return GroupStatus()
 
 
-def group(status: GroupStatus, work: Work) -> WatchedGroup:
-    made = WatchedGroup(make_fake_group("pair", 0, 2)[0], status)
+def group(status: GroupStatus, work: Work) -> ManagedProcessGroup:
+    made = ManagedProcessGroup(make_fake_group("pair", 0, 2)[0], status)
     made._group = SimpleNamespace(allreduce=lambda *_: work, _end_coalescing=lambda *_: work)  # type: ignore[assignment]
     return made
 
@@ -346,7 +346,7 @@ def test_an_aborted_collective_is_a_change_of_the_world(status: GroupStatus, cal
     begun = Begun()
     given: Any = [OnDevice()] if call == "allreduce" else DEVICE
     work = getattr(group(status, begun), call)(given)
-    assert isinstance(work, WatchedWork)
+    assert isinstance(work, ManagedWork)
     work.wait()
     assert begun.waits == [()], "a wait with a limit would make the host wait, and NCCL abort"
     status.gate.tear()

@@ -146,7 +146,8 @@ def reshaped_as_real(stages: int) -> None:
     for name in LAYERS:
         module, real = pipeline(name), pipeline(name, stages)
         template = PipelineTemplate.of(module)
-        place_of = StageGrid(_Groups(wanted), rank)
+        groups: Any = _Groups(wanted)
+        place_of = StageGrid(groups, rank)
         reshape(module, template, wanted, stage)
         place(module, template, wanted, place_of)
         assert _fields(module) == {**_fields(real), "parts": list(map(int, real.parts))}

@@ -11,10 +11,10 @@ import torch.distributed as td
 from torch._C._distributed_c10d import HashStore
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ds_dynatrain.adapters.forwarded import QUESTIONS, WAITS
 from ds_dynatrain.adapters.process_groups import make_fake_group, make_group, register, unregister
+from ds_dynatrain.adapters.torch_versions import COLLECTIVES
 from ds_dynatrain.adapters.traffic import Traffic
-from ds_dynatrain.adapters.watched import COLLECTIVES, GroupStatus, WatchedGroup, WatchedWork, watched
+from ds_dynatrain.adapters.watched import GroupStatus, ManagedProcessGroup, ManagedWork
 from ds_dynatrain.errors import WorldChanged
 
 GONE = "[/src/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
@@ -87,17 +87,18 @@ def status() -> GroupStatus:
 @pytest.fixture
 def group(status: GroupStatus) -> Iterator[td.ProcessGroup]:
     """Of this process alone."""
-    yield watched(make_group(HashStore(), "alone", 0, 1, 5.0), status)[0]
+    yield ManagedProcessGroup(make_group(HashStore(), "alone", 0, 1, 5.0)[0], status)
 
 
 @pytest.fixture
 def pair(status: GroupStatus) -> Iterator[td.ProcessGroup]:
     """Of two ranks, of which this process is the first, known to torch.distributed; there is no second."""
     td.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    made = watched(make_fake_group("pair", 0, 2), status)
-    register(*made, (0, 1))
-    yield made[0]
-    unregister(made[0])
+    made, store = make_fake_group("pair", 0, 2)
+    managed = ManagedProcessGroup(made, status)
+    register(managed, store, (0, 1))
+    yield managed
+    unregister(managed)
     td.destroy_process_group()
 
 
@@ -162,9 +163,11 @@ def test_each_collective_function_of_torch_sees_that_the_world_is_closed(
 def test_torch_has_these_methods() -> None:
     """Another name in another torch would pass by unseen."""
     assert {"allreduce", "broadcast", "barrier", "_allgather_base", "_reduce_scatter_base"} < set(COLLECTIVES)
-    assert not [name for name in (*WAITS, *QUESTIONS) if not hasattr(td.Work, name)]
-    own = {name for name in vars(WatchedGroup) if not name.startswith("__")}
-    assert own >= set(COLLECTIVES)
+    answers = {name for name in vars(ManagedWork) if not name.startswith("_")}
+    assert answers >= {"wait", "synchronize", "result", "exception", "get_future", "is_completed", "is_success"}
+    assert not [name for name in answers if not hasattr(td.Work, name)]
+    left = [name for name in COLLECTIVES if getattr(ManagedProcessGroup, name) is getattr(td.ProcessGroup, name)]
+    assert not left
 
 
 class Deaf(td.Work):
@@ -179,7 +182,7 @@ class Deaf(td.Work):
 
 def test_nobody_waits_for_a_collective_that_has_not_heard_that_its_world_is_lost() -> None:
     status, traffic = GroupStatus(), Traffic(0)
-    work = WatchedWork(Deaf(), status, traffic, "allreduce")
+    work = ManagedWork(Deaf(), status, traffic, "allreduce")
     traffic.begin("allreduce", ())
     assert not traffic.close()
     with pytest.raises(WorldChanged, match="gloo has not heard of it"):
@@ -207,7 +210,7 @@ class Late(td.Work):
 def test_a_collective_that_ends_right_after_a_look_has_not_failed() -> None:
     status, traffic = GroupStatus(), Traffic(0)
     traffic.begin("allreduce", ())
-    assert WatchedWork(Late(), status, traffic, "allreduce").wait()
+    assert ManagedWork(Late(), status, traffic, "allreduce").wait()
     assert status.failure is None and not traffic.has_failed
 
 
@@ -216,4 +219,4 @@ def test_a_message_is_waited_for_in_one_piece() -> None:
     traffic = Traffic(0)
     traffic.close()
     with pytest.raises(RuntimeError, match="timed out"):
-        WatchedWork(Deaf(), GroupStatus(), traffic, "recv").wait()
+        ManagedWork(Deaf(), GroupStatus(), traffic, "recv").wait()

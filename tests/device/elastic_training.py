@@ -7,7 +7,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from ds_dynatrain.adapters import communicators, device_link
+from ds_dynatrain.adapters import communicators
 from tests.device import accelerator, lab
 from tests.device.batches import move_batches
 from tests.elastic import faulted, gate_clock
@@ -23,7 +23,7 @@ def break_down() -> None:
 if __name__ == "__main__":
     accelerator.use()
     accelerator.share()
-    communicators.ABORTING = device_link.GROUPING = (lab.BACKEND,)  # as under NCCL; see lab.cpp
+    communicators.ABORTING = communicators.GROUPING = (lab.BACKEND,)  # as under NCCL; see lab.cpp
     move_batches()
     gate_clock.install()
     faulted.ACTS["break"] = break_down

@@ -7,8 +7,8 @@ import struct
 
 import torch
 
-from ds_dynatrain.transfer.cross_memory import read_memory
 from ds_dynatrain.transfer.device_memory import HANDLE_BYTES, Shared
+from ds_dynatrain.transfer.neighbors import read_memory
 from ds_dynatrain.transfer.series import Matrix
 
 HANDLE = struct.Struct("=QQ")

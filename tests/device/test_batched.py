@@ -13,9 +13,9 @@ from unittest.mock import Mock, patch
 import pytest
 import torch.distributed as td
 
-from ds_dynatrain.adapters import device_link
+from ds_dynatrain.adapters import communicators
+from ds_dynatrain.adapters.communicators import CommunicatorLink
 from ds_dynatrain.adapters.device import device_backend
-from ds_dynatrain.adapters.device_link import CommunicatorLink
 from ds_dynatrain.adapters.world import World
 from ds_dynatrain.engine.transaction.switch import Transaction
 from ds_dynatrain.transfer import RoutedTransport, batched
@@ -65,7 +65,7 @@ def counted() -> Iterator[Count]:
         stack.enter_context(patch.object(CommunicatorLink, "exchange", exchanging))
         stack.enter_context(patch.object(LabMemory, "read", reading))
         stack.enter_context(patch.object(RoutedTransport, "send", sending))
-        stack.enter_context(patch.object(device_link, "GROUPING", (device_backend(),)))  # as NCCL
+        stack.enter_context(patch.object(communicators, "GROUPING", (device_backend(),)))  # as NCCL
         yield found
 
 

@@ -26,7 +26,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import stage3, stage_1_and_2
 
 from ds_dynatrain.adapters.pipeline_host import PipelineHostEngine
-from ds_dynatrain.adapters.watched import WatchedWork
+from ds_dynatrain.adapters.traffic import MESSAGES
+from ds_dynatrain.adapters.watched import ManagedWork
 from ds_dynatrain.buddies.extension import Buddies
 from ds_dynatrain.buddies.shipping import Round
 from ds_dynatrain.engine import construction
@@ -137,17 +138,17 @@ def flip() -> None:
 
 def deaf() -> None:
     """Messages between two members do not hear that a connection has ended, as gloo may not: they wait on."""
-    own = WatchedWork.wait
+    own = ManagedWork.wait
 
-    def wait(self: WatchedWork, *most: timedelta) -> Any:
+    def wait(self: ManagedWork, *most: timedelta) -> Any:
         try:
             return own(self, *most)
         except RuntimeError:
-            if most and not self._looks:
+            if most and self._name in MESSAGES:
                 time.sleep(most[0].total_seconds())
             raise
 
-    setattr(WatchedWork, "wait", wait)  # noqa: B010 - mypy takes no assignment to a method
+    setattr(ManagedWork, "wait", wait)  # noqa: B010 - mypy takes no assignment to a method
 
 
 def pause() -> None:

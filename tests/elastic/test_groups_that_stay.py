@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import Store
 
 from ds_dynatrain.adapters.launch_world import LaunchWorld, launch_store
 from ds_dynatrain.adapters.traffic import Said, joined, unfit
-from ds_dynatrain.adapters.watched import GroupStatus, WatchedGroup
+from ds_dynatrain.adapters.watched import GroupStatus, ManagedProcessGroup
 from ds_dynatrain.adapters.world import World
 from ds_dynatrain.adapters.worlds import WorldSpec, build_world, drop, install
 from ds_dynatrain.elastic.abort import WorldSockets
@@ -210,7 +210,7 @@ def death(generation: int, is_begun: bool) -> tuple[bool, bool, bool]:
         with pytest.raises(WorldChanged):
             total(old.group("tensor"))
     pair, is_open = old.group("tensor"), name(old, "tensor") in stay
-    assert not stay & {name(old, "default")} and isinstance(pair, WatchedGroup)
+    assert not stay & {name(old, "default")} and isinstance(pair, ManagedProcessGroup)
     anew = member.agreed(3)
     is_taken = False
     if member.number in FIRST_PAIR:
@@ -245,7 +245,7 @@ def half_done(generation: int) -> list[bool]:
     pair, mine = old.group("tensor"), torch.full((3,), 7.0)
     work = td.broadcast(mine, 0, group=pair, async_op=True) if member.number == 0 else None
     td.barrier(group=member.launch.group)
-    rests = [pair.traffic.is_at_rest] if isinstance(pair, WatchedGroup) else []
+    rests = [pair.traffic.is_at_rest] if isinstance(pair, ManagedProcessGroup) else []
     if member.number != 3:
         member.lose(3)
     anew = member.agreed(3)

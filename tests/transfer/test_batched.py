@@ -18,8 +18,8 @@ from ds_dynatrain.plan import Exchange, MemberPlan, SwitchPlan, plan_switch
 from ds_dynatrain.space import Layout
 from ds_dynatrain.transfer import Batching, Buffers, DeviceLink, ReadyPlan, TransferStats, execute
 from ds_dynatrain.transfer.batched import READY, bundled
-from ds_dynatrain.transfer.outline import Parcel
 from ds_dynatrain.transfer.series import Matrix
+from ds_dynatrain.transfer.stream import Parcel
 from tests.transfer.hub import Hub, all_at_once
 from tests.transfer.states import buffers_of, differences, logical_state, space
 from tests.transfer.test_executor import BUFFER, CHANGES, SMALL_BUDGET, moves_of

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ds_dynatrain.errors import TransferError
-from ds_dynatrain.transfer.device_memory import HANDLE_BYTES, MOST_PITCH, UNIFIED, CudaMemory, Probe, device_memory
+from ds_dynatrain.transfer.device_memory import HANDLE_BYTES, MOST_PITCH, UNIFIED, DeviceMemory, Probe, device_memory
 from ds_dynatrain.transfer.series import Matrix
 
 BASE, STREAM, OPENED = 0x7000_0000, 77, 0x9000_0000
@@ -65,14 +65,14 @@ def test_a_tensor_is_known_by_its_allocation_and_its_place_there() -> None:
     driver = Driver()
     held = SimpleNamespace(data_ptr=lambda: BASE + 4096, device=torch.device("cpu"))
     with patch.object(torch.cuda, "device", lambda _: patch.dict({})):
-        shared = CudaMemory(driver).share(held)  # type: ignore[arg-type]
+        shared = DeviceMemory(driver).share(held)  # type: ignore[arg-type]
     assert shared == (b"h" * HANDLE_BYTES, 4096)
     assert driver.calls == [("cuMemGetAddressRange_v2", BASE + 4096), ("cuIpcGetMemHandle", BASE)]
 
 
 def test_what_is_opened_is_closed() -> None:
     driver = Driver()
-    memory = CudaMemory(driver)  # type: ignore[arg-type]
+    memory = DeviceMemory(driver)  # type: ignore[arg-type]
     memory.close(memory.open(b"x" * HANDLE_BYTES))
     assert driver.calls == [("cuIpcOpenMemHandle_v2", b"x" * HANDLE_BYTES), ("cuIpcCloseMemHandle", OPENED)]
 
@@ -90,7 +90,7 @@ def test_what_is_opened_is_closed() -> None:
 )
 def test_a_matrix_is_one_copy_where_the_driver_has_one_for_it(theirs: Matrix, mine: Matrix, copies: int) -> None:
     driver, into = Driver(), torch.zeros(1000, dtype=torch.uint8)
-    CudaMemory(driver).read(OPENED, theirs, into, mine)  # type: ignore[arg-type]
+    DeviceMemory(driver).read(OPENED, theirs, into, mine)  # type: ignore[arg-type]
     first, second = OPENED + theirs.begin, into.data_ptr() + mine.begin
     if copies == 1 and theirs.number > 1:
         expected: list[Any] = [("cuMemcpy2DAsync_v2", (first, 100), (second, 40), 40, 3, STREAM)]
@@ -105,7 +105,7 @@ def test_a_matrix_is_one_copy_where_the_driver_has_one_for_it(theirs: Matrix, mi
 
 def test_an_error_says_which_call_failed() -> None:
     with pytest.raises(TransferError, match=r"cuIpcOpenMemHandle_v2 failed: CUDA_ERROR_INVALID_VALUE \(1\)"):
-        CudaMemory(Driver("cuIpcOpenMemHandle_v2")).open(b"x" * HANDLE_BYTES)  # type: ignore[arg-type]
+        DeviceMemory(Driver("cuIpcOpenMemHandle_v2")).open(b"x" * HANDLE_BYTES)  # type: ignore[arg-type]
 
 
 def test_a_cpu_has_no_such_memory() -> None:

@@ -16,7 +16,7 @@ from ds_dynatrain.errors import MemberMissing, TransferError
 from ds_dynatrain.plan import Exchange, MemberPlan, Moves, SwitchPlan, plan_switch
 from ds_dynatrain.space import BufferId, Kind, Layout
 from ds_dynatrain.transfer import Buffers, ReadyPlan, TransferStats, Transport, execute
-from ds_dynatrain.transfer.messages import messages
+from ds_dynatrain.transfer.stream import messages
 from tests.transfer.hub import Hub, all_at_once
 from tests.transfer.states import buffers_of, differences, logical_state, space
 

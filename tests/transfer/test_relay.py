@@ -7,13 +7,13 @@ import time
 import pytest
 import torch
 
-from ds_dynatrain.transfer import relay, send_down
+from ds_dynatrain.transfer import send_down, transport
 from tests.transfer.hub import Hub, all_at_once
 
 
 @pytest.mark.parametrize("members", [1, 2, 3, 9, 16])
 def test_each_sends_two_copies_at_most(monkeypatch: pytest.MonkeyPatch, members: int) -> None:
-    monkeypatch.setattr(relay, "RELAY_BYTES", 64)
+    monkeypatch.setattr(transport, "RELAY_BYTES", 64)
     hub, tree = Hub(), [7 * number % 31 for number in range(members)]
     sent = dict.fromkeys(tree, 0)
     data = [torch.randn(5, 11), torch.zeros(0), torch.arange(7), torch.randn(12, 3).t()]

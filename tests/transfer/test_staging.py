@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import torch
 
-from ds_dynatrain.transfer.staging import Staging
+from ds_dynatrain.transfer.stream import Staging
 
 
 def test_slots_are_used_again() -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_dynatrain.transfer.weighing import BLOCK_BYTES, Bytes, Compiled, InNumpy, Runs, Summer, is_compiled, summer
+from ds_dynatrain.transfer.weighing import BLOCK_BYTES, Bytes, Compiled, InNumpy, Runs, is_compiled, summer
 
 MASK = (1 << 64) - 1
 CAN_COMPILE = shutil.which("cc") is not None and (Path(sysconfig.get_path("include")) / "Python.h").exists()
@@ -79,7 +79,7 @@ def test_both_give_one_number_for_rows_that_span_blocks() -> None:
         Runs(89, -30, 4, 11, 0, 30),
     ],
 )
-def test_a_run_outside_is_refused(found: Summer, runs: Runs) -> None:
+def test_a_run_outside_is_refused(found: Compiled | InNumpy, runs: Runs) -> None:
     with pytest.raises(IndexError, match="leave an array of 100 bytes"):
         found.sum(bytes_of(100), runs)
 

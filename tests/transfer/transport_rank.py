@@ -22,7 +22,8 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 from ds_dynatrain.errors import MemberMissing, TransferError
 from ds_dynatrain.plan import plan_switch
 from ds_dynatrain.space import Layout
-from ds_dynatrain.transfer import GroupTransport, Neighbors, Transport, cross_memory, execute, line, transport
+from ds_dynatrain.transfer import GroupTransport, Neighbors, Transport, execute, transport
+from ds_dynatrain.transfer import neighbors as reading
 from tests.transfer.states import buffers_of, differences, logical_state, space
 
 MEMBERS = (10, 11, 12)
@@ -53,9 +54,9 @@ def every_dtype(rank: int, ends: Transport) -> list[str]:
 
 
 def split_messages(rank: int, ends: Transport) -> list[str]:
-    transport.MESSAGE_BYTES = cross_memory.MOST_BYTES = 1000
+    transport.MESSAGE_BYTES = reading.MOST_BYTES = 1000
     wrong = every_dtype(rank, ends)
-    transport.MESSAGE_BYTES = cross_memory.MOST_BYTES = 1 << 30
+    transport.MESSAGE_BYTES = reading.MOST_BYTES = 1 << 30
     return wrong
 
 
@@ -167,7 +168,7 @@ def half_sent(rank: int, ends: Neighbors) -> dict[str, Any]:
         ends.send(data, MEMBERS[0], 1).wait(time.monotonic() + 20)
     if rank != 0:
         return {}
-    read = line.read_memory
+    read = reading.read_memory
 
     def read_and_kill(process: int, address: int, into: torch.Tensor) -> None:
         half = into.numel() // 2
@@ -177,7 +178,7 @@ def half_sent(rank: int, ends: Neighbors) -> dict[str, Any]:
             time.sleep(0.01)
         read(process, address + half, into[half:])
 
-    line.read_memory = read_and_kill
+    reading.read_memory = read_and_kill
     return outcome(lambda: ends.receive(torch.zeros_like(data), MEMBERS[2], 1), 20.0)
 
 

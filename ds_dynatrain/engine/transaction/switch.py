@@ -16,8 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as td
 
-from ds_dynatrain.adapters.communicators import end
-from ds_dynatrain.adapters.device_link import END_SECONDS
+from ds_dynatrain.adapters.communicators import END_SECONDS, end
 from ds_dynatrain.adapters.memory import provide, release, zeros
 from ds_dynatrain.adapters.state import Buffers, Scalars
 from ds_dynatrain.adapters.support import refuse_at_boundary, refuse_changes
