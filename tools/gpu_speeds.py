@@ -53,7 +53,13 @@ def environment() -> Found:
         "cores": os.cpu_count(),
         "kernel": platform.release(),
     }
-    for name in ("triton", "deepspeed", "ds_dynatrain.transfer", "ds_dynatrain.adapters.names", "ds_dynatrain.engine"):
+    for name in (
+        "triton",
+        "deepspeed",
+        "ds_dynatrain.transfer",
+        "ds_dynatrain.adapters.versions",
+        "ds_dynatrain.engine",
+    ):
         try:
             module = importlib.import_module(name)
             found[name] = getattr(module, "__version__", "imports")

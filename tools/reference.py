@@ -46,15 +46,15 @@ NAMES: dict[str, tuple[str, ...]] = {
         "ds_dynatrain.engine.pending.SwitchEstimate",
         "ds_dynatrain.engine.changes.Change",
         "ds_dynatrain.engine.changes.Place",
-        "ds_dynatrain.engine.groups.OwnGroup",
+        "ds_dynatrain.engine.context.OwnGroup",
         "ds_dynatrain.engine.checkpoints.saving.PendingSave",
         "ds_dynatrain.buddies.protection.Protection",
         "ds_dynatrain.balance.balancer.Balancer",
     ),
     "Loaders": (
         "ds_dynatrain.data.loader.TrainLoader",
-        "ds_dynatrain.data.evaluation.EvaluationLoader",
-        "ds_dynatrain.data.windows.MicroBatch",
+        "ds_dynatrain.data.loader.EvaluationLoader",
+        "ds_dynatrain.data.loader.MicroBatch",
     ),
     "Reports": (
         "ds_dynatrain.report.event.SwitchEvent",

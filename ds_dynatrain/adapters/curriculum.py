@@ -17,7 +17,7 @@ import tempfile
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ import torch
 from deepspeed.runtime.data_pipeline.data_sampling.data_sampler import DeepSpeedDataSampler
 
 from ds_dynatrain.adapters.no_alloc import silent_communication
+from ds_dynatrain.data import EpochOrder
 from ds_dynatrain.errors import DataError
 
 KEPT = 256
@@ -41,26 +42,18 @@ class Drawn:
     state: dict[str, Any]
 
 
-@dataclass(eq=False)
-class CurriculumOrder:
-    """The order that `data_efficiency.data_sampling.curriculum_learning` describes.
+class CurriculumOrder(EpochOrder):
+    """The order that `data_efficiency.data_sampling.curriculum_learning` describes."""
 
-    length: of the data set. block: DeepSpeed's parsed `data_efficiency`.
-    """
-
-    length: int
-    train_batch_size: int
-    block: dict[str, Any]
-    schedule: Schedule = field(default_factory=dict)
-    _sampler: Any = None
-    _remove_folder: weakref.finalize[..., Any] | None = None
-    _next: int = 0
-    _kept: OrderedDict[int, Drawn] = field(default_factory=OrderedDict)
-
-    @property
-    def seed(self) -> int:
-        """The seed of the curriculum."""
-        return int(self.block["seed"])
+    def __init__(self, length: int, train_batch_size: int, block: dict[str, Any]) -> None:
+        """length: of the data set. block: DeepSpeed's parsed `data_efficiency`."""
+        self.block = block
+        self.schedule: Schedule = {}
+        self._sampler: Any = None
+        self._remove_folder: weakref.finalize[..., Any] | None = None
+        self._next = 0
+        self._kept: OrderedDict[int, Drawn] = OrderedDict()
+        super().__init__(length, train_batch_size, seed=int(block["seed"]))
 
     @property
     def steps(self) -> int:

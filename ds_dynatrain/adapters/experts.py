@@ -16,7 +16,8 @@ ranks hold at any size are slices of the same tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -26,9 +27,8 @@ import torch.distributed as td
 from deepspeed.utils import groups
 from torch import nn
 
-from ds_dynatrain.adapters.children import Made
 from ds_dynatrain.adapters.device import compute_device
-from ds_dynatrain.adapters.expert_groups import (
+from ds_dynatrain.adapters.moe import (
     check_size,
     enter_layers,
     expert_index,
@@ -37,8 +37,7 @@ from ds_dynatrain.adapters.expert_groups import (
     leave_groups,
     refuse_other_axes,
 )
-from ds_dynatrain.adapters.shaper import Shaper
-from ds_dynatrain.adapters.template import ModelFactory, Template
+from ds_dynatrain.adapters.shaper import Made, ModelFactory, Shaper, Template
 from ds_dynatrain.errors import ConfigError, LayoutError, UnsupportedError
 from ds_dynatrain.space import AxisCuts, Layout, uneven
 
@@ -53,7 +52,46 @@ def start_size(config: Mapping[str, Any]) -> int:
     return int(config["expert_parallel"].get("autoep_size", 1))
 
 
-class AutoEPShaper(Shaper):
+class Conversion:
+    """How AutoEP deals out the experts of a model, whose layers it replaces."""
+
+    def __init__(self, model: nn.Module, config: Mapping[str, Any]) -> None:
+        """Raise UnsupportedError for a model that is not whole, ConfigError for what DeepSpeed refuses."""
+        refuse_parts(model)
+        self._block, self._config = dict(config["expert_parallel"]), config
+        self._expert_cuts: dict[int, dict[str, AxisCuts]] = {}
+        self._replaced: Any = None
+        with refused_by_deepspeed():
+            validate(config, Layout(data=start_size(config), expert=start_size(config), zero_stage=0))
+
+    def take_replaced(self) -> Any:
+        """What DeepSpeed's engine asks its conversion for: which parameters replace which, once."""
+        replaced, self._replaced = self._replaced, None
+        return replaced
+
+    def expert_cuts(self, size: int) -> Mapping[str, AxisCuts]:
+        """The part of an expert index of each tensor, by name; errors as `AutoEPShaper.cuts`."""
+        if size not in self._expert_cuts:
+            self._expert_cuts[size] = cuts_of(self.dealt(size, 0))
+        return self._expert_cuts[size]
+
+    def dealt(self, size: int, index: int) -> nn.Module:
+        """The model as an expert index has it, on the meta device."""
+        raise NotImplementedError
+
+
+@contextmanager
+def refused_by_deepspeed() -> Iterator[None]:
+    """Raise ConfigError for what DeepSpeed's own checks of `expert_parallel` refuse inside the block."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(
+            f"expert_parallel: {error}; change the key that this names, or set expert_parallel.enabled to false"
+        ) from error
+
+
+class AutoEPShaper(Conversion, Shaper):
     """A model whose layers with experts are AutoEP's."""
 
     def __init__(
@@ -66,27 +104,18 @@ class AutoEPShaper(Shaper):
         """Take a user's model over: it has DeepSpeed's layers from now on, with all experts, and its values.
 
         listed: whether the caller has lists of its parameters, in an optimizer say, that must be told of new ones.
-        UnsupportedError, naming the parameter, for one that is not whole; ConfigError for what DeepSpeed refuses.
         """
         from ds_dynatrain.adapters.tensor import TensorShaper
 
-        refuse_parts(model)
-        self._block, self._config = dict(config["expert_parallel"]), config
-        try:
-            validate(config, Layout(data=start_size(config), expert=start_size(config), zero_stage=0))
-        except ValueError as error:
-            raise ConfigError(
-                f"expert_parallel: {error}; change the key that this names, or set expert_parallel.enabled to false"
-            ) from error
+        super().__init__(model, config)
+        self.autoep = self
         self._template = Template.of(model, factory)
-        self._tensor = TensorShaper(Template(convert(self._template.copy(), self._block, 1, 0)), config)
-        self._cuts: dict[int, dict[str, AxisCuts]] = {}
-        self._replaced: Any = replace_layers(model, self._block, 1, 0, listed)
+        self._tensor = TensorShaper(Template(self.dealt(1, 0)), config)
+        self._replaced = replace_layers(model, self._block, 1, 0, listed)
 
-    def take_replaced(self) -> Any:
-        """What DeepSpeed's engine asks its conversion for: which parameters replace which, once."""
-        replaced, self._replaced = self._replaced, None
-        return replaced
+    def dealt(self, size: int, index: int) -> nn.Module:
+        """A copy of the template, converted."""
+        return convert(self._template.copy(), self._block, size, index)
 
     def cuts(self, layout: Layout) -> Mapping[str, AxisCuts]:
         """Stacks by whole experts, the rest as AutoTP does it.
@@ -100,16 +129,12 @@ class AutoEPShaper(Shaper):
                 validate(self._config, layout)
             except ValueError as error:
                 raise LayoutError(f"{layout}: {error}; choose another tensor or expert size") from error
-        if layout.expert not in self._cuts:
-            made = convert(self._template.copy(), self._block, layout.expert, 0)
-            self._cuts[layout.expert] = cuts_of(made)
-        whole = self._tensor.cuts(layout.replace(expert=1))
-        return {name: replace(whole[name], expert=cut.expert) for name, cut in self._cuts[layout.expert].items()}
+        cuts, whole = self.expert_cuts(layout.expert), self._tensor.cuts(layout.replace(expert=1))
+        return {name: replace(whole[name], expert=cut.expert) for name, cut in cuts.items()}
 
     def make(self, layout: Layout, rank: int) -> Made:
         """The template's children, converted by AutoEP and cut by AutoTP."""
-        made = convert(self._template.copy(), self._block, layout.expert, layout.expert_place(rank)[0])
-        return self._tensor.cut(made, layout, rank)
+        return self._tensor.cut(self.dealt(layout.expert, layout.expert_place(rank)[0]), layout, rank)
 
     def reshape(self, root: nn.Module, layout: Layout, made: Made | None = None) -> None:
         """New parameters have memory that is not written yet; buffers are those of the template."""

@@ -15,19 +15,18 @@ from deepspeed.runtime.utils import check_internal_apis_for_count_used_parameter
 from torch import nn
 
 from ds_dynatrain.adapters import scaler, sequence
-from ds_dynatrain.adapters.attributes import forget
-from ds_dynatrain.adapters.children import Made
 from ds_dynatrain.adapters.compiled import CompileWatch, compiled_in_place
 from ds_dynatrain.adapters.curriculum import CurriculumOrder
 from ds_dynatrain.adapters.device import synchronize
 from ds_dynatrain.adapters.flat import fill_empty_groups
 from ds_dynatrain.adapters.gradients import GradientWatch
 from ds_dynatrain.adapters.model import ModelMap
+from ds_dynatrain.adapters.module_state import forget
 from ds_dynatrain.adapters.native import forget_running_products
 from ds_dynatrain.adapters.no_alloc import no_alloc, stand_in
 from ds_dynatrain.adapters.optimizers import moment_types
 from ds_dynatrain.adapters.placement import ElementTypes, Memory, Placement
-from ds_dynatrain.adapters.shaper import Shaper
+from ds_dynatrain.adapters.shaper import Made, Shaper
 from ds_dynatrain.adapters.shaping import WHOLE_SHAPE, Children, Shape
 from ds_dynatrain.adapters.stage3 import forget_traces, reset_counters, restore_linear
 from ds_dynatrain.adapters.stages import adapter_of

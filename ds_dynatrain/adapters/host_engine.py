@@ -16,11 +16,10 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from torch import nn
 
 from ds_dynatrain.adapters import scaler
-from ds_dynatrain.adapters.expert_groups import all_counted, ask_for_present_groups, refuse_mixed_groups
-from ds_dynatrain.adapters.expert_groups import clip as clip_with_experts
-from ds_dynatrain.adapters.experts import AutoEPShaper
 from ds_dynatrain.adapters.fragments import correct_fragments
 from ds_dynatrain.adapters.host import Host
+from ds_dynatrain.adapters.moe import all_counted, ask_for_present_groups, refuse_mixed_groups
+from ds_dynatrain.adapters.moe import clip as clip_with_experts
 from ds_dynatrain.adapters.optimizers import check_optimizer
 from ds_dynatrain.adapters.replaced import replaced
 from ds_dynatrain.adapters.stage3 import reset_counters
@@ -47,8 +46,8 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
 
     def _configure_expert_parallel(self, model: nn.Module, collect_sources: bool | None = None) -> Any:
         """DeepSpeed's, but that the shaper has AutoEP's layers in the model already."""
-        if isinstance(self._host.shaper, AutoEPShaper):
-            return self._host.shaper.take_replaced()
+        if self._host.shaper.autoep:
+            return self._host.shaper.autoep.take_replaced()
         return super()._configure_expert_parallel(model, collect_sources)
 
     def _configure_distributed_model(self, model: nn.Module) -> None:

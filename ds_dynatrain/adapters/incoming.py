@@ -6,32 +6,156 @@ pieces of the first layout need into buffers that were made for them, and the en
 buffers, without memory of its own, as on a member that wakes. So a member never holds more than its shard of the
 first layout and one whole parameter.
 
-Parameters on the meta device are drawn, one module after the other (see `meta`).
+Parameters on the meta device are drawn module by module, the same on every member: a module's own parameters are made
+real, its `reset_parameters()` is called (torch's FSDP does so too) under a seed that follows from the job's and the
+module's name, and only the shard of what was drawn is kept.
+
+`deepspeed.zero.Init` cuts each parameter, as soon as its module is built, over all processes that there are. In a
+launch whose members come and go these are known only once the job has this process, and a process that joins a running
+job has nobody to cut with, for the others train. So the first call of `zero.Init` brings the process into the job.
+Those that start the job cut parameters over all of them, as in a fixed launch. On one that joins, parameters go to the
+meta device: nothing is drawn, and what a loader copies into them is not read; their values come from the others.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Iterator, Mapping
+import random
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import wraps
+from inspect import signature
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as td
+from deepspeed import zero
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.zero import partition_parameters
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.runtime.zero.partition_parameters import Init, ZeroParamStatus
 from torch import nn
 
 from ds_dynatrain.adapters.device import HOST, compute_device
 from ds_dynatrain.adapters.launch_world import LaunchWorld
-from ds_dynatrain.adapters.meta import ParamInit, draw, drawing_modules, refuse_meta_buffers, refuse_undrawable, swap_in
 from ds_dynatrain.adapters.no_alloc import stand_in
 from ds_dynatrain.adapters.process_groups import is_known, is_ours
+from ds_dynatrain.adapters.process_wide import further_streams, restore_further_streams, seed_accelerator
+from ds_dynatrain.adapters.replaced import replaced
+from ds_dynatrain.adapters.settings import SIZES
 from ds_dynatrain.adapters.stage3 import forget_module, forget_parameter, reset_counters
 from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.errors import ConfigError, UnsupportedError
 from ds_dynatrain.space import MASTER, WEIGHT, BufferId, Layout, VirtualParameterSpace
+
+ParamInit = Callable[[nn.Module], object]
+WAY_OUT = "give its class a `reset_parameters()`, or pass `param_init_fn=` to initialize"
+
+
+def drawing_modules(model: nn.Module, meta: set[int]) -> list[tuple[str, nn.Module, list[nn.Parameter]]]:
+    """(name, module, its own parameters that are drawn in it) of each module that draws; a shared one is drawn once.
+
+    meta: ids of the parameters that are, or were, on the meta device.
+    """
+    found, taken = [], set[int]()
+    for name, module in model.named_modules():
+        own = [held for held in module.parameters(recurse=False) if id(held) in meta - taken]
+        if own:
+            taken.update(id(held) for held in own)
+            found.append((name, module, own))
+    return found
+
+
+def refuse_meta_buffers(model: nn.Module) -> None:
+    """UnsupportedError, naming it, for a buffer on the meta device."""
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise UnsupportedError(
+                f"buffer {name!r} is on the meta device: make it real before initialize (a rotary table, running "
+                "statistics)"
+            )
+
+
+def refuse_undrawable(model: nn.Module, param_init_fn: ParamInit | None) -> None:
+    """UnsupportedError, naming it, for a parameter on the meta device that cannot be drawn."""
+    meta = {id(held) for held in model.parameters() if held.is_meta}
+    for name, module, own in drawing_modules(model, meta):
+        mine = dict(module.named_parameters(recurse=False))
+        first = next(key for key, held in mine.items() if held is own[0])
+        title = f"{name}.{first}" if name else first
+        if param_init_fn is None and not callable(getattr(module, "reset_parameters", None)):
+            raise UnsupportedError(
+                f"{title!r} is on the meta device, and {type(module).__name__} has no reset_parameters: {WAY_OUT}"
+            )
+        real = [key for key, held in mine.items() if not held.is_meta]
+        if real:
+            raise UnsupportedError(
+                f"{title!r} is on the meta device and {real[0]!r} beside it is not: make both real, or none"
+            )
+
+
+def swap_in(parameter: nn.Parameter, data: torch.Tensor) -> None:
+    """Give a parameter data of another device and keep the object: optimizers and modules go on holding it."""
+    other = nn.Parameter(data, requires_grad=parameter.requires_grad)
+    other.__dict__.update(parameter.__dict__)
+    torch.utils.swap_tensors(parameter, other)
+
+
+def draw(
+    seed: str,
+    module: nn.Module,
+    own: list[nn.Parameter],
+    types: dict[int, torch.dtype],
+    init: ParamInit | None,
+) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+    """Each of `own` with its value, flat; afterwards the module's parameters have no memory again.
+
+    seed: what the draw follows from. types: element types of the values, by the parameters' ids. UnsupportedError where
+    the module does not set one of them.
+    """
+    stand_ins = [(held, held.data) for held in module.parameters(recurse=False)]
+    try:
+        for held, stand_in in stand_ins:
+            value = torch.empty(stand_in.shape, dtype=types.get(id(held), stand_in.dtype), device=stand_in.device)
+            held.data = value.fill_(torch.nan) if value.is_floating_point() else value.zero_()
+        with seeded(f"meta {seed}"), torch.no_grad():
+            module.reset_parameters() if init is None else init(module)  # type: ignore[operator]
+        titles = {id(held): key for key, held in module.named_parameters(recurse=False)}
+        for held in own:
+            value = held.data.reshape(-1)
+            if value.is_floating_point() and value.isnan().any():
+                raise UnsupportedError(
+                    f"initialize: {titles[id(held)]!r} of {type(module).__name__} is on the meta device and was not "
+                    f"set; {WAY_OUT}"
+                )
+            yield held, value
+    finally:
+        for held, stand_in in stand_ins:
+            held.data = stand_in
+
+
+@contextmanager
+def seeded(what: str) -> Iterator[None]:
+    """The default generators of torch, of DeepSpeed's accelerator, of numpy and Python are seeded in the block, and as
+    they were after it. Those of other devices are let alone.
+    """
+    seed = int.from_bytes(hashlib.blake2b(what.encode(), digest_size=8).digest(), "little") >> 1
+    before = torch.get_rng_state(), np.random.get_state(), random.getstate(), further_streams()
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed seeds all devices
+    seed_accelerator(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before[0])
+        np.random.set_state(before[1])
+        random.setstate(before[2])
+        restore_further_streams(before[3])
+
 
 WHOLE, PART, META = "whole", "zero.Init", "meta"
 Row = tuple[str, list[int], str, str, bool]
@@ -155,7 +279,9 @@ class Incoming:
                 td.broadcast(mine.view(torch.uint8), self.owners.get(id(each), 0), group=launch.group)
             yield each, mine.reshape(-1)
         if works:
-            yield from self._draws(job_seed)
+            meta = {key for key, form in self.forms.items() if form == META}
+            for name, module, own in drawing_modules(self.model, meta):
+                yield from draw(f"{job_seed} {name}", module, own, self.types, self.param_init_fn)
 
     def _places(self, launch: LaunchWorld) -> list[int]:
         """Which process has each part, where there are any: an engine's ranks are not always those of the launch."""
@@ -168,11 +294,6 @@ class Incoming:
     def is_drawn(self, parameter: nn.Parameter) -> bool:
         """Whether each member draws the parameter for itself."""
         return self.forms[id(parameter)] == META
-
-    def _draws(self, job_seed: int) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        meta = {key for key, form in self.forms.items() if form == META}
-        for name, module, own in drawing_modules(self.model, meta):
-            yield from draw(f"{job_seed} {name}", module, own, self.types, self.param_init_fn)
 
 
 def fill(
@@ -279,3 +400,82 @@ def _configured_dtype(config: DeepSpeedConfig) -> torch.dtype | None:
     if config.bfloat16_config.enabled:
         return torch.bfloat16
     return torch.float16 if config.float16_config.enabled else None
+
+
+class ElasticInit(Init):  # type: ignore[misc]
+    """`deepspeed.zero.Init`, with the same arguments; `install_zero_init` makes the class in use, with its methods."""
+
+    join: Callable[[], bool]
+    read: Callable[[Any], dict[str, Any]]
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        self.is_newcomer = type(self).join()
+        given = signature(Init.__init__).bind(self, *arguments, **named)
+        for name in ("config_dict_or_path", "config"):
+            if given.arguments.get(name) is not None:
+                own = type(self).read(given.arguments[name])
+                kept = {key: value for key, value in own.items() if key not in SIZES}
+                # DeepSpeed checks the sizes against the number of processes, though `zero.Init` has no use for them
+                given.arguments[name] = kept | {"train_micro_batch_size_per_gpu": 1}
+        self._leaves_undrawn = ExitStack()
+        super().__init__(*given.args[1:], **given.kwargs)
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        if self.is_newcomer and self.enabled:
+            self._leaves_undrawn.enter_context(_undrawn())
+
+    def __exit__(self, *raised: Any) -> Any:
+        self._leaves_undrawn.close()
+        return super().__exit__(*raised)
+
+    def _post_init_method(self, module: nn.Module) -> None:
+        if not self.is_newcomer:
+            super()._post_init_method(module)
+            return
+        _drop(module.parameters(recurse=False))
+        with replaced(module, "_parameters", {}):  # DeepSpeed sees to buffers
+            super()._post_init_method(module)
+
+    def _convert_to_zero_parameters(self, param_list: Iterable[nn.Parameter]) -> None:
+        if self.is_newcomer:
+            _drop(param_list)
+        else:
+            super()._convert_to_zero_parameters(param_list)
+
+
+def install_zero_init(join: Callable[[], bool], read: Callable[[Any], dict[str, Any]]) -> None:
+    """Put it in the place of `deepspeed.zero.Init`; DeepSpeed's engines have their own.
+
+    join: called before each use, brings this process into the job, and says whether it joins one that runs. read: a
+    configuration as a dictionary.
+    """
+    zero.Init = type("Init", (ElasticInit,), {"join": staticmethod(join), "read": staticmethod(read)})
+    warnings.filterwarnings("ignore", "for .*: copying from a non-meta parameter", UserWarning)
+
+
+def _drop(parameters: Iterable[nn.Parameter]) -> None:
+    """Onto the meta device; the objects stay."""
+    for each in parameters:
+        if not each.is_meta:
+            swap_in(each, each.data.to("meta"))
+
+
+@contextmanager
+def _undrawn() -> Iterator[None]:
+    """Inside the block functions of `torch.nn.init` leave parameters as they are; one that is kept works later."""
+    is_open = True
+
+    def instead_of(fill: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(fill)
+        def leave(tensor: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+            return tensor if is_open and isinstance(tensor, nn.Parameter) else fill(tensor, *arguments, **named)
+
+        return leave
+
+    with ExitStack() as stack:
+        for name, fill in list(vars(nn.init).items()):
+            if name.endswith("_") and not name.startswith("_"):
+                stack.enter_context(replaced(nn.init, name, instead_of(fill)))
+        yield
+    is_open = False

@@ -6,22 +6,259 @@ Buffers are taken as they are now: of another shape or type than the constructor
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from ds_dynatrain.adapters import attributes
-from ds_dynatrain.adapters.attributes import has_extra_state
 from ds_dynatrain.adapters.device import compute_device
+
+logger = logging.getLogger("ds_dynatrain")
+
+AttributeState = dict[str, dict[str, Any]]
+"""By module, of those in which something has changed:
+
+class: its class. values: the changed attributes. left: names of those that cannot be carried; if there are any, no
+values are carried either, since a part of a cache is worse than none. shared: names of attributes that are buffers.
+"""
+
+MOST_BYTES = 1 << 20
+"""Of a tensor that travels as an attribute."""
+MOST_PARTS = 1000
+"""Of a list, a tuple or a dictionary that travels as an attribute."""
+_MOST_DEPTH = 4
+_SIMPLE = (type(None), bool, int, float, str)
+_MUTABLE = (torch.Tensor, list, tuple, dict)
+_NOTED = "ds_dynatrain_noted"
+_OTHERS = frozenset(
+    {*nn.Module().__dict__, "_external_params", "_original_parameters", "applied_pre_backward_ref_cnt", "__class__"}
+)
+"""Names that torch and DeepSpeed keep on any module, besides those that begin with ds_."""
+
+
+class _Same:
+    """Equal to the same object alone."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.held is other.held
+
+    __hash__ = object.__hash__
+
+
+@dataclass(frozen=True)
+class _Built:
+    """An attribute as training began. kept: a copy of the value if it can travel. mark: see `_mark`."""
+
+    value: Any
+    kept: Any
+    mark: Any
+
+
+class _Noted(dict[str, _Built]):
+    """What was noted of a module. It is kept on that, and left out of copies and files of it."""
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+def note(module: nn.Module) -> None:
+    """Note the attributes of a module and all below it, unless they are known.
+
+    Called before each forward pass; once the root is known it does nothing.
+    """
+    if module.__dict__.get(_NOTED) is None:
+        for part in module.modules():
+            note_one(part)
+
+
+def note_one(part: nn.Module) -> Mapping[str, _Built]:
+    """Note the attributes of a module, not of those below it, unless they are known; return what was noted."""
+    noted: _Noted | None = part.__dict__.get(_NOTED)
+    if noted is None:
+        noted = _Noted()
+        for name, held in part.__dict__.items():
+            if _is_tracked(part, name, held):
+                noted[name] = _Built(held, copy.deepcopy(held) if _travels(held) else held, _mark(held))
+        part.__dict__[_NOTED] = noted
+    return noted
+
+
+def forget(module: nn.Module) -> None:
+    """Remove what was noted of a module and all below it. Called when its engine lets it go."""
+    for part in module.modules():
+        part.__dict__.pop(_NOTED, None)
+
+
+def changed_attributes(module: nn.Module) -> AttributeState:
+    """Return what has changed in a module and all below it since it was noted, not copied."""
+    buffers, found = {id(held) for held in module.buffers()}, AttributeState()
+    for path, part in module.named_modules():
+        changed = {name: held for name, held in _changed(part).items() if id(held) not in buffers}
+        left = sorted(name for name, held in changed.items() if not _travels(held))
+        shared = sorted(name for name, held in part.__dict__.items() if id(held) in buffers)
+        if changed or shared:
+            found[path] = {"class": _name(part), "values": {} if left else changed, "left": left, "shared": shared}
+    return found
+
+
+def take_attributes(module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Give a module, and those below it, what had changed in others of their names; all else is as it was noted.
+
+    Called before buffers are taken. What cannot be had is named in a warning.
+    """
+    left: list[str] = []
+    for path, part in module.named_modules():
+        given = state.get(path, {"class": _name(part), "values": {}, "left": [], "shared": []})
+        is_alike = given["class"] == _name(part) and not _is_foreign(type(part))
+        values = {name: held for name, held in given["values"].items() if is_alike and _is_own(part, name)}
+        _part_from_buffers(module, part, given["shared"])
+        stale = {*given["left"], *given["values"]} - {*values}
+        for name in [name for name in _changed(part) if name in note_one(part) and name not in values]:
+            kept = note_one(part)[name].kept
+            if _travels(kept):
+                part.__dict__[name] = _placed(kept, part.__dict__[name])
+            else:
+                stale.add(name)
+        for name, value in values.items():
+            part.__dict__[name] = _placed(value, part.__dict__.get(name))
+        left += [f"{path}.{name}".lstrip(".") for name in sorted(stale)]
+    if left:
+        logger.warning(
+            "attributes of modules have changed in training and cannot be carried, so this member may have others than "
+            "the rest: %s. If the forward pass depends on them, make them buffers, or give them as extra state "
+            "(get_extra_state)",
+            ", ".join(left),
+        )
+
+
+def pass_attributes_on(old: nn.Module, new: nn.Module, is_resized: bool) -> None:
+    """Let a module, not those below it, have what has changed in its predecessor.
+
+    is_resized: whether they are of different sizes, so that only numbers and texts fit.
+    """
+    note_one(new)
+    if type(old) is type(new):
+        changed = _changed(old).items()
+        new.__dict__.update({name: held for name, held in changed if type(held) in _SIMPLE or not is_resized})
+
+
+def has_extra_state(module: nn.Module) -> bool:
+    """Return whether a module gives extra state, and takes it: then that is where its caches are, and none is left."""
+    kind, stock = type(module), nn.Module
+    gives = kind.get_extra_state is not stock.get_extra_state
+    return gives and kind.set_extra_state is not stock.set_extra_state
+
+
+def _changed(part: nn.Module) -> dict[str, Any]:
+    built, found = note_one(part), {}
+    for name, value in part.__dict__.items():
+        if name in _OTHERS:
+            continue
+        was = built.get(name)
+        if was is not None and was.value is value and not isinstance(value, _MUTABLE):
+            continue
+        if not _is_tracked(part, name, value) or (was is not None and was.mark == _mark(value)) or _is_output(value):
+            continue
+        if _travels(value) or not has_extra_state(part):
+            found[name] = value
+    return found
+
+
+def _is_tracked(part: nn.Module, name: str, value: Any) -> bool:
+    """Whether an attribute is a state of the module's own: no function, module or parameter."""
+    is_own = not _is_foreign(type(part)) and _is_own(part, name)
+    return is_own and not callable(value) and not isinstance(value, nn.Parameter)
+
+
+def _is_own(part: nn.Module, name: str) -> bool:
+    """Whether an attribute of that name may be a state of the module."""
+    if name in _OTHERS or name.startswith("ds_") or callable(getattr(type(part), name, None)):
+        return False
+    return not (name.startswith("_") and _packages(type(part)) & {"lightning", "pytorch_lightning"})
+
+
+def _is_foreign(kind: type) -> bool:
+    """Whether attributes of a class's modules are not carried: see above."""
+    return bool(_packages(kind) & {"deepspeed", "ds_dynatrain", "torchmetrics"})
+
+
+def _packages(kind: type) -> set[str]:
+    """The packages that a class and those that it is derived from are from."""
+    return {each.__module__.partition(".")[0] for each in kind.__mro__}
+
+
+def _name(part: nn.Module) -> str:
+    return f"{type(part).__module__}.{type(part).__qualname__}"
+
+
+def _mark(value: Any, depth: int = 0) -> Any:
+    """What is equal as long as a value stays what it is."""
+    if type(value) in _SIMPLE:
+        return type(value), repr(value)
+    if isinstance(value, nn.Parameter):
+        return nn.Parameter
+    if isinstance(value, torch.Tensor):
+        return _Same(value), None if value.is_inference() else value._version
+    if type(value) in (list, tuple, dict) and len(value) <= MOST_PARTS and depth < _MOST_DEPTH:
+        return type(value), [_mark(part, depth + 1) for part in _parts(value)]
+    return _Same(value)
+
+
+def _travels(value: Any, depth: int = 0) -> bool:
+    """Whether a value can be given to another member."""
+    if type(value) in _SIMPLE:
+        return not isinstance(value, str) or len(value) <= MOST_BYTES
+    if type(value) is torch.Tensor and not depth:
+        return value.layout is torch.strided and value.nbytes <= MOST_BYTES and not value.requires_grad
+    if type(value) in (list, tuple, dict) and len(value) <= MOST_PARTS and depth < _MOST_DEPTH:
+        return all(_travels(part, depth + 1) for part in _parts(value))
+    return False
+
+
+def _is_output(value: Any, depth: int = 0) -> bool:
+    """Whether a value is what a forward pass has computed for the backward pass, of no use after that."""
+    if isinstance(value, torch.Tensor):
+        return value.requires_grad
+    if type(value) in (list, tuple, dict) and depth < _MOST_DEPTH:
+        return any(_is_output(part, depth + 1) for part in _parts(value))
+    return False
+
+
+def _parts(value: Any) -> list[Any]:
+    return [each for pair in value.items() for each in pair] if isinstance(value, dict) else list(value)
+
+
+def _placed(value: Any, present: Any) -> Any:
+    """A copy, a tensor where the one of before was."""
+    if isinstance(value, torch.Tensor):
+        return value.to(present.device if isinstance(present, torch.Tensor) else compute_device(), copy=True)
+    return copy.deepcopy(value)
+
+
+def _part_from_buffers(module: nn.Module, part: nn.Module, shared: list[str]) -> None:
+    """Give the module other buffers in place of those that are attributes here, and no longer where the state is from:
+    what is written into the buffers afterwards must not change the attributes.
+    """
+    mine = part.__dict__.items()
+    apart = {id(held) for name, held in mine if isinstance(held, torch.Tensor) and name not in shared}
+    for each in module.modules() if apart else ():
+        for key, held in each._buffers.items():
+            if held is not None and id(held) in apart:
+                each._buffers[key] = held.clone()
+
 
 ModuleState = dict[str, Any]
 """buffers: by name; transient: the names of those that are in no state dict; extra: by name of the module.
 
 modes: `training`, by name, of the module itself ("") and of each one below it whose mode is not its parent's. Empty if
-nobody knows the modes. attributes: see `attributes.AttributeState`; not there if nobody knows them.
+nobody knows the modes. attributes: see `AttributeState`; not there if nobody knows them.
 
 resized, if it is there: whether it is for modules of another tensor or expert size, so that of a buffer of another
 shape only the module itself knows what is to be in it.
@@ -44,7 +281,7 @@ def state_of(module: nn.Module) -> ModuleState:
             for name, part in parts.items()
             if not name or part.training != parts[_parent(name)].training
         },
-        "attributes": attributes.changed_of(module),
+        "attributes": changed_attributes(module),
     }
 
 
@@ -55,7 +292,7 @@ def take_state(module: nn.Module, state: Mapping[str, Any], casts: bool = False)
     not there is passed over; one from a checkpoint of before may lack all but buffers.
     """
     if "attributes" in state:
-        attributes.take(module, state["attributes"])
+        take_attributes(module, state["attributes"])
     transient, written = set(state.get("transient", ())), set[int]()
     with torch.no_grad():
         for name, value in state["buffers"].items():
@@ -103,7 +340,7 @@ def pass_on(old: nn.Module, new: nn.Module, is_resized: bool) -> None:
     Buffers are shared. is_resized: see `ModuleState`.
     """
     new.training = old.training
-    attributes.pass_on(old, new, is_resized)
+    pass_attributes_on(old, new, is_resized)
     for key, value in old._buffers.items():
         held = new._buffers.get(key)
         is_alike = value is not None and held is not None and value.shape == held.shape

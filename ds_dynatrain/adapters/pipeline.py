@@ -20,7 +20,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.utils import partition_balanced, partition_uniform
 from torch import nn
 
-from ds_dynatrain.adapters.template import Template
+from ds_dynatrain.adapters.shaper import Template
 from ds_dynatrain.errors import LayoutError, UnsupportedError
 from ds_dynatrain.space import Layout
 

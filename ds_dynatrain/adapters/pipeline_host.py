@@ -1,33 +1,121 @@
-"""DeepSpeed's pipeline engine with the same openings: what its constructor does for a number of stages."""
+"""DeepSpeed's pipeline engine with the same openings: what its constructor does for a number of stages.
+
+A column is a data index, one rank of each stage; DeepSpeed runs one schedule in each. Columns meet in its last
+instructions alone, where gradients and losses are added up, so each may have a schedule of its own length. What has to
+change is by what sums are divided: by the mean number of micro-batches of a column, in place of
+`gradient_accumulation_steps()`, which is that of the longest one.
+
+Layers before the first one that is trained have no backward pass, and no gradient is sent to them.
+
+Which layers these are follows from what is registered as trained, which every member knows of the whole model: so two
+stages agree without a message on whether one waits for a gradient and the other one sends it.
+
+DeepSpeed's engine wants a gradient on every stage: what comes in requires one, and what goes out waits for it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentrant_checkpoint
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe import p2p
-from deepspeed.runtime.pipe.schedule import ForwardPass
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, RecvGrad, SendGrad
 from deepspeed.runtime.utils import clip_grad_norm_
 from deepspeed.utils import RepeatingLoader as RepeatingLoader
 from torch import nn
 
-from ds_dynatrain.adapters.attributes import note
 from ds_dynatrain.adapters.bf16 import count_empty_experts, stage_without_gradients
-from ds_dynatrain.adapters.columns import ColumnEngine
 from ds_dynatrain.adapters.compiled import compile_layers
-from ds_dynatrain.adapters.frozen_prefix import FrozenPrefixEngine, frozen_layers
 from ds_dynatrain.adapters.grid import StageGrid
 from ds_dynatrain.adapters.host import Host
 from ds_dynatrain.adapters.host_engine import COMPILE_BACKEND, NOTHING, HostEngine
+from ds_dynatrain.adapters.module_state import note
+from ds_dynatrain.adapters.pipeline import layer_of
 from ds_dynatrain.adapters.replaced import replaced
 from ds_dynatrain.adapters.stage0 import count_empty_groups
 from ds_dynatrain.adapters.stage_module import PipelineShaper, leave, place, take_stage
 from ds_dynatrain.adapters.world import World
-from ds_dynatrain.space import Layout, LogicalTensor
+from ds_dynatrain.space import Columns, Layout, LogicalTensor
+
+
+def frozen_layers(prefixes: Sequence[str], trained: Collection[str]) -> int:
+    """How many layers there are before the first one that is trained; all of them if none is.
+
+    prefixes: of all layers, see `PipelineTemplate.prefixes`. trained: names of what requires a gradient. A tied layer
+    counts as trained wherever it stands.
+    """
+    layers = set(map(layer_of, trained))
+    return next((number for number, prefix in enumerate(prefixes) if prefix in layers), len(prefixes))
+
+
+def needless(start: int, stop: int, frozen: int) -> tuple[type, ...]:
+    """The instructions that a stage of layers `start` to `stop` - 1 leaves out, where the first `frozen` are frozen.
+
+    Two neighbours have one boundary, so one does not receive exactly what the other one does not send.
+    """
+    ends_within = (BackwardPass, RecvGrad) if stop <= frozen else ()
+    return (*ends_within, SendGrad) if start <= frozen else ends_within
+
+
+@dataclass(frozen=True)
+class Shortened:
+    """A schedule of DeepSpeed's without some of its instructions."""
+
+    schedule: Any
+    without: tuple[type, ...]
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        """The instructions of each step."""
+        for commands in self.schedule:
+            yield [each for each in commands if not isinstance(each, self.without)]
+
+    def num_pipe_buffers(self) -> int:
+        """As many as DeepSpeed's has."""
+        return int(self.schedule.num_pipe_buffers())
+
+
+@contextmanager
+def _checkpointed_behind(module: PipelineModule, frozen: int) -> Iterator[None]:
+    """In it activations of a stage's first `frozen` layers are not recomputed: nothing goes backward there.
+
+    A reentrant checkpoint sees no parameters: it has a backward pass if one of its inputs requires a gradient. So the
+    first one behind these layers is given such inputs.
+    """
+    interval, checkpoint = module.activation_checkpoint_interval, module.activation_checkpoint_func
+
+    def seeing_inputs(run: Callable[..., Any], *inputs: Any) -> Any:
+        if torch.is_grad_enabled() and not any(each.requires_grad for each in _tensors(inputs)):
+            inputs = tuple(map(_requiring, inputs))
+        return checkpoint(run, *inputs)
+
+    with ExitStack() as stack:
+        if interval > 0:
+            segments = enumerate(module.is_checkpointable_results)
+            kept = [is_one and min((at + 1) * interval, len(module.forward_funcs)) > frozen for at, is_one in segments]
+            stack.enter_context(replaced(module, "is_checkpointable_results", kept))
+            if checkpoint is not non_reentrant_checkpoint:
+                stack.enter_context(replaced(module, "activation_checkpoint_func", seeing_inputs))
+        yield
+
+
+def _requiring(value: Any) -> Any:
+    is_real = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.detach().requires_grad_() if is_real else value
+
+
+def _tensors(given: Any) -> list[torch.Tensor]:
+    """A tensor, or those of a tuple."""
+    parts = given if isinstance(given, tuple) else (given,)
+    return [part for part in parts if isinstance(part, torch.Tensor)]
+
 
 _BUFFERS = ("inputs", "labels", "outputs", "output_tensors")
 
@@ -79,11 +167,6 @@ class StageHost(Host):
         """Without those that are functions; a tied one is on each of its stages."""
         return self.shaper.template.layers_by_stage(layout)
 
-    @property
-    def frozen_layers(self) -> int:
-        """How many layers of the whole model there are before the first one that is registered as trained."""
-        return frozen_layers(self.shaper.template.prefixes(), {tensor.name for tensor, _ in self.trained()})
-
     def trained(self) -> list[tuple[LogicalTensor, nn.Parameter]]:
         """Return what is registered as trained, on all stages; a parameter of another stage is empty here."""
         model = self.model_map
@@ -105,12 +188,18 @@ class StageHost(Host):
         return bool(self.engine.is_first_stage() or self.engine.is_last_stage())
 
 
-class PipelineHostEngine(HostEngine, FrozenPrefixEngine, ColumnEngine):
+class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
     """A pipeline engine whose stage changes. `HostEngine`'s openings come before DeepSpeed's two classes."""
 
     _HOST: ClassVar[type[Host]] = StageHost
     _host: StageHost
     grid: StageGrid
+    dp_group_loss: torch.Tensor
+    _columns: Columns
+    _divisor: float
+    """By which a column divides the sum of its losses."""
+    _frozen = 0
+    """Layers of the whole model before the first trained one, in the batch that is under way."""
     _known_loss: torch.Tensor | None = None
 
     def __init__(self, *, groups: World, model: PipelineModule, **arguments: Any) -> None:
@@ -126,12 +215,6 @@ class PipelineHostEngine(HostEngine, FrozenPrefixEngine, ColumnEngine):
         if groups.layout.pipe == 1:  # else the module has the layers of all stages still
             place(model, self._host.shaper.template, groups.layout, grid)
 
-    def _configure_expert_parallel(self, model: nn.Module, collect_sources: bool | None = None) -> Any:
-        """DeepSpeed's, but that the shaper has AutoEP's layers in the module already."""
-        if self._host.shaper.autoep:
-            return self._host.shaper.autoep.take_replaced()
-        return super()._configure_expert_parallel(model, collect_sources)
-
     def compile(
         self,
         backend: Any = COMPILE_BACKEND,
@@ -143,18 +226,79 @@ class PipelineHostEngine(HostEngine, FrozenPrefixEngine, ColumnEngine):
         super().compile(backend, compile_kwargs, schedule, compiled_autograd_enabled)
         self._host.compiled_with = {**compile_kwargs, "backend": backend}
 
-    def _exec_forward_pass(self, buffer_id: int) -> None:
-        note(self.module)
-        super()._exec_forward_pass(buffer_id)
+    def _enter_columns(self, layout: Layout) -> None:
+        """Be in a column of a layout, whose configuration and grid are in place."""
+        sizes = int(self.train_batch_size()), int(self.train_micro_batch_size_per_gpu())
+        self._columns = Columns.of(*sizes, layout.data, layout.shares)
+        self._divisor = self._columns.mean
+        self.micro_batches = self._columns.counts[self.grid.get_data_parallel_id()]
 
-    _INSTRUCTION_MAP: ClassVar[dict[type, Callable[..., None]]] = {
-        **ColumnEngine._INSTRUCTION_MAP,
-        ForwardPass: _exec_forward_pass,
-    }
+    def train_batch(self, data_iter: Any = None) -> torch.Tensor:
+        """DeepSpeed's; `seed_layers` seeds by the passes of the longest column, so that columns stay alike."""
+        passes = self.module.micro_offset
+        loss: torch.Tensor = super().train_batch(data_iter)
+        self.module.micro_offset = passes + self._columns.longest
+        return loss
+
+    def eval_batch(
+        self,
+        data_iter: Any,
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """DeepSpeed's: as many micro-batches as in training, or so many in every column, and the mean over all."""
+        if num_micro_batches is None:
+            longest, divisor = self._columns.longest, self._columns.mean
+        else:
+            longest, divisor = num_micro_batches, float(num_micro_batches)
+        passes = self.module.micro_offset
+        with replaced(self, "_divisor", divisor):
+            found = super().eval_batch(
+                data_iter, return_logits, compute_loss, reduce_output, bcast_loss, num_micro_batches
+            )
+        self.module.micro_offset = passes + longest
+        return found
+
+    def _scale_loss_by_gas(self, prescaled_loss: Any, eval_micro_batches: int | None = None) -> Any:
+        return super()._scale_loss_by_gas(prescaled_loss, eval_micro_batches=self._divisor)
 
     def _frozen_layers(self) -> int:
-        """By what is registered, not by what a parameter says now: so all stages say the same."""
-        return self._host.frozen_layers
+        """See `frozen_layers`. By what is registered, not by what a parameter says now: so all stages say the same."""
+        trained = {tensor.name for tensor, _ in self._host.trained()}
+        return frozen_layers(self._host.shaper.template.prefixes(), trained)
+
+    def _exec_schedule(self, pipe_schedule: Any) -> None:
+        """DeepSpeed's, without what the frozen layers need not."""
+        self._frozen = self._frozen_layers()
+        without = needless(self.module._local_start, self.module._local_stop, self._frozen)
+        super()._exec_schedule(Shortened(pipe_schedule, without))
+
+    def _exec_forward_pass(self, buffer_id: int) -> None:
+        """DeepSpeed's; what comes into a frozen layer, or to the first trained one, requires no gradient."""
+        note(self.module)
+        held = self._frozen - self.module._local_start
+        if not self._frozen or held < 0:
+            super()._exec_forward_pass(buffer_id)
+            return
+        for tensor in _tensors(self.pipe_buffers["inputs"][buffer_id]):
+            tensor.requires_grad_(False)
+        with _checkpointed_behind(self.module, held):
+            super()._exec_forward_pass(buffer_id)
+
+    def _exec_backward_pass(self, buffer_id: int) -> None:
+        if self._columns.is_even or not self.is_last_stage():
+            super()._exec_backward_pass(buffer_id)
+        else:
+            DeepSpeedEngine.backward(self, self.loss / self._divisor, scale_wrt_gas=False)
+
+    _INSTRUCTION_MAP: ClassVar[dict[type, Callable[..., None]]] = {
+        **PipelineEngine._INSTRUCTION_MAP,
+        ForwardPass: _exec_forward_pass,
+        BackwardPass: _exec_backward_pass,
+    }
 
     def _enter_stage(self, grid: StageGrid) -> None:
         """Be the engine of a stage in a world.
@@ -203,8 +347,10 @@ class PipelineHostEngine(HostEngine, FrozenPrefixEngine, ColumnEngine):
         return self._total_loss() if known is None else known
 
     def _total_loss(self) -> torch.Tensor:
-        """Return DeepSpeed's mean over the pipelines, which is a collective of all stages."""
+        """Return DeepSpeed's mean over the pipelines, a collective of all stages; a column's is over its own."""
         found: torch.Tensor = super()._aggregate_total_loss()
+        if not self._columns.is_even:
+            self.dp_group_loss = self.dp_group_loss * (self._divisor / self.micro_batches)
         return found
 
     def _loss_of_step(self) -> torch.Tensor:

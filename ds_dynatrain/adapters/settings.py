@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any, Protocol
+from types import SimpleNamespace
+from typing import Any
 
 from deepspeed.runtime.config import DeepSpeedConfig
 
+from ds_dynatrain.data import BatchArithmetic
 from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.space import Layout
 
-_BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+"""DeepSpeed's keys of which two give the third."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +34,8 @@ class BatchSizes:
 
         ConfigError with the arithmetic where all three sizes are given and disagree, or none is.
         """
-        batch, micro, steps = (config.get(key) for key in _BATCH_KEYS)
-        for key in _BATCH_KEYS:
+        batch, micro, steps = (config.get(key) for key in SIZES)
+        for key in SIZES:
             value = config.get(key)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{key} is {value!r}; give a whole number, 1 or more")
@@ -52,38 +55,9 @@ class BatchSizes:
         return BatchSizes(batch, micro, in_leaves)
 
 
-SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-"""DeepSpeed's keys of which two give the third."""
-
-
-class _DataAxis:
-    """Tells DeepSpeedConfig how many ranks share the batch."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    def get_data_parallel_world_size(self) -> int:
-        """Size of the data axis."""
-        return self._size
-
-
-class Batch(Protocol):
-    """The sizes of a world's batch that DeepSpeed wants to know."""
-
-    @property
-    def train_batch_size(self) -> int:
-        """Samples of a global batch."""
-
-    @property
-    def accumulation(self) -> int:
-        """Micro-batches of a rank per global batch."""
-
-    @property
-    def largest_slot(self) -> int:
-        """Samples of the largest micro-batch."""
-
-
-def layout_config(config: dict[str, Any], layout: Layout, batch: Batch) -> tuple[dict[str, Any], DeepSpeedConfig]:
+def layout_config(
+    config: dict[str, Any], layout: Layout, batch: BatchArithmetic
+) -> tuple[dict[str, Any], DeepSpeedConfig]:
     """Return (dictionary, DeepSpeedConfig) for `layout`, where the latter has the user's `train_batch_size`.
 
     At stage 3 DeepSpeed reads the dictionary again and checks that it has a product of the three sizes. Below, it has
@@ -96,7 +70,7 @@ def layout_config(config: dict[str, Any], layout: Layout, batch: Batch) -> tuple
     adapted["train_micro_batch_size_per_gpu"] = micro_batch_size
     adapted["gradient_accumulation_steps"] = batch.accumulation
     adapted["train_batch_size"] = micro_batch_size * batch.accumulation * layout.data
-    parsed = DeepSpeedConfig(adapted, _DataAxis(layout.data))
+    parsed = DeepSpeedConfig(adapted, SimpleNamespace(get_data_parallel_world_size=lambda: layout.data))
     parsed.train_batch_size = batch.train_batch_size
     if layout.zero_stage < 3:
         for size in SIZES:

@@ -1,16 +1,184 @@
-"""What a shaper answers: how one way that DeepSpeed has of dealing a model out follows a layout."""
+"""How a model follows a layout: a template without memory, other children for the same root, and what a shaper answers.
+
+A template's parameters are on the meta device. Its buffers are real copies: a rotary table that is in no checkpoint is
+made in a constructor, which is not run again. A rebuild gives the root module other children; the root itself, and
+with it whatever hangs on it, stays.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from types import MappingProxyType
+import copy
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType, MethodType
 from typing import Any
 
+import torch
 from torch import nn
 
-from ds_dynatrain.adapters.children import Made
-from ds_dynatrain.errors import LayoutError
+from ds_dynatrain.adapters.device import HOST, compute_device
+from ds_dynatrain.adapters.no_alloc import stand_in
+from ds_dynatrain.errors import LayoutError, UnsupportedError
 from ds_dynatrain.space import AxisCuts, Layout, is_partitioned
+
+ModelFactory = Callable[[], nn.Module]
+WAY_OUT = "pass `model_factory=`, a function that builds the model anew"
+
+HOOKS = (
+    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks"),
+)
+"""Those that a module calls in a step. They are left out of a template: they may hold anything, an engine say."""
+
+
+@dataclass(frozen=True, eq=False)
+class Template:
+    """A module as it was before DeepSpeed altered it; it is never trained, and nobody else holds it.
+
+    Tied parameters are tied, modules that stand in two places are one object, and the parameters' own attributes
+    (DeepSpeed's flags for optimizers are such) are there. Hooks that a step calls are not.
+    """
+
+    module: nn.Module
+
+    @classmethod
+    def of(cls, module: nn.Module, factory: ModelFactory | None = None) -> Template:
+        """The template of a module that DeepSpeed has not altered, other than by `zero.Init`.
+
+        factory: builds the module anew, for one that cannot be copied.
+
+        UnsupportedError, naming the part, for a module that cannot be copied or a factory of another one.
+        """
+        if factory is None:
+            return cls(_copied(module))
+        made = factory()
+        wanted, found = _shapes(module), _shapes(made)
+        different = sorted(name for name in {*wanted, *found} if wanted.get(name) != found.get(name))
+        if different:
+            name = different[0]
+            raise UnsupportedError(
+                f"initialize(model_factory=...) builds another model: {name!r} is {found.get(name)} in it and "
+                f"{wanted.get(name)} in the one that initialize was given; build the same model in both"
+            )
+        return cls(_copied(made))
+
+    def copy(self) -> nn.Module:
+        """A module of its own: parameters on the meta device, buffers real."""
+        return _copied(self.module)
+
+
+def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(getattr(held, "ds_shape", held.shape)) for name, held in module.named_parameters()}
+
+
+def _copied(module: nn.Module) -> nn.Module:
+    memo: dict[int, Any] = {}
+    for name, held in module.named_parameters():
+        memo[id(held)] = _meta(name, held)
+    for part in module.modules():
+        memo.update({id(table): type(table)() for key in HOOKS if (table := part.__dict__.get(key)) is not None})
+    try:
+        return copy.deepcopy(module, memo)
+    except Exception as error:
+        raise UnsupportedError(
+            f"a template of {type(module).__name__} cannot be made: {_culprit(module, memo)} cannot be copied "
+            f"({type(error).__name__}: {error}); {WAY_OUT}"
+        ) from error
+
+
+def _meta(name: str, held: nn.Parameter) -> nn.Parameter:
+    if type(held) is not nn.Parameter:
+        raise UnsupportedError(f"parameter {name!r} is a {type(held).__name__}, not a plain nn.Parameter; {WAY_OUT}")
+    shape = getattr(held, "ds_shape", held.shape)
+    made = nn.Parameter(torch.empty(shape, dtype=held.dtype, device="meta"), requires_grad=held.requires_grad)
+    for key, value in held.__dict__.items():
+        if not callable(value) and not key.startswith("ds_"):
+            setattr(made, key, value)
+    return made
+
+
+def _culprit(module: nn.Module, memo: dict[int, Any]) -> str:
+    """The innermost part of a module that does not let itself be copied, for a message."""
+    for name, part in reversed(list(module.named_modules())):
+        for key, value in part.__dict__.items():
+            if key != "_modules":
+                try:
+                    copy.deepcopy(value, dict(memo))
+                except Exception:
+                    return f"{key!r} of {name or 'the model'!r} ({type(part).__name__})"
+    return "the model"
+
+
+_TABLES = ("_modules", "_parameters")
+
+
+@dataclass(frozen=True, eq=False)
+class Made:
+    """Children for a root module, in a module of their own on the meta device, and what is to be set on the root."""
+
+    module: nn.Module
+    on_root: Mapping[str, Any] = field(default_factory=dict)
+
+
+def with_memory(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Give every parameter on the meta device memory that nobody has written to, of type `dtype`.
+
+    Tied parameters stay tied; flags and attributes of a parameter stay with it, its hooks do not. Memory of the host
+    that is not touched costs no time, and no page of it exists yet; on an accelerator there is none either.
+    """
+    device = compute_device()
+
+    def memory(held: nn.Parameter) -> torch.Tensor:
+        return torch.empty(held.shape, dtype=dtype) if device == HOST else stand_in(held.shape, dtype, device)
+
+    return _over(module, memory)
+
+
+def without_memory(module: nn.Module) -> nn.Module:
+    """Give every parameter its shape and one element: its values are elsewhere. Tied ones stay tied."""
+    return _over(module, lambda held: stand_in(held.shape, held.dtype, compute_device()))
+
+
+def _over(module: nn.Module, memory: Callable[[nn.Parameter], torch.Tensor]) -> nn.Module:
+    """Put a new parameter over `memory(parameter)` in the place of each; what is set on it stays."""
+    made: dict[int, nn.Parameter] = {}
+    for part in module.modules():
+        for name, held in part._parameters.items():
+            if held is None:
+                continue
+            if id(held) not in made:
+                made[id(held)] = nn.Parameter(memory(held), requires_grad=held.requires_grad)
+                made[id(held)].__dict__.update(held.__dict__)
+            part._parameters[name] = made[id(held)]
+    return module
+
+
+def adopt(root: nn.Module, made: nn.Module) -> None:
+    """Give `root` the children and parameters of `made`, which must not be used afterwards; its buffers are its own."""
+    for table in _TABLES:
+        setattr(root, table, getattr(made, table))
+
+
+def pass_hooks_on(old: Mapping[str, nn.Module], new: Mapping[str, nn.Module]) -> None:
+    """Give modules the hooks that users put on those of the same name before them.
+
+    They share one table, so the handle that removes a hook is good for both. A hook that is a method of one of the old
+    modules becomes that of its heir.
+    """
+    heirs = {id(part): new[name] for name, part in old.items() if name in new}
+    for name, part in old.items():
+        for table in HOOKS:
+            hooks = part.__dict__.get(table)
+            if hooks and name in new:
+                moved = {key: _moved(hook, heirs) for key, hook in hooks.items()}
+                same = all(moved[key] is hook for key, hook in hooks.items())
+                new[name].__dict__[table] = hooks if same else type(hooks)(moved)
+
+
+def _moved(hook: Any, heirs: Mapping[int, nn.Module]) -> Any:
+    if isinstance(hook, MethodType) and id(hook.__self__) in heirs:
+        return MethodType(hook.__func__, heirs[id(hook.__self__)])
+    return hook
 
 
 class Shaper:
@@ -21,6 +189,8 @@ class Shaper:
     """
 
     owners: Mapping[int, int] = MappingProxyType({})
+    autoep: Any = None
+    """The `Conversion` of a model whose layers with experts are AutoEP's."""
 
     def cuts(self, layout: Layout) -> Mapping[str, AxisCuts]:
         """How each logical tensor is dealt out under a layout, by its name; of any layout, installed or not.

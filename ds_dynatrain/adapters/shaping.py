@@ -8,22 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import gcd
 from typing import Any
 
+import torch
 from torch import nn
 
 from ds_dynatrain.adapters import experts, moe
-from ds_dynatrain.adapters.attributes import note_one
-from ds_dynatrain.adapters.children import pass_hooks_on
-from ds_dynatrain.adapters.expert_groups import layers_with_experts
-from ds_dynatrain.adapters.module_state import pass_on
+from ds_dynatrain.adapters.module_state import note_one, pass_on
+from ds_dynatrain.adapters.moe import layers_with_experts
+from ds_dynatrain.adapters.optimizers import holds_flat_groups
 from ds_dynatrain.adapters.pipeline import Cut, is_pipeline
-from ds_dynatrain.adapters.shaper import Shaper
+from ds_dynatrain.adapters.shaper import ModelFactory, Shaper, pass_hooks_on
 from ds_dynatrain.adapters.stage_module import PipelineShaper
-from ds_dynatrain.adapters.template import ModelFactory
-from ds_dynatrain.adapters.versions import present
+from ds_dynatrain.adapters.versions import aligns_parameters, present
 from ds_dynatrain.errors import ConfigError, LayoutError
-from ds_dynatrain.space import Layout, Partition
+from ds_dynatrain.space import Layout, Partition, ZeroRules
 
 _STRUCTURE = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
 
@@ -167,3 +167,37 @@ class Children:
 def _below(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
     """A module and all below it, by their names in the root."""
     return [(f"{name}.{inner}" if inner else name, part) for inner, part in module.named_modules()]
+
+
+ALIGNED_BYTES = 16
+"""What `parameter_alignment` rounds the start of a tensor up to."""
+
+
+def rules_of(host: Any) -> ZeroRules:
+    """The rules of all layouts, from DeepSpeed's own reading of the configuration.
+
+    ZeRO-3's persistent parameters are parts like any others: they are gathered again at their first use.
+    """
+    itemsize = int(host.model_map.dtype.itemsize)
+    flat = _stages_with_options(host)
+    return ZeroRules(
+        flat_without_zero=holds_flat_groups(host.basic_optimizer, host.element_types),
+        parts_without_zero=parts_without_zero(host),
+        sub_group_size=int(host.engine.zero_sub_group_size()),
+        round_robin_stages=flat if host.engine.zero_round_robin_gradients() else frozenset(),
+        aligned_stages=flat if aligns_parameters(host.engine) else frozenset(),
+        weight_alignment=ALIGNED_BYTES // gcd(ALIGNED_BYTES, itemsize),
+    )
+
+
+def parts_without_zero(host: Any) -> bool:
+    """Whether DeepSpeed takes its BF16_Optimizer at stage 0: for a pipeline in bf16."""
+    return is_pipeline(host.module) and host.model_map.dtype == torch.bfloat16
+
+
+def _stages_with_options(host: Any) -> frozenset[int]:
+    """Stages whose optimizer knows the two options: not stage 1 where it is BF16_Optimizer."""
+    types, is_apart = host.engine.get_data_types(), host.in_leaves or host.engine.zero_cpu_offload()
+    if types == (torch.bfloat16, torch.float32) and not is_apart:
+        return frozenset({2})
+    return frozenset({1, 2})

@@ -1,8 +1,22 @@
-"""A `PipelineModule` whose layers and place in the world change, while it stays the same object."""
+"""A `PipelineModule` whose layers and place in the world change, while it stays the same object.
+
+AutoEP in a pipeline: `moe_layer_pattern` is about names as "3.mlp", of the layer's number in the whole model, whatever
+the number of stages. So all layers are converted together, in one module with these names, without memory: once for
+each expert size to learn what it cuts, and for a rank's place when its stage is built. Plain DeepSpeed converts each
+stage by itself and raises where it finds nothing; here a stage may be without experts.
+
+DeepSpeed partitions the module before it converts it: what a layer counts for does not depend on the expert size.
+
+A module that was built in stages, as DeepSpeed's own scripts do it, has one stage's layers in each process. It gets
+all layers, so that it is like one of `num_stages=1`; those of other stages are built from their specs and have no
+memory, but for buffers. What counts for a layer is what its owner has, the first process of the first stage with it:
+values, `requires_grad`, buffers. Lists of parameters, which each process has made of its own stage's, are put together.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -10,19 +24,22 @@ from typing import Any
 
 import torch
 import torch.distributed as td
-from deepspeed.pipe import PipelineModule
+from deepspeed.moe.layer import MoE
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
 from ds_dynatrain.adapters import experts, moe
-from ds_dynatrain.adapters.children import Made, with_memory
-from ds_dynatrain.adapters.expert_groups import enter_layers, expert_index, leave_groups
+from ds_dynatrain.adapters.device import HOST, compute_device
+from ds_dynatrain.adapters.experts import Conversion
 from ds_dynatrain.adapters.grid import StageGrid
-from ds_dynatrain.adapters.pipeline import PARAMETERS, Cut, PipelineTemplate, giving, layer_of
+from ds_dynatrain.adapters.incoming import seeded
+from ds_dynatrain.adapters.moe import enter_layers, expert_index, layers_with_experts, leave_groups
+from ds_dynatrain.adapters.no_alloc import is_stand_in, stand_in
+from ds_dynatrain.adapters.pipeline import PARAMETERS, Cut, PipelineTemplate, giving, is_pipeline, layer_of
 from ds_dynatrain.adapters.process_groups import is_known
 from ds_dynatrain.adapters.replaced import replaced
-from ds_dynatrain.adapters.shaper import Shaper
-from ds_dynatrain.adapters.stage_experts import StageExperts
-from ds_dynatrain.errors import LayoutError, SwitchRefused
+from ds_dynatrain.adapters.shaper import Made, Shaper, with_memory, without_memory
+from ds_dynatrain.errors import ConfigError, LayoutError, SwitchRefused, UnsupportedError
 from ds_dynatrain.space import AxisCuts, Layout
 
 
@@ -47,7 +64,6 @@ class PipelineShaper(Shaper):
         built with. owners: see `staged.put_together`. cut: what the method "profile" does.
         """
         method = (config.get("pipeline") or {}).get("partition", "best")
-        self.autoep: StageExperts | None = None
         self.owners = {} if experts.is_on(config) else complete(model, member, lists, owners or {})
         self.template = PipelineTemplate.of(model, PARAMETERS if method == "best" else method, cut)
         self._dtype = torch.float32
@@ -59,7 +75,9 @@ class PipelineShaper(Shaper):
         """Which stages hold a tensor, and which expert index there; LayoutError for a tensor axis."""
         if layout.tensor > 1:
             raise LayoutError(f"{layout}: DeepSpeed's PipelineEngine knows no tensor axis; give tensor=1")
-        cuts = self.autoep.cuts(layout.expert) if self.autoep else moe.cuts_of(self.template.whole, layout.expert)
+        cuts = (
+            self.autoep.expert_cuts(layout.expert) if self.autoep else moe.cuts_of(self.template.whole, layout.expert)
+        )
         return {name: replace(cuts[name], stages=held) for name, held in self.template.stages(layout).items()}
 
     def whole(self, root: nn.Module) -> nn.Module:
@@ -79,7 +97,7 @@ class PipelineShaper(Shaper):
 
     def make(self, layout: Layout, rank: int) -> Made | None:
         """AutoEP's layers; nothing else ahead: DeepSpeed's module builds its layers itself."""
-        return Made(self.autoep.make(layout, rank)) if self.autoep else None
+        return Made(self.autoep.dealt(layout.expert, layout.expert_place(rank)[0])) if self.autoep else None
 
     def reshape(self, root: nn.Module, layout: Layout, made: Made | None = None) -> None:
         """The layers of this rank's stage; no random number is drawn."""
@@ -88,17 +106,13 @@ class PipelineShaper(Shaper):
         rank = td.get_rank()
         specs: Any = root._layer_specs
         if self.autoep:
-            specs = self._giving(specs, (made or Made(self.autoep.make(layout, rank))).module)
+            found: Any = made or self.make(layout, rank)
+            specs = [
+                spec if layer is None else giving(spec, partial(self.template.layer_in, found.module, number))
+                for number, (spec, layer) in enumerate(zip(specs, self.template.layers, strict=True))
+            ]
         with replaced(root, "_layer_specs", specs):
             reshape(root, self.template, layout, layout.coordinate(rank)["pipe"], self._dtype)
-
-    def _giving(self, specs: Sequence[Any], whole: nn.Module) -> list[Any]:
-        """The descriptions of layers that are in `whole`."""
-        layers = (
-            None if each is None else self.template.layer_in(whole, at) for at, each in enumerate(self.template.layers)
-        )
-        pairs = zip(specs, layers, strict=True)
-        return [spec if layer is None else giving(spec, partial(_same, layer)) for spec, layer in pairs]
 
     def parameters(self, root: nn.Module, layout: Layout) -> dict[str, nn.Parameter]:
         """DeepSpeed's names are those of the whole model, but for numbers of experts."""
@@ -132,10 +146,6 @@ def complete(
     index = moe.complete(model, member, lists)
     named = ((layer_of(name), held) for name, held in model.named_parameters())
     return {id(held): first.get(layer, 0) + index[id(held)] for layer, held in named if id(held) in index}
-
-
-def _same(layer: nn.Module) -> nn.Module:
-    return layer
 
 
 def reshape(
@@ -208,3 +218,219 @@ def take_stage(root: PipelineModule, grid: StageGrid) -> None:
 def leave(root: PipelineModule) -> None:
     """Hold no group."""
     root._grid, root.tied_comms = None, {}
+
+
+class StageExperts(Conversion):
+    """How AutoEP deals out the layers of a pipeline.
+
+    template: of all layers, converted, with all experts. owners: which process has the first value of a parameter, by
+    its id, where that is not process 0.
+    """
+
+    def __init__(
+        self,
+        model: PipelineModule,
+        source: PipelineTemplate,
+        config: Mapping[str, Any],
+        listed: bool,
+        owners: Mapping[int, int],
+    ) -> None:
+        """Take a module with all layers over: it has DeepSpeed's layers from now on, and its values.
+
+        source: its template. listed: whether the caller has lists of its parameters. owners: see `put_together`.
+        UnsupportedError, naming the part, for a module that cannot be followed.
+        """
+        super().__init__(model, config)
+        native = next((name for name, part in model.named_modules() if isinstance(part, MoE)), None)
+        if native is not None:
+            raise UnsupportedError(
+                f"{native!r} is a layer of deepspeed.moe, and expert_parallel is on; set expert_parallel.enabled to "
+                "false, or build the layer without deepspeed.moe"
+            )
+        self._source = source
+        self._named: Any = getattr(model, "config", None)  # of a model of transformers: AutoEP reads it
+        first = {layer_of(name): owners[id(held)] for name, held in model.named_parameters() if id(held) in owners}
+        empty = {layer_of(name) for name, held in model.named_parameters() if is_stand_in(held)}
+        with experts.refused_by_deepspeed():
+            self.template = self._converted(1, 0)
+            self._replaced = experts.replace_layers(
+                model, self._block, 1, 0, listed, lambda made: _empty(model, made, empty)
+            )
+        shared = next((key for key, tied in model.tied_modules.items() if layers_with_experts(tied)), None)
+        if shared is not None:
+            raise UnsupportedError(
+                f"tied_modules.{shared} has experts: stages would share what each rank has a part of; put them into a "
+                "layer of their own"
+            )
+        for name, number in model.fwd_map.items():
+            model.forward_funcs[number] = model._modules[name]  # a layer may be one of experts altogether
+        for held in model.parameters():
+            held.ds_pipe_replicated = False  # as DeepSpeed marks what it builds; ties are not known yet
+        self.owners = {
+            id(held): first[layer_of(name)] for name, held in model.named_parameters() if layer_of(name) in first
+        }
+
+    def dealt(self, size: int, index: int) -> nn.Module:
+        """All layers as a rank has them, by DeepSpeed's names, on the meta device."""
+        return self._converted(size, index).whole
+
+    def _converted(self, size: int, index: int) -> PipelineTemplate:
+        def convert(whole: nn.Module) -> None:
+            whole.config = self._named
+            experts.convert(whole, self._block, size, index)
+
+        return self._source.converted(convert)
+
+
+def _empty(model: nn.Module, made: nn.Module, layers: set[str]) -> None:
+    """Let new experts of a layer that had no memory have none, one layer after the other."""
+    name = next(name for name, part in model.named_modules() if part is made)
+    if layer_of(name) in layers:
+        for held in made.parameters():
+            held.data = stand_in(held.shape, held.dtype, held.device)
+
+
+Exchange = Callable[[Any], Mapping[int, Any]]
+"""Posts a record of this process, plain JSON, and gives those of all, by their numbers in the launch."""
+Lists = Sequence[list[nn.Parameter]]
+
+
+def start_stages(model: Any, named: int | None) -> int:
+    """The number of stages to start with: `named` by `dynatrain.layout`, else that of the module.
+
+    ConfigError if the module was built in stages, and in another number of them.
+    """
+    built = int(model.num_stages) if is_pipeline(model) else 1
+    if built > 1 and named not in (None, built):
+        raise ConfigError(
+            f"dynatrain.layout.pipe is {named} and the PipelineModule was built with num_stages={built}; leave "
+            "dynatrain.layout.pipe out, or build the module with num_stages=1"
+        )
+    return named or built
+
+
+def put_together(model: Any, lists: Lists, exchange: Exchange) -> dict[int, int]:
+    """Give a module that was built in stages all its layers; which process has the first value of each parameter.
+
+    By the parameter's id; nothing for another module, which is left as it is. lists: of parameters that the caller has,
+    of an optimizer's groups say; each process has listed those of its own stage, and they get those of all, in place.
+    `parts` stays as the user's module had it.
+
+    ConfigError where processes have other numbers of lists; UnsupportedError for what cannot be put together.
+    """
+    if not is_pipeline(model) or model.num_stages == 1:
+        return {}
+    record = _record(model, lists)
+    first_of = [min(model._topo.filter_match(pipe=stage)) for stage in range(model.num_stages)]
+    owners = {title: first_of[stage] for title, stage in _first_stages(model).items()}
+    _complete(model)
+    record["buffers"] = {name: _mark(held) for name, held in model.named_buffers()}
+    records = exchange(record)
+    _list_all(model, lists, records)
+    _equal_buffers(model, owners, records)
+    found = {}
+    for name, held in model.named_parameters():
+        found[id(held)] = owners.get(layer_of(name), 0)
+        held.requires_grad_(name not in records[found[id(held)]]["frozen"])
+    return found
+
+
+def _record(model: PipelineModule, lists: Lists) -> dict[str, Any]:
+    """What this process knows of its own stage."""
+    names = {id(held): name for name, held in model.named_parameters()}
+    return {
+        "lists": [[names[id(held)] for held in listed if id(held) in names] for listed in lists],
+        "frozen": [name for name, held in model.named_parameters() if not held.requires_grad],
+    }
+
+
+def _first_stages(model: PipelineModule) -> dict[str, int]:
+    """The first stage that has each layer, by what its parameters' names begin with."""
+    found: dict[str, int] = {}
+    for number, spec in enumerate(model._layer_specs):
+        title = f"tied_modules.{spec.key}" if isinstance(spec, TiedLayerSpec) else str(number)
+        found.setdefault(title, model.stage_owner(number))
+    return found
+
+
+def _complete(model: PipelineModule) -> None:
+    """Build the layers of other stages, without values, and let go of the groups that share ties."""
+    dtype = next((held.dtype for held in model.parameters() if held.is_floating_point()), None)
+    tied = dict(model.tied_modules.items())
+    specs = []
+    for number, spec in enumerate(model._layer_specs):
+        if isinstance(spec, TiedLayerSpec):
+            if spec.key not in tied:
+                tied[spec.key] = _built(spec, number, dtype)
+            specs.append(giving(spec, partial(_same, tied[spec.key])))
+        elif isinstance(spec, LayerSpec):
+            here = model._modules.get(str(number))
+            specs.append(giving(spec, partial(_same, _built(spec, number, dtype) if here is None else here)))
+        else:
+            specs.append(spec)
+    for tie in model.tied_comms.values():
+        td.destroy_process_group(tie["group"])
+    parts, model._layer_specs, model.tied_comms = model.parts, specs, {}
+    build_layers(model, [0, len(specs)], 0)
+    model.parts = parts
+
+
+def _built(spec: LayerSpec, number: int, dtype: torch.dtype | None) -> nn.Module:
+    """A layer of another stage in the type that those of this one have; the process's random streams stay."""
+    with seeded(f"layer {number}"):
+        layer: nn.Module = spec.build()
+    first = next((held.dtype for held in layer.parameters() if held.is_floating_point()), None)
+    return without_memory(layer if first in (None, dtype) else layer.to(dtype))
+
+
+def _same(layer: nn.Module) -> nn.Module:
+    return layer
+
+
+def _list_all(model: nn.Module, lists: Lists, records: Mapping[int, Any]) -> None:
+    """Put into each list what any process has in the list of that number, in the module's order."""
+    for member, record in sorted(records.items()):
+        if len(record["lists"]) != len(records[0]["lists"]):
+            raise ConfigError(
+                f"{len(record['lists'])} optimizer groups on member {member} and {len(records[0]['lists'])} on member "
+                "0: give every process all groups, also those of which its stage has no parameter"
+            )
+    place: dict[str, int] = {}
+    for member, record in sorted(records.items()):
+        for number, listed in enumerate(record["lists"]):
+            for name in listed:
+                if place.setdefault(name, number) != number:
+                    raise ConfigError(
+                        f"{name!r} is in optimizer group {number} on member {member} and in group {place[name]} on "
+                        "another: group parameters alike on every process"
+                    )
+    named = dict(model.named_parameters())
+    known = set(map(id, named.values()))
+    for number, listed in enumerate(lists):
+        others = [held for held in listed if id(held) not in known]
+        listed[:] = [*(held for name, held in named.items() if place.get(name) == number), *others]
+
+
+def _equal_buffers(model: nn.Module, owners: Mapping[str, int], records: Mapping[int, Any]) -> None:
+    """Every process takes the owner's value of a buffer that differs: one that a constructor draws, say.
+
+    All of them are on the device then, as DeepSpeed has put those of the process's own stage.
+    """
+    for name, held in model.named_buffers():
+        marks = [record["buffers"][name] for record in records.values()]
+        if any(mark[:2] != marks[0][:2] for mark in marks):
+            raise UnsupportedError(
+                f"buffer {name!r} has another shape or type where another stage builds its layer; register it with "
+                "one shape and type on all stages"
+            )
+        if any(mark != marks[0] for mark in marks):
+            value = held.detach().to(HOST, copy=True)  # some have it on the device by now, others do not
+            td.broadcast(value, owners.get(layer_of(name), 0))
+            held.copy_(value)
+        held.data = held.data.to(compute_device())
+
+
+def _mark(held: torch.Tensor) -> list[str]:
+    """Shape, type and digest of a buffer."""
+    flat = held.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return [str(tuple(held.shape)), str(held.dtype), hashlib.blake2b(flat.numpy().tobytes()).hexdigest()]

@@ -1,28 +1,203 @@
-"""The tensor axis: a root module takes on AutoTP's layers of any size, and the engine what belongs to them."""
+"""The tensor axis: DeepSpeed's AutoTP, run on modules without memory, and a root module that takes its layers on.
+
+AutoTP puts layers that hold a part each in place of linear layers and embeddings, and writes on every parameter of
+theirs how it was cut. The same code runs here on a copy of the template, whose parameters are on the meta device: no
+memory, no message. What it leaves alone is whole on every rank of the axis.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakMethod
 
 import deepspeed.comm as dist
 import torch
 import torch.distributed as td
-from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
-from deepspeed.module_inject import set_autotp_mode
-from deepspeed.module_inject.layers import TensorParallel_Layer, configure_tensor_parallel_runtime
+from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META, UNIVERSAL_CHECKPOINT_INFO
+from deepspeed.module_inject import auto_tp, set_autotp_mode
+from deepspeed.module_inject.layers import (
+    TensorParallel_Layer,
+    configure_tensor_parallel_runtime,
+    is_autotp_training_mode,
+)
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
 from deepspeed.sequence.cross_entropy import VocabParallelCausalLMLoss
 from deepspeed.utils import groups
 from torch import nn
 
-from ds_dynatrain.adapters.autotp import Cuts, describe, partition, refuse_empty, refuse_model, settings
-from ds_dynatrain.adapters.children import Made, adopt, with_memory
-from ds_dynatrain.adapters.shaper import Shaper
-from ds_dynatrain.adapters.template import ModelFactory, Template
+from ds_dynatrain.adapters.process_groups import make_fake_group, register, unregister
+from ds_dynatrain.adapters.replaced import replaced
+from ds_dynatrain.adapters.shaper import Made, ModelFactory, Shaper, Template, adopt, with_memory
+from ds_dynatrain.adapters.torch_versions import attends_without_heads
 from ds_dynatrain.errors import LayoutError, UnsupportedError
-from ds_dynatrain.space import WHOLE, AxisCuts, Layout
+from ds_dynatrain.space import WHOLE, AxisCuts, DimCut, Layout
+
+WRONG: Mapping[str, str] = {
+    "bloom": "AutoTP cuts its fused query_key_value across heads, and would compute something else",
+    "falcon": "its attention counts all heads, whatever its rank holds",
+    "gpt_bigcode": "AutoTP gives every rank all keys and values, and never adds their gradients up",
+    "mpt": "its attention counts all heads, whatever its rank holds",
+}
+"""Kinds of Hugging Face models that AutoTP cuts and that do not train then (measured with DeepSpeed 0.19.8)."""
+
+Cuts = dict[str, AxisCuts]
+"""By name of the logical tensor."""
+
+
+def refuse_model(model: nn.Module) -> None:
+    """UnsupportedError for a kind of model that AutoTP cuts and that does not train then."""
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    if isinstance(kind, str) and kind in WRONG:
+        raise UnsupportedError(f"tensor parallelism of {type(model).__name__}: {WRONG[kind]}; leave layout.tensor at 1")
+
+
+def settings(config: Mapping[str, Any], size: int) -> dict[str, Any]:
+    """DeepSpeed's block for AutoTP with the size of a layout; a size of 1 turns it off."""
+    block = {**(config.get("tensor_parallel") or {}), "autotp_size": size if size > 1 else 0}
+    for name in ("tp", "tensor_parallel"):
+        if name in block:
+            block[name] = {key: value for key, value in block[name].items() if key != "tp_size"}
+    return block
+
+
+def partition(model: nn.Module, config: Mapping[str, Any], size: int, place: int) -> None:
+    """Let AutoTP cut a model on the meta device for the rank at `place` of a tensor group of `size`.
+
+    Without peers, whatever world is installed, in any thread; one call at a time. Layers hold a group that is gone:
+    give them that of the world before they are used.
+    """
+    engine = SimpleNamespace(
+        autotp_size=lambda: size,
+        local_rank=-1,
+        is_deepcompile_enabled=lambda: False,
+        compile_autotp=lambda: False,
+    )
+    real = dict(model.named_buffers())
+    block = TPTrainingConfig(**settings(config, size))
+    with _for_training(), _tensor_group(size, place) as block.tensor_parallel.tp_group, _said_once():
+        DeepSpeedEngine._apply_autotp_partitioning(engine, model, block)
+    for prefix, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:  # moved there beside its weight
+                module._buffers[key] = real[f"{prefix}.{key}"]
+
+
+def describe(template: Template, config: Mapping[str, Any], size: int) -> Cuts:
+    """What AutoTP writes on the parameters of a model that it cuts in `size`; asked without peers.
+
+    UnsupportedError, naming the parameter, for what it does not describe or would get wrong. Whatever AutoTP itself
+    raises for a model or a size that it does not take, passes.
+    """
+    made = template.copy()
+    partition(made, config, size, 0)
+    before = dict(template.module.named_parameters())
+    after = dict(made.named_parameters())
+    if set(before) != set(after):
+        raise UnsupportedError(
+            f"{min(set(before) ^ set(after))!r} is no longer tied to the parameter it was tied to; untie the two "
+            "before initialize"
+        )
+    for name, module in made.named_modules():
+        origin = template.module.get_submodule(name) if isinstance(module, TensorParallel_Layer) else None
+        if origin is not None and not isinstance(origin, nn.Linear | nn.Embedding):
+            raise UnsupportedError(
+                f"{name!r} is a {type(origin).__name__}, which AutoTP takes for an nn.Linear; name it otherwise, or "
+                "leave it out of the plan (tensor_parallel.partition_config)"
+            )
+    found = {name: _cut(name, tuple(before[name].shape), held) for name, held in after.items()}
+    if all(cut.tensor is None for cut in found.values()):
+        raise UnsupportedError(
+            f"its rules cut none of the {len(found)} parameters; name those to cut in tensor_parallel.partition_config"
+        )
+    return found
+
+
+def refuse_empty(found: Cuts, config: Mapping[str, Any], layout: Layout) -> None:
+    """LayoutError where a rank would get no element of a parameter, and DeepSpeed or torch cannot do with that."""
+    if layout.zero_stage == 3:
+        why = "zero_stage=3"
+    elif (config.get("tensor_parallel") or {}).get("tp_overlap_comm", False):
+        why = "tp_overlap_comm"
+    elif not attends_without_heads():
+        why = f"torch {torch.__version__} (before 2.12)"
+    else:
+        return
+    for name, cut in found.items():
+        blocks = cut.tensor.blocks if isinstance(cut.tensor, DimCut) else ()
+        sizes = [sum(each) for each in zip(*blocks, strict=True)]
+        if 0 in sizes:
+            raise LayoutError(
+                f"{name!r} would be cut into {' + '.join(map(str, sizes))}, and {why} needs elements on every rank; "
+                "choose a smaller tensor size"
+            )
+
+
+def _cut(name: str, shape: tuple[int, ...], held: nn.Parameter) -> AxisCuts:
+    """What DeepSpeed wrote on a parameter, as a cut."""
+    written = getattr(held, DS_AUTOTP_UC_META, None)
+    if written is None or written["replicated"]:
+        return WHOLE
+    reason = written["conversion"]["unsupported_reason"]
+    widths = written["sub_param_shard_widths"] or [written["partition_sizes"]]
+    dim = written["partition_dim"]
+    if reason is not None or None in widths or dim is None or written["logical_shape"] != shape:
+        raise UnsupportedError(
+            f"parameter {name!r}: {reason or 'DeepSpeed does not describe how it is cut'}; leave it out of the plan "
+            "(tensor_parallel.partition_config)"
+        )
+    return AxisCuts(tensor=DimCut(dim, tuple(map(tuple, widths))))
+
+
+@contextmanager
+def _for_training() -> Iterator[None]:
+    """In the block AutoTP cuts for training; what it keeps for the process is as it was afterwards."""
+    training, on_host = is_autotp_training_mode(), TensorParallel_Layer.keep_module_on_host
+    set_autotp_mode(training=True)
+    try:
+        yield
+    finally:
+        set_autotp_mode(training=training)
+        TensorParallel_Layer.set_keep_module_on_host(on_host)
+
+
+@contextmanager
+def _tensor_group(size: int, place: int) -> Iterator[td.ProcessGroup]:
+    """A tensor group of `size` without peers in which this is the rank at `place`; AutoTP finds it where it asks."""
+    rank, known = td.get_rank(), auto_tp.groups
+    ranks = [other for other in range(size) if other != rank][: size - 1]
+    group, store = make_fake_group("dynatrain_asked", place, size)
+    register(group, store, [*ranks[:place], rank, *ranks[place:]])
+    auto_tp.groups = SimpleNamespace(
+        get_tensor_model_parallel_group=lambda: group, get_tensor_model_parallel_world_size=lambda: size
+    )
+    try:
+        yield group
+    finally:
+        auto_tp.groups = known
+        unregister(group)
+
+
+@contextmanager
+def _said_once() -> Iterator[None]:
+    """A module that prints itself again in the block says what it said first.
+
+    AutoTP looks for one model's name in the text of every module, sixteen times each: half of all its time.
+    """
+    printed, said = nn.Module.__repr__, dict[nn.Module, str]()
+
+    def again(module: nn.Module) -> str:
+        if module not in said:
+            said[module] = printed(module)
+        return said[module]
+
+    with replaced(nn.Module, "__repr__", again):
+        yield
+
 
 _PARSED = "ds_autotp_parsed"
 _LOSS_BEFORE = "_deepspeed_original_loss_function"

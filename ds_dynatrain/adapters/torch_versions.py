@@ -82,7 +82,7 @@ def check_torch(version: str | None = None, names: Mapping[str, str] = NAMES) ->
             f"torch {version} is installed; ds_dynatrain needs {OLDEST} or newer and is tested with "
             f"{tested_torches()}: install one of these"
         )
-    missing = [f"{module}.{name}" for module, row in names.items() for name in row.split() if not _has(module, name)]
+    missing = [f"{module}.{name}" for module, row in names.items() for name in row.split() if not has(module, name)]
     if not any(hasattr(c10d, name) for name in REGISTERING):
         missing.append(f"{c10d.__name__}.{REGISTERING[0]}")
     if missing:
@@ -92,7 +92,8 @@ def check_torch(version: str | None = None, names: Mapping[str, str] = NAMES) ->
         )
 
 
-def _has(module: str, name: str) -> bool:
+def has(module: str, name: str) -> bool:
+    """Return whether a module has a name, which may have several levels."""
     try:
         held: object = importlib.import_module(module)
         for part in name.split("."):

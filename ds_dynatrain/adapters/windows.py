@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from torch import nn
 
-_WRAPPED = ("__init__", "__enter__", "__exit__")
+from ds_dynatrain.adapters.replaced import replaced
+
 _ASKED = "_dynatrain_asked"
 
 
@@ -24,11 +26,34 @@ class GatherWatch:
     """The `GatheredParameters` blocks that are open over `parameters`, at whatever stage."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._mine = {id(parameter) for parameter in parameters}
+        mine = {id(parameter) for parameter in parameters}
         self._open: set[int] = set()
-        self._own = {name: getattr(GatheredParameters, name) for name in _WRAPPED}
-        for name in _WRAPPED:
-            setattr(GatheredParameters, name, getattr(self, f"_{name.strip('_')}")(self._own[name]))
+        self._wrapped = ExitStack()
+        init, enter, leave = GatheredParameters.__init__, GatheredParameters.__enter__, GatheredParameters.__exit__
+
+        @functools.wraps(init)
+        def note(block: Any, params: Any, *arguments: Any, **named: Any) -> None:
+            """Note which blocks ask for one of our parameters: below stage 3 DeepSpeed makes nothing of them."""
+            listed = [params] if isinstance(params, torch.Tensor) else params
+            listed = list(listed) if isinstance(listed, Iterable) else listed
+            init(block, listed, *arguments, **named)
+            asked = arguments[2] if len(arguments) > 2 else named.get("enabled", True)
+            block.__dict__[_ASKED] = bool(asked) and any(id(each) in mine for each in listed)
+
+        @functools.wraps(enter)
+        def opened(block: Any) -> Any:
+            entered = enter(block)
+            if block.__dict__.get(_ASKED, False):
+                self._open.add(id(block))
+            return entered
+
+        @functools.wraps(leave)
+        def closed(block: Any, *error: Any) -> Any:
+            self._open.discard(id(block))
+            return leave(block, *error)
+
+        for name, own in {"__init__": note, "__enter__": opened, "__exit__": closed}.items():
+            self._wrapped.enter_context(replaced(GatheredParameters, name, own))
 
     @property
     def count(self) -> int:
@@ -37,38 +62,5 @@ class GatherWatch:
 
     def stop(self) -> None:
         """Put DeepSpeed's own methods back; a second call does nothing."""
-        for name, own in self._own.items():
-            setattr(GatheredParameters, name, own)
-        self._own = {}
+        self._wrapped.close()
         self._open.clear()
-
-    def _init(self, own: Any) -> Any:
-        """Note which blocks ask for one of our parameters: below stage 3 DeepSpeed makes nothing of them."""
-
-        @functools.wraps(own)
-        def wrapped(block: Any, params: Any, *arguments: Any, **named: Any) -> None:
-            listed = [params] if isinstance(params, torch.Tensor) else params
-            listed = list(listed) if isinstance(listed, Iterable) else listed
-            own(block, listed, *arguments, **named)
-            asked = arguments[2] if len(arguments) > 2 else named.get("enabled", True)
-            block.__dict__[_ASKED] = bool(asked) and any(id(each) in self._mine for each in listed)
-
-        return wrapped
-
-    def _enter(self, own: Any) -> Any:
-        @functools.wraps(own)
-        def wrapped(block: Any) -> Any:
-            entered = own(block)
-            if block.__dict__.get(_ASKED, False):
-                self._open.add(id(block))
-            return entered
-
-        return wrapped
-
-    def _exit(self, own: Any) -> Any:
-        @functools.wraps(own)
-        def wrapped(block: Any, *error: Any) -> Any:
-            self._open.discard(id(block))
-            return own(block, *error)
-
-        return wrapped

@@ -6,15 +6,19 @@ apart, `loader`, `windows` and `evaluation` are what a user iterates over, `host
 package knows torch, and no DeepSpeed.
 """
 
-from ds_dynatrain.data.batch import BatchArithmetic, ColumnArithmetic, Slot, SlotTable, Unevenness, uneven
-from ds_dynatrain.data.cursor import Cursor
-from ds_dynatrain.data.evaluation import EvaluationLoader
-from ds_dynatrain.data.host import Host
-from ds_dynatrain.data.leaves import Leaf, LeafArithmetic
-from ds_dynatrain.data.loader import Pass, TrainLoader
-from ds_dynatrain.data.order import EpochOrder
+from ds_dynatrain.data.batch import (
+    BatchArithmetic,
+    ColumnArithmetic,
+    Leaf,
+    LeafArithmetic,
+    Slot,
+    SlotTable,
+    Unevenness,
+    uneven,
+)
+from ds_dynatrain.data.loader import EvaluationLoader, Host, MicroBatch, Pass, TrainLoader, Windows
+from ds_dynatrain.data.order import Cursor, EpochOrder
 from ds_dynatrain.data.source import STOCK_WORKERS, Source
-from ds_dynatrain.data.windows import MicroBatch, Windows
 from ds_dynatrain.data.workers import WorkerStart
 
 __all__ = [

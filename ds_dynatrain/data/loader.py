@@ -20,56 +20,131 @@ The rules of `iter`:
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader
 
 from ds_dynatrain.data.batch import BatchArithmetic, Slot
-from ds_dynatrain.data.cursor import Cursor
-from ds_dynatrain.data.host import Host
-from ds_dynatrain.data.order import Order
-from ds_dynatrain.data.seeded import in_epoch
-from ds_dynatrain.data.source import MapStyle, Source
-from ds_dynatrain.data.windows import MicroBatch, Windows
+from ds_dynatrain.data.order import Cursor, EpochOrder
+from ds_dynatrain.data.source import MapStyle, Source, in_epoch
 from ds_dynatrain.data.workers import apart, like_stock, without_collection
 from ds_dynatrain.errors import DataError
 
 
-class TrainLoader:
-    """Batches of a training set, in the present world; `name` tells it from the other loaders of an engine.
+class Host(Protocol):
+    """The present world as a loader sees it. It may change inside `before_batch` and `before_micro_batch`, and
+    nowhere else.
 
-    Raises `DataError` if an epoch would have no global batch.
+    On an idle member `data_rank` means nothing; `batch` is still asked for its `train_batch_size`, which no world
+    changes.
     """
 
-    def __init__(self, source: Source, host: Host, name: str = "train", order: Order | None = None) -> None:
-        self.name = name
-        self.source = source
-        self.order: Order = source.order(host.batch.train_batch_size) if order is None else order
-        """Which samples are in which global batch; the same in every world."""
-        self.post_process: Callable[[Any, dict[str, Any]], Any] | None = None
-        """Makes the batch to train on, of a batch and the order's state when its global batch was drawn."""
-        self.samples = 0
-        """Samples of its own in the micro-batch that `next` dealt last; 0 for one that repeats another's sample."""
-        self._host = host
-        self._at = Cursor()
-        self._follows_sampler, self._sampler_epoch = source.sampler is not None and order is None, 0
-        self._micro = 0
-        self._resume = False
-        self._loads = 0
-        self._live: weakref.ref[Pass] | None = None
+    @property
+    def data_rank(self) -> int:
+        """This member's index on the data axis, 0 to data - 1; members that share it get the same samples."""
+
+    @property
+    def batch(self) -> BatchArithmetic:
+        """How a global batch is dealt in the present world."""
+
+    @property
+    def generation(self) -> int:
+        """The number of the world; a loader deals its batches anew when it has changed."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether this member holds no state now."""
+
+    def turn(self) -> AbstractContextManager[None]:
+        """Around whatever a loader does: the process's random streams are those of this job in it."""
+
+    def begin_epoch(self, loader: TrainLoader) -> int | None:
+        """Return which epoch the sampler is set to, as the job has it. Called by `iter` of a train loader.
+
+        None on a member that came late, if the others have left their loops: it gets no batch.
+        """
+
+    def begin_evaluation(self, loader: EvaluationLoader) -> bool:
+        """The same for a pass over an evaluation loader, which the others may not be making."""
+
+    def before_micro_batch(self) -> None:
+        """Called before every micro-batch; it may set a loader back to the start of its global batch."""
+
+    def before_batch(self, loader: TrainLoader) -> None:
+        """Called before the first micro-batch of a global batch that exists; a pending change takes effect here.
+
+        On an idle member it returns once the member works again and `loader.load_state_dict` has set the position. A
+        host that lets a member wait calls `loader.close()` first, so that no worker process waits with it.
+        """
+
+    def deal(self, slot: Slot, first: bool, last: bool) -> None:
+        """Told the slot of the micro-batch about to be returned, and whether it opens or closes its global batch."""
+
+    def open_batch(self, slots: Sequence[Slot]) -> None:
+        """Told this rank's slots of a global batch that is drawn at once; each is dealt later."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one forward and backward pass is about.
+
+    data: what the data set and `collate_fn` made. slot: which samples of the global batch these are, and what they
+    weigh. is_last: of this rank's micro-batches of the global batch. generation: of the world that deals it.
+    """
+
+    data: Any
+    slot: Slot
+    is_last: bool
+    generation: int
+
+    @property
+    def samples(self) -> int:
+        """Samples of its own; 0 for one that repeats another's sample."""
+        return self.slot.samples
+
+    @property
+    def is_borrowed(self) -> bool:
+        """Whether it has no sample of its own: it counts nothing."""
+        return self.slot.is_borrowed
+
+    @property
+    def weight(self) -> float:
+        """What the mean of its losses is multiplied by, so that the gradient is the mean over all samples."""
+        return self.slot.weight
+
+
+@dataclass(frozen=True)
+class Windows:
+    """A train loader whose items are global batches: this rank's micro-batches of one optimizer step.
+
+    There are as many of them in every world. Each `iter` is a pass over the loader, and whatever holds for that holds
+    here.
+    """
+
+    loader: TrainLoader
+
+    def __len__(self) -> int:
+        return self.loader.order.steps
+
+    def __iter__(self) -> Iterator[tuple[MicroBatch, ...]]:
+        return iter(iter(self.loader).next_window, None)
+
+
+class _Loader:
+    """What can be read off a loader as off torch's."""
+
+    source: Source
 
     @property
     def dataset(self) -> MapStyle:
         """The data set."""
         return self.source.dataset
-
-    @property
-    def batch_size(self) -> int:
-        """The most samples that a micro-batch holds."""
-        return self._host.batch.micro_batch_limit
 
     @property
     def collate_fn(self) -> Callable[[list[Any]], Any] | None:
@@ -80,6 +155,36 @@ class TrainLoader:
     def num_workers(self) -> int:
         """Worker processes on each member."""
         return self.source.num_workers
+
+
+class TrainLoader(_Loader):
+    """Batches of a training set, in the present world; `name` tells it from the other loaders of an engine.
+
+    Raises `DataError` if an epoch would have no global batch.
+    """
+
+    def __init__(self, source: Source, host: Host, name: str = "train", order: EpochOrder | None = None) -> None:
+        self.name = name
+        self.source = source
+        self.order: EpochOrder = source.order(host.batch.train_batch_size) if order is None else order
+        """Which samples are in which global batch; the same in every world."""
+        self.post_process: Callable[[Any, dict[str, Any]], Any] | None = None
+        """Makes the batch to train on, of a batch and the order's state when its global batch was drawn."""
+        self.samples = 0
+        """Samples of its own in the micro-batch that `next` dealt last; 0 for one that repeats another's sample."""
+        self._host = host
+        self._at = Cursor()
+        self._follows_sampler, self._sampler_epoch = source.sampler is not None and order is None, 0
+        self._micro = 0
+        self.is_under_way = False
+        """Whether the next `iter` goes on with a pass that the job is in, after `load_state_dict`."""
+        self._loads = 0
+        self._live: weakref.ref[Pass] | None = None
+
+    @property
+    def batch_size(self) -> int:
+        """The most samples that a micro-batch holds."""
+        return self._host.batch.micro_batch_limit
 
     @property
     def pin_memory(self) -> bool:
@@ -92,7 +197,7 @@ class TrainLoader:
         return self.source.drop_last
 
     @property
-    def sampler(self) -> Order:
+    def sampler(self) -> EpochOrder:
         """The order of the samples, in the place where a torch loader has its sampler."""
         return self.order
 
@@ -110,17 +215,12 @@ class TrainLoader:
     @property
     def has_begun(self) -> bool:
         """Whether a pass is under way: its iterator lives, or is still to come after `load_state_dict`."""
-        return self._resume or (self._live is not None and self._live() is not None)
+        return self.is_under_way or (self._live is not None and self._live() is not None)
 
     @property
     def order_epoch(self) -> int:
         """The epoch that decides the order: the job's, or the one that the user's sampler was set to for this pass."""
         return self._sampler_epoch if self._follows_sampler else self._at.epoch
-
-    @property
-    def is_under_way(self) -> bool:
-        """Whether the next `iter` goes on with a pass that the job is in, after `load_state_dict`."""
-        return self._resume
 
     def __len__(self) -> int:
         """Micro-batches per epoch on this rank in the present world; on an idle member those of the rank with most."""
@@ -141,9 +241,9 @@ class TrainLoader:
         with self._host.turn():
             sampler_epoch = self._host.begin_epoch(self)
             has_batches = sampler_epoch is not None
-            draws = has_batches and not self._resume and not self._host.idle
+            draws = has_batches and not self.is_under_way and not self._host.idle
             stream = like_stock() if draws else None
-        if not self._resume:
+        if not self.is_under_way:
             self._at = self._at.next_epoch() if self._at.step else self._at
             self._sampler_epoch = sampler_epoch or 0
         fresh = Pass(self, self._host, stream, is_over=not has_batches)
@@ -156,7 +256,7 @@ class TrainLoader:
         For a loop that draws a whole global batch before its first pass. `with engine.micro_batch(one):` around
         forward, backward and step says which one they are about.
         """
-        return Windows(self.__iter__, self.order.steps)
+        return Windows(self)
 
     def state_dict(self) -> dict[str, Any]:
         """The position and the order that it counts in: plain integers and booleans, the same on every rank.
@@ -189,7 +289,7 @@ class TrainLoader:
                 f"loader {self.name!r}: {cursor} is behind the end of an epoch of {self.order.steps} steps; give what "
                 "state_dict() of this loader returned, or use the data set that it was saved with"
             )
-        self._at, self._micro, self._resume = cursor, 0, bool(state["begun"])
+        self._at, self._micro, self.is_under_way = cursor, 0, bool(state["begun"])
         self._sampler_epoch = int(state.get("sampler epoch", 0))
         self._loads += 1
 
@@ -204,7 +304,7 @@ class Pass(Iterator[Any]):
     """The iterator of a `TrainLoader`; it holds whatever belongs to the present world."""
 
     def __init__(self, loader: TrainLoader, host: Host, stream: torch.Generator | None, is_over: bool = False) -> None:
-        self._loader = loader
+        self.loader = loader
         self._host = host
         self._stream = stream
         self._key = (host.generation, loader._loads)
@@ -214,17 +314,12 @@ class Pass(Iterator[Any]):
         self._fetch: Iterator[Any] | None = None
         self._over, self._stands = is_over, False
 
-    @property
-    def loader(self) -> TrainLoader:
-        """Whose pass it is."""
-        return self._loader
-
     def reach_boundary(self) -> None:
         """Stand at the next global batch, which `next` does by itself for its first micro-batch.
 
         StopIteration if the pass is over. A pending change takes effect here.
         """
-        loader = self._loader
+        loader = self.loader
         if self._over:
             raise StopIteration
         if loader._live is None or loader._live() is not self:
@@ -240,32 +335,29 @@ class Pass(Iterator[Any]):
     def skip(self) -> None:
         """Leave the global batch out at which it stands: this member has no use for its samples, others have."""
         self.close()
-        self._stands, self._loader._resume = False, False
-        self._loader._at = self._loader._at.advance()
+        self._stands, self.loader.is_under_way = False, False
+        self.loader._at = self.loader._at.advance()
 
     def __next__(self) -> Any:
         with self._host.turn():
-            return self._next()
+            self.reach_boundary()
+            loader = self.loader
+            first, last, slot = loader._micro == 0, self._at_last, self._window[loader._micro]
 
-    def _next(self) -> Any:
-        self.reach_boundary()
-        loader = self._loader
-        first, last, slot = loader._micro == 0, self._at_last, self._window[loader._micro]
+            def deal() -> None:
+                self._host.deal(slot, first, last)
+                loader.samples = slot.samples
 
-        def deal() -> None:
-            self._host.deal(slot, first, last)
-            loader.samples = slot.samples
-
-        batch = self._take(deal)
-        self._advance(last)
-        return batch
+            batch = self._take(deal)
+            self._advance(last)
+            return batch
 
     def next_window(self) -> tuple[MicroBatch, ...]:
         """All micro-batches of this rank of the next global batch; `Host.deal` is for whoever trains them.
 
         DataError where `next` has begun one.
         """
-        loader, drawn = self._loader, list[MicroBatch]()
+        loader, drawn = self.loader, list[MicroBatch]()
         if loader.mid_window:
             raise DataError(
                 f"loader {loader.name!r}: {loader._micro} micro-batches of global batch {loader._at.step} were dealt "
@@ -274,26 +366,23 @@ class Pass(Iterator[Any]):
         with self._host.turn():
             while not (drawn and drawn[-1].is_last):
                 self.reach_boundary()
-                if loader._micro == 0:  # it may have gone back to there
+                is_first = loader._micro == 0  # it may have gone back to there
+                if is_first:
                     drawn.clear()
-                drawn.append(self._draw())
-                self._advance(drawn[-1].is_last)
+                slot, last = self._window[loader._micro], self._at_last
+                batch = self._take((lambda: self._host.open_batch(self._window)) if is_first else lambda: None)
+                drawn.append(MicroBatch(batch, slot, last, self._key[0]))
+                self._advance(last)
         return tuple(drawn)
-
-    def _draw(self) -> MicroBatch:
-        """The next micro-batch, for later; with the first one of a global batch that is open."""
-        slot, first = self._window[self._loader._micro], self._loader._micro == 0
-        batch = self._take((lambda: self._host.open_batch(self._window)) if first else lambda: None)
-        return MicroBatch(batch, slot, self._at_last, self._key[0])
 
     @property
     def _at_last(self) -> bool:
-        return self._loader._micro + 1 == len(self._window)
+        return self.loader._micro + 1 == len(self._window)
 
     def _advance(self, last: bool) -> None:
         """A micro-batch was dealt. last: of its global batch."""
-        loader = self._loader
-        self._stands = loader._resume = False
+        loader = self.loader
+        self._stands = loader.is_under_way = False
         loader._micro = 0 if last else loader._micro + 1
         loader._at = loader._at.advance() if last else loader._at
 
@@ -303,7 +392,7 @@ class Pass(Iterator[Any]):
 
     def _open_window(self) -> None:
         """Stand at a global batch in the present world, or end the pass; only a working member can judge which."""
-        loader = self._loader
+        loader = self.loader
         if not self._host.idle:
             self._end_if_over()
         self._host.before_batch(loader)
@@ -311,32 +400,29 @@ class Pass(Iterator[Any]):
         key = (self._host.generation, loader._loads)
         if key != self._key:
             self._fetch, self._rows, self._key = None, {}, key
-        self._check_batch_size()
+        now, then = self._host.batch.train_batch_size, loader.order.train_batch_size
+        if now != then:
+            raise DataError(
+                f"loader {loader.name!r}: train_batch_size became {now}, and its epochs are cut by {then}; "
+                "it cannot change under a live switch, make a new engine"
+            )
         samples = loader.order.samples(loader._at.step)
         if samples not in self._rows:
             self._rows[samples] = self._host.batch.deal(samples).rank(self._host.data_rank)
         self._window = self._rows[samples]
 
-    def _check_batch_size(self) -> None:
-        now, then = self._host.batch.train_batch_size, self._loader.order.train_batch_size
-        if now != then:
-            raise DataError(
-                f"loader {self._loader.name!r}: train_batch_size became {now}, and its epochs are cut by {then}; "
-                "it cannot change under a live switch, make a new engine"
-            )
-
     def _end_if_over(self) -> None:
-        loader = self._loader
+        loader = self.loader
         if loader._at.step < loader.order.steps:
             return
         self.close()
         self._over = True
-        loader._at, loader._resume, loader._live = loader._at.next_epoch(), False, None
+        loader._at, loader.is_under_way, loader._live = loader._at.next_epoch(), False, None
         raise StopIteration
 
     def _take(self, announce: Callable[[], None]) -> Any:
         """The next micro-batch, once `announce` has told the host; after an error the next call reads it again."""
-        loader, host = self._loader, self._host
+        loader, host = self.loader, self._host
         if host.generation != self._key[0]:
             raise DataError(
                 f"loader {loader.name!r}: generation {self._key[0]} became {host.generation} in the middle of a "
@@ -362,7 +448,7 @@ class Pass(Iterator[Any]):
 
     def _start(self) -> Iterator[Any]:
         """This rank's remaining micro-batches of the epoch, from the torch loader that is there or a new one."""
-        loader, host = self._loader, self._host
+        loader, host = self.loader, self._host
         if self._torch is None:
             stream, self._stream = self._stream, None
             if stream is None:
@@ -384,19 +470,72 @@ class _Remaining:
         self._host = host
 
     def __iter__(self) -> Iterator[list[Any]]:
-        loader, host = self._loader, self._host
-        rest: Iterator[list[Any]] = _rank_indices(loader, loader._at.step, host.batch, host.data_rank)
-        if loader.source.seeds_samples:
-            rest = in_epoch(loader._at.epoch, rest)
-        return itertools.islice(rest, loader._micro, None)
+        rest: Iterator[list[Any]] = self._indices(self._loader._at.step, self._host.batch, self._host.data_rank)
+        if self._loader.source.seeds_samples:
+            rest = in_epoch(self._loader._at.epoch, rest)
+        return itertools.islice(rest, self._loader._micro, None)
+
+    def _indices(self, step: int, batch: BatchArithmetic, rank: int) -> Iterator[list[int]]:
+        """Yield the data set's indices of each micro-batch, from global batch `step` on."""
+        rows: dict[int, list[torch.Tensor]] = {}
+        for chosen in self._loader.order.batches(self._loader.order_epoch, step):
+            samples = len(chosen)
+            if samples not in rows:
+                rows[samples] = [torch.tensor(slot.positions) for slot in batch.deal(samples).rank(rank)]
+            for positions in rows[samples]:
+                yield chosen[positions].tolist()
 
 
-def _rank_indices(loader: TrainLoader, step: int, batch: BatchArithmetic, rank: int) -> Iterator[list[int]]:
-    """The data set's indices of one rank's micro-batches, from global batch `step` to the end of the present epoch."""
-    rows: dict[int, list[torch.Tensor]] = {}
-    for chosen in loader.order.batches(loader.order_epoch, step):
-        samples = len(chosen)
-        if samples not in rows:
-            rows[samples] = [torch.tensor(slot.positions) for slot in batch.deal(samples).rank(rank)]
-        for positions in rows[samples]:
-            yield chosen[positions].tolist()
+class EvaluationLoader(_Loader):
+    """Batches of an evaluation set, split over the world as it is when `iter()` is called; no sample counts twice.
+
+    Sample i of the order goes to rank i % data. All ranks yield equally many batches, since a forward under ZeRO-3 is
+    a collective; a rank that has run out repeats the first sample. Weigh by `samples`, the number of samples of its own
+    in the last batch, 0 for a repeat:
+
+        for batch in loader:
+            total += engine(batch).item() * loader.samples
+            count += loader.samples
+
+    `batch_size` is the one given, else that of the torch `DataLoader` given, else the micro-batch size of the engine.
+    `drop_last` is not applied: what it drops would depend on the world.
+    """
+
+    def __init__(self, source: Source, host: Host, batch_size: int | None = None, name: str = "evaluation") -> None:
+        self.name = name
+        self.source = source
+        self.samples = 0
+        """Samples of its own in the last batch yielded on this rank."""
+        self.batch_size: int = batch_size or source.batch_size or host.batch.micro_batch_limit
+        """The most samples in a batch of one rank."""
+        self._host = host
+        self._order = source.order(self.batch_size)
+
+    def __len__(self) -> int:
+        """Batches on each rank in the present world."""
+        return math.ceil(self._order.length / (self._host.batch.data * self.batch_size))
+
+    def __iter__(self) -> Iterator[Any]:
+        """This rank's batches, none where the others are not evaluating; `DataError` on an idle member."""
+        if self._host.idle:
+            raise DataError(
+                "an idle member holds no state and cannot evaluate: iterate over an evaluation loader only where "
+                "engine.idle is false"
+            )
+        with self._host.turn():
+            if not self._host.begin_evaluation(self):
+                return iter(())
+        return self._batches(self._host.data_rank, self._host.batch.data, len(self))
+
+    def _batches(self, rank: int, data: int, count: int) -> Iterator[Any]:
+        permutation = self._order.permutation(0)
+        mine = permutation[rank::data].tolist()
+        own = [mine[start : start + self.batch_size] for start in range(0, count * self.batch_size, self.batch_size)]
+        spare = permutation[:1].tolist()
+        with self._host.turn(), without_collection():
+            batches = iter(self.source.fetch([indices or spare for indices in own], None))
+        for indices in own:
+            with self._host.turn():
+                batch = next(batches)
+            self.samples = len(indices)
+            yield batch

@@ -10,44 +10,55 @@ own, or dropped.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from ds_dynatrain.errors import DataError
 
 
-class Order(Protocol):
-    """Which samples are in which global batch, in passes of `steps` batches each; nothing in it knows of the world."""
+@dataclass(frozen=True, order=True)
+class Cursor:
+    """The first global batch that has not been dealt in full: batch `step` of epoch `epoch`, both from 0.
 
-    @property
-    def train_batch_size(self) -> int:
-        """Samples of a full global batch."""
+    `step` may equal the number of global batches of an epoch: all are dealt, and the loop over them has not ended yet.
+    """
 
-    @property
-    def seed(self) -> int:
-        """What the order was drawn from."""
+    epoch: int = 0
+    step: int = 0
 
-    @property
-    def steps(self) -> int:
-        """Global batches per pass."""
+    def __post_init__(self) -> None:
+        if self.epoch < 0 or self.step < 0:
+            raise DataError(
+                f"a position in the data cannot be negative: epoch {self.epoch}, step {self.step}; give what "
+                "state_dict() returned"
+            )
 
-    def __len__(self) -> int:
-        """Samples per pass."""
+    def advance(self) -> Cursor:
+        """The next global batch of the same epoch."""
+        return Cursor(self.epoch, self.step + 1)
 
-    def samples(self, step: int) -> int:
-        """Samples in global batch `step` of a pass."""
+    def next_epoch(self) -> Cursor:
+        """The first global batch of the next epoch."""
+        return Cursor(self.epoch + 1, 0)
 
-    def batches(self, epoch: int, step: int) -> Iterator[torch.Tensor]:
-        """The data set's indices of the global batches from `step` to the end of pass `epoch`."""
+    def to_dict(self) -> dict[str, int]:
+        """Plain integers, for a checkpoint or the carry."""
+        return {"epoch": self.epoch, "step": self.step}
 
-    def state(self, epoch: int, step: int) -> dict[str, Any]:
-        """What a function that sees each batch is told about a global batch."""
-
-    def describe(self) -> dict[str, Any]:
-        """What must be equal for a position to mean the same, in plain values."""
+    @classmethod
+    def from_dict(cls, state: Mapping[str, object]) -> Cursor:
+        """The inverse of `to_dict`; `DataError` if a field is missing or no integer."""
+        fields = {name: state.get(name) for name in ("epoch", "step")}
+        numbers = {name: value for name, value in fields.items() if isinstance(value, int)}
+        if len(numbers) < len(fields):
+            raise DataError(
+                f"a position in the data needs the integers epoch and step, not {fields}; give what state_dict() "
+                "returned"
+            )
+        return cls(**numbers)
 
 
 @dataclass(frozen=True)

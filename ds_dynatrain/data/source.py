@@ -7,23 +7,63 @@ over ranks do not count. What cannot be re-sampled by global index is refused by
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+import random
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
+import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from ds_dynatrain.data.order import EpochOrder
-from ds_dynatrain.data.seeded import SeededSamples
 from ds_dynatrain.data.workers import SharedEnd, WorkerStart
 from ds_dynatrain.errors import DataError
+from ds_dynatrain.space.leaves import sample_seed
+
+
+class Sample(NamedTuple):
+    """A place in a data set, in a pass over it."""
+
+    epoch: int
+    place: int
+
+
+class SeededSamples:
+    """A data set that is read by `Sample`: torch's, numpy's and Python's generators are set before each one.
+
+    What a `collate_fn` draws follows from the last sample of its micro-batch.
+    """
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self._dataset, self._seed = dataset, seed
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, sample: Sample) -> Any:
+        seed = sample_seed(self._seed, *sample)
+        torch.manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+        return self._dataset[sample.place]
+
+
+def in_epoch(epoch: int, indices: Iterable[list[int]]) -> Iterator[list[Sample]]:
+    """Lists of indices as lists of samples."""
+    return ([Sample(epoch, index) for index in each] for each in indices)
+
 
 STOCK_WORKERS = 2
 """Worker processes per loader where none are asked for: DeepSpeed's own number."""
 
 MAP_STYLE = "give a data set with __getitem__ and __len__, or read the stream in a loop with engine.boundary()"
+_FETCHED = (
+    *("collate_fn", "num_workers", "pin_memory", "batch_size", "worker_init_fn", "prefetch_factor", "timeout"),
+    "multiprocessing_context",
+)
+"""Attributes of a torch `DataLoader` that a `Source` takes over as they are."""
 SAMPLERS = "leave it out (samples are dealt by global index in every world), or put its order into the data set itself"
 
 
@@ -34,17 +74,6 @@ class MapStyle(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
     def __len__(self) -> int: ...
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """The order that a torch `DataLoader` would have used."""
-
-    shuffle: bool
-    seed: int = 0
-    reshuffle: bool = False
-    drop_last: bool = False
-    sampler: DistributedSampler[Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -100,24 +129,14 @@ class Source:
         """
         loader = data if isinstance(data, DataLoader) else None
         dataset = _map_style(data if loader is None else loader.dataset)
-        found = Sampling(shuffle=True) if loader is None else _sampling(loader, len(dataset))
-        return cls(
-            dataset=dataset,
-            collate_fn=_given(collate_fn, loader.collate_fn if loader else None),
-            num_workers=_given(num_workers, loader.num_workers if loader else STOCK_WORKERS),
-            shuffle=_given(shuffle, found.shuffle),
-            seed=_given(seed, found.seed),
-            reshuffle=_given(reshuffle, found.reshuffle),
-            sampler=found.sampler if reshuffle is None else None,
-            drop_last=_given(drop_last, found.drop_last),
-            pin_memory=_given(pin_memory, loader.pin_memory if loader else False),
-            batch_size=loader.batch_size if loader else None,
-            worker_init_fn=loader.worker_init_fn if loader else None,
-            prefetch_factor=loader.prefetch_factor if loader else None,
-            timeout=loader.timeout if loader else 0.0,
-            multiprocessing_context=loader.multiprocessing_context if loader else None,
-            seeds_samples=seeds_samples,
-        )
+        found = {} if loader is None else {name: getattr(loader, name) for name in _FETCHED}
+        found |= {} if loader is None else _sampling(loader, len(dataset))
+        if reshuffle is not None:
+            found["sampler"] = None
+        given = {"collate_fn": collate_fn, "num_workers": num_workers, "shuffle": shuffle, "seed": seed}
+        given |= {"reshuffle": reshuffle, "drop_last": drop_last, "pin_memory": pin_memory}
+        found |= {name: value for name, value in given.items() if value is not None}
+        return cls(dataset, seeds_samples=seeds_samples, **found)
 
     @property
     def sampler_epoch(self) -> int:
@@ -158,10 +177,6 @@ class Source:
         )
 
 
-def _given(argument: Any, otherwise: Any) -> Any:
-    return otherwise if argument is None else argument
-
-
 def _map_style(dataset: object) -> MapStyle:
     if isinstance(dataset, IterableDataset):
         raise DataError(
@@ -175,19 +190,20 @@ def _map_style(dataset: object) -> MapStyle:
     return dataset
 
 
-def _sampling(loader: DataLoader[Any], length: int) -> Sampling:
+def _sampling(loader: DataLoader[Any], length: int) -> dict[str, Any]:
+    """Return the fields of a `Source` that say the order which a torch loader would have used."""
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
         name = "batch_size=None" if loader.batch_sampler is None else type(loader.batch_sampler).__name__
         raise DataError(f"the DataLoader has a batch sampler of its own ({name}), fixed to one world; {SAMPLERS}")
     sampler = loader.sampler
     if type(sampler) is SequentialSampler:
-        return Sampling(shuffle=False, drop_last=loader.drop_last)
+        return {"shuffle": False, "drop_last": loader.drop_last}
     if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == length:
         seed = sampler.generator.initial_seed() if sampler.generator is not None else 0
-        return Sampling(shuffle=True, seed=seed, reshuffle=True, drop_last=loader.drop_last)
+        return {"shuffle": True, "seed": seed, "reshuffle": True, "drop_last": loader.drop_last}
     if type(sampler) is DistributedSampler and len(sampler.dataset) == length:  # type: ignore[arg-type]
         drop_last = loader.drop_last or sampler.drop_last
-        return Sampling(sampler.shuffle, sampler.seed, drop_last=drop_last, sampler=sampler)
+        return {"shuffle": sampler.shuffle, "seed": sampler.seed, "drop_last": drop_last, "sampler": sampler}
     raise DataError(
         f"the DataLoader has a sampler of its own ({type(sampler).__name__}), whose order cannot be dealt by "
         f"global index; {SAMPLERS}"

@@ -11,22 +11,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ds_dynatrain.adapters.children import Made
 from ds_dynatrain.adapters.host import Host, Replaced
 from ds_dynatrain.adapters.launch_world import LaunchWorld
 from ds_dynatrain.adapters.placement import Memory
 from ds_dynatrain.adapters.process_wide import ProcessWide
 from ds_dynatrain.adapters.settings import layout_config
+from ds_dynatrain.adapters.shaper import Made
 from ds_dynatrain.adapters.world import World
 from ds_dynatrain.adapters.worlds import install
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.data import BatchArithmetic, TrainLoader
 from ds_dynatrain.engine.agreement import Proposal
-from ds_dynatrain.engine.context import Candidates, Context
+from ds_dynatrain.engine.context import Candidates, Context, Job, OwnGroups
 from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.feasible import dealt
-from ds_dynatrain.engine.groups import OwnGroups
-from ds_dynatrain.engine.job import Job
 from ds_dynatrain.engine.pending import PendingSwitch
 from ds_dynatrain.engine.preparation import Preparation
 from ds_dynatrain.engine.streams import Held

@@ -12,12 +12,11 @@ import torch
 
 from ds_dynatrain.adapters.worlds import add_groups
 from ds_dynatrain.data import BatchArithmetic, EvaluationLoader, MicroBatch, TrainLoader
-from ds_dynatrain.engine import ending
 from ds_dynatrain.engine.attempts import OnSwitch
 from ds_dynatrain.engine.changes import OnChange
 from ds_dynatrain.engine.checkpoints.restoration import Restored
 from ds_dynatrain.engine.checkpoints.saving import PendingSave
-from ds_dynatrain.engine.groups import OwnGroup, RanksOf
+from ds_dynatrain.engine.context import OwnGroup, RanksOf
 from ds_dynatrain.engine.loaders import Shuffling
 from ds_dynatrain.engine.overrides import OverridingEngine, in_turn
 from ds_dynatrain.engine.pending import PendingSwitch, SwitchEstimate
@@ -459,7 +458,7 @@ class DynatrainEngine(OverridingEngine):
 
     def close(self) -> None:
         """End of the script: tell the others, and take the process groups down while they can still answer."""
-        ending.close(self._parts)
+        self._parts.close()
 
 
 def _given(*sizes: object) -> dict[str, Any]:

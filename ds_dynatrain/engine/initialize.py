@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+import copy
+import hashlib
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,37 +17,54 @@ from torch import nn
 
 from ds_dynatrain.adapters.communicators import is_watched
 from ds_dynatrain.adapters.device import take_own
-from ds_dynatrain.adapters.forward import OptimizerForwarder
-from ds_dynatrain.adapters.incoming import Incoming
+from ds_dynatrain.adapters.incoming import Incoming, ParamInit, Row, install_zero_init
 from ds_dynatrain.adapters.kinds import features_of
-from ds_dynatrain.adapters.meta import ParamInit
 from ds_dynatrain.adapters.pipeline import is_pipeline, refuse_stage_of_another
-from ds_dynatrain.adapters.settings import BatchSizes
+from ds_dynatrain.adapters.settings import BatchSizes, layout_config
+from ds_dynatrain.adapters.shaper import ModelFactory, Shaper
 from ds_dynatrain.adapters.shaping import shaper_of
-from ds_dynatrain.adapters.staged import put_together, start_stages
-from ds_dynatrain.adapters.start import import_what_is_lazy, start_without_compiler, tell_of_compilers
+from ds_dynatrain.adapters.stage_module import put_together, start_stages
+from ds_dynatrain.adapters.start import (
+    OptimizerForwarder,
+    engine_around,
+    import_what_is_lazy,
+    start_without_compiler,
+    tell_of_compilers,
+)
 from ds_dynatrain.adapters.support import check_elastic_launch, refuse_unsupported
-from ds_dynatrain.adapters.template import ModelFactory
-from ds_dynatrain.adapters.worlds import is_ours_installed
-from ds_dynatrain.adapters.zero_init import install
+from ds_dynatrain.adapters.world import World
+from ds_dynatrain.adapters.worlds import (
+    WorldSpec,
+    build_world,
+    drop,
+    install,
+    installed,
+    is_ours_installed,
+    stand_in_world,
+)
 from ds_dynatrain.config import DynatrainConfig, split_config
 from ds_dynatrain.config_file import Config, read_config
 from ds_dynatrain.elastic.environment import WorkerPlace, local_rank, settle_watchdog, worker_place
+from ds_dynatrain.elastic.process import at_exit
 from ds_dynatrain.engine.checkpoints.resume import first_state
-from ds_dynatrain.engine.construction import Construction
+from ds_dynatrain.engine.context import Context, Job, OnIdle, OwnGroups
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.engine import DynatrainEngine
-from ds_dynatrain.engine.first_layout import first_layout
-from ds_dynatrain.engine.introduction import introduce, lists_of, of_running_job, refuse_without_values, rows_of
-from ds_dynatrain.engine.job import Job, OnIdle
-from ds_dynatrain.engine.members.description import described
+from ds_dynatrain.engine.feasible import dealt
+from ds_dynatrain.engine.first import take_in
+from ds_dynatrain.engine.first_layout import check_axes, check_start, first_layout
+from ds_dynatrain.engine.members.description import described, differing_key, differing_machine, differing_parameter
 from ds_dynatrain.engine.members.early import Early, begin
 from ds_dynatrain.engine.members.entry import Entry, beside, start_alone, with_launch, with_members
 from ds_dynatrain.engine.members.policy import rule_of
+from ds_dynatrain.engine.parts import EngineParts
+from ds_dynatrain.engine.pipeline import DynatrainPipelineEngine
 from ds_dynatrain.engine.process import PROCESS, refuse_beside_plain, refuse_idle, refuse_module_of_another
-from ds_dynatrain.errors import ConfigError
+from ds_dynatrain.engine.space import space_of
+from ds_dynatrain.errors import ConfigError, ElasticError
 from ds_dynatrain.extension import Extension, check, made
 from ds_dynatrain.report import show_by_default
+from ds_dynatrain.space import Layout, is_partitioned
 from ds_dynatrain.support import usage
 
 DEFAULT_PORT = 29500
@@ -158,7 +178,7 @@ def join_at_zero_init() -> None:
     For frameworks that build a model under `zero.Init` by themselves; elsewhere than in such a launch it does nothing.
     """
     if worker_place() is not None:
-        install(_join_before_engines, read_config)
+        install_zero_init(_join_before_engines, read_config)
 
 
 def _join_before_engines() -> bool:
@@ -270,7 +290,9 @@ def _build(given: _Given, place: WorkerPlace | None, early: Early | None) -> Dyn
             extension.check_model(own, model, mpu)
         in_leaves = any(extension.has_leaves for extension in given.extensions)
         if entry.record is not None:
-            layout, sizes = of_running_job(entry.record, said)
+            if differs := differing_key(said, entry.record["described"]):
+                raise ConfigError(f"this process cannot join the job: {differs}")
+            layout, sizes = Layout.from_dict(entry.record["layout"]), BatchSizes(**entry.record["batch_sizes"])
         else:
             layout = first_layout(model, own, settings, entry.size, mpu, pipe, place is not None, in_leaves)
             refuse_beside_plain(layout, entry.size)
@@ -287,7 +309,11 @@ def _build(given: _Given, place: WorkerPlace | None, early: Early | None) -> Dyn
         shaper = shaper_of(model, own, entry.launch.member, lists, given.model_factory, owners, cut)
         values = {**owners, **shaper.owners}
         incoming = Incoming.look(model, entry.launch, given.param_init_fn, values, entry.joins)
-        refuse_without_values(entry, incoming, early is not None and early.joins)
+        if early is not None and early.joins and incoming.draws and not entry.joins:
+            raise ElasticError(
+                "the job that this process came to join has ended, and its model was built without values; start this "
+                "process again"
+            )
         rows = rows_of(entry, incoming)
         mine = {"extensions": ", ".join(type(each).__name__ for each in given.extensions) or "none"}
         for extension in given.extensions:
@@ -296,8 +322,7 @@ def _build(given: _Given, place: WorkerPlace | None, early: Early | None) -> Dyn
         seed = int((entry.record or records[0])["seed"])
         parts = (settings, own, sizes, seed, features, rows, said, given.extensions, mine, given.on_idle)
         job = Job(*parts, entry.number)
-        around = entry.context(records)
-        return Construction(job, entry, around, layout, arguments, incoming, shaper).make()
+        return _make(job, entry, entry.context(records), layout, arguments, incoming, shaper)
     except BaseException:
         entry.membership.could_not_build()
         raise
@@ -325,3 +350,160 @@ def _split(
             f"{len(given)} DeepSpeed configurations were given (config, config_params, args.deepspeed_config); give one"
         )
     return own, settings
+
+
+def _make(
+    job: Job,
+    entry: Entry,
+    context: Context,
+    layout: Layout,
+    arguments: dict[str, Any],
+    incoming: Incoming,
+    shaper: Shaper,
+) -> DynatrainEngine:
+    """Make the engine, ready for work; where this raises nothing of it is left.
+
+    layout: that the job is in. arguments: of DeepSpeed's constructor.
+    """
+    check_start(layout, arguments["model"], shaper, job, max(entry.size, layout.world_size))
+    ties = check_axes(shaper, layout) if is_partitioned(layout) else ()
+    members = tuple(range(layout.world_size)) if entry.record is None else tuple(entry.record["members"])
+    config = copy.deepcopy(job.user_config)
+    uncut = layout.replace(data=layout.data * layout.tensor, tensor=1)  # AutoTP's layers come with the first shape
+    shaper.configure(config, uncut)
+    whole = incoming.is_whole and not is_partitioned(layout)
+    settings = layout_config(config, layout, dealt(job.batch_sizes, layout, job.has_stages))
+    if not whole:
+        incoming.take_apart(settings[1])
+    given = {"settings": settings, "job": job, "context": context, "layout": layout, "members": members}
+    given |= {"whole": whole, "shaper": shaper, **arguments}
+    engine = _working(entry, ties, given) if entry.mine in members else _idle(entry, ties, given)
+    space = space_of(engine._parts, layout, members)
+    if entry.joins:
+        incoming.held.clear()
+    elif not whole:
+        try:
+            take_in(engine._parts, incoming, space)
+        except BaseException:
+            engine._host.let_module_go()
+            entry.launch.install()
+            if engine._parts.world is not None:
+                drop(engine._parts.world).join(job.settings.timeout_seconds)
+            raise
+    engine._parts.begin_work(space)
+    for extension in job.extensions:
+        engine.on_change(extension.on_change)
+        if hasattr(extension, "state_dict"):
+            engine.register_for_checkpointing(extension.name, extension)
+    _settle(engine._parts, entry)
+    at_exit(_close, weakref.ref(engine))
+    return engine
+
+
+def _working(entry: Entry, ties: Sequence[tuple[int, ...]], given: dict[str, Any]) -> DynatrainEngine:
+    """Make the engine in the groups of its first world. ties: the sets of stages that share a tensor."""
+    job, layout, members = given["job"], given["layout"], given["members"]
+    seconds = job.settings.timeout_seconds
+    with entry.building() as note:
+        status = entry.membership.new_status()
+        of_all = OwnGroups(each.group for each in job.extensions if each.group)
+        own = of_all.kinds(layout, members, {}, entry.mine)
+        spec = WorldSpec(1, entry.mine, members, members, layout, ties, own, job.number, job.has_sequence)
+        world = build_world(entry.background.store, spec, seconds, status, note=note)
+    try:
+        world.connect(seconds, stop=entry.stop)
+        install(world)
+        return _engine_in(world, world, given)
+    except BaseException:
+        entry.launch.install()
+        drop(world, is_broken=True).join(seconds)  # who was refused may ask again at once
+        raise
+
+
+def _idle(entry: Entry, ties: Sequence[tuple[int, ...]], given: dict[str, Any]) -> DynatrainEngine:
+    """Make the engine on a member without a world."""
+    stand_in = stand_in_world(0, given["layout"], ties)
+    with installed(stand_in, entry.launch):
+        engine = _engine_in(None, stand_in, given)
+    engine._host.leave_world()
+    return engine
+
+
+def _settle(engine: EngineParts, entry: Entry) -> None:
+    """Let the member stand alone while it is idle, where it stood in the group of all who start together."""
+    if entry.world is None or entry.alone is None or entry.joins:
+        return
+    engine.context = replace(engine.context, launch=entry.alone)
+    if engine.idle:
+        entry.alone.install()
+    engine.control.track_teardown(entry.launch.retire())
+    entry.membership.begin(entry.world, engine.members)
+
+
+def _engine_in(world: World | None, groups: World, arguments: dict[str, Any]) -> DynatrainEngine:
+    """Return an engine of the class that the model needs, and extensions make of it.
+
+    groups: of the world that is installed, which is a stand-in on an idle member.
+    """
+    has_stages = is_pipeline(arguments["model"])
+    kind: type[DynatrainEngine] = DynatrainPipelineEngine if has_stages else DynatrainEngine
+    for extension in arguments["job"].extensions:
+        kind = extension.engine_class(kind)
+    given = {"groups": groups} if has_stages else {"mpu": groups.mpu}
+    return engine_around(kind, world=world, **given, **arguments)
+
+
+def _close(reference: weakref.ref[DynatrainEngine]) -> None:
+    engine = reference()
+    if engine is not None:
+        engine.close()
+
+
+def lists_of(arguments: Mapping[str, Any]) -> list[list[nn.Parameter]]:
+    """The lists of parameters that the caller has, of an optimizer's groups or in place of them."""
+    given = getattr(arguments["optimizer"], "param_groups", arguments["model_parameters"])
+    if not isinstance(given, list):
+        return []
+    groups = [group for group in given if isinstance(group, dict)]
+    for group in groups:
+        if not isinstance(group["params"], torch.Tensor | list):
+            group["params"] = list(group["params"])
+    return [group["params"] for group in groups if isinstance(group["params"], list)] if groups else [given]
+
+
+def rows_of(entry: Entry, incoming: Incoming) -> list[Row]:
+    """What must be equal on all processes; of one that joins a job all values come from there, in whatever form."""
+    rows = incoming.rows()
+    if entry.record is None:
+        return rows
+    forms = {name: form for name, _, _, form, _ in entry.record["rows"]}
+    return [(name, shape, dtype, forms.get(name, form), trained) for name, shape, dtype, form, trained in rows]
+
+
+def introduce(entry: Entry, rows: Sequence[Row], machine: dict[str, str]) -> dict[int, dict[str, Any]]:
+    """Tell the others about this member, and see that all have the same model.
+
+    rows: `rows_of`; machine: what must be equal besides. ConfigError, on all of them, names the first parameter that
+    differs, or what of the machines; in a process that joins a running job on that one alone.
+    """
+    if entry.record is not None:
+        differs = differing_machine(entry.record["machine"], machine, "in the running job") or differing_parameter(
+            entry.record["rows"], rows, "in the running job"
+        )
+        if differs:
+            raise ConfigError(f"this process cannot join the job: {differs}")
+    digest = hashlib.blake2b(repr(rows).encode(), digest_size=16).hexdigest()
+    record = {"node": entry.membership.node, "seed": torch.initial_seed(), "model": digest, "parameters": rows}
+    record["machine"] = machine
+    records = entry.exchange("member", record)
+    for member, other in sorted(records.items()):
+        first = records[min(records)]
+        whose = f"on member {min(records)}", f"on member {member}"
+        if differs := differing_machine(first["machine"], other["machine"], *whose):
+            raise ConfigError(differs)
+        if other["model"] != first["model"]:
+            differs = differing_parameter(first["parameters"], other["parameters"], of_other=f"on member {member}")
+            raise ConfigError(
+                differs or f"the model of member {member} differs from that of member 0: build the same one on both"
+            )
+    return records

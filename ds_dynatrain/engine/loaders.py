@@ -203,7 +203,14 @@ class Loaders:
         plain = float(value.detach()) if isinstance(value, torch.Tensor) else float(value)
         pair = torch.tensor([plain * samples if samples else 0.0, float(samples)], dtype=torch.float64)
         alone = torch.tensor([plain, 1.0], dtype=torch.float64)
-        pair = self.together("a mean", lambda: self._add_up(pair), lambda: alone)
+
+        def added() -> torch.Tensor:
+            world = self.engine.world
+            if world is not None and world.data.size() > 1:
+                td.all_reduce(pair, group=world.data)
+            return pair
+
+        pair = self.together("a mean", added, lambda: alone)
         if not pair[1]:
             raise DataError(
                 f"engine.mean: every rank of data={self.engine.layout.data} gave samples=0; give the number of "
@@ -219,12 +226,6 @@ class Loaders:
         if self.engine.is_discarded or not (self.engine.is_in_epoch or PROCESS.sync_points.arrive(name) is not None):
             return alone()
         return PROCESS.membership.surviving(self.engine, call, alone)
-
-    def _add_up(self, pair: torch.Tensor) -> torch.Tensor:
-        world = self.engine.world
-        if world is not None and world.data.size() > 1:
-            td.all_reduce(pair, group=world.data)
-        return pair
 
 
 def _length(data: Any) -> int:

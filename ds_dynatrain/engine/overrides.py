@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
 from typing import Any, TypeVar, cast
 
 import torch
 
-from ds_dynatrain.adapters import attributes
-from ds_dynatrain.adapters.host_engine import COMPILE_BACKEND, NOTHING, TO_HOST, HostEngine
-from ds_dynatrain.adapters.module_state import buffers_kept
+from ds_dynatrain.adapters.host_engine import COMPILE_BACKEND, NOTHING, HostEngine
+from ds_dynatrain.adapters.module_state import buffers_kept, note
 from ds_dynatrain.adapters.shaper import Shaper
 from ds_dynatrain.adapters.world import World
-from ds_dynatrain.data.cursor import Cursor
-from ds_dynatrain.engine import ending
+from ds_dynatrain.data.order import Cursor
 from ds_dynatrain.engine.checkpoints.from_checkpoint import Part
-from ds_dynatrain.engine.context import Context
-from ds_dynatrain.engine.job import Job
+from ds_dynatrain.engine.context import Context, Job
 from ds_dynatrain.engine.members.discarded import needs_peers, plain
 from ds_dynatrain.engine.parts import EngineParts
 from ds_dynatrain.engine.process import PROCESS
@@ -86,9 +83,10 @@ class OverridingEngine(HostEngine):
         Where members come and go: if the world is aborted in it, it is formed anew; what is returned trains nothing.
         """
         parts, window = self._parts, self._parts.window
+        run = partial(self._forward, *inputs, **kwargs)
         parts.control.raise_if_lost()
         if parts.is_discarded:
-            return window.forward_again(lambda: self._forward(*inputs, **kwargs), needed_peers=False)
+            return window.forward_again(run, needed_peers=False)
         needed_peers = needs_peers(parts.layout)
         if needed_peers and not parts.is_in_epoch and PROCESS.sync_points.arrive("a forward pass") is None:
             raise DataError(
@@ -96,17 +94,13 @@ class OverridingEngine(HostEngine):
                 "elsewhere in their scripts: loop over engine.epochs(n), which counts the job's epochs, or evaluate "
                 "with engine.loader(..., evaluation=True), which has no batch here"
             )
-        output = PROCESS.membership.surviving(
-            parts,
-            lambda: self._forward(*inputs, **kwargs),
-            lambda: window.forward_again(lambda: self._forward(*inputs, **kwargs), needed_peers),
-        )
+        output = PROCESS.membership.surviving(parts, run, lambda: window.forward_again(run, needed_peers))
         return output if parts.is_discarded else PROCESS.membership.returned(parts, output)
 
     def _forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run DeepSpeed's forward pass between the hooks of the extensions."""
         parts, module = self._parts, self.module
-        attributes.note(module)
+        note(module)
         leaves_no_trace = self._host.slot_is_borrowed and any(part.training for part in module.modules())
         kept = buffers_kept(module) if leaves_no_trace else nullcontext()
         with kept, around(each.around_forward() for each in parts.extensions):
@@ -292,46 +286,17 @@ class OverridingEngine(HostEngine):
         )
         return self._parts.checkpoints.load_stock(super().load_checkpoint, load_dir, tag, trust_pickle, part)
 
-    @in_turn
-    def save_16bit_model(
-        self, save_dir: Any, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
-    ) -> Any:
-        """DeepSpeed's."""
-        return super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
-
-    @in_turn
-    def module_state_dict(
-        self,
-        destination: Any = None,
-        prefix: str = "",
-        keep_vars: bool = False,
-        exclude_frozen_parameters: bool = False,
-    ) -> Any:
-        """DeepSpeed's."""
-        return super().module_state_dict(destination, prefix, keep_vars, exclude_frozen_parameters)
-
-    @in_turn
-    def offload_states(
-        self,
-        include: Container[Any] | None = None,
-        device: Any = TO_HOST,
-        pin_memory: bool = True,
-        non_blocking: bool = False,
-    ) -> None:
-        """DeepSpeed's."""
-        super().offload_states(include, device, pin_memory, non_blocking)
-
-    @in_turn
-    def reload_states(self, non_blocking: bool = False) -> None:
-        """DeepSpeed's."""
-        super().reload_states(non_blocking)
+    save_16bit_model = in_turn(HostEngine.save_16bit_model)
+    module_state_dict = in_turn(HostEngine.module_state_dict)
+    offload_states = in_turn(HostEngine.offload_states)
+    reload_states = in_turn(HostEngine.reload_states)
 
     def destroy(self) -> None:
         """DeepSpeed's, and the end of this engine's job: members that wait for work in it are let go."""
         if "_parts" not in self.__dict__:
             return
         with self.turn():
-            ending.end_job(self._parts)
+            self._parts.end_job()
             super().destroy()
             if hasattr(self._host, "model_map"):  # else it could not be built
                 self._host.let_module_go()

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch.distributed as td
+
+from ds_dynatrain.adapters.compiled import compiled_by_wrapping
+from ds_dynatrain.adapters.process_groups import is_known
+from ds_dynatrain.adapters.sequence import enter as enter_sequence
 from ds_dynatrain.adapters.worlds import drop
 from ds_dynatrain.engine.attempts import Attempts
 from ds_dynatrain.engine.changes import Changes
 from ds_dynatrain.engine.checkpoints.calls import Checkpoints
 from ds_dynatrain.engine.checkpoints.fallback import Fallback
 from ds_dynatrain.engine.checkpoints.saving import Saver
+from ds_dynatrain.engine.context import OwnGroups
 from ds_dynatrain.engine.copies.kept import Kept
 from ds_dynatrain.engine.core import EngineCore
-from ds_dynatrain.engine.groups import OwnGroups
 from ds_dynatrain.engine.liveness import Heartbeat
 from ds_dynatrain.engine.loaders import Loaders
 from ds_dynatrain.engine.members.discarded import Window
 from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.engine.switcher import Switcher
 from ds_dynatrain.engine.targets import Targets
+from ds_dynatrain.errors import SwitchRefused
 from ds_dynatrain.extension import Extension
+from ds_dynatrain.space import VirtualParameterSpace
 
 
 @dataclass(eq=False)
@@ -94,6 +101,58 @@ class EngineParts(EngineCore):
         super().forget_batch()
         for extension in self.extensions:
             extension.on_batch_forgotten()
+
+    # ---- the begin and the end -------------------------------------------------------------------------------------
+
+    def begin_work(self, space: VirtualParameterSpace) -> None:
+        """Last step of `initialize`: the space is registered, and the process knows of it."""
+        self.adopt_space(space)
+        self.is_open = True
+        if self.world is not None:
+            enter_sequence(self.deepspeed, self.world, self.layout)
+            for extension in self.extensions:
+                extension.on_start()
+        self.attempts.tell_of_batch()
+        if self.idle:  # pay first imports now, not in a pause
+            others = set() if compiled_by_wrapping(self.host.module) else {3}
+            for stage in sorted({self.layout.zero_stage} | others):
+                layout = self.layout.replace(zero_stage=stage)
+                with suppress(SwitchRefused):  # it will never be asked to go there
+                    self.targets.check_features(layout)
+                    self.attempts.rehearse(layout, 0)
+        PROCESS.membership.add(self)
+        PROCESS.add(self)
+        self.changes.begin()
+
+    def close(self) -> None:
+        """End of the script: tell the others, and take the process groups down while they can still answer."""
+        with self.turn():
+            if self.end_job():
+                PROCESS.membership.end_script(self)
+        PROCESS.leave(self)
+        if is_known(td.group.WORLD) and not PROCESS.engines:
+            td.destroy_process_group()
+
+    def end_job(self) -> bool:
+        """Leave the world and stand in the launch group again; False if that was done before."""
+        self.fallback.stop()
+        if not self.is_open:
+            return False
+        self.is_open = False
+        try:
+            self.attempts.give_up_late("its script has ended")
+            self.attempts.cancel()
+            self.saver.settle()
+            PROCESS.membership.say_end(self)
+            self.close_loaders()
+        except RuntimeError:  # the store is gone: there is nobody left to tell
+            pass
+        PROCESS.membership.remove(self)
+        if self.world is not None:
+            self.host.leave_shape()
+        self.leave_groups()
+        self.control.finish_teardowns()
+        return True
 
     # ---- when a world is aborted -------------------------------------------------------------------------------------
 

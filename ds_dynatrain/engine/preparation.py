@@ -15,11 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as td
 
-from ds_dynatrain.adapters.children import Made
 from ds_dynatrain.adapters.communicators import Connections
 from ds_dynatrain.adapters.device import HOST, is_accelerated, start_thread
 from ds_dynatrain.adapters.memory import is_one_memory, provide, reusable, zeros
 from ds_dynatrain.adapters.placement import HERE, Memory
+from ds_dynatrain.adapters.shaper import Made
 from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.adapters.traffic import joined, unfit
 from ds_dynatrain.adapters.watched import GroupStatus

@@ -20,9 +20,18 @@ from ds_dynatrain.adapters.incoming import Place, pieces_by_tensor
 from ds_dynatrain.adapters.memory import provide, zeros
 from ds_dynatrain.adapters.model import ModelMap
 from ds_dynatrain.adapters.optimizers import rule_of
-from ds_dynatrain.adapters.regroup import NewGroup, Regrouping, Wanted, regroup, wanted_of
+from ds_dynatrain.adapters.regroup import (
+    Lists,
+    NewGroup,
+    Regrouping,
+    Wanted,
+    follow,
+    lists_per_group,
+    put_lists_back,
+    regroup,
+    wanted_of,
+)
 from ds_dynatrain.adapters.replaced import replaced
-from ds_dynatrain.adapters.schedulers import Lists, follow, lists_per_group, put_lists_back
 from ds_dynatrain.adapters.state import Buffers, Scalars
 from ds_dynatrain.adapters.support import refuse_at_boundary
 from ds_dynatrain.engine import feasible

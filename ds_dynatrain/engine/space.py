@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from ds_dynatrain.adapters.optimizers import moment_kinds
-from ds_dynatrain.adapters.rules import rules_of
-from ds_dynatrain.adapters.shaping import partition_of
+from ds_dynatrain.adapters.shaping import partition_of, rules_of
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.space import Layout, LogicalTensor, Partition, VirtualParameterSpace, standard_kinds
 

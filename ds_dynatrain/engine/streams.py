@@ -19,7 +19,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from ds_dynatrain.adapters.rng import further_streams, is_of_tensor_index, restore_further_streams, seeded_stream
+from ds_dynatrain.adapters.process_wide import (
+    further_streams,
+    is_of_tensor_index,
+    restore_further_streams,
+    seeded_stream,
+)
 from ds_dynatrain.space import Layout
 from ds_dynatrain.space.leaves import leaf_seed
 

@@ -11,9 +11,15 @@ import pytest
 import torch
 from torch import nn
 
-from ds_dynatrain.adapters import attributes
-from ds_dynatrain.adapters.attributes import MOST_BYTES, changed_of, note
-from ds_dynatrain.adapters.module_state import state_of, take_state
+from ds_dynatrain.adapters.module_state import (
+    MOST_BYTES,
+    changed_attributes,
+    forget,
+    note,
+    state_of,
+    take_attributes,
+    take_state,
+)
 
 
 class Layer(nn.Module):
@@ -35,7 +41,7 @@ def layer() -> Any:
 def of(module: Any, **held: Any) -> Any:
     """The only entry of what has changed, once these attributes are set."""
     module.__dict__.update(held)
-    (entry,) = changed_of(module).values()
+    (entry,) = changed_attributes(module).values()
     return entry
 
 
@@ -134,7 +140,7 @@ def test_two_buffers_that_are_one_here() -> None:
 def test_names_of_torchs_and_deepspeeds_are_not_set() -> None:
     there = layer()
     values = {"training": 5, "_buffers": 5, "forward": 5, "ds_id": 5, "count": 5}
-    attributes.take(there, {"": {**of(layer()), "values": values}})
+    take_attributes(there, {"": {**of(layer()), "values": values}})
     assert there.count == 5 and there.training is True and there._buffers and "ds_id" not in there.__dict__
     assert callable(there.forward)
 
@@ -147,5 +153,5 @@ def test_copies_and_files_of_a_module_have_no_notes() -> None:
         other.count = 7
         assert "count" not in of(other)["values"], "noted as it was when it was first asked for"
         assert of(other, count=8)["values"] == {"count": 8}
-    attributes.forget(made)
+    forget(made)
     assert not [name for name in made.__dict__ if name.startswith("ds_")]

@@ -11,9 +11,8 @@ from torch import nn
 
 import ds_dynatrain
 from ds_dynatrain.adapters.model import ModelMap
-from ds_dynatrain.adapters.names import NAMES, check_names
 from ds_dynatrain.adapters.settings import BatchSizes, layout_config
-from ds_dynatrain.adapters.versions import versions_tested
+from ds_dynatrain.adapters.versions import NAMES, check_names, versions_tested
 from ds_dynatrain.data import BatchArithmetic
 from ds_dynatrain.errors import ConfigError, UnsupportedError
 from ds_dynatrain.space import FROZEN, Layout

@@ -27,11 +27,10 @@ from torch import nn
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d as c10d
 
-from ds_dynatrain.adapters.autotp import partition
 from ds_dynatrain.adapters.launch_world import LaunchWorld, launch_store
+from ds_dynatrain.adapters.shaper import Template
 from ds_dynatrain.adapters.shaping import Children
-from ds_dynatrain.adapters.template import Template
-from ds_dynatrain.adapters.tensor import TensorShaper
+from ds_dynatrain.adapters.tensor import TensorShaper, partition
 from ds_dynatrain.adapters.torch_versions import attends_without_heads
 from ds_dynatrain.adapters.worlds import WorldSpec, build_world, drop, install, installed, stand_in_world
 from ds_dynatrain.errors import LayoutError, UnsupportedError

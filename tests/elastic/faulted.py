@@ -30,7 +30,7 @@ from ds_dynatrain.adapters.traffic import MESSAGES
 from ds_dynatrain.adapters.watched import ManagedWork
 from ds_dynatrain.buddies.extension import Buddies
 from ds_dynatrain.buddies.shipping import Round
-from ds_dynatrain.engine import construction
+from ds_dynatrain.engine import initialize
 from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.checkpoints import restore, saving
 from ds_dynatrain.engine.copies.from_copies import FromCopies
@@ -194,7 +194,7 @@ INSTANTS: dict[str, tuple[Any, str, bool]] = {
     "proof": (FromCopies, "report", False),
     "forming": (restoring, "_world_of", False),
     "survived": (held, "_copies", False),
-    "starting": (construction, "build_world", False),
+    "starting": (initialize, "build_world", False),
     "broadcast": (DeepSpeedEngine, "_broadcast_model", False),
     "loader": (Sequences, "__getitem__", False),
     "save": (saving._Saving, "_write", False),

@@ -14,7 +14,7 @@ import pytest
 import torch
 from deepspeed.runtime.pipe import schedule
 
-from ds_dynatrain.adapters.frozen_prefix import frozen_layers, needless
+from ds_dynatrain.adapters.pipeline_host import frozen_layers, needless
 from ds_dynatrain.adapters.replaced import replaced
 from ds_dynatrain.errors import CheckpointError
 from ds_dynatrain.space import Layout

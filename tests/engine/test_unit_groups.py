@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_dynatrain.engine.groups import OwnGroups
+from ds_dynatrain.engine.context import OwnGroups
 from ds_dynatrain.engine.members.discarded import Loss, guarded, plain
 from ds_dynatrain.engine.members.fixed_launch import FixedLaunch
 from ds_dynatrain.errors import ConfigError

@@ -20,9 +20,9 @@ from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.elastic.member import Ending, end_process
 from ds_dynatrain.elastic.world import World
 from ds_dynatrain.engine.agreement import Proposal
+from ds_dynatrain.engine.context import Job
 from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.core import EngineCore
-from ds_dynatrain.engine.job import Job
 from ds_dynatrain.engine.liveness import EndedWatch, ended_in_error, post_end
 from ds_dynatrain.engine.members.boundaries import Boundaries
 from ds_dynatrain.engine.members.description import plain_part

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from ds_dynatrain.adapters.children import Made
+from ds_dynatrain.adapters.shaper import Made
 from ds_dynatrain.adapters.state import Buffers, Scalars
 from ds_dynatrain.adapters.world import World
 from ds_dynatrain.adapters.worlds import install

@@ -19,9 +19,8 @@ from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentra
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, ReduceGrads, ReduceTiedGrads
 
-from ds_dynatrain.adapters.attributes import note
 from ds_dynatrain.adapters.host import Host
-from ds_dynatrain.adapters.module_state import buffers_kept
+from ds_dynatrain.adapters.module_state import buffers_kept, note
 from ds_dynatrain.adapters.pipeline_host import StageHost
 from ds_dynatrain.adapters.replaced import replaced
 from ds_dynatrain.data import Leaf, Pass
