@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from ds_dynatrain.elastic.address import Address
-from ds_dynatrain.elastic.announcement import read_endpoint
+from ds_dynatrain.elastic.address import Address, read_endpoint
 from ds_dynatrain.elastic.environment import (
     LOCAL_RANK,
     LOCAL_SIZE,

@@ -12,8 +12,7 @@ import secrets
 from collections.abc import MutableMapping
 from typing import Any
 
-from ds_dynatrain.elastic.address import Address
-from ds_dynatrain.elastic.announcement import read_endpoint
+from ds_dynatrain.elastic.address import Address, read_endpoint
 from ds_dynatrain.elastic.environment import LOCAL_RANK, LOCAL_SIZE, TOKEN, WorkerPlace, hand_over, new_node
 from ds_dynatrain.elastic.settings import Settings
 from ds_dynatrain.errors import ConfigError

@@ -31,13 +31,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from figures import keep, machine, table
 
 from ds_dynatrain.elastic.address import Address
-from ds_dynatrain.elastic.channel import NO_TAG, TAG_BYTES, Channel, new_nonce
-from ds_dynatrain.elastic.connection import Connection
+from ds_dynatrain.elastic.connection import NO_TAG, TAG_BYTES, Channel, Connection, ask_status, new_nonce
 from ds_dynatrain.elastic.hosting import raise_descriptors
 from ds_dynatrain.elastic.main_thread import MainThread
 from ds_dynatrain.elastic.messages import HEADER, Announce, Changed, Report, encode
-from ds_dynatrain.elastic.query import ask_status
-from ds_dynatrain.elastic.store import world_store
+from ds_dynatrain.elastic.store import open_store
 from ds_dynatrain.elastic.world import World
 from ds_dynatrain.engine.seals import Seal
 
@@ -173,7 +171,9 @@ def many_members(count: int, token: str, port: int) -> list[list[object]]:
         formed = time.monotonic() - begin
         world = members.world
         stores = (
-            [world_store("127.0.0.1", members.store_port, world, 60.0) for _ in range(STORES * count)] if world else []
+            [open_store("127.0.0.1", members.store_port, world.prefix, 60.0) for _ in range(STORES * count)]
+            if world
+            else []
         )
         for store in stores:
             store.check(["there"])

@@ -21,11 +21,10 @@ from io import BufferedWriter
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ds_dynatrain.elastic.address import Address
-from ds_dynatrain.elastic.announcement import Announced, Endpoint
+from ds_dynatrain.elastic.address import Address, Announced, Endpoint
+from ds_dynatrain.elastic.connection import ask_status
 from ds_dynatrain.elastic.environment import job_token
 from ds_dynatrain.elastic.messages import Status
-from ds_dynatrain.elastic.query import ask_status
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "tests" / "elastic" / "summing.py"

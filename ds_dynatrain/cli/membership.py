@@ -15,14 +15,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from ds_dynatrain.cli.terminal import stdout_console
-from ds_dynatrain.elastic.access import Reading
-from ds_dynatrain.elastic.address import Address
-from ds_dynatrain.elastic.announcement import Announced, Endpoint, announced, read_endpoint
+from ds_dynatrain.elastic.address import Address, Announced, Endpoint, announced, read_endpoint
+from ds_dynatrain.elastic.connection import ask_status, ask_to_leave
 from ds_dynatrain.elastic.environment import job_token
 from ds_dynatrain.elastic.messages import Status
-from ds_dynatrain.elastic.query import ask_status, ask_to_leave
 from ds_dynatrain.elastic.settings import Settings
-from ds_dynatrain.elastic.standing import is_lost, is_unprotected
+from ds_dynatrain.elastic.token import Reading
+from ds_dynatrain.elastic.view import is_lost, is_unprotected
 from ds_dynatrain.errors import ConfigError, ElasticError
 
 Answer = TypeVar("Answer")

@@ -1,17 +1,41 @@
-"""HOST:PORT: reading it, listening on it, and whether only this machine can reach it."""
+"""Where a coordinator is: HOST:PORT, or file:FILE, in which it announces its address in a folder that all nodes see.
+
+The newest coordinator wins. Readers open the file at each try, so they find one that was started anew elsewhere; a
+coordinator that finds another one's announcement there ends.
+"""
 
 from __future__ import annotations
 
+import errno
 import ipaddress
+import logging
+import os
+import secrets
 import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
-from ds_dynatrain.errors import ConfigError, ElasticError
+from pydantic import ConfigDict
+
+from ds_dynatrain.elastic.world import Record
+from ds_dynatrain.errors import ConfigError, CoordinatorUnproved, ElasticError, MessageError
 
 DEFAULT_PORT = 29400
 BACKLOG = 4096
 USER_TIMEOUT_MS = 20_000
 """How long sent bytes may stay without an answer from the other host before its connection counts as broken."""
+PREFIX = "file:"
+LONGEST_ANNOUNCEMENT = 4096
+"""Bytes."""
+LOOK_SECONDS = 2.0
+"""Between two looks of a coordinator at its own announcement."""
+MODE = 0o644
+"""Others may read where it is; to be let in takes the token."""
+
+logger = logging.getLogger("ds_dynatrain.elastic")
 
 
 @dataclass(frozen=True)
@@ -36,11 +60,152 @@ class Address:
         return cls(host, port)
 
     def locate(self, is_guarded: bool) -> Address:
-        """Itself: see `announcement`, whose addresses have to be looked up."""
+        """Return itself: the address of `Announced` has to be looked up."""
         return self
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True)
+class Announced:
+    """A coordinator whose address stands in a file."""
+
+    file: Path
+
+    def locate(self, is_guarded: bool) -> Address:
+        """What stands there now. OSError if nothing does yet, or an address that only another machine reaches.
+
+        is_guarded: whoever answers will have to prove the token. CoordinatorUnproved if not and it is on another
+        machine; MessageError for a file that no coordinator has written.
+        """
+        try:
+            said = Announcement.read(self.file)
+        except FileNotFoundError as error:
+            reason = "no coordinator has announced itself in this file yet"
+            raise FileNotFoundError(errno.ENOENT, reason, str(self.file)) from error
+        if is_loopback(said.address.host):
+            if said.host != socket.gethostname():
+                raise ConnectionError(f"{said.address} in {self.file} can be reached on {said.host} alone")
+        elif not is_guarded:
+            raise CoordinatorUnproved(
+                f"{self.file} names {said.address}, and this process has no token that what answers there could "
+                "prove; name the job's token file in DYNATRAIN_TOKEN_FILE"
+            )
+        return said.address
+
+    def __str__(self) -> str:
+        return f"{PREFIX}{self.file}"
+
+
+Endpoint = Address | Announced
+"""Where a coordinator is found."""
+
+
+def read_endpoint(text: str) -> Endpoint:
+    """HOST:PORT, or file:FILE; ConfigError if it is neither. A relative FILE counts from this process's folder."""
+    text = text.strip()
+    if not text.startswith(PREFIX):
+        return Address.parse(text)
+    if text == PREFIX:
+        raise ConfigError(f"{text!r} names no file: expected file:FILE, for example file:/shared/run-7.coordinator")
+    return Announced(Path(text.removeprefix(PREFIX)).absolute())
+
+
+class Announcement(Record):
+    """What a coordinator writes. mark: no other one has it. host: the machine that the coordinator runs on."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    coordinator: str
+    host: str
+    job: str
+    mark: str
+
+    @property
+    def address(self) -> Address:
+        """Where the coordinator listens."""
+        return Address.parse(self.coordinator)
+
+    @classmethod
+    def read(cls, file: Path) -> Announcement:
+        """Read what a file says; FileNotFoundError if there is none, MessageError if it is something else."""
+        with file.open("rb") as opened:
+            body = opened.read(LONGEST_ANNOUNCEMENT + 1)
+        try:
+            if len(body) > LONGEST_ANNOUNCEMENT:
+                raise ValueError(f"it has more than {LONGEST_ANNOUNCEMENT} bytes")
+            said = cls.model_validate_json(body)
+            Address.parse(said.coordinator)
+            return said
+        except (ValueError, ConfigError) as error:
+            raise MessageError(f"{file} is no announcement of a coordinator: {error}") from error
+
+    def write(self, file: Path) -> None:
+        """Put it in the place of whatever is there: a reader sees the one or the other, and nothing in between."""
+        new = file.with_name(f".{file.name}.{self.mark}")
+        try:
+            with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, MODE), "w", encoding="utf-8") as opened:
+                opened.write(self.model_dump_json() + "\n")
+                opened.flush()
+                os.fsync(opened.fileno())
+            new.replace(file)
+        except BaseException:
+            new.unlink(missing_ok=True)
+            raise
+
+
+@contextmanager
+def announced(file: Path, address: Address, job: str, on_replaced: Callable[[], object]) -> Iterator[None]:
+    """Announce an address while this lasts; OSError if the file cannot be written.
+
+    It is taken away at the end, not after an error: whoever looks for a coordinator goes on looking there. If another
+    one announces itself in the same file, `on_replaced` is called, and the end is an ElasticError.
+    """
+    host, mark, ended = socket.gethostname(), secrets.token_hex(8), threading.Event()
+    mine, others = Announcement(coordinator=str(address), host=host, job=job, mark=mark), list[Announcement]()
+    mine.write(file)
+    logger.info("announced in %s", file)
+
+    def watch() -> None:
+        is_last = False
+        while not is_last and not others:
+            is_last = ended.wait(LOOK_SECONDS)
+            try:
+                if not file.exists():
+                    mine.write(file)
+                found = Announcement.read(file)
+                if found.mark != mark:
+                    others.append(found)
+                    on_replaced()
+            except (OSError, MessageError) as error:  # a folder that is away for a while; the job needs it not
+                logger.warning(
+                    "the announcement cannot be seen (%s); the job goes on, and processes that start now do not find "
+                    "it",
+                    error,
+                )
+
+    watcher = threading.Thread(target=watch, name="dynatrain-announcement", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watcher.join()
+    if others:
+        raise ElasticError(
+            f"{file}: a newer coordinator, at {others[0].address}, has taken the place of this one; give each job "
+            "an announcement file of its own if they are two jobs"
+        )
+    file.unlink(missing_ok=True)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only the machine itself reaches this address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def listen(address: Address, *, is_guarded: bool) -> socket.socket:

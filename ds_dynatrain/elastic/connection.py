@@ -1,44 +1,105 @@
-"""A peer's end of a connection to the coordinator, for threads that wait.
+"""A peer's end of a connection to the coordinator, for threads that wait; and what proves each message of it.
 
-Sending is safe from several threads; receiving is one thread's business.
+Both ends draw a number, and from the token, both numbers and the direction follows a key. So the first message under it
+proves that its sender knows the token, and no message of another connection, of the other direction or of another place
+in this one is taken. Whoever stands in the middle can read and hold up, as on any wire, but change, repeat, add and
+leave out nothing. So the addresses of the two ends are not part of it: they differ behind NAT and in containers, and
+would keep nobody from anything more.
 """
 
 from __future__ import annotations
 
+import hmac
 import logging
+import secrets
 import select
 import socket
+import struct
 import threading
 import time
 from collections import deque
 from collections.abc import Iterable
+from typing import Literal, TypeVar
 
-from ds_dynatrain.elastic.address import Address, tune
-from ds_dynatrain.elastic.announcement import Endpoint
-from ds_dynatrain.elastic.channel import NO_TAG, TAG_BYTES, Channel, new_nonce
+from ds_dynatrain.elastic.address import Address, Endpoint, tune
 from ds_dynatrain.elastic.messages import (
     HEADER,
     LARGEST_MESSAGE,
     PROTOCOL,
     Challenge,
+    Dismiss,
+    Dismissed,
     Finished,
     Hello,
     Message,
+    Query,
     Refused,
+    Status,
     Welcome,
     body_length,
     decode,
     encode,
 )
+from ds_dynatrain.elastic.token import derive
 from ds_dynatrain.errors import CoordinatorUnproved, JobFinished, MessageError, PeerRefused
 
+Role = Literal["coordinator", "peer"]
+
+COUNT = struct.Struct(">Q")
+TAG_BYTES = 32
+"""HMAC-SHA256."""
+NO_TAG = bytes(TAG_BYTES)
+"""What stands behind a message of which nothing is proved yet."""
 READ_BYTES = 1 << 16
 SEND_SECONDS = 10.0
 """How long the coordinator may leave bytes unread before the connection counts as broken."""
 RETRY_SECONDS = 0.2
 """Between two tries to reach a coordinator that is not there."""
+ANSWER_SECONDS = 5.0
 
 logger = logging.getLogger("ds_dynatrain.elastic")
+Answer = TypeVar("Answer", bound=Message)
+
+
+def new_nonce() -> str:
+    """A number that was never drawn before."""
+    return secrets.token_hex(16)
+
+
+class Channel:
+    """Both directions of one connection, as one end sees them. Without a token the tags are right, and prove nothing.
+
+    nonces: the coordinator's, the peer's. here: which of the two this end is.
+    """
+
+    def __init__(self, token: str | None, nonces: tuple[str, str], here: Role) -> None:
+        there: Role = "peer" if here == "coordinator" else "coordinator"
+        self._sent, self._received = (_Direction(derive(token, " ".join([who, *nonces]))) for who in (here, there))
+
+    def seal(self, wire: bytes) -> bytes:
+        """An encoded message with its tag; they have to be sent in this order."""
+        return wire + self._sent.next_tag(wire)
+
+    def is_next(self, wire: bytes, tag: bytes) -> bool:
+        """Whether the other end has sent just this after what was asked about before."""
+        return hmac.compare_digest(self._received.next_tag(wire), tag)
+
+    def check(self, wire: bytes, tag: bytes) -> None:
+        """MessageError if the other end has not sent just this; the connection is worth nothing then."""
+        if not self.is_next(wire, tag):
+            raise MessageError(
+                "a message was changed on its way, or is not of who has proved the token: its tag is wrong"
+            )
+
+
+class _Direction:
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._count = 0
+
+    def next_tag(self, wire: bytes) -> bytes:
+        count, self._count = self._count, self._count + 1
+        return hmac.digest(self._key, COUNT.pack(count) + wire, "sha256")
 
 
 class Connection:
@@ -200,3 +261,30 @@ def connect(endpoint: Endpoint, token: str | None, job: str, seconds: float) -> 
                 )
             warned = True
         time.sleep(RETRY_SECONDS)
+
+
+def ask_status(endpoint: Endpoint, token: str | None = None, seconds: float = ANSWER_SECONDS) -> Status:
+    """The status. OSError if nobody answers within `seconds`, PeerRefused or MessageError if the answer is another."""
+    return _ask(endpoint, token, Query(), Status, seconds)
+
+
+def ask_to_leave(
+    endpoint: Endpoint, node: str, token: str | None = None, seconds: float = ANSWER_SECONDS
+) -> tuple[str, ...]:
+    """Let the workers of a node hand over what they hold, and go; which ones were told. They need a while for it.
+
+    PeerRefused if the node has none. Else as `ask_status`.
+    """
+    return _ask(endpoint, token, Dismiss(node=node), Dismissed, seconds).members
+
+
+def _ask(endpoint: Endpoint, token: str | None, question: Message, kind: type[Answer], seconds: float) -> Answer:
+    connection = Connection.open(endpoint, token, seconds=seconds)
+    try:
+        connection.send(question)
+        answer = connection.expect(seconds)
+    finally:
+        connection.close()
+    if not isinstance(answer, kind):
+        raise MessageError(f"{endpoint}: {answer.kind} came where an answer to {question.kind} was awaited")
+    return answer

@@ -12,8 +12,7 @@ import socket
 import time
 from collections import defaultdict
 
-from ds_dynatrain.elastic.effects import Effect, Finish, GiveUp, Publish
-from ds_dynatrain.elastic.effects import Probe as AskToReach
+from ds_dynatrain.elastic.door import Door, Peer
 from ds_dynatrain.elastic.history import History
 from ds_dynatrain.elastic.membership import Membership
 from ds_dynatrain.elastic.messages import (
@@ -38,11 +37,10 @@ from ds_dynatrain.elastic.messages import (
     Welcome,
     encode,
 )
-from ds_dynatrain.elastic.peer import Peer
+from ds_dynatrain.elastic.roster import Effect, Finish, GiveUp, Publish
+from ds_dynatrain.elastic.roster import Probe as AskToReach
 from ds_dynatrain.elastic.settings import ORPHAN_SECONDS
-from ds_dynatrain.elastic.snapshot import snapshot
-from ds_dynatrain.elastic.strangers import Door
-from ds_dynatrain.elastic.view import View, view
+from ds_dynatrain.elastic.view import View, snapshot, view
 from ds_dynatrain.elastic.world import node_of, nodes_of
 from ds_dynatrain.errors import JobFinished, MessageError, PeerRefused
 
@@ -185,27 +183,27 @@ class Coordinator:
             before.abort()
         self.history.announced(time.monotonic())
         self._stirred.set()
-        why = "its connection ended"
         try:
             while True:
                 message = await peer.receive()
                 if self._workers.get(member) is not peer:
                     return  # another connection of the same process has taken its place
-                if isinstance(message, Bye):
-                    self.membership.bye(member, message, time.monotonic())
-                    return
-                if isinstance(message, Switched):
-                    self.history.switched(message, time.monotonic())
-                    continue
-                if isinstance(message, Probed):
-                    self.membership.probed(member, message, time.monotonic())
-                    continue
-                if not isinstance(message, Report):
-                    raise MessageError(f"{message.kind}: a worker sends report, switched, probed or bye")
-                self.membership.report(member, message, time.monotonic())
-                self.history.reported(member, message, self.membership.world, time.monotonic())
-                if self.membership.deadline < self._wakes_at:
-                    self._stirred.set()
+                now = time.monotonic()
+                match message:
+                    case Bye():
+                        self.membership.bye(member, message, now)
+                        return
+                    case Switched():
+                        self.history.switched(message, now)
+                    case Probed():
+                        self.membership.probed(member, message, now)
+                    case Report():
+                        self.membership.report(member, message, now)
+                        self.history.reported(member, message, self.membership.world, now)
+                        if self.membership.deadline < self._wakes_at:
+                            self._stirred.set()
+                    case _:
+                        raise MessageError(f"{message.kind}: a worker sends report, switched, probed or bye")
         except (PeerRefused, MessageError) as error:
             if self._workers.get(member) is peer:
                 self.membership.lost(member, str(error), time.monotonic())
@@ -213,7 +211,7 @@ class Coordinator:
         finally:
             if self._workers.get(member) is peer:
                 del self._workers[member]
-                self.membership.disconnected(member, why, time.monotonic())
+                self.membership.disconnected(member, "its connection ended", time.monotonic())
                 self.history.gone(member)
             self._stirred.set()
 

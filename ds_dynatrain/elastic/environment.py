@@ -7,18 +7,14 @@ import re
 import secrets
 import socket
 from collections.abc import Mapping, MutableMapping
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
-from ds_dynatrain.elastic.announcement import Announced, Endpoint, read_endpoint
-from ds_dynatrain.elastic.token import checked_token, made_token, read_token
+from ds_dynatrain.elastic.address import Announced, Endpoint, read_endpoint
+from ds_dynatrain.elastic.token import checked_token, made_token, read_token, users_file
 from ds_dynatrain.errors import ConfigError
 
 TOKEN = "DYNATRAIN_TOKEN"
 TOKEN_FILE = "DYNATRAIN_TOKEN_FILE"
-STATE = "XDG_STATE_HOME"
-"""The user's folder for what programs keep; `~/.local/state` by default."""
 REPLACE_C10D = "DYNATRAIN_REPLACE_C10D"
 """1: `--rdzv-backend=c10d` means this backend too, for launchers whose command line cannot be changed."""
 
@@ -87,14 +83,6 @@ def job_token(
     else:
         made = users_file("token", variables)
     return made_token(made), str(made)
-
-
-def users_file(name: str, variables: Mapping[str, str] = os.environ) -> Path:
-    """Return where a secret of this user's lies that all jobs share, in a folder that is made."""
-    folder = Path(variables.get(STATE) or os.path.expanduser("~/.local/state")) / "dynatrain"
-    with suppress(OSError):  # it is told when the file cannot be made
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return folder / name
 
 
 def replaces_c10d(variables: Mapping[str, str] = os.environ) -> bool:

@@ -1,4 +1,9 @@
-"""What a coordinator remembers of a job for those who watch it. Nothing is decided by it, and all of it is bounded."""
+"""What a coordinator remembers of a job for those who watch it: its changes, and what became of its time.
+
+Nothing is decided by it, and all of it is bounded. Members tell how long they stepped and stood still
+(`messages.Tally`), by their own clocks; of these the member of rank 0 counts. The coordinator knows why they stood
+still. Causes of lost time have the names of Google's `ml-goodput-measurement` (`BadputType`), the closest one each.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +11,8 @@ from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from ds_dynatrain.elastic.goodput import Cause, Goodput, Progress
-from ds_dynatrain.elastic.messages import Report, Switched, Tally
-from ds_dynatrain.elastic.world import World, nodes_of
+from ds_dynatrain.elastic.messages import Count, Report, Seconds, Switched, Tally
+from ds_dynatrain.elastic.world import Record, Text, World, nodes_of
 
 MOST_POINTS = 1024
 MOST_CHANGES = 256
@@ -19,6 +23,160 @@ PAUSE_BUCKETS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 
 Kind = Literal["start", "join", "leave", "failure", "restore", "taken over"]
 """Of a change of the world: what it was for."""
+Cause = Literal[
+    "PROGRAM_STARTUP",
+    "TRAINING_PREP",
+    "UNPRODUCTIVE_CHECKPOINT_SAVE_TIME",
+    "WASTED_PROGRESS_FROM_DISRUPTION",
+    "INFRASTRUCTURE_RECOVERY_FROM_DISRUPTION",
+    "ELASTIC_SLICE_DOWN",
+    "ELASTIC_SCALE_UP",
+    "ELASTIC_REINITIALIZATION",
+    "OTHER",
+]
+MEANING: dict[Cause, str] = {
+    "PROGRAM_STARTUP": "from the first node to the first world: imports, waiting for MIN nodes",
+    "TRAINING_PREP": "from the first world to the first step: engines are made, the first batch is loaded",
+    "UNPRODUCTIVE_CHECKPOINT_SAVE_TIME": "steps waited for fallback checkpoints",
+    "WASTED_PROGRESS_FROM_DISRUPTION": "steps that were made, lost by a death, and made again",
+    "INFRASTRUCTURE_RECOVERY_FROM_DISRUPTION": "from the last step before a failure to the first one after it",
+    "ELASTIC_SLICE_DOWN": "training stood still for members that left, or waits for nodes, below MIN",
+    "ELASTIC_SCALE_UP": "training stood still for members that joined",
+    "ELASTIC_REINITIALIZATION": "training stood still for switches that the script or an extension asked for",
+    "OTHER": "everything else at the boundaries between steps: copies of state, measuring",
+}
+MOST_BLAMES = 16
+
+
+@dataclass(frozen=True)
+class Blame:
+    """What lost time is due to from then on. stands: nobody trains until it is over; else there is but a pause."""
+
+    cause: Cause
+    since: float
+    stands: bool
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a member has done since it was heard of last. lost_steps: that were made, and count no more."""
+
+    steps: int
+    lost_steps: int
+    stepping: float
+    held: float
+    saving: float
+
+    @classmethod
+    def between(cls, before: Tally, after: Tally, advanced: int) -> Progress:
+        """advanced: by how much its step number has changed."""
+        steps = max(0, after.steps - before.steps)
+        return cls(
+            steps=steps,
+            lost_steps=max(0, steps - advanced),
+            stepping=max(0.0, after.stepping_seconds - before.stepping_seconds),
+            held=max(0.0, after.held_seconds - before.held_seconds),
+            saving=max(0.0, after.saving_seconds - before.saving_seconds),
+        )
+
+
+class Goodput:
+    """The account of one job. Times are the caller's clock, in seconds."""
+
+    def __init__(self) -> None:
+        self.productive = 0.0
+        """Seconds of steps that count."""
+        self._lost: defaultdict[Cause, float] = defaultdict(float)
+        self._blames: list[Blame] = []
+        self._pause, self._attributed = 0.0, 0.0
+        """What switches have told of the present cause, and what was attributed to it by the member's own clock."""
+        self._begin: float | None = None
+        self._end: float | None = None
+        self._step_seconds = 0.0
+
+    def begin(self, now: float) -> None:
+        """Somebody is there; only the first call counts."""
+        if self._begin is None:
+            self._begin = now
+            self.blame("PROGRAM_STARTUP", now, stands=True)
+
+    def end(self, now: float) -> None:
+        """The job has finished."""
+        if self._end is None:
+            self._end = now
+            for blame, seconds in self._standstills(now):
+                self._lost[blame.cause] += seconds
+            self.over()
+
+    def blame(self, cause: Cause, now: float, stands: bool) -> None:
+        """Lost time is due to that from now on, until `over`."""
+        if self._blames and not self._blames[-1].stands:
+            self._blames.pop()
+        if len(self._blames) == MOST_BLAMES or (self._blames and self._blames[-1].cause == cause):
+            return
+        self._blames.append(Blame(cause, now, stands))
+        self._pause = self._attributed = 0.0
+
+    def paused(self, seconds: float) -> None:
+        """A switch has held training up for so long."""
+        self._pause += seconds
+
+    def add(self, made: Progress, now: float) -> float:
+        """What the member of rank 0 has done since it was heard of last; how long training stood still.
+
+        That member may not have been there for all of a standstill, so the caller's clock counts as well.
+        """
+        if made.steps:
+            self._step_seconds = made.stepping / made.steps
+        saving = min(made.saving, made.held)
+        stood = sum(seconds for _, seconds in self._standstills(now))
+        pause = max(0.0, self._pause - self._attributed)
+        still = max(made.held - saving, stood - made.stepping if stood else pause)
+        self._lost["UNPRODUCTIVE_CHECKPOINT_SAVE_TIME"] += saving
+        self._spread(still, now)
+        wasted = min(made.lost_steps * self._step_seconds, self.productive + made.stepping)
+        self.productive += made.stepping - wasted
+        self._lost["WASTED_PROGRESS_FROM_DISRUPTION"] += wasted
+        return still
+
+    def over(self) -> None:
+        """Training goes on: what was to blame is past."""
+        self._blames.clear()
+        self._pause = self._attributed = 0.0
+
+    def lost(self, now: float) -> dict[Cause, float]:
+        """Seconds by cause, also those of the standstill that there may be now."""
+        found = dict(self._lost)
+        for blame, seconds in self._standstills(now):
+            found[blame.cause] = found.get(blame.cause, 0.0) + seconds
+        return {cause: found.get(cause, 0.0) for cause in MEANING}
+
+    def elapsed(self, now: float) -> float:
+        """Seconds since somebody was there, to the end."""
+        return 0.0 if self._begin is None else (now if self._end is None else self._end) - self._begin
+
+    def ratio(self, now: float) -> float:
+        """ETTR: productive seconds by all that are accounted for; the step under way is not yet."""
+        whole = self.productive + sum(self.lost(now).values())
+        return self.productive / whole if whole else 0.0
+
+    def _standstills(self, now: float) -> list[tuple[Blame, float]]:
+        """How long each took by this clock; the last one until now."""
+        ends = [*(blame.since for blame in self._blames[1:]), now]
+        pairs = zip(self._blames, ends, strict=False)
+        return [(blame, max(0.0, end - blame.since)) for blame, end in pairs if blame.stands]
+
+    def _spread(self, seconds: float, now: float) -> None:
+        """Lost seconds over what they are due to: standstills as long as this clock says, the last one the rest."""
+        standstills = self._standstills(now)
+        for blame, length in standstills:
+            taken = min(length, seconds)
+            self._lost[blame.cause] += taken
+            seconds -= taken
+        last = self._blames[-1].cause if self._blames else "OTHER"
+        self._lost[last] += seconds
+        self._blames = [Blame(each.cause, now, each.stands) for each in self._blames[-1:]]
+        self._attributed += seconds if self._blames else 0.0
 
 
 @dataclass(frozen=True)
@@ -44,28 +202,38 @@ class Point:
         )
 
 
-@dataclass(frozen=True)
-class Change:
-    """A generation as it was published. still: how long training stood still for it, in seconds; None until that is
-    known, and for good where the next one came before anyone had entered it."""
+class Change(Record):
+    """A generation as it was published. still_seconds: how long training stood still for it; None until that is known,
+    and for good where the next one came before anyone had entered it."""
 
-    generation: int
+    generation: Count
     kind: Kind
     at: float
-    size: int
-    nodes: int
+    size: Count
+    nodes: Count
     paused: bool
-    reason: str
-    still: float | None = None
-    lost_steps: int = 0
+    reason: Text
+    still_seconds: Seconds | None = None
+    lost_steps: Count = 0
 
 
-@dataclass(frozen=True)
-class Switch:
-    """A switch as its rank 0 told it, and when."""
+class Switch(Record):
+    """A switch of an engine as its rank 0 told it, its phases in their order."""
 
     at: float
-    said: Switched
+    engine: Count
+    committed: bool
+    step: Count
+    source: str
+    target: str
+    members: Count
+    pause_ms: Seconds
+    certificate_ms: Seconds
+    phases_ms: dict[str, Seconds]
+    bytes_sent: Count
+    bytes_minimum: Count
+    cause: str
+    reason: str
 
 
 @dataclass
@@ -85,14 +253,6 @@ class Counts:
     phase_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
 
-@dataclass(frozen=True)
-class _Mark:
-    """What a member said last."""
-
-    step: int
-    tally: Tally
-
-
 class History:
     """Of one job. `now` is the coordinator's clock, in seconds."""
 
@@ -109,7 +269,8 @@ class History:
         self._first_step: int | None = None
         self._spacing = LEAST_SPACING
         self._open: Point | None = None
-        self._marks: dict[str, _Mark] = {}
+        self._reports: dict[str, Report] = {}
+        """What each member said last."""
         self._leader = ""
         self._known: deque[tuple[int, int]] = deque(maxlen=MOST_CHANGES)
 
@@ -121,7 +282,7 @@ class History:
 
     def gone(self, member: str) -> None:
         """It is not there any more."""
-        self._marks.pop(member, None)
+        self._reports.pop(member, None)
 
     def finished(self, now: float) -> None:
         """The job is over."""
@@ -129,9 +290,18 @@ class History:
 
     def published(self, world: World, term: str, now: float) -> None:
         """A generation. term: of this coordinator; another one's world was taken over, and trains already."""
-        kind, size = _kind(world, term, self.changes[-1].size if self.changes else 0), len(world.members)
-        nodes = len(nodes_of(world.members))
-        self.changes.append(Change(world.generation, kind, now, size, nodes, world.paused, world.reason))
+        kind = _kind(world, term)
+        self.changes.append(
+            Change(
+                generation=world.generation,
+                kind=kind,
+                at=now,
+                size=len(world.members),
+                nodes=len(nodes_of(world.members)),
+                paused=world.paused,
+                reason=world.reason,
+            )
+        )
         self.counts.changes[kind] += 1
         cause = _cause(kind, world)
         if cause is None:
@@ -141,7 +311,7 @@ class History:
 
     def reported(self, member: str, said: Report, world: World | None, now: float) -> None:
         """A worker says what it is; world: the newest."""
-        before, self._marks[member] = self._marks.get(member), _Mark(said.step, said.tally)
+        before, self._reports[member] = self._reports.get(member), said
         if world is not None and world.rank(member) == 0 and said.tally.generation >= world.generation:
             self._leader = member
         if member != self._leader or world is None or before is None:
@@ -156,7 +326,7 @@ class History:
         if key in self._known:
             return
         self._known.append(key)
-        self.switches.append(Switch(now, said))
+        self.switches.append(Switch(at=now, **said.model_dump(exclude={"kind", "number"})))
         counts, seconds = self.counts, 1e-3 * said.pause_ms
         counts.committed += said.committed
         counts.rolled_back += not said.committed
@@ -166,7 +336,7 @@ class History:
         for name, milliseconds in said.phases_ms.items():
             counts.phase_seconds[name] += 1e-3 * milliseconds
         if said.engine == 1:
-            if not self.changes or self.changes[-1].still is not None:
+            if not self.changes or self.changes[-1].still_seconds is not None:
                 self.goodput.blame("ELASTIC_REINITIALIZATION", now, stands=False)
             self.goodput.paused(seconds)
 
@@ -191,8 +361,9 @@ class History:
     def _entered(self, generation: int, still: float, lost_steps: int) -> None:
         """What that one has cost, also where the next one is published by now."""
         place = next((at for at, one in enumerate(self.changes) if one.generation == generation), None)
-        if place is not None and self.changes[place].still is None:
-            self.changes[place] = replace(self.changes[place], still=still, lost_steps=lost_steps)
+        if place is not None and self.changes[place].still_seconds is None:
+            cost = {"still_seconds": still, "lost_steps": lost_steps}
+            self.changes[place] = self.changes[place].model_copy(update=cost)
 
     def _note(self, point: Point) -> None:
         self._open = point if self._open is None else self._open.then(point)
@@ -207,7 +378,7 @@ class History:
             self._spacing *= 2
 
 
-def _kind(world: World, term: str, before: int) -> Kind:
+def _kind(world: World, term: str) -> Kind:
     if world.term != term:
         return "taken over"
     if not world.survivors and world.members:

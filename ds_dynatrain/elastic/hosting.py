@@ -16,12 +16,12 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ds_dynatrain.elastic.access import Reading
 from ds_dynatrain.elastic.address import Address, listen
 from ds_dynatrain.elastic.coordinator import Coordinator, logger
-from ds_dynatrain.elastic.feed import Feed
 from ds_dynatrain.elastic.membership import Membership
 from ds_dynatrain.elastic.settings import Settings
+from ds_dynatrain.elastic.token import Reading
+from ds_dynatrain.elastic.view import Feed
 from ds_dynatrain.extension import named
 
 if TYPE_CHECKING:

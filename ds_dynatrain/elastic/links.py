@@ -11,9 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar
 
-from ds_dynatrain.elastic.effects import Probe
 from ds_dynatrain.elastic.messages import MOST_PROBED, Probed
-from ds_dynatrain.elastic.roster import Roster
+from ds_dynatrain.elastic.roster import Probe, Roster
 from ds_dynatrain.elastic.world import node_of
 
 Node = TypeVar("Node", bound=Hashable)

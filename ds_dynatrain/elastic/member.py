@@ -37,11 +37,10 @@ from ds_dynatrain.elastic.messages import (
     Tally,
     clipped,
 )
-from ds_dynatrain.elastic.process import end_with_parent, in_forked_children
+from ds_dynatrain.elastic.process import Termination, end_with_parent, in_forked_children
 from ds_dynatrain.elastic.reach import Reach
 from ds_dynatrain.elastic.settings import ORPHAN_SECONDS
-from ds_dynatrain.elastic.signals import Termination
-from ds_dynatrain.elastic.store import job_store, node_store, world_store
+from ds_dynatrain.elastic.store import open_store
 from ds_dynatrain.elastic.world import LONGEST_TEXT, World, member_id
 from ds_dynatrain.errors import CoordinatorUnproved, JobFinished, MessageError, PeerRefused
 
@@ -254,22 +253,24 @@ class Member:
             raise JobFinished("the job has finished" if self._is_finished else f"{self.id} was told to leave")
 
     def store(self, world: World, seconds: float) -> Store:
-        """The key-value store of a generation, over a connection of its own; its calls wait at most `seconds`."""
-        return world_store(*self._store_address, world, seconds)
+        """Return the key-value store of a generation, over a connection of its own; no key in it was ever used before.
+
+        seconds: how long its calls wait, at most.
+        """
+        return self._open_store(world.prefix, seconds)
 
     def job_store(self, world: World, seconds: float) -> Store:
-        """The same for all generations that the coordinator which has published this one publishes."""
-        return job_store(*self._store_address, world, seconds)
+        """Return the same for all generations of the run of the coordinator that has published this one."""
+        return self._open_store(f"job/{world.term}", seconds)
 
     def node_store(self, seconds: float) -> Store:
-        """The same for the workers of this member's node, whatever the generation."""
-        return node_store(*self._store_address, self.place.node, seconds)
+        """Return the same for the workers of this member's node, whatever the generation."""
+        return self._open_store(f"node/{self.place.node}", seconds)
 
-    @property
-    def _store_address(self) -> tuple[str, int]:
+    def _open_store(self, prefix: str, seconds: float) -> Store:
         if self._connection is None:
             raise RuntimeError(f"{self.id} has not been started")
-        return self._connection.address.host, self._connection.welcome.store_port
+        return open_store(self._connection.address.host, self._connection.welcome.store_port, prefix, seconds)
 
     def stop(self, has_ended: bool = True) -> None:
         """Say good-bye: the script has ended, or its state was handed over.

@@ -32,11 +32,9 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ds_dynatrain.elastic.effects import Effect, Finish, GiveUp, Publish
 from ds_dynatrain.elastic.links import Links
 from ds_dynatrain.elastic.messages import Announce, Bye, Phase, Probed, Report, clipped
-from ds_dynatrain.elastic.recovery import Recovery
-from ds_dynatrain.elastic.roster import Entry, Roster
+from ds_dynatrain.elastic.roster import Effect, Entry, Finish, GiveUp, Publish, Recovery, Roster
 from ds_dynatrain.elastic.settings import ORPHAN_SECONDS, Settings
 from ds_dynatrain.elastic.world import LONGEST_TEXT, World, member_id, node_of, nodes_of
 from ds_dynatrain.errors import JobFinished, PeerRefused

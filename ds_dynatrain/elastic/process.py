@@ -1,4 +1,8 @@
-"""What a worker does about processes: it ends with its agent, and its children do not speak for it."""
+"""What a worker does about processes: it ends with its agent, its children do not speak for it, and SIGTERM is heard.
+
+Python runs a signal's handler when the main thread is back in Python: seconds late, or never, while it waits inside of
+a collective. The interpreter's wake-up descriptor gets its byte at once, and a thread reads it.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +10,20 @@ import atexit
 import ctypes
 import os
 import signal
+import socket
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from types import MethodType
+from types import FrameType, MethodType
 from typing import Any
+
+from ds_dynatrain.errors import ElasticError
 
 PR_SET_PDEATHSIG = 1
 """The number of the request in <sys/prctl.h>."""
+SIGTERM = bytes([signal.SIGTERM])
 
 
 def end_with_parent(agent: int | None = None) -> None:
@@ -63,3 +72,79 @@ def _is_alive(process: int) -> bool:
     except PermissionError:
         return True
     return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
+class Termination:
+    """Readable once this process was told to end. A handler of the user's own is called as before."""
+
+    def __init__(self) -> None:
+        self._receiver, self._sender = socket.socketpair()
+        for end in (self._receiver, self._sender):
+            end.setblocking(False)
+        self._previous: Any = signal.SIG_DFL
+        self._is_watching = False
+        self._wakes = False
+
+    def watch(self) -> None:
+        """Begin; on the main thread, else ElasticError."""
+        if threading.current_thread() is not threading.main_thread():
+            raise ElasticError(
+                "signals can be watched from the main thread only, and this is thread "
+                f"{threading.current_thread().name!r}; call initialize on the main thread"
+            )
+        self._previous = signal.signal(signal.SIGTERM, self._handle)
+        taken = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
+        self._wakes = taken == -1
+        if not self._wakes:  # somebody else's, an event loop's: they keep it, and we hear of SIGTERM a little later
+            signal.set_wakeup_fd(taken)
+        self._is_watching = True
+        in_forked_children(self._leave_to_the_parent)
+
+    def fileno(self) -> int:
+        """The descriptor to wait for."""
+        return self._receiver.fileno()
+
+    def read(self) -> bool:
+        """Whether SIGTERM is among the signals that have come since the last call."""
+        try:
+            return SIGTERM in self._receiver.recv(4096)
+        except BlockingIOError:
+            return False
+
+    def wake(self) -> None:
+        """Make it readable though no signal has come."""
+        self._send(b"\0")
+
+    def stop(self) -> None:
+        """Put the user's handler back. On the main thread; elsewhere nothing is put back."""
+        if self._is_watching and threading.current_thread() is threading.main_thread():
+            self._restore()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if not self._wakes:
+            self._send(SIGTERM)
+        if callable(self._previous):
+            self._previous(number, frame)
+        elif not self._is_watching:  # who watched after this one has put it back
+            signal.signal(number, self._previous)
+            signal.raise_signal(number)
+
+    def _send(self, what: bytes) -> None:
+        try:
+            self._sender.send(what)
+        except BlockingIOError:
+            pass  # full: it is readable
+
+    def _restore(self) -> None:
+        self._is_watching = False
+        if self._wakes:
+            signal.set_wakeup_fd(-1)
+        if signal.getsignal(signal.SIGTERM) == self._handle:
+            signal.signal(signal.SIGTERM, self._previous)
+
+    def _leave_to_the_parent(self) -> None:
+        """In a forked child: a loader worker that is ended must not look as if its parent were told to go."""
+        if self._is_watching:
+            self._restore()
+            os.close(self._receiver.detach())
+            os.close(self._sender.detach())

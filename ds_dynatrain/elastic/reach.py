@@ -7,13 +7,11 @@ connection that is made there is proof enough, and is closed.
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
-import queue
-import select
 import socket
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -31,16 +29,14 @@ ANSWERED = (0, errno.ECONNREFUSED)
 
 
 class Reach:
-    """A member's listening socket and its thread that connects to others.
+    """A member's listening socket, and its attempts to connect to others.
 
-    tell: called on that thread with the addresses that were reached, and those that were not.
+    tell: called on another thread with the addresses that were reached, and those that were not.
     """
 
     def __init__(self, tell: Callable[[Sequence[str], Sequence[str]], None]) -> None:
         self._tell = tell
         self._listener: socket.socket | None = None
-        self._asked: queue.SimpleQueue[Sequence[str]] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
 
     def listen(self) -> str:
         """Listen where process groups do, and return the address; empty where that is not known."""
@@ -65,10 +61,7 @@ class Reach:
 
     def ask(self, addresses: Sequence[str]) -> None:
         """Try to connect to these addresses, in a thread."""
-        self._asked.put(addresses)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="dynatrain-reach", daemon=True)
-            self._thread.start()
+        threading.Thread(target=self._try, args=(addresses,), name="dynatrain-reach", daemon=True).start()
 
     def close(self) -> None:
         """Listen no more."""
@@ -76,10 +69,9 @@ class Reach:
             self._listener.close()
             self._listener = None
 
-    def _run(self) -> None:
-        while True:
-            with suppress(OSError):  # the coordinator has gone meanwhile
-                self._tell(*reached_of(self._asked.get()))
+    def _try(self, addresses: Sequence[str]) -> None:
+        with suppress(OSError):  # the coordinator has gone meanwhile
+            self._tell(*reached_of(addresses))
 
 
 def reached_of(addresses: Sequence[str], seconds: float = REACH_SECONDS) -> tuple[list[str], list[str]]:
@@ -87,39 +79,25 @@ def reached_of(addresses: Sequence[str], seconds: float = REACH_SECONDS) -> tupl
 
     A host that refuses has answered. What fails for a reason of this process's own is in neither list.
     """
-    with_words: dict[int, tuple[socket.socket, str]] = {}
-    results: dict[str, int] = {}
-    poll = select.poll()
+
+    async def tried() -> list[int | None]:
+        return await asyncio.gather(*(_connect(Address.parse(each), seconds) for each in addresses))
+
+    results = list(zip(addresses, asyncio.run(tried()), strict=True))
+    reached = [address for address, result in results if result in ANSWERED]
+    return reached, [address for address, result in results if result in UNREACHED]
+
+
+async def _connect(address: Address, seconds: float) -> int | None:
+    """Return 0 for a connection that can be made, else the number of the error."""
     try:
-        for text in addresses:
-            address = Address.parse(text)
-            with suppress(OSError):
-                each = socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET, socket.SOCK_STREAM)
-                with_words[each.fileno()] = each, text
-                each.setblocking(False)
-                result = each.connect_ex((address.host, address.port))
-                if result != errno.EINPROGRESS:
-                    results[text] = result
-                else:
-                    poll.register(each, select.POLLOUT)
-        end = time.monotonic() + seconds
-        waiting = {number for number, (_, text) in with_words.items() if text not in results}
-        while waiting:
-            left = end - time.monotonic()
-            ready = poll.poll(max(0.0, left) * 1000)
-            for number, _ in ready:
-                each, text = with_words[number]
-                results[text] = each.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-                poll.unregister(number)
-                waiting.discard(number)
-            if not ready and left <= 0:
-                break
-        results |= {with_words[number][1]: errno.ETIMEDOUT for number in waiting}
-    finally:
-        for each, _ in with_words.values():
-            each.close()
-    reached = [text for text, result in results.items() if result in ANSWERED]
-    return reached, [text for text, result in results.items() if result in UNREACHED]
+        _, writer = await asyncio.wait_for(asyncio.open_connection(address.host, address.port), seconds)
+    except asyncio.TimeoutError:
+        return errno.ETIMEDOUT
+    except OSError as error:
+        return error.errno
+    writer.transport.abort()
+    return 0
 
 
 def group_host() -> str:

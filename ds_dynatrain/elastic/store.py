@@ -17,7 +17,6 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from ds_dynatrain.elastic.abort import count_store, new_sockets, open_sockets
 from ds_dynatrain.elastic.address import Address, listen
-from ds_dynatrain.elastic.world import World
 
 ANSWER_SECONDS = 10.0
 """So long a store may take to answer; a busy one needs milliseconds."""
@@ -36,25 +35,12 @@ def serve_store(host: str, listener: socket.socket | None = None) -> TCPStore:
     return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def world_store(host: str, port: int, world: World, seconds: float) -> Store:
-    """The store of one generation, over a connection of its own: no key in it was ever used before.
+def open_store(host: str, port: int, prefix: str, seconds: float) -> Store:
+    """Connect to the store at this address, anew, for keys below a prefix.
 
     seconds: how long its calls wait. torch's DistError if nobody is there.
     """
-    return _store(host, port, world.prefix, seconds)
 
-
-def job_store(host: str, port: int, world: World, seconds: float) -> Store:
-    """The store of all generations of one run of the coordinator; as `world_store`, but for the keys."""
-    return _store(host, port, f"job/{world.term}", seconds)
-
-
-def node_store(host: str, port: int, node: str, seconds: float) -> Store:
-    """The store of one node's workers alone; as `world_store`, since a node's id is never used again."""
-    return _store(host, port, f"node/{node}", seconds)
-
-
-def _store(host: str, port: int, prefix: str, seconds: float) -> Store:
     def connect() -> Store:
         wait = timedelta(seconds=seconds)
         return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=wait)

@@ -1,20 +1,35 @@
-"""The secret of a job: reading it, and the keys that follow from it. It is proved, never sent (see `channel`)."""
+"""Secrets: the token of a job, which is proved and never sent, and that of those who watch it over HTTP.
+
+The readers' token travels unencrypted, so it is a secret of its own, with which nobody can join the job. A job that was
+given no token for its readers uses one that is kept in a file of its user.
+"""
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hmac
 import os
 import secrets
 import shlex
+import socket
 import stat
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
-from ds_dynatrain.errors import ConfigError
+from ds_dynatrain.elastic.address import Address, listen
+from ds_dynatrain.errors import ConfigError, ElasticError
 
+STATE = "XDG_STATE_HOME"
+"""The user's folder for what programs keep; `~/.local/state` by default."""
 SHORTEST_TOKEN = 16
 """Characters; `openssl rand -hex 32` gives 64."""
 
 NAME_ONE = "make one (openssl rand -hex 32), and name its file in DYNATRAIN_TOKEN_FILE"
+READERS = "readers"
+"""The file of a user's own token for readers."""
 
 
 def read_token(path: str | Path) -> str:
@@ -88,3 +103,67 @@ def checked_token(token: str, where: str) -> str:
 def derive(token: str | None, purpose: str) -> bytes:
     """A key for one purpose alone; without a token one that everybody knows."""
     return hmac.digest((token or "").encode(), f"ds_dynatrain {purpose}".encode(), "sha256")
+
+
+def users_file(name: str, variables: Mapping[str, str] = os.environ) -> Path:
+    """Return where a secret of this user's lies that all jobs share, in a folder that is made."""
+    folder = Path(variables.get(STATE) or os.path.expanduser("~/.local/state")) / "dynatrain"
+    with suppress(OSError):  # it is told when the file cannot be made
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder / name
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Where to listen for readers, the token that they have to say, and the file that it is in."""
+
+    address: Address
+    token: str
+    token_file: str = ""
+
+    @classmethod
+    def of(cls, address: str | None, token_file: str | Path | None, job_token: str) -> Reading | None:
+        """None without an address. ConfigError for what is no address, no file of a token, or the job's own token."""
+        if not address:
+            if token_file is not None:
+                raise ConfigError(
+                    f"token file {str(token_file)!r} is for readers, which have no port; give --http HOST:PORT, or "
+                    "leave the token file out"
+                )
+            return None
+        where = Address.parse(address)
+        file = Path(token_file) if token_file is not None else users_file(READERS)
+        token = made_token(file) if token_file is None else read_token(file)
+        if token == job_token:
+            raise ConfigError(
+                f"token file {str(file)!r}: it has the job's token, with which one can join the job, and this one "
+                "travels unencrypted; make another one: openssl rand -hex 32"
+            )
+        return cls(where, token, str(file))
+
+    def listen(self) -> socket.socket:
+        """Return a listening socket. ElasticError if the address is taken or another machine's."""
+        try:
+            return listen(self.address, is_guarded=True)
+        except OSError as error:
+            raise ElasticError(
+                f"the job cannot be watched at {self.address}: {error}; give --http another port, or end the process "
+                "that has this one"
+            ) from error
+
+    def permits(self, authorization: str) -> bool:
+        """Whether a request with this header (empty if there is none) may be answered."""
+        return hmac.compare_digest(_secret_of(authorization).encode(), self.token.encode())
+
+
+def _secret_of(authorization: str) -> str:
+    """What `Bearer SECRET` says, or `Basic` with any name: the only way in which a browser asks a person for one."""
+    scheme, _, rest = authorization.strip().partition(" ")
+    if scheme.lower() == "bearer":
+        return rest.strip()
+    if scheme.lower() != "basic":
+        return ""
+    try:
+        return base64.b64decode(rest.strip(), validate=True).decode().partition(":")[2]
+    except (binascii.Error, UnicodeError):
+        return ""

@@ -5,11 +5,38 @@ Times are seconds since 1970 by the coordinator's clock.
 
 from __future__ import annotations
 
-from ds_dynatrain.elastic.goodput import MEANING, Cause
-from ds_dynatrain.elastic.history import Change, History, Point, Switch
-from ds_dynatrain.elastic.messages import Count, Seconds, Status
-from ds_dynatrain.elastic.standing import State, standing
-from ds_dynatrain.elastic.world import Record, Text
+import threading
+import time
+from collections.abc import Callable, Iterable
+from copy import deepcopy
+from typing import Generic, Literal, TypeVar, get_args
+
+from ds_dynatrain.elastic.history import MEANING, Cause, Change, Counts, History, Point, Switch
+from ds_dynatrain.elastic.membership import Membership
+from ds_dynatrain.elastic.messages import (
+    MOST_PARTED,
+    ChangeStatus,
+    Count,
+    MemberStatus,
+    Seconds,
+    StartingNode,
+    Status,
+)
+from ds_dynatrain.elastic.world import Record, nodes_of
+
+Value = TypeVar("Value")
+State = Literal["waiting", "running", "changing", "standing", "paused", "lost", "finished"]
+STATES: tuple[State, ...] = get_args(State)
+LEAST_QUIET_SECONDS = 10.0
+QUIET_STEPS = 5.0
+"""A job stands that has made no step for so many times what one takes, and for so many seconds."""
+MOST_NAMED = 5
+FRESH_SECONDS = 0.5
+"""However many ask, a value is made no more often than that,"""
+REST = 20.0
+"""and, where it takes long, no sooner than so many times what the last one took."""
+PATIENCE_SECONDS = 2.0
+"""So long a reader waits for the first value; later ones get what there is."""
 
 
 class PointView(Record):
@@ -22,40 +49,6 @@ class PointView(Record):
     samples_per_second: Seconds
 
 
-class ChangeView(Record):
-    """A generation. still_seconds: how long training stood still for it; None until that is known, and for good where
-    the next one came before anyone had entered it."""
-
-    generation: Count
-    kind: str
-    at: float
-    size: Count
-    nodes: Count
-    paused: bool
-    reason: Text
-    still_seconds: Seconds | None
-    lost_steps: Count
-
-
-class SwitchView(Record):
-    """A switch of an engine, its phases in their order."""
-
-    at: float
-    engine: Count
-    committed: bool
-    step: Count
-    source: str
-    target: str
-    members: Count
-    pause_ms: Seconds
-    certificate_ms: Seconds
-    phases_ms: dict[str, Seconds]
-    bytes_sent: Count
-    bytes_minimum: Count
-    cause: str
-    reason: str
-
-
 class GoodputView(Record):
     """Seconds. ratio: ETTR, of what is accounted for; the step under way is not yet."""
 
@@ -65,21 +58,6 @@ class GoodputView(Record):
     total_elapsed_time: Seconds
     disruption_count: Count
     max_productive_step: Count
-
-
-class CountsView(Record):
-    """What only grows, since the coordinator was started. pauses: by bucket, see `history.PAUSE_BUCKETS`."""
-
-    steps: Count
-    samples: Count
-    lost_steps: Count
-    changes: dict[str, Count]
-    committed: Count
-    rolled_back: Count
-    sent_bytes: Count
-    pauses: tuple[Count, ...]
-    pause_seconds: Seconds
-    phase_seconds: dict[str, Seconds]
 
 
 class View(Record):
@@ -94,10 +72,10 @@ class View(Record):
     quiet_seconds: Seconds | None
     """Since a step was heard of last."""
     goodput: GoodputView
-    counts: CountsView
+    counts: Counts
     points: tuple[PointView, ...]
-    changes: tuple[ChangeView, ...]
-    switches: tuple[SwitchView, ...]
+    changes: tuple[Change, ...]
+    switches: tuple[Switch, ...]
     meaning: dict[Cause, str] = MEANING
 
 
@@ -124,21 +102,10 @@ def view(status: Status, history: History, now: float, wall: float) -> View:
             disruption_count=failures,
             max_productive_step=history.step,
         ),
-        counts=CountsView(
-            steps=counts.steps,
-            samples=counts.samples,
-            lost_steps=counts.lost_steps,
-            changes=dict(counts.changes),
-            committed=counts.committed,
-            rolled_back=counts.rolled_back,
-            sent_bytes=counts.sent_bytes,
-            pauses=tuple(counts.pauses),
-            pause_seconds=counts.pause_seconds,
-            phase_seconds=dict(counts.phase_seconds),
-        ),
+        counts=deepcopy(counts),
         points=tuple(_point(each, ago) for each in history.points),
-        changes=tuple(_change(each, ago) for each in history.changes),
-        switches=tuple(_switch(each, ago) for each in history.switches),
+        changes=tuple(each.model_copy(update={"at": each.at + ago}) for each in history.changes),
+        switches=tuple(each.model_copy(update={"at": each.at + ago}) for each in history.switches),
     )
 
 
@@ -158,20 +125,160 @@ def _point(point: Point, ago: float) -> PointView:
     )
 
 
-def _change(change: Change, ago: float) -> ChangeView:
-    return ChangeView(
-        generation=change.generation,
-        kind=change.kind,
-        at=change.at + ago,
-        size=change.size,
-        nodes=change.nodes,
-        paused=change.paused,
-        reason=change.reason,
-        still_seconds=change.still,
-        lost_steps=change.lost_steps,
+def standing(status: Status, quiet: float | None, usual: float) -> tuple[State, str]:
+    """(the state, why). quiet: seconds since the last step, None before the first; usual: that a step takes."""
+    if status.finished:
+        return "finished", "the scripts of those that worked have ended"
+    if status.generation == 0:
+        return "waiting", _before_the_start(status)
+    if not status.ranks:
+        if is_lost(status):
+            return "lost", (
+                "no member has its state any more; nodes that start go on from the newest fallback checkpoint, or "
+                "without one from where the script starts"
+            )
+        return "waiting", f"all members were told to go; {_before_the_start(status)}"
+    if status.paused:
+        there = len(nodes_of(status.ranks))
+        return "paused", f"{_count(there, 'node')} of the {status.min_nodes} that training needs at least"
+    working = [one for one in status.members if one.rank is not None]
+    outside = [one for one in working if one.entered < status.generation]
+    if outside or len(working) < len(status.ranks):
+        return "changing", f"generation {status.generation} is being entered; {_awaited(outside)}"
+    most = max(LEAST_QUIET_SECONDS, QUIET_STEPS * usual)
+    if quiet is None:
+        return "changing", f"no step was made yet; {_awaited(working)}"
+    if quiet > most:
+        return "standing", f"no step for {quiet:.0f} s; {_awaited(working)}"
+    step = max((one.step for one in working), default=0)
+    return "running", f"step {step} on {_count(len(working), 'member')}" + (
+        ", unprotected" if is_unprotected(status) else ""
     )
 
 
-def _switch(switch: Switch, ago: float) -> SwitchView:
-    said = switch.said.model_dump(exclude={"kind", "number"})
-    return SwitchView(at=switch.at + ago, **said)
+def is_lost(status: Status) -> bool:
+    """Return whether a failure has left nobody who holds the state of the job."""
+    return not status.finished and not status.ranks and bool(status.changes) and status.changes[-1].change == "failure"
+
+
+def is_unprotected(status: Status) -> bool:
+    """Return whether a member that trains has said that a death would cost more than the newest steps."""
+    return any(one.protected == "no" for one in status.members if one.rank is not None)
+
+
+def _before_the_start(status: Status) -> str:
+    ready = nodes_of(one.member for one in status.members if one.phase == "waiting")
+    warming = nodes_of(one.member for one in status.members if one.phase == "warming")
+    words = f"{_count(len(ready), 'node')} of {status.min_nodes} ready"
+    words += f"; {_named(sorted(warming))} still importing or building" if warming else ""
+    starting = [f"{one.node} ({one.seconds:.0f} s)" for one in status.starting]
+    return words + (f"; its workers start on {_named(starting)}" if starting else "")
+
+
+def _awaited(members: Iterable[MemberStatus]) -> str:
+    """Who is waited for, in their own words where they have some."""
+    members = list(members)
+    said = [f"{one.member} waits for {one.waits_for}" for one in members if one.waits_for]
+    if said:
+        return "; ".join(said[:MOST_NAMED])
+    return f"{_named([one.member for one in members])} at work on it" if members else "members are not back yet"
+
+
+def _named(names: list[str]) -> str:
+    more = len(names) - MOST_NAMED
+    return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")
+
+
+def snapshot(membership: Membership, job: str, now: float) -> Status:
+    """Return the status at `now`: workers in the order of their ranks, then those without a rank by name."""
+    world = membership.world
+    ranks = () if world is None else world.members
+    place = {member: rank for rank, member in enumerate(ranks)}
+    members = [
+        MemberStatus(
+            member=entry.member,
+            phase=membership.phase(entry),
+            rank=place.get(entry.member),
+            pid=entry.pid,
+            entered=entry.report.entered,
+            step=entry.report.step,
+            layout=entry.report.layout,
+            pause_ms=entry.report.pause_ms,
+            protected=entry.report.protected,
+            heard_seconds=max(0.0, now - entry.heard),
+            waits_for=entry.report.waits_for,
+        )
+        for entry in membership.roster
+    ]
+    members.sort(key=lambda one: (one.rank is None, one.rank or 0, one.member))
+    changes = tuple(
+        ChangeStatus(
+            generation=each.generation,
+            change=each.change,
+            size=len(each.members),
+            seconds_ago=max(0.0, now - at),
+            reason=each.reason,
+        )
+        for each, at in membership.changes
+    )
+    parted = sorted(membership.links.parted)
+    return Status(
+        job=job,
+        term=membership.term,
+        min_nodes=membership.settings.min_nodes,
+        max_nodes=membership.settings.max_nodes,
+        generation=0 if world is None else world.generation,
+        paused=world is not None and world.paused,
+        finished=membership.is_finished,
+        ranks=ranks,
+        members=tuple(members),
+        starting=_starting(membership, now),
+        changes=changes,
+        parted=tuple(f"{one} and {other} do not reach each other" for one, other in parted[:MOST_PARTED]),
+    )
+
+
+def _starting(membership: Membership, now: float) -> tuple[StartingNode, ...]:
+    """Return the nodes with an agent and without a worker, the one that has waited longest first."""
+    started = nodes_of(membership.roster.members)
+    waiting = sorted((since, node) for node, since in membership.watched.items() if node not in started)
+    return tuple(StartingNode(node=node, seconds=max(0.0, now - since)) for since, node in waiting)
+
+
+class Feed(Generic[Value]):
+    """The newest value. make: runs where `call_soon` lets it run, and only once somebody has asked."""
+
+    def __init__(self, make: Callable[[], Value], call_soon: Callable[[Callable[[], None]], object]) -> None:
+        self._make, self._call_soon = make, call_soon
+        self._changed = threading.Condition()
+        self._value: Value | None = None
+        self._fresh_until = 0.0
+        self._is_asked = False
+
+    def read(self) -> Value | None:
+        """In any thread: a value that is fresh, or the last one if none comes in time; None if there never was one."""
+        with self._changed:
+            if time.monotonic() >= self._fresh_until and not self._is_asked:
+                self._is_asked = True
+                try:
+                    self._call_soon(self._refresh)
+                except RuntimeError:  # the loop has ended: what there is, is the end
+                    self._is_asked = False
+            self._changed.wait_for(lambda: not self._is_asked, PATIENCE_SECONDS)
+            return self._value
+
+    def _refresh(self) -> None:
+        value, begin = None, time.monotonic()
+        try:
+            value = self._make()
+        finally:
+            end = time.monotonic()
+            with self._changed:
+                self._fresh_until = end + max(FRESH_SECONDS, REST * (end - begin))
+                self._value = self._value if value is None else value
+                self._is_asked = False
+                self._changed.notify_all()

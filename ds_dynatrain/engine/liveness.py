@@ -114,17 +114,22 @@ def ended_in_error() -> bool:
     return getattr(sys, "last_value", None) is not None
 
 
-def post_end(control: Control) -> None:
-    """Say that this member's script is through, and whether it ended in an uncaught exception."""
-    control.post(f"ended/{control.member}", "error" if ended_in_error() else "done")
+def ending_error() -> BaseException | None:
+    """Return the exception that ends this script: an uncaught one, or one for which an engine is taken down."""
+    handled = sys.exc_info()[1]  # `initialize` raises it again
+    return getattr(sys, "last_value", None) or (handled if isinstance(handled, Exception) else None)
 
 
-def say_last_words(control: Control) -> None:
+def post_end(control: Control, error: BaseException | None = None) -> None:
+    """Say that this member's script is through, and whether it ended in an uncaught exception, or in `error`."""
+    control.post(f"ended/{control.member}", "error" if error is not None or ended_in_error() else "done")
+
+
+def say_last_words(control: Control, error: BaseException | None) -> None:
     """Log the error that ended the job, and on which member, as the last words of a script that ends in an error.
 
     Where one member raises, the others' own errors only say that a connection was closed. Called before `post_end`.
     """
-    error = getattr(sys, "last_value", None)
     if error is None:
         return
     if is_lost_peer(error) or isinstance(error, MemberMissing):

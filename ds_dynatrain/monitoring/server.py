@@ -16,10 +16,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
 from typing import Any
 
-from ds_dynatrain.elastic.access import Reading
 from ds_dynatrain.elastic.address import Address
-from ds_dynatrain.elastic.feed import Feed
-from ds_dynatrain.elastic.view import View
+from ds_dynatrain.elastic.token import Reading
+from ds_dynatrain.elastic.view import Feed, View
 from ds_dynatrain.monitoring.metrics import encoded
 from ds_dynatrain.monitoring.page import PAGE, POLICY
 

@@ -13,13 +13,15 @@ from ds_dynatrain.support.row import Refusal, Target
 
 def needs_compiler(config: Mapping[str, Any]) -> Refusal | None:
     """Adam and AdamW without `torch_adam` are DeepSpeed's own, which it compiles when the job starts."""
-    if ((config.get("optimizer") or {}).get("params") or {}).get("torch_adam") or offloads(config):
+    if _at(config, "optimizer.params.torch_adam") or offloads(config):
         return None
-    missing = [name for name, found in (("C++ compiler", _has_compiler()), ("ninja", _has_ninja())) if not found]
+    has_ninja = shutil.which("ninja") is not None or importlib.util.find_spec("ninja") is not None
+    missing = "" if has_ninja else "ninja"
+    missing = missing if shutil.which("c++") or shutil.which("g++") else "C++ compiler"
     if not missing:
         return None
     return Refusal(
-        f"optimizer.params.torch_adam: without it DeepSpeed compiles its own Adam, and there is no {missing[0]} here",
+        f"optimizer.params.torch_adam: without it DeepSpeed compiles its own Adam, and there is no {missing} here",
         "set it to true, or install what is missing",
     )
 
@@ -34,8 +36,7 @@ def norm_needs_stage_1_or_2(target: Target) -> Refusal | None:
 
 def unmanaged_overlap(target: Target) -> Refusal | None:
     """DeepSpeed checks it when an engine is built, for the stage of the start."""
-    overlap = (target.config.get("zero_optimization") or {}).get("overlap_comm")
-    if target.layout.zero_stage > 1 or not overlap:
+    if target.layout.zero_stage > 1 or not _at(target.config, "zero_optimization.overlap_comm"):
         return None
     return Refusal(
         "without it zero_optimization.overlap_comm works in ZeRO stages 2 and 3 alone",
@@ -79,11 +80,11 @@ def autocast_at_stage_3(target: Target) -> Refusal | None:
 
 def _weight_type(config: Mapping[str, Any]) -> str:
     blocks = {"fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
-    return next((name for block, name in blocks.items() if (config.get(block) or {}).get("enabled")), "fp32")
+    return next((name for block, name in blocks.items() if _at(config, f"{block}.enabled")), "fp32")
 
 
 def _gradient_type(config: Mapping[str, Any]) -> str:
-    named = (config.get("data_types") or {}).get("grad_accum_dtype")
+    named = _at(config, "data_types.grad_accum_dtype")
     return _weight_type(config) if named is None else _type_name(named)
 
 
@@ -94,11 +95,8 @@ def is_low(config: Mapping[str, Any]) -> bool:
 
 def gradients_apart(config: Mapping[str, Any]) -> str:
     """The key that gives gradients another type than the weights have, "" if there is none."""
-    named = {
-        "data_types.grad_accum_dtype": (config.get("data_types") or {}).get("grad_accum_dtype"),
-        "communication_data_type": config.get("communication_data_type"),
-    }
-    weight = _weight_type(config)
+    keys, weight = ("data_types.grad_accum_dtype", "communication_data_type"), _weight_type(config)
+    named = {key: _at(config, key) for key in keys}
     return next((key for key, held in named.items() if held not in (None, "auto") and _type_name(held) != weight), "")
 
 
@@ -121,14 +119,12 @@ def needs_offload(config: Mapping[str, Any]) -> Refusal | None:
 
 def offloads(config: Mapping[str, Any]) -> bool:
     """Whether the optimizer's state is to be in host memory."""
-    zero = config.get("zero_optimization") or {}
-    return (zero.get("offload_optimizer") or {}).get("device") == "cpu"
+    return bool(_at(config, "zero_optimization.offload_optimizer.device") == "cpu")
 
 
 def keeps_pinned_memory(config: Mapping[str, Any]) -> Refusal | None:
     """DeepSpeed's own page-locked memory is freed with the optimizer that had it, and a switch keeps buffers."""
-    zero = config.get("zero_optimization") or {}
-    blocks = [zero.get(name) or {} for name in ("offload_optimizer", "offload_param")]
+    blocks = [_at(config, f"zero_optimization.{name}") or {} for name in ("offload_optimizer", "offload_param")]
     pins = any(block.get("device") == "cpu" and block.get("pin_memory", True) for block in blocks)
     if not pins or os.environ.get("DS_PIN_MEMORY_BACKEND", "torch").strip().lower() != "native":
         return None
@@ -141,8 +137,8 @@ def keeps_pinned_memory(config: Mapping[str, Any]) -> Refusal | None:
 
 def scales_gradients(target: Target) -> Refusal | None:
     """What stages 2 and 3 make of `prescale_gradients` and `gradient_predivide_factor` (DeepSpeed 0.19.8)."""
-    stage, zero = target.layout.zero_stage, target.config.get("zero_optimization") or {}
-    if stage >= 2 and zero.get("reduce_scatter") is not False:
+    stage = target.layout.zero_stage
+    if stage >= 2 and _at(target.config, "zero_optimization.reduce_scatter") is not False:
         return Refusal(
             f"stage {stage} scales gradients before or after their sum only where it reduces whole ones",
             "set zero_optimization.reduce_scatter to false",
@@ -168,9 +164,9 @@ def times_stages(target: Target) -> Refusal | None:
     )
 
 
-def _has_compiler() -> bool:
-    return any(shutil.which(name) is not None for name in ("c++", "g++"))
-
-
-def _has_ninja() -> bool:
-    return shutil.which("ninja") is not None or importlib.util.find_spec("ninja") is not None
+def _at(config: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a dotted key; None where it, or a section of it, is not there."""
+    found: Any = config
+    for name in key.split("."):
+        found = (found or {}).get(name)
+    return found

@@ -15,10 +15,13 @@ from pathlib import Path
 
 from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.support import proved
+from ds_dynatrain.support.keys import CONFIG_TABLES
 from ds_dynatrain.support.row import NOT_TRIED, OFF, REMOVE, Row, Verdict
-from ds_dynatrain.support.tables import CONFIG_TABLES, all_tables
+from ds_dynatrain.support.walk import all_tables
 
 _MARKED = re.compile(r"<!-- table: (?P<name>[\w ]+) -->\n.*?<!-- end -->", re.DOTALL)
+PROOFS = {"proved": proved.table, "gpus": proved.status}
+"""What says where the package has run: the table of docs/gpu.md, and the answer in short, on several pages."""
 
 
 def markdown(name: str) -> str:
@@ -29,10 +32,13 @@ def markdown(name: str) -> str:
 
 
 def filled(pages: Sequence[str]) -> list[str]:
-    """Pages with all tables anew; ConfigError unless each table stands once on all of them together."""
-    there = [found["name"] for page in pages for found in _MARKED.finditer(page)]
+    """Return pages with all their tables anew.
+
+    Raise ConfigError where a page has a table of the support table, and not each of them stands once on all pages.
+    """
+    there = [found["name"] for page in pages for found in _MARKED.finditer(page) if found["name"] not in PROOFS]
     wrong = sorted(set(there) ^ set(all_tables())) or [name for name in there if there.count(name) > 1]
-    if wrong:
+    if there and wrong:
         raise ConfigError(
             f"docs/support-*.md have these tables not once: {', '.join(wrong)}; give all pages, with the marks of "
             "each once"
@@ -41,7 +47,8 @@ def filled(pages: Sequence[str]) -> list[str]:
 
 
 def _anew(found: re.Match[str]) -> str:
-    return f"<!-- table: {found['name']} -->\n{markdown(found['name'])}\n<!-- end -->"
+    name = found["name"]
+    return f"<!-- table: {name} -->\n{PROOFS[name]() if name in PROOFS else markdown(name)}\n<!-- end -->"
 
 
 def note(row: Row) -> str:
@@ -75,28 +82,9 @@ def _names(name: str, rows: Sequence[Row]) -> Iterator[str]:
             yield f"`{row.key if place == 0 else '.' * ('.' in row.key) + row.key.rpartition('.')[2]}`"
 
 
-PROOFS = {"proved": proved.table, "gpus": proved.status}
-"""What says where the package has run: the table of docs/gpu.md, and the answer in short, on several pages."""
-
-
-def with_proofs(page: str, names: Sequence[str] = tuple(PROOFS)) -> str:
-    """Return a page with these said anew; ConfigError unless each stands there once."""
-    for name in names:
-        before, *rest = re.split(f"<!-- table: {name} -->\n.*?<!-- end -->", page, flags=re.DOTALL)
-        if len(rest) != 1:
-            raise ConfigError(f'the page has "{name}" not once; put its marks there once')
-        page = f"{before}<!-- table: {name} -->\n{PROOFS[name]()}\n<!-- end -->{rest[0]}"
-    return page
-
-
 def main(files: Sequence[Path]) -> None:
     """Write the tables of these pages anew."""
-    texts = {file: file.read_text(encoding="utf-8") for file in files}
-    proofs = {file: [name for name in PROOFS if f"table: {name} " in text] for file, text in texts.items()}
-    anew = {file: with_proofs(texts[file], names) for file, names in proofs.items() if names}
-    others = [file for file in files if file not in anew]
-    anew |= dict(zip(others, filled([texts[file] for file in others]), strict=True)) if others else {}
-    for file, text in anew.items():
+    for file, text in zip(files, filled([file.read_text(encoding="utf-8") for file in files]), strict=True):
         file.write_text(text, encoding="utf-8")
 
 

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from ds_dynatrain.support.pipelines import PIPELINES
 from ds_dynatrain.support.row import Row, Verdict
-
-_NO_BLOCK = "remove the dynatrain block"
-
 
 _HERE = "tests/adapters/test_support.py::test_"
 _WINDOWS = "tests/engine/test_windows.py"
@@ -57,7 +53,87 @@ USAGE = (
         "choose a stage from 1 to 3, or leave offload_optimizer out",
         "a_cpu_optimizer_at_stage_0",
     ),
-    *PIPELINES,
+    _works(
+        "PipelineModule",
+        "built in stages, or with num_stages=1 and dynatrain.layout.pipe: see [pipelines](pipeline.md)",
+        "tests/engine/test_pipeline_start.py::test_only_the_call_is_another_one",
+    ),
+    _works(
+        "training_data of a pipeline",
+        "read in its own order, as in DeepSpeed's pipeline engine; an epoch is a whole number of global batches, or "
+        "dataloader_drop_last leaves its rest out: see [pipelines](pipeline-batches.md#batches)",
+        "tests/engine/test_pipeline_data.py::test_training_data_is_what_deepspeed_trains_on",
+    ),
+    _works(
+        "train_batch, set_dataiterator, set_dataloader of a pipeline with an iterator of one's own",
+        "it serves until a switch changes pipe, data, shares or the members, then train_batch asks for another one: "
+        "see [pipelines](pipeline-batches.md#batches)",
+        "tests/engine/test_pipeline_data.py::test_iterators_of_ones_own_across_changes",
+    ),
+    _works(
+        "pipelines side by side with different numbers of micro-batches",
+        "by layout.shares, or where data does not divide them; refused with BatchNorm, with experts that drop tokens "
+        "and with an expert axis: see [pipelines](pipeline-batches.md#batches)",
+        "tests/engine/test_columns.py::test_walks",
+    ),
+    _works(
+        "layers of deepspeed.moe in a pipeline",
+        "stages and the expert size change together; a stage may be without experts: see [pipelines](pipeline.md)",
+        "tests/engine/test_pipeline_experts.py::test_walks",
+    ),
+    _works(
+        "a pipeline in bf16 without ZeRO",
+        "DeepSpeed's stage 0 is then BF16_Optimizer: cut as stage 1, gradients accumulated in bf16",
+        "tests/engine/test_pipeline_precision.py::test_walks",
+    ),
+    _switch(
+        "options of ZeRO for a pipeline in bf16 without it",
+        "BF16_Optimizer, which DeepSpeed takes there, knows no round_robin_gradients, parameter_alignment or offload",
+        "leave the key out, or take zero_stage=1",
+        "tests/engine/test_pipeline_precision.py::test_what_does_not_go_together",
+    ),
+    _works(
+        "a pipeline in fp16, or with CPU offload",
+        "",
+        "tests/engine/test_pipeline_precision.py::test_walks",
+    ),
+    _switch(
+        "stages in fp16 without ZeRO",
+        "DeepSpeed's optimizer there takes the norm of the first stage's gradients alone, and waits for ever where a "
+        "stage has nothing of an optimizer group",
+        "take zero_stage=1, or pipe=1",
+        "tests/engine/test_pipeline_precision.py::test_what_does_not_go_together",
+    ),
+    _works(
+        "torch_autocast with a pipeline",
+        "plain DeepSpeed reads gradients of activations in a wrong type on stages that receive fp32 and send bf16; "
+        "here it does not",
+        "tests/engine/test_pipeline_precision.py::test_autocast_as_where_it_was_started",
+    ),
+    _start(
+        "data_efficiency beside a pipeline",
+        "data_efficiency is not followed with a PipelineModule yet",
+        "leave it out",
+        "tests/engine/test_pipeline.py::test_what_cannot_be_is_refused",
+    ),
+    _works(
+        "AutoEP in a pipeline",
+        "with a moe_layer_pattern for names as 3.mlp, of a layer's number in the whole model; a stage may be without "
+        "experts: see [pipelines](pipeline.md)",
+        "tests/engine/test_pipeline_autoep.py::test_walks",
+    ),
+    _works(
+        "engine.compile of a pipeline",
+        "its layers one by one, also those that a switch makes; after a change of stages layers that you compiled "
+        "yourself run as they were written",
+        "tests/engine/test_pipeline_precision.py::test_compiled_layers",
+    ),
+    _start(
+        "engine.micro_batch of a pipeline",
+        "train_batch draws the micro-batches of a global batch itself",
+        "call engine.train_batch()",
+        "tests/engine/test_draw_ahead.py::test_a_pipeline_draws_for_itself",
+    ),
     _works(
         "mpu for sequence parallelism",
         "one with get_sequence_parallel_group, such as DeepSpeed's parallel_state_sp; see [sequence](sequence.md)",
@@ -97,7 +173,7 @@ USAGE = (
     _start(
         "experts of your own",
         "it has DeepSpeed's mark (allreduce=False) and is in no layer of deepspeed.moe",
-        f"use AutoEP, or {_NO_BLOCK}",
+        "use AutoEP, or remove the dynatrain block",
         "modules",
     ),
     _start(
@@ -106,12 +182,11 @@ USAGE = (
         "pass one to initialize, or put an `optimizer` block in",
         "no_optimizer",
     ),
-    Row(
+    _works(
         "zero.Init",
-        Verdict.NOTE,
         "parameters come in one by one, at any stage; not from NVMe, quantized, or cut over a group of their own; "
         "where members come and go it needs ds_dynatrain.init_distributed() as first line",
-        proof="tests/engine/test_zero_init.py::test_equal_to_its_whole_twin",
+        "tests/engine/test_zero_init.py::test_equal_to_its_whole_twin",
     ),
     _start(
         "zero.Init beside an engine where members come and go",
@@ -119,11 +194,10 @@ USAGE = (
         "build all models before the first initialize, or this one whole",
         "tests/elastic/test_zero_init.py::test_under_init",
     ),
-    Row(
+    _works(
         "meta device",
-        Verdict.NOTE,
         "drawn by each module's reset_parameters() or by param_init_fn=; buffers must be real",
-        proof="tests/engine/test_meta.py::test_equal_to_its_real_twin",
+        "tests/engine/test_meta.py::test_equal_to_its_real_twin",
     ),
     _start(
         "element types",
@@ -132,12 +206,11 @@ USAGE = (
         "tests/engine/test_precision.py::test_low_precision_without_its_block_is_refused",
     ),
     _start("sparse gradients", "not supported", "build the embedding with sparse=False", "modules"),
-    Row(
+    _works(
         "engine.compile",
-        Verdict.NOTE,
         "or module.compile(), on every process: each switch drops all compiled code of the process, and the next step "
         "compiles again; the event's recompile_ms says how long that took, after the pause",
-        proof="tests/engine/test_compile.py::test_twelve_switches",
+        "tests/engine/test_compile.py::test_twelve_switches",
     ),
     _switch(
         "torch.compile",
@@ -314,26 +387,23 @@ USAGE = (
         "call engine.step() after every micro-batch, or set the boundary with the last one of a global batch",
         proof=f"{_WINDOWS}::test_boundaries_set_by_hand_follow_the_world",
     ),
-    Row(
+    _works(
         "activation checkpointing",
-        Verdict.NOTE,
         "deepspeed.checkpointing or torch's; random streams of get_cuda_rng_tracker() belong to the data index",
-        proof="tests/engine/test_checkpointing_streams.py::test_kinds_of_checkpointing_agree",
+        "tests/engine/test_checkpointing_streams.py::test_kinds_of_checkpointing_agree",
     ),
-    Row(
+    _works(
         "hooks",
-        Verdict.NOTE,
         "on parameters and modules, and attributes of your own on them: the objects stay, so these do; names in "
         "ds_ are DeepSpeed's",
-        proof="tests/engine/test_hooks.py::test_objects_attributes_and_hooks_stay",
+        "tests/engine/test_hooks.py::test_objects_attributes_and_hooks_stay",
     ),
-    Row(
+    _works(
         "EMA",
-        Verdict.NOTE,
         "update it inside GatheredParameters, which stage 3 needs, and give it to "
         "engine.register_for_checkpointing; keep no `parameter.data` over "
         "a switch, it is other memory then",
-        proof="tests/engine/test_hooks.py::test_an_average_of_the_weights",
+        "tests/engine/test_hooks.py::test_an_average_of_the_weights",
     ),
     _works(
         "no_sync around micro-batches",

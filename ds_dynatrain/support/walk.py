@@ -1,15 +1,23 @@
-"""A user's configuration, key by key, against the rows of the table."""
+"""All rows of the support table, and a user's configuration, key by key, against them."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
+from ds_dynatrain import extension
 from ds_dynatrain.errors import SwitchRefused, UnsupportedError
+from ds_dynatrain.support.keys import CONFIG_TABLES
 from ds_dynatrain.support.row import Refusal, Row, Target, Verdict
-from ds_dynatrain.support.tables import CONFIG_ROWS
+from ds_dynatrain.support.usage import USAGE
+
+_ROWS = tuple(chain.from_iterable(CONFIG_TABLES.values()))
+CONFIG_ROWS = {row.key: tuple(other for other in _ROWS if other.key == row.key) for row in _ROWS}
+"""The rows of each key of DeepSpeed's configuration."""
+_USAGE = {row.key: row for row in USAGE}
 
 AUTO = "auto"
 SECTIONS_WITHOUT_AUTO = frozenset(
@@ -18,6 +26,16 @@ SECTIONS_WITHOUT_AUTO = frozenset(
 )
 """Sections in which DeepSpeed takes "auto" for a key that was left out."""
 _AUTO_REFUSAL = Refusal("'auto' is filled in by Hugging Face's Trainer only", "give a value, or leave the key out")
+
+
+def all_tables() -> dict[str, tuple[Row, ...]]:
+    """Return every row, of extensions too, under the name that the docs use for its table."""
+    return {**CONFIG_TABLES, "usage": USAGE, **extension.rows()}
+
+
+def usage(name: str) -> Row:
+    """Return the row of what users do around DeepSpeed's configuration; KeyError if there is none."""
+    return _USAGE[name]
 
 
 @dataclass(frozen=True)

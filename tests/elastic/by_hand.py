@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ds_dynatrain.elastic.address import Address
-from ds_dynatrain.elastic.channel import NO_TAG, TAG_BYTES, Channel, Role, new_nonce
+from ds_dynatrain.elastic.connection import NO_TAG, TAG_BYTES, Channel, Role, new_nonce
 from ds_dynatrain.elastic.messages import (
     HEADER,
     LARGEST_MESSAGE,

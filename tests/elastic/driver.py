@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ds_dynatrain.elastic.effects import Effect, Finish, GiveUp, Probe, Publish
 from ds_dynatrain.elastic.membership import Membership
 from ds_dynatrain.elastic.messages import Announce, Bye, Probed, Report
+from ds_dynatrain.elastic.roster import Effect, Finish, GiveUp, Probe, Publish
 from ds_dynatrain.elastic.settings import Settings
 from ds_dynatrain.elastic.world import World, member_id, node_of
 

@@ -10,15 +10,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from ds_dynatrain.elastic.access import Reading
 from ds_dynatrain.elastic.address import Address, listen
-from ds_dynatrain.elastic.connection import Connection
+from ds_dynatrain.elastic.connection import Connection, ask_status
 from ds_dynatrain.elastic.coordinator import Coordinator
-from ds_dynatrain.elastic.feed import Feed
 from ds_dynatrain.elastic.membership import Membership
 from ds_dynatrain.elastic.messages import Announce, Changed, Report, Status
-from ds_dynatrain.elastic.query import ask_status
 from ds_dynatrain.elastic.settings import Settings
+from ds_dynatrain.elastic.token import Reading
+from ds_dynatrain.elastic.view import Feed
 from ds_dynatrain.elastic.world import World
 from ds_dynatrain.monitoring.server import Monitor
 

@@ -10,16 +10,14 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
 
-from ds_dynatrain.elastic import announcement
-from ds_dynatrain.elastic.address import Address
-from ds_dynatrain.elastic.agent import AgentLine
-from ds_dynatrain.elastic.announcement import Announced, Announcement, announced, read_endpoint
-from ds_dynatrain.elastic.connection import Connection, connect
+from ds_dynatrain.elastic import address as announcement
+from ds_dynatrain.elastic.address import Address, Announced, Announcement, announced, read_endpoint
+from ds_dynatrain.elastic.connection import Connection, ask_status, connect
 from ds_dynatrain.elastic.environment import WorkerPlace
 from ds_dynatrain.elastic.handler import NAME, create
 from ds_dynatrain.elastic.hosting import Host
 from ds_dynatrain.elastic.member import Member
-from ds_dynatrain.elastic.query import ask_status
+from ds_dynatrain.elastic.rendezvous import AgentLine
 from ds_dynatrain.elastic.settings import Settings
 from ds_dynatrain.errors import ConfigError, CoordinatorUnproved, ElasticError, MessageError
 from tests.elastic.served import SECONDS, serving

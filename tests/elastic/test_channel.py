@@ -8,9 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from ds_dynatrain.elastic import member as member_module
-from ds_dynatrain.elastic.agent import AgentLine
-from ds_dynatrain.elastic.channel import NO_TAG, Channel, new_nonce
-from ds_dynatrain.elastic.connection import Connection
+from ds_dynatrain.elastic.connection import NO_TAG, Channel, Connection, ask_status, new_nonce
 from ds_dynatrain.elastic.environment import WorkerPlace
 from ds_dynatrain.elastic.member import Ending, Member
 from ds_dynatrain.elastic.messages import (
@@ -26,7 +24,7 @@ from ds_dynatrain.elastic.messages import (
     Welcome,
     encode,
 )
-from ds_dynatrain.elastic.query import ask_status
+from ds_dynatrain.elastic.rendezvous import AgentLine
 from ds_dynatrain.errors import CoordinatorUnproved, MessageError, PeerRefused
 from tests.elastic.by_hand import End, greeted, listening, pretend, raw
 from tests.elastic.served import SECONDS, enter, serving, told

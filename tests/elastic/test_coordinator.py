@@ -17,11 +17,10 @@ import pytest
 
 from ds_dynatrain.elastic import address as address_module
 from ds_dynatrain.elastic import coordinator as coordinator_module
-from ds_dynatrain.elastic import peer as peer_module
-from ds_dynatrain.elastic import strangers as strangers_module
+from ds_dynatrain.elastic import door as door_module
 from ds_dynatrain.elastic.address import Address, listen
-from ds_dynatrain.elastic.channel import NO_TAG, Channel
-from ds_dynatrain.elastic.connection import Connection
+from ds_dynatrain.elastic.connection import NO_TAG, Channel, Connection
+from ds_dynatrain.elastic.door import Peer
 from ds_dynatrain.elastic.membership import Membership
 from ds_dynatrain.elastic.messages import (
     HEADER,
@@ -37,7 +36,6 @@ from ds_dynatrain.elastic.messages import (
     Report,
     encode,
 )
-from ds_dynatrain.elastic.peer import Peer
 from ds_dynatrain.elastic.settings import Settings
 from ds_dynatrain.elastic.token import read_token
 from ds_dynatrain.errors import ConfigError, ElasticError, JobFinished, PeerRefused
@@ -332,7 +330,7 @@ def test_random_bytes_disturb_nobody() -> None:
 
 
 def test_who_says_nothing_is_closed(monkeypatch: pytest.MonkeyPatch, in_time: Callable[[float, float], None]) -> None:
-    monkeypatch.setattr(strangers_module, "PROVE_SECONDS", 0.2)
+    monkeypatch.setattr(door_module, "PROVE_SECONDS", 0.2)
     with serving() as served, raw(served.address) as peer:
         begin = time.monotonic()
         peer.rest()
@@ -341,8 +339,8 @@ def test_who_says_nothing_is_closed(monkeypatch: pytest.MonkeyPatch, in_time: Ca
 
 def test_many_strangers_keep_no_member_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that wait longest are sent away."""
-    monkeypatch.setattr(strangers_module, "MOST_STRANGERS", 8)
-    monkeypatch.setattr(strangers_module, "PROVE_SECONDS", 600)
+    monkeypatch.setattr(door_module, "MOST_STRANGERS", 8)
+    monkeypatch.setattr(door_module, "PROVE_SECONDS", 600)
     with serving(token=TOKEN) as served:
         a = served.join("a")
         enter(a, told(a).generation)
@@ -382,7 +380,7 @@ def test_honest_peers_come_in_beside_thousands_of_strangers(in_time: Callable[[f
                 begin = time.monotonic()
                 served.status()
                 found.append(time.monotonic() - begin)
-                assert len(os.listdir("/proc/self/fd")) < before + strangers_module.MOST_STRANGERS + 50
+                assert len(os.listdir("/proc/self/fd")) < before + door_module.MOST_STRANGERS + 50
                 time.sleep(0.02)
         assert flood.returncode == 0
     in_time(max(found), 1)
@@ -403,8 +401,8 @@ def test_strangers_get_a_line_a_second_in_the_log(caplog: pytest.LogCaptureFixtu
 
 def test_the_log_says_how_many_there_were(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(strangers_module.time, "monotonic", lambda: now[0])
-    complaints = strangers_module.Complaints()
+    monkeypatch.setattr(door_module.time, "monotonic", lambda: now[0])
+    complaints = door_module.Complaints()
     for moment in (0.1, 0.2, 0.3, 1.2, 5.0):
         now[0] = moment
         complaints.say(f"at {moment}")
@@ -448,7 +446,7 @@ def test_what_is_owed_to_nodes_that_never_come_back_is_bounded(monkeypatch: pyte
 
 
 def test_who_does_not_read_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_module, "MOST_UNREAD", 1 << 20)
+    monkeypatch.setattr(door_module, "MOST_UNREAD", 1 << 20)
 
     async def case() -> None:
         here, there = socket.socketpair()

@@ -17,13 +17,11 @@ from torch.distributed.elastic import rendezvous as torch_rendezvous
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
 
 from ds_dynatrain.elastic import environment
-from ds_dynatrain.elastic.address import Address
-from ds_dynatrain.elastic.agent import AgentLine, is_child, processes_of
-from ds_dynatrain.elastic.announcement import Announced
+from ds_dynatrain.elastic.address import Address, Announced
+from ds_dynatrain.elastic.connection import ask_status
 from ds_dynatrain.elastic.environment import WorkerPlace, hand_over, job_token, token_from, worker_place
 from ds_dynatrain.elastic.handler import NAME, create, get_handler
-from ds_dynatrain.elastic.query import ask_status
-from ds_dynatrain.elastic.rendezvous import NodeRendezvous
+from ds_dynatrain.elastic.rendezvous import AgentLine, NodeRendezvous, is_child, processes_of
 from ds_dynatrain.elastic.token import made_token
 from ds_dynatrain.errors import ConfigError, CoordinatorUnproved
 from tests.elastic.served import SECONDS, enter, serving

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from ds_dynatrain.elastic.address import Address
-from ds_dynatrain.elastic.connection import Connection
+from ds_dynatrain.elastic.connection import Connection, ask_status
 from ds_dynatrain.elastic.hosting import Host
-from ds_dynatrain.elastic.query import ask_status
 from ds_dynatrain.elastic.settings import Settings
-from ds_dynatrain.elastic.store import world_store
+from ds_dynatrain.elastic.store import open_store
 from ds_dynatrain.elastic.world import World
 
 TOKEN = "a token of some length"
@@ -26,7 +25,7 @@ def test_a_host_serves_and_stops() -> None:
     connection = Connection.open(host.address, TOKEN)
     port = connection.welcome.store_port
     worlds = [World(term="a", generation=number, change="planned", members=("a/0",)) for number in (1, 2)]
-    stores = [world_store("127.0.0.1", port, world, 5.0) for world in worlds]
+    stores = [open_store("127.0.0.1", port, world.prefix, 5.0) for world in worlds]
     stores[0].set("key", "1")
     assert stores[0].get("key") == b"1" and not stores[1].check(["key"]), "generations share no key"
     with pytest.raises(OSError):

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_dynatrain.elastic.effects import Probe
 from ds_dynatrain.elastic.links import MOST_BRANCHES, largest_reaching
+from ds_dynatrain.elastic.roster import Probe
 from ds_dynatrain.elastic.settings import Settings
-from ds_dynatrain.elastic.snapshot import snapshot
+from ds_dynatrain.elastic.view import snapshot
 from tests.elastic.driver import Driver
 
 NODES = ("a", "b", "c", "d")

@@ -7,7 +7,7 @@ import pytest
 from ds_dynatrain.elastic import membership as membership_module
 from ds_dynatrain.elastic.messages import Report
 from ds_dynatrain.elastic.settings import ORPHAN_SECONDS, Settings
-from ds_dynatrain.elastic.snapshot import snapshot
+from ds_dynatrain.elastic.view import snapshot
 from ds_dynatrain.errors import ConfigError, JobFinished, PeerRefused
 from tests.elastic.driver import Driver, running
 

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from ds_dynatrain.elastic import feed
-from ds_dynatrain.elastic.access import Reading
+from ds_dynatrain.elastic import view as feed
 from ds_dynatrain.elastic.address import Address
 from ds_dynatrain.elastic.messages import Report, Tally
+from ds_dynatrain.elastic.token import Reading
 from ds_dynatrain.elastic.view import View
 from ds_dynatrain.errors import ConfigError, ElasticError
 from ds_dynatrain.monitoring import page, server

@@ -12,8 +12,8 @@ from urllib.parse import quote
 
 import pytest
 
-from ds_dynatrain.elastic.access import Reading
 from ds_dynatrain.elastic.messages import Report, Tally
+from ds_dynatrain.elastic.token import Reading
 from tests.comparison.test_browser import BROWSERS
 from tests.elastic.served import ANY, Served, enter, serving, told
 from tests.elastic.watched import READERS, status, switched

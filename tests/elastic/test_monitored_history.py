@@ -16,7 +16,7 @@ from ds_dynatrain.elastic.messages import (
     Status,
     encode,
 )
-from ds_dynatrain.elastic.standing import standing
+from ds_dynatrain.elastic.view import standing
 from tests.elastic.watched import BATCH, TERM, Told, switched
 
 
@@ -55,7 +55,7 @@ def test_a_join_costs_its_pause() -> None:
     told.steps(4, 1.0)
     assert lost(told)["ELASTIC_SCALE_UP"] == 0.25
     change = told.history.changes[-1]
-    assert (change.kind, change.size, change.still) == ("join", 2, 0.25)
+    assert (change.kind, change.size, change.still_seconds) == ("join", 2, 0.25)
 
 
 def test_a_leaver_of_rank_0_costs_the_pause_that_it_tells() -> None:
@@ -78,11 +78,11 @@ def test_what_was_done_before_a_change_and_is_told_with_it_does_not_end_it() -> 
     world, before = told.publish("a/0", "b/0", survivors=1), told.tallies["a/0"]
     late = before.model_copy(update={"steps": 11, "stepping_seconds": before.stepping_seconds + 1})
     told.history.reported("a/0", Report(ready=True, entered=world.generation, step=11, tally=late), world, told.now)
-    assert told.history.changes[-1].still is None
+    assert told.history.changes[-1].still_seconds is None
     told.history.switched(switched(2, pause_ms=250.0), told.now)
     told.tallies["a/0"], told.step = late, 11
     told.go_on(held=0.25)
-    assert told.history.changes[-1].still == 0.25 and lost(told)["ELASTIC_SCALE_UP"] == 0.25
+    assert told.history.changes[-1].still_seconds == 0.25 and lost(told)["ELASTIC_SCALE_UP"] == 0.25
 
 
 def test_a_late_switch_is_told_of_after_its_pause() -> None:
@@ -110,7 +110,7 @@ def test_two_joins_at_once_cost_a_pause_each() -> None:
         told.world = newest.model_copy(update={"generation": generation})
         told.go_on(held=held)
         told.steps(1, 1.0)
-    stood = {change.generation: change.still for change in told.history.changes if change.kind == "join"}
+    stood = {change.generation: change.still_seconds for change in told.history.changes if change.kind == "join"}
     assert stood == {2: 0.25, 3: None, 4: 0.5}
 
 

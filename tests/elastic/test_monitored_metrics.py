@@ -12,9 +12,8 @@ import yaml
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families as text
 
-from ds_dynatrain.elastic.goodput import MEANING
-from ds_dynatrain.elastic.snapshot import snapshot
-from ds_dynatrain.elastic.view import View, view
+from ds_dynatrain.elastic.history import MEANING
+from ds_dynatrain.elastic.view import View, snapshot, view
 from ds_dynatrain.monitoring.metrics import encoded
 from tests.elastic.driver import running
 from tests.elastic.watched import Told, switched

@@ -15,7 +15,7 @@ import torch.distributed as td
 
 from ds_dynatrain.elastic import store as store_module
 from ds_dynatrain.elastic.address import Address, listen
-from ds_dynatrain.elastic.store import answered, connected, serve_store, world_store
+from ds_dynatrain.elastic.store import answered, connected, open_store, serve_store
 from ds_dynatrain.elastic.world import World
 
 WORLD = World(term="1", generation=1, change="planned", members=("a/0",))
@@ -26,7 +26,7 @@ def test_whoever_accepts_and_never_answers_is_not_waited_for() -> None:
     with listen(Address("127.0.0.1", 0), is_guarded=False) as silent:
         begin = time.monotonic()
         with pytest.raises(td.DistNetworkError, match="not answered for 1 s"):
-            world_store("127.0.0.1", silent.getsockname()[1], WORLD, 0.5)
+            open_store("127.0.0.1", silent.getsockname()[1], WORLD.prefix, 0.5)
         assert time.monotonic() - begin < 10
 
 
@@ -34,7 +34,7 @@ def test_nobody_there_is_said_as_torch_says_it() -> None:
     with listen(Address("127.0.0.1", 0), is_guarded=False) as gone:
         port = gone.getsockname()[1]
     with pytest.raises(td.DistError):
-        world_store("127.0.0.1", port, WORLD, 0.5)
+        open_store("127.0.0.1", port, WORLD.prefix, 0.5)
 
 
 def serve(pipe: Connection) -> None:
@@ -69,7 +69,7 @@ def test_a_store_that_hangs_is_not_waited_for(hanging: tuple[int, int], monkeypa
     """Torch's own time-out is for keys that are not there; every call of ours has an end, also of a clone."""
     monkeypatch.setattr(store_module, "ANSWER_SECONDS", 1.0)
     port, process = hanging
-    first = world_store("127.0.0.1", port, WORLD, 30.0)
+    first = open_store("127.0.0.1", port, WORLD.prefix, 30.0)
     stores = [first, connected(first.clone, 30.0)]  # type: ignore[attr-defined]  # torch leaves it out of its stubs
     for store in stores:
         store.set("there", "yes")
@@ -87,7 +87,7 @@ def test_a_store_that_hangs_is_not_waited_for(hanging: tuple[int, int], monkeypa
 
 def test_waiting_for_a_key_may_take_longer(hanging: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "ANSWER_SECONDS", 1.0)
-    store, begin = world_store("127.0.0.1", hanging[0], WORLD, 2.5), time.monotonic()
+    store, begin = open_store("127.0.0.1", hanging[0], WORLD.prefix, 2.5), time.monotonic()
     with pytest.raises(td.DistError, match="timeout after 2500ms"):
         store.get("never")
     assert time.monotonic() - begin > 2.4

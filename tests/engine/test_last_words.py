@@ -25,14 +25,28 @@ for inputs, targets in loader:
 """
 
 
-@pytest.mark.full
-def test_all_ranks_end_with_the_error_that_ended_the_job(tmp_path: Path) -> None:
-    script, logs = tmp_path / "script.py", tmp_path / "logs"
-    script.write_text(SCRIPT)
+def launched(folder: Path, text: str) -> dict[str, list[str]]:
+    """The lines of standard error of three ranks, by rank, of a launch that ends with an error."""
+    script, logs = folder / "script.py", folder / "logs"
+    script.write_text(text)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "--redirects=3"]
     env = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([*command, f"--log-dir={logs}", str(script)], env=env, capture_output=True, timeout=240)
     assert done.returncode == 1
-    last = {file.parent.name: file.read_text().splitlines()[-1] for file in logs.rglob("stderr.log")}
+    return {file.parent.name: file.read_text().splitlines() for file in logs.rglob("stderr.log")}
+
+
+@pytest.mark.full
+def test_all_ranks_end_with_the_error_that_ended_the_job(tmp_path: Path) -> None:
+    last = {rank: lines[-1] for rank, lines in launched(tmp_path, SCRIPT).items()}
     assert len(last) == 3
     assert all("error" in line and "member 1: ValueError: no such column 'x'" in line for line in last.values()), last
+
+
+@pytest.mark.full
+def test_an_idle_rank_says_why_the_others_could_not_start(tmp_path: Path) -> None:
+    resume = {"path": str(tmp_path / "kept"), "tag": "none"}
+    text = SCRIPT.replace('"layout": {"data": 2}', f'"layout": {{"data": 2}}, "resume": {resume}')
+    idle = launched(tmp_path, text)["2"]
+    assert "the script of member" in idle[-1] and "ended with an error: member" in idle[-1], idle
+    assert "CheckpointError" in idle[-1] and "none" in idle[-1], idle

@@ -20,7 +20,7 @@ from torch.distributed.run import parse_args
 
 from ds_dynatrain.cli.main import app
 from ds_dynatrain.cli.membership import nodes
-from ds_dynatrain.elastic.announcement import read_endpoint
+from ds_dynatrain.elastic.address import read_endpoint
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "examples" / "slurm").glob("*.sbatch"))

@@ -200,6 +200,7 @@ NOTHING_KEPT = Play(
             "a stranger is refused",
             Ask(("status", ADDRESS), ("token",), code=2, env={"DYNATRAIN_TOKEN": "a token of another job"}),
         ),
+        Row("the status of a job without copies", Ask(("status", ADDRESS), ("running, unprotected",))),
         Row(
             "a death loses the state",
             Kill("b"),

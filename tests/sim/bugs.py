@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
-from ds_dynatrain.elastic.effects import Publish
 from ds_dynatrain.elastic.links import Links
 from ds_dynatrain.elastic.member import Member
 from ds_dynatrain.elastic.membership import Membership
 from ds_dynatrain.elastic.messages import Bye, Report
-from ds_dynatrain.elastic.recovery import Recovery
+from ds_dynatrain.elastic.roster import Publish, Recovery
 from ds_dynatrain.elastic.world import World
 from ds_dynatrain.engine.members import change
 from ds_dynatrain.engine.members.actions import Action, GiveUp, Open

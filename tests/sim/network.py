@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from ds_dynatrain.elastic.effects import Effect, GiveUp, Probe, Publish
 from ds_dynatrain.elastic.membership import Membership
 from ds_dynatrain.elastic.messages import Announce, Bye, Probed, Report
+from ds_dynatrain.elastic.roster import Effect, GiveUp, Probe, Publish
 from ds_dynatrain.elastic.settings import ORPHAN_SECONDS, Settings
 from ds_dynatrain.elastic.world import World, member_id
 from ds_dynatrain.errors import JobFinished, PeerRefused

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from ds_dynatrain.config import FallbackConfig
-from ds_dynatrain.elastic.signals import Termination
+from ds_dynatrain.elastic.process import Termination
 from ds_dynatrain.engine.checkpoints.due import Due
 from ds_dynatrain.engine.checkpoints.joint import next_tag
 from ds_dynatrain.engine.checkpoints.saving import Saver

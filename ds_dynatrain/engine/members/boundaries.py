@@ -26,6 +26,7 @@ from ds_dynatrain.engine.members.tally import Clock
 from ds_dynatrain.engine.members.waiting import Wait
 from ds_dynatrain.engine.parts import EngineParts, open_engines
 from ds_dynatrain.errors import ConfigError, ElasticError, SwitchRefused, WorldChanged
+from ds_dynatrain.plan import needs_copies
 from ds_dynatrain.report import logger
 
 WAIT_SECONDS = 0.02
@@ -99,6 +100,8 @@ class Boundaries:
         self._clock.depart(first.global_steps, int(first.deepspeed.global_samples))
         pause_ms = 0.0 if last is None else last.pause_ms
         kept: Protected = max((each.protects() for each in first.extensions), default="")
+        if not kept and not first.idle and any(map(_loses_by_a_death, self.engines)):
+            kept = "no"
         self.elastic.member.progress(first.global_steps, str(first.layout), pause_ms, kept, self._clock.tally)
 
     def _at_boundary_of_another(self, engine: EngineParts, place: str) -> None:
@@ -323,3 +326,9 @@ class Boundaries:
             except (td.DistError, OSError) as error:
                 raise SwitchRefused(f"no coordinator answers: {error}", "training goes on; ask again later") from error
             engine.context = Context(engine.launch, engine.candidates, *boards)
+
+
+def _loses_by_a_death(engine: EngineParts) -> bool:
+    """Return whether the death of a node may take state away that no other node has."""
+    nodes = [engine.candidates.nodes[member] for member in engine.members]
+    return needs_copies(engine.vps, engine.layout, nodes)

@@ -8,9 +8,9 @@ from ds_dynatrain.adapters.device import warm
 from ds_dynatrain.adapters.launch_world import LaunchWorld
 from ds_dynatrain.adapters.watched import GroupStatus
 from ds_dynatrain.config import DynatrainConfig
+from ds_dynatrain.elastic.connection import ask_status
 from ds_dynatrain.elastic.environment import WorkerPlace, job_token
 from ds_dynatrain.elastic.process import at_exit
-from ds_dynatrain.elastic.query import ask_status
 from ds_dynatrain.engine.liveness import ended_in_error
 from ds_dynatrain.engine.members.elastic import CONNECT_SECONDS, Elastic
 from ds_dynatrain.engine.members.elastic_membership import ElasticMembership

@@ -17,7 +17,7 @@ from ds_dynatrain.elastic.world import World
 from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.core import EngineCore
-from ds_dynatrain.engine.liveness import Heartbeat, Watch, post_end, say_last_words
+from ds_dynatrain.engine.liveness import Heartbeat, Watch, ending_error, post_end, say_last_words
 from ds_dynatrain.engine.members.membership import EndWatch
 from ds_dynatrain.engine.parts import EngineParts, parts_of
 from ds_dynatrain.engine.preparation import Preparation
@@ -75,8 +75,9 @@ class FixedLaunch:
 
     def say_end(self, engine: EngineCore) -> None:
         """On the board, with the error that ended the job, if there was one."""
-        say_last_words(engine.control)
-        post_end(engine.control)
+        error = ending_error()
+        say_last_words(engine.control, error)
+        post_end(engine.control, error)
         beating = parts_of(engine).heartbeat
         if beating is not None:
             beating.stop()

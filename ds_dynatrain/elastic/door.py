@@ -1,7 +1,8 @@
-"""The coordinator's door: a connection has to prove, soon, that it knows the token, or it is closed.
+"""The coordinator's end of connections: one has to prove, soon, that its peer knows the token, or it is closed.
 
 Honest peers prove it within milliseconds. So where too many connections have not, the one that has waited longest is
-closed, and honest peers come in however many strangers there are.
+closed, and honest peers come in however many strangers there are. Reading waits, with a limit of bytes and of time;
+writing never does.
 """
 
 from __future__ import annotations
@@ -14,33 +15,71 @@ import time
 from collections.abc import Awaitable, Callable
 
 from ds_dynatrain.elastic.address import tune
-from ds_dynatrain.elastic.channel import NO_TAG, TAG_BYTES, Channel, new_nonce
+from ds_dynatrain.elastic.connection import NO_TAG, RETRY_SECONDS, TAG_BYTES, Channel, new_nonce
 from ds_dynatrain.elastic.messages import (
     HEADER,
     LARGEST_GREETING,
+    LARGEST_MESSAGE,
     PROTOCOL,
     Challenge,
     Hello,
+    Message,
     Refused,
     body_length,
     clipped,
     decode,
     encode,
 )
-from ds_dynatrain.elastic.peer import Peer
 from ds_dynatrain.elastic.world import LONGEST_TEXT
 from ds_dynatrain.errors import MessageError, PeerRefused
 
+MOST_UNREAD = 2 * LARGEST_MESSAGE
+"""Bytes that wait for a peer which does not read; above, it is dropped."""
 MOST_STRANGERS = 512
 """Connections at one time that have proved nothing; and at most a quarter of the files that this process may open."""
 PROVE_SECONDS = 2.0
 """From the opening of a connection until the peer has proved that it knows the token."""
-RETRY_SECONDS = 0.2
-"""Until the next connection is accepted after one could not be."""
 LINE_SECONDS = 1.0
 """Between two lines of the log about strangers, at least."""
 
 logger = logging.getLogger("ds_dynatrain.elastic")
+
+
+class Peer:
+    """One connection of a peer that has proved that it knows the token; `name` says who it is once that is known."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, name: str, channel: Channel) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._channel = channel
+        self.name = name
+
+    async def receive(self, limit: int = LARGEST_GREETING) -> Message:
+        """The next message, of at most `limit` bytes. MessageError, or EOFError and ConnectionError at the end."""
+        wire, tag = await _next(self._reader, limit)
+        self._channel.check(wire, tag)
+        return decode(wire[HEADER.size :])
+
+    def send(self, message: Message) -> None:
+        """Send a message some time."""
+        self.send_bytes(encode(message))
+
+    def send_bytes(self, wire: bytes) -> None:
+        """Send an encoded message some time; a peer that does not read is dropped."""
+        if self._writer.is_closing():
+            return
+        self._writer.write(self._channel.seal(wire))
+        if self._writer.transport.get_write_buffer_size() > MOST_UNREAD:
+            self._writer.transport.abort()
+
+    def refuse(self, reason: str) -> None:
+        """Tell the peer why, and end the connection."""
+        self.send(Refused(reason=clipped(reason, LONGEST_TEXT)))
+        self._writer.close()
+
+    def abort(self) -> None:
+        """End the connection now."""
+        self._writer.transport.abort()
 
 
 class Door:
@@ -130,9 +169,7 @@ class Door:
         """Return the channel and the greeting of a peer that proves the token; raise PeerRefused or MessageError."""
         nonce = new_nonce()
         writer.write(encode(Challenge(version=PROTOCOL, nonce=nonce)) + NO_TAG)
-        header = await reader.readexactly(HEADER.size)
-        wire = header + await reader.readexactly(body_length(header, LARGEST_GREETING))
-        tag = await reader.readexactly(TAG_BYTES)
+        wire, tag = await _next(reader, LARGEST_GREETING)
         hello = decode(wire[HEADER.size :])
         if not isinstance(hello, Hello):
             raise MessageError(f"{hello.kind}: a connection begins with hello")
@@ -158,6 +195,13 @@ class Complaints:
         more = f" (and {self._unsaid} more like it before)" if self._unsaid else ""
         logger.warning("%s%s", text, more)
         self._next, self._unsaid = now + LINE_SECONDS, 0
+
+
+async def _next(reader: asyncio.StreamReader, limit: int) -> tuple[bytes, bytes]:
+    """Return what came next, and its tag; MessageError if it is longer than `limit` bytes."""
+    header = await reader.readexactly(HEADER.size)
+    body = await reader.readexactly(body_length(header, limit))
+    return header + body, await reader.readexactly(TAG_BYTES)
 
 
 def _files() -> int:

@@ -1,0 +1,499 @@
+"""Rows of the keys of DeepSpeed's configuration, table by table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ds_dynatrain.support.checks import (
+    HALF,
+    accumulates_in_fp32,
+    accumulation_at_stage_0,
+    autocast_at_stage_3,
+    keeps_pinned_memory,
+    needs_compiler,
+    needs_offload,
+    norm_needs_stage_1_or_2,
+    scales_gradients,
+    times_stages,
+    unmanaged_overlap,
+)
+from ds_dynatrain.support.row import NOT_TRIED, Row, refused, works
+
+_MATRIX = "tests/engine/test_matrix.py"
+_SETTINGS = "tests/engine/test_settings.py"
+_REPORTS = "tests/engine/test_reports.py"
+_REDUCTIONS = "tests/engine/test_reductions.py"
+_SCALED = "at stages 2 and 3 only with zero_optimization.reduce_scatter false"
+_GONE = "DeepSpeed has removed it and refuses the key itself"
+_WALKS = "tests/engine/test_optimizers.py"
+_OTHER = "use AdamW, or another one of this table"
+_SCHEDULERS = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+_HERE = "tests/engine/test_precision.py"
+_ENABLED = ("enabled", False)
+_LOW_MASTERS = "masters and moments below fp32 are not moved yet"
+_FLAT = "tests/engine/test_flat_orders.py"
+_ZERO = "zero_optimization"
+_PROOF = "tests/engine/test_offload.py"
+_HOST_STATE = "zero_optimization.offload_optimizer"
+_HOST_WEIGHTS = "zero_optimization.offload_param"
+_DISK = "state on disk is not moved by a switch"
+_FOR_DISK = "only read where something is offloaded to NVMe"
+_OFF = "set it to false"
+_CHECKPOINTING = "tests/engine/test_checkpointing_streams.py"
+_DATA_EFFICIENCY = "tests/engine/test_data_efficiency.py"
+_EXPERTS = "tests/engine/test_transitions.py::test_walk"
+_PIPELINE = "tests/engine/test_pipeline.py"
+_TENSOR = "tests/engine/test_tensor.py"
+_ORDER = "it orders ranks in another way than a layout does"
+
+BATCHES = (
+    *works("", "train_batch_size", proof="tests/engine/test_loops.py"),
+    *works("", "train_micro_batch_size_per_gpu", "the largest micro-batch of any world", "tests/engine/test_loops.py"),
+    *works("", "gradient_accumulation_steps", "follows in every world: leave it out", "tests/engine/test_loops.py"),
+    *works(
+        "",
+        "managed_gradient_accumulation",
+        "false: call step() once, after the last micro-batch of a global batch; how many these are depends on the "
+        "world (`gradient_accumulation_steps()`), and in the middle step() raises",
+        "tests/engine/test_usage.py",
+        off=(None, True),
+        at_layout=unmanaged_overlap,
+    ),
+    *works("", "gradient_clipping", proof=_MATRIX),
+    *works("", "dataloader_drop_last", proof="tests/data/test_loader.py"),
+    *works("", "prescale_gradients", _SCALED, _REDUCTIONS, at_layout=scales_gradients),
+    *works("", "gradient_predivide_factor", _SCALED, _REDUCTIONS, off=(None, 1.0), at_layout=scales_gradients),
+    *works("", "disable_allgather", proof=_SETTINGS),
+    *refused("", "gradient_allreduce_op", "a sum of gradients grows with the world", off=(None, "mean")),
+    *works("", "communication_data_type", proof="tests/engine/test_precision.py"),
+    *works(
+        "", "seq_parallel_communication_data_type", "of gradients where the sequence axis is above 1, fp32 if not given"
+    ),
+)
+
+REPORTS = (
+    *works("", "steps_per_print memory_breakdown dump_state log_level", proof=_SETTINGS),
+    *works(
+        "",
+        "wall_clock_breakdown",
+        "with one stage; with more of them plain DeepSpeed 0.19.8 fails in the first step, so it is refused",
+        _REPORTS,
+        at_layout=times_stages,
+    ),
+    *works("", "disable_python_gc"),
+    *works("", "vocabulary_size", "DeepSpeed only warns if it is not a multiple of 8", _SETTINGS),
+    *works("", "timers", proof=_SETTINGS),
+    *works("timers", "throughput", proof=_SETTINGS),
+    *works("timers.throughput", "enabled synchronized", proof=_SETTINGS),
+    *works("", "tensorboard", "rank 0 writes; one run across switches while member 0 works", switch=_ENABLED),
+    *works("tensorboard", "enabled output_path job_name"),
+    *works("", "wandb", "rank 0 writes; one run across switches while member 0 works", switch=_ENABLED),
+    *works("wandb", "enabled group team project"),
+    *works(
+        "",
+        "csv_monitor",
+        "rank 0 writes; one run across switches while member 0 works",
+        _REPORTS,
+        switch=_ENABLED,
+    ),
+    *works("csv_monitor", "enabled output_path job_name"),
+    *refused("", "comet", switch=_ENABLED, below=True),
+    *works("", "comms_logger", proof=_REPORTS, switch=_ENABLED),
+    *works("comms_logger", "enabled prof_all prof_ops verbose debug"),
+    *works("", "flops_profiler", "of the step's own world; rank 0 writes", _REPORTS, switch=_ENABLED),
+    *works("flops_profiler", "enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file"),
+    *refused("", "autotuning", "it restarts the job with other settings", switch=_ENABLED, below=True),
+)
+
+CHECKPOINTS = (
+    *works(
+        "",
+        "checkpoint",
+        "save_checkpoint and load_checkpoint work between switches",
+        "tests/engine/test_checkpoints.py",
+    ),
+    *works("checkpoint", "tag_validation checkpoint_serialization use_node_local_storage"),
+    *refused("checkpoint", "load_universal"),
+    *refused("checkpoint", "writer", below=True),
+    *refused("checkpoint", "parallel_write", "it is for pipelines", below=True),
+    *refused("", "datastates_ckpt", off=(False,), below=True),
+)
+
+REMOVED = (
+    *refused(
+        "",
+        "nebula compression_training amp quantize_training sparse_gradients eigenvalue "
+        "sparse_attention elasticity graph_harvesting curriculum_learning progressive_layer_drop",
+        _GONE,
+        off=(),
+        below=True,
+    ),
+    *refused(
+        "zero_optimization",
+        "mics_shard_size mics_hierarchical_params_gather zeropp_loco_param",
+        _GONE,
+        off=(),
+        below=True,
+    ),
+)
+
+OPTIMIZERS = (
+    *works("", "optimizer", proof=_MATRIX),
+    *works(
+        "optimizer",
+        "type",
+        "without torch_adam in its params DeepSpeed takes its own FusedAdam, which it compiles when the job starts",
+        values=("Adam", "AdamW"),
+        proof=_WALKS,
+        at_start=needs_compiler,
+    ),
+    *works(
+        "optimizer",
+        "type",
+        "with offload_optimizer",
+        values=("Lion",),
+        proof="tests/engine/test_offload.py",
+        at_start=needs_offload,
+    ),
+    *works(
+        "optimizer",
+        "type",
+        "under ZeRO DeepSpeed asks for zero_allow_untested_optimizer",
+        _WALKS,
+        values=("SGD", "RMSprop", "NAdam", "RAdam", "Adamax"),
+    ),
+    *works("optimizer", "type", "at ZeRO stage 0 only: above, DeepSpeed replaces it", _WALKS, values=("Adagrad",)),
+    *works(
+        "optimizer",
+        "type",
+        "stage 0 in fp32, stage 3 with reduce_scatter false; no offload, tensor axis or gradients of another type",
+        _WALKS,
+        values=("Muon",),
+    ),
+    *refused("optimizer", "type", NOT_TRIED, _OTHER, values=("MuAdam", "MuAdamW", "MuSGD"), off=()),
+    *refused(
+        "optimizer", "type", "its states are not one value per element", _OTHER, values=("Adafactor", "Shampoo"), off=()
+    ),
+    *refused("optimizer", "type", "it keeps a history over all parameters together", _OTHER, values=("LBFGS",), off=()),
+    *refused("optimizer", "type", "it needs sparse gradients", _OTHER, values=("SparseAdam",), off=()),
+    *refused(
+        "optimizer",
+        "type",
+        "it sends messages of its own, over groups that a switch does not know",
+        _OTHER,
+        values=("OneBitAdam", "ZeroOneAdam", "OneBitLamb"),
+        off=(),
+    ),
+    *refused("optimizer", "type", "it scales a step by norms of whole parameters", _OTHER, values=("Lamb",), off=()),
+    *refused(
+        "optimizer",
+        "type",
+        "its states are not known",
+        "use AdamW, or register its class (docs/optimizers.md) and pass an optimizer to initialize",
+        off=(),
+    ),
+    *works("optimizer", "params", "what the optimizer's class takes", _MATRIX, below=True),
+    *refused("optimizer", "legacy_fusion"),
+    *works("", "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer", proof=_MATRIX),
+)
+
+SCHEDULERS = (
+    *works("", "scheduler", proof="tests/engine/test_loops.py"),
+    *works("scheduler", "type", proof="tests/engine/test_loops.py", values=_SCHEDULERS),
+    *works("scheduler", "type", "a class of torch.optim.lr_scheduler"),
+    *works("scheduler", "params", "what the scheduler's class takes", below=True),
+)
+
+PRECISION = (
+    *works("", "bf16", proof="tests/engine/test_matrix.py", switch=_ENABLED),
+    *works("bf16", "enabled"),
+    *works("bf16", "immediate_grad_update", "BF16_Optimizer (stage 1) alone asks for it", proof=_HERE),
+    *works("bf16", "check_grad_overflow", "stages 1 and 2 alone ask for it, the others always look", proof=_HERE),
+    *refused("bf16", "bf16_master_weights_and_grads bf16_optimizer_states", _LOW_MASTERS),
+    *refused("", "bfloat16", "DeepSpeed's old name of bf16", "call it bf16", switch=_ENABLED, below=True),
+    *works("", "fp16", "at stage 0 the loss is scaled too, which DeepSpeed 0.19.8 forgets", _HERE, switch=_ENABLED),
+    *works("fp16", "enabled auto_cast"),
+    *works("fp16", "loss_scale initial_scale_power loss_scale_window min_loss_scale", proof=_HERE),
+    *works("fp16", "hysteresis consecutive_hysteresis", "stage 0 has none: the count waits until it is left", _HERE),
+    *refused("fp16", "fp16_master_weights_and_grads", _LOW_MASTERS),
+    *works(
+        "",
+        "torch_autocast",
+        "of a fp32 model; at stage 3 with a persistence threshold of 0",
+        _HERE,
+        switch=_ENABLED,
+        at_layout=autocast_at_stage_3,
+    ),
+    *works("torch_autocast", "enabled lower_precision_safe_modules", proof=_HERE),
+    *refused(
+        "torch_autocast",
+        "dtype",
+        "DeepSpeed keeps a gradient scaler of torch's there, apart from its own, which is not carried",
+        "take bfloat16, or the fp16 block instead of autocast",
+        values=HALF,
+    ),
+    *works("torch_autocast", "dtype", "bfloat16", _HERE),
+    *works("", "data_types"),
+    *works(
+        "data_types",
+        "grad_accum_dtype",
+        "fp32; not at stage 0 with low weights. BF16_Optimizer is what DeepSpeed takes with bf16 at stage 1",
+        proof=_HERE,
+        at_start=accumulates_in_fp32,
+        at_layout=accumulation_at_stage_0,
+    ),
+    *works("data_types", "param_dtype", "that of the bf16 or fp16 block"),
+    *works("data_types", "buffer_dtype", proof=_HERE),
+    *works("data_types", "keep_in_fp32_modules", "it is about buffers alone", _HERE, off=("auto",)),
+)
+
+ZERO = (
+    *works("", _ZERO, proof=_MATRIX),
+    *works(_ZERO, "stage", "the stage of the start, unless dynatrain.layout has one", _MATRIX),
+    *works(_ZERO, "sub_group_size param_persistence_threshold stage3_param_persistence_threshold", proof=_MATRIX),
+    *works(_ZERO, "contiguous_gradients reduce_scatter overlap_comm", proof="tests/engine/test_reductions.py"),
+    *works(
+        _ZERO,
+        "reduce_bucket_size allgather_partitions allgather_bucket_size "
+        "use_multi_rank_bucket_allreduce ignore_unused_parameters load_from_fp32_weights "
+        "max_live_parameters max_reuse_distance prefetch_bucket_size stage3_max_live_parameters "
+        "stage3_max_reuse_distance stage3_prefetch_bucket_size model_persistence_threshold "
+        "stage3_model_persistence_threshold gather_16bit_weights_on_model_save "
+        "stage3_gather_16bit_weights_on_model_save memory_efficient_linear override_module_apply "
+        "use_all_reduce_for_fetch_params stage3_use_all_reduce_for_fetch_params "
+        "allgather_sequential stage3_allgather_sequential log_trace_cache_warnings "
+        "enable_sanity_checks leaf_module",
+        proof=_SETTINGS,
+    ),
+    *works(f"{_ZERO}.leaf_module", "classes names name_suffixes", proof=_SETTINGS),
+    *refused(_ZERO, "stage3_gather_fp16_weights_on_model_save", "an old name", "write 16bit for fp16"),
+    *works(
+        _ZERO,
+        "compute_grad_norm",
+        "false: a switch to stage 0 or 3 is refused, DeepSpeed has it in stages 1 and 2",
+        _SETTINGS,
+        off=(None, True),
+        at_layout=norm_needs_stage_1_or_2,
+    ),
+    *refused(_ZERO, "elastic_checkpoint legacy_stage1"),
+    *works(
+        _ZERO,
+        "round_robin_gradients",
+        "the order of the flat buffers depends on the data axis, so a change of it sends some more bytes; "
+        "`_hp_mapping` is set right, which stock 0.19.8 gets wrong",
+        _FLAT,
+    ),
+    *works(_ZERO, "parameter_alignment", proof=_FLAT),
+    *refused(
+        _ZERO,
+        "zero_hpz_partition_size",
+        "hpZ gathers within groups of ranks that are not built for another world yet",
+        "leave it at 1",
+        off=(None, 0, 1),
+    ),
+    *refused(
+        _ZERO,
+        "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients",
+        "ZeRO++ quantizes with CUDA operators, which could not be tried",
+        _OFF,
+    ),
+    *refused(_ZERO, "module_granularity_threshold stage3_module_granularity_threshold", off=(None, 0)),
+    *refused(_ZERO, "pipeline_loading_checkpoint save_muon_momentum_buffer_in_memory"),
+)
+
+OFFLOAD = (
+    *works(
+        _ZERO,
+        "offload_optimizer",
+        "stages 1 to 3; in stage 0 DeepSpeed only takes its CPU optimizer. The last gradients move too",
+        _PROOF,
+        switch=("device", "none"),
+        at_start=keeps_pinned_memory,
+    ),
+    *works(_HOST_STATE, "device", proof=_PROOF, values=("cpu",)),
+    *refused(_HOST_STATE, "device", _DISK, "use cpu", off=(None, "none")),
+    *works(_HOST_STATE, "pin_memory", proof=_PROOF),
+    *works(_HOST_STATE, "fast_init nvme_path buffer_count pipeline_read pipeline_write", _FOR_DISK),
+    *works(_HOST_STATE, "cpuadam_cores_perc", "only read by SuperOffload"),
+    *refused(
+        _HOST_STATE,
+        "ratio",
+        "Twin-Flow keeps a second optimizer for some of ZeRO-3's sub-groups, whose states are not followed",
+        "leave it at 1.0",
+        off=(None, 1.0),
+    ),
+    *refused(
+        _HOST_STATE, "super_offload", "its optimizer steps in a process of its own, whose state is not followed", _OFF
+    ),
+    *works(
+        _ZERO,
+        "offload_param",
+        "stage 3; DeepSpeed ignores it in the others",
+        _PROOF,
+        switch=("device", "none"),
+        at_start=keeps_pinned_memory,
+    ),
+    *works(_HOST_WEIGHTS, "device", proof=_PROOF, values=("cpu",)),
+    *refused(_HOST_WEIGHTS, "device", _DISK, "use cpu", off=(None, "none")),
+    *works(_HOST_WEIGHTS, "pin_memory", proof=_PROOF),
+    *works(_HOST_WEIGHTS, "max_in_cpu nvme_path buffer_count buffer_size", _FOR_DISK),
+    *refused(
+        _ZERO,
+        "cpu_offload cpu_offload_param cpu_offload_use_pin_memory",
+        "an old name",
+        "write blocks offload_optimizer and offload_param",
+    ),
+    *refused(_ZERO, "zenflow", "its masters are updated in parts and at different steps, beside training", below=True),
+    *works("", "aio", _FOR_DISK, below=True),
+)
+
+FEATURES = (
+    *works("", "activation_checkpointing", "read by deepspeed.checkpointing.configure only", _CHECKPOINTING),
+    *works(
+        "activation_checkpointing",
+        "partition_activations contiguous_memory_optimization cpu_checkpointing number_checkpoints "
+        "synchronize_checkpoint_boundary profile",
+        proof=_CHECKPOINTING,
+    ),
+    *refused(
+        "",
+        "compile",
+        "DeepCompile builds one layout's communication into the graph",
+        "leave it out and call engine.compile(), which is torch.compile",
+        switch=("deepcompile", False),
+        below=True,
+    ),
+    *works("", "data_efficiency", proof=_DATA_EFFICIENCY),
+    *works("data_efficiency", "enabled seed data_routing", proof=_DATA_EFFICIENCY),
+    *works("data_efficiency.data_routing", "enabled", proof=_DATA_EFFICIENCY),
+    *works(
+        "data_efficiency.data_routing",
+        "random_ltd",
+        "its schedule is carried; call convert_to_random_ltd on every process. DeepSpeed has kernels for CUDA only",
+        _DATA_EFFICIENCY,
+        below=True,
+    ),
+    *works("data_efficiency", "data_sampling"),
+    *works("data_efficiency.data_sampling", "enabled num_epochs num_workers pin_memory"),
+    *works(
+        "data_efficiency.data_sampling",
+        "curriculum_learning",
+        "every process reads the index files and keeps clusters of its own below data_cluster_path while it lives",
+        _DATA_EFFICIENCY,
+        switch=_ENABLED,
+        below=True,
+    ),
+    *refused(
+        "data_efficiency.data_sampling",
+        "dynamic_batching",
+        "its batches have no fixed size",
+        "leave it out",
+        switch=_ENABLED,
+        below=True,
+    ),
+    *refused("", "hybrid_engine", switch=_ENABLED, below=True),
+    *refused("", "weight_quantization", below=True),
+)
+
+PARALLELISM = (
+    *works(
+        "",
+        "pipeline",
+        "of a PipelineModule: `partition` is the partition_method of other numbers of stages than it was built with, "
+        'of all numbers if it is ["profile"](balance-job.md#boundaries-of-the-start); '
+        "activation_checkpoint_interval and use_reentrant are DeepSpeed's, its other keys do nothing there",
+        _PIPELINE,
+        below=True,
+    ),
+    *works("", "tensor_parallel", proof=_TENSOR),
+    *works(
+        "tensor_parallel",
+        "autotp_size",
+        "the tensor axis to start with, where dynatrain.layout names none; see [tensor](tensor.md)",
+        f"{_TENSOR}::test_a_start_from_the_size_of_deepspeed",
+    ),
+    *works(
+        "tensor_parallel",
+        "preset_model tp_overlap_comm vocab_parallel_lm_head",
+        "AutoTP's own, the same in every layout; some of these were tried",
+        "tests/engine/test_experts.py",
+    ),
+    *works(
+        "tensor_parallel",
+        "partition_config",
+        "AutoTP's own rules, the same in every layout; what they cut and AutoTP does not describe is refused",
+        f"{_TENSOR}::test_rules_in_the_configuration_hold_in_every_layout",
+        below=True,
+    ),
+    *refused(
+        "tensor_parallel",
+        "dtype injection_policy_tuple keep_module_on_host kernel_inject replace_with_kernel_inject "
+        "vocab_parallel_ce_backend",
+        off=(None, False, "torch"),
+    ),
+    *refused("tensor_parallel", "tp tensor_parallel", off=(None, {}), below=True),
+    *works("", "expert_parallel", proof=_EXPERTS, switch=_ENABLED),
+    *works("expert_parallel", "enabled", proof=_EXPERTS),
+    *works(
+        "expert_parallel",
+        "autoep_size",
+        "the expert axis to start with, where dynatrain.layout names none; see [experts](experts.md)",
+        "tests/engine/test_experts.py::test_a_start_with_experts_apart",
+    ),
+    *works(
+        "expert_parallel",
+        "preset_model moe_layer_pattern expert_pattern router_pattern expert_w1 expert_w2 expert_w3 num_experts_attr "
+        "top_k_attr has_shared_experts shared_experts_pattern shared_experts_gate_pattern use_grouped_mm "
+        "disable_triton_grouped_mm route_norm route_scale score_apply combine_impl gate_up_impl num_expert_groups "
+        "num_limited_groups score_func top_k routed_scaling_factor expert_activation validate_folding_routing",
+        "about AutoEP's layers, the same in every layout; some of these were tried",
+        "tests/engine/test_experts.py::test_options_of_the_layers",
+        off=(None, False, {}, "auto"),
+    ),
+    *refused(
+        "expert_parallel",
+        "comm_backend comm_num_sm comm_qp_margin comm_max_tokens_per_rank row_weighting_impl async_split_plan",
+        "it is for accelerators that a live switch was not tested on",
+        "leave it out",
+        off=(None, False, 0, 4, 12, "comm", "auto", "eager"),
+    ),
+    *refused(
+        "expert_parallel",
+        "expert_tensor_parallel_size",
+        "DeepSpeed itself takes no other than 1",
+        "leave it out",
+        off=(None, False, 1),
+    ),
+    *refused("expert_parallel", "load_balance_coeff", "DeepSpeed itself takes none", "leave it out", off=(None,)),
+    *works(
+        "",
+        "sequence_parallel_size",
+        "the sequence axis to start with, where dynatrain.layout names none; see [sequence](sequence.md)",
+        "tests/engine/test_sequence.py",
+        off=(None, 1),
+    ),
+    *refused(
+        "",
+        "data_parallel_size",
+        "with sequence_parallel_size it makes DeepSpeed's mesh, under which ZeRO reduces over data ranks alone: the "
+        "parameters of sequence ranks drift apart",
+        "leave it out and pass mpu=deepspeed.runtime.sequence_parallel.parallel_state_sp",
+        off=(None,),
+    ),
+    *refused("", "use_data_before_expert_parallelism", _ORDER),
+)
+
+CONFIG_TABLES: Mapping[str, tuple[Row, ...]] = {
+    "batches": BATCHES,
+    "optimizer": OPTIMIZERS,
+    "scheduler": SCHEDULERS,
+    "precision": PRECISION,
+    "zero": ZERO,
+    "offload": OFFLOAD,
+    "features": FEATURES,
+    "parallelism": PARALLELISM,
+    "reports": REPORTS,
+    "checkpoints": CHECKPOINTS,
+    "removed": REMOVED,
+}
+"""Keys of DeepSpeed's configuration, under the name that the docs use for their table."""
