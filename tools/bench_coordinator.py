@@ -39,7 +39,7 @@ from ds_dynatrain.elastic.messages import HEADER, Announce, Changed, Report, enc
 from ds_dynatrain.elastic.query import ask_status
 from ds_dynatrain.elastic.store import world_store
 from ds_dynatrain.elastic.world import World
-from ds_dynatrain.engine.seals import Seal
+from ds_dynatrain.engine.control import Seal
 
 FILES = 1024
 BEAT_SECONDS = 0.5

@@ -15,8 +15,8 @@ from ds_dynatrain.adapters.communicators import Communicator
 from ds_dynatrain.adapters.device import HOST, compute_device, device_backend
 from ds_dynatrain.adapters.device_link import CommunicatorLink, can_send_between_devices
 from ds_dynatrain.adapters.world import World
-from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.control import Control
+from ds_dynatrain.engine.proposal import Proposal
 from ds_dynatrain.engine.transaction.session import Session
 from ds_dynatrain.errors import SwitchFailed, SwitchRefused
 from ds_dynatrain.plan import MemberPlan
