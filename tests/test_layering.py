@@ -10,6 +10,8 @@ import ds_dynatrain
 
 PACKAGE = Path(__file__).parents[1] / "ds_dynatrain"
 MOST_IN_A_CIRCLE = 6
+MOST_OF_THE_MACHINE = 15
+"""Files that what members decide at a boundary may import, itself among them."""
 MOST_FOR_TYPES = 10
 """Files that import something for the type checker alone."""
 
@@ -121,3 +123,10 @@ def test_few_files_import_for_types_alone() -> None:
 
 def test_every_public_name_is_there() -> None:
     assert all(getattr(ds_dynatrain, name) is not None for name in ds_dynatrain.__all__)
+
+
+def test_the_boundary_machine_is_pure() -> None:
+    """What members decide about a generation needs neither engines nor sockets nor torch."""
+    found = {"ds_dynatrain.engine.members.change", *_reached(imports(), "ds_dynatrain.engine.members.change")}
+    assert len(found) <= MOST_OF_THE_MACHINE, sorted(found)
+    assert not any("import torch" in modules()[name].read_text(encoding="utf-8") for name in found)

@@ -30,11 +30,11 @@ from figures import keep, machine, table
 from torch._C._distributed_c10d import HashStore, TCPStore
 
 from ds_dynatrain.engine import agreement, streams
-from ds_dynatrain.engine.agreement import Proposal, SwitchRequest
-from ds_dynatrain.engine.control import Control
+from ds_dynatrain.engine.agreement import SwitchRequest
+from ds_dynatrain.engine.control import Control, pack
 from ds_dynatrain.engine.digests import SideDigests
-from ds_dynatrain.engine.packing import pack
 from ds_dynatrain.engine.preparation import joined_readiness, why_unready
+from ds_dynatrain.engine.proposal import Proposal
 from ds_dynatrain.engine.transaction.certify import SIDES, certify, joined_sides
 from ds_dynatrain.engine.transaction.meeting import over_all
 from ds_dynatrain.engine.transaction.session import Decision, Join, Session, joined_requests
@@ -173,7 +173,7 @@ def one_switch(switch: Switch, mine: Control, generation: int, together: threadi
     timed("prepare", lambda: prepare(mine, proposal))
     while agreement.meeting_step(mine, proposal, member, 1) is None:
         time.sleep(STEP_SECONDS)
-    session = Session(mine, agreement.key_of(proposal), switch.members, "bench", record=f"record/{generation}")
+    session = Session(mine, proposal.key, switch.members, "bench", record=f"record/{generation}")
     timed("meet", lambda: meet(session, proposal))
     report = switch.report(member)
     decision = timed("verify", lambda: session.vote(lambda: report, joined_sides, switch.judge))

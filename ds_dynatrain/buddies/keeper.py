@@ -13,8 +13,8 @@ from ds_dynatrain.adapters.world import World
 from ds_dynatrain.buddies.placement import wards_of
 from ds_dynatrain.buddies.shipping import Round, Ward
 from ds_dynatrain.buddies.taking import Taken, take
-from ds_dynatrain.engine.copies.copy import Mark
 from ds_dynatrain.engine.copies.kept import Kept
+from ds_dynatrain.engine.copies.whole import Mark
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.errors import DynatrainError, WorldChanged

@@ -16,8 +16,8 @@ import torch
 
 from ds_dynatrain.buddies.message import copy_of, header_of
 from ds_dynatrain.buddies.taking import Taken
-from ds_dynatrain.engine.copies.copy import Mark
 from ds_dynatrain.engine.copies.kept import Kept, Room
+from ds_dynatrain.engine.copies.whole import Mark
 from ds_dynatrain.errors import DynatrainError, TransferError
 from ds_dynatrain.transfer import Handle, Transport
 

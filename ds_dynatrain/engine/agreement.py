@@ -6,79 +6,21 @@ what was decided.
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from ds_dynatrain.engine.control import Control
+from ds_dynatrain.engine.proposal import Board, Proposal
 from ds_dynatrain.engine.transaction.session import Request, Session
 from ds_dynatrain.errors import MemberMissing, SwitchFailed, SwitchRefused
+from ds_dynatrain.records import to_record
 from ds_dynatrain.space import Layout
 
 MOST_PLACES = 4
 CONNECTING = "connecting"
 IN_THE_PAUSE = -1
 """For a step: communicators are made when the switch takes place."""
-
-
-class Board(Protocol):
-    """A board, to be read; see `Control`."""
-
-    def read(self, key: str) -> Any | None: ...
-    def all_posted(self, key: str, names: Iterable[int | str]) -> bool: ...
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """A switch that all working members agreed to: the same record on every member.
-
-    generation: number of the world to be; it is used up even if the switch does not come about. at: optimizer steps
-    after which it takes effect, None for the first boundary at which all are prepared. forms_anew: the source's groups
-    cannot be used any more. late: whether what no forward pass reads moves during the next global batch. cause: what
-    has asked for it, if not the script; such a switch gives way to one of the script's. predicted_gain: share of a step
-    that it is to save, where that is why it is made.
-    """
-
-    generation: int
-    source_layout: Layout
-    source_members: tuple[int, ...]
-    layout: Layout
-    members: tuple[int, ...]
-    at: int | None
-    forms_anew: bool = False
-    late: bool = False
-    cause: str = ""
-    predicted_gain: float | None = None
-
-    @property
-    def moves_nothing(self) -> bool:
-        """Whether the same members stay in the same layout: then only the members around them change."""
-        return not self.forms_anew and (self.layout, self.members) == (self.source_layout, self.source_members)
-
-    @property
-    def union(self) -> tuple[int, ...]:
-        """Every member with a part in it, ascending."""
-        return tuple(sorted({*self.source_members, *self.members}))
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON."""
-        record = asdict(self)
-        record["source_layout"], record["layout"] = self.source_layout.to_dict(), self.layout.to_dict()
-        return record
-
-    def fingerprint(self) -> str:
-        """A hash of who goes where, without the number: short, where all members compare it."""
-        text = json.dumps({**self.to_json(), "generation": 0}, sort_keys=True)
-        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-    @staticmethod
-    def from_json(record: dict[str, Any]) -> Proposal:
-        """The inverse of `to_json`."""
-        layouts = {name: Layout.from_dict(record[name]) for name in ("source_layout", "layout")}
-        members = {name: tuple(record[name]) for name in ("source_members", "members")}
-        return Proposal(**{**record, **layouts, **members})
 
 
 @dataclass(frozen=True)
@@ -104,7 +46,7 @@ def agree(control: Control, place: str, mine: SwitchRequest, working: tuple[int,
     generation = session.agree(request, proposal.generation, SwitchRefused, _differ)
     agreed = replace(proposal, generation=int(generation))
     if session.is_first:  # for idle members
-        control.decide(f"proposal/{agreed.generation}", agreed.to_json())
+        control.decide(f"proposal/{agreed.generation}", to_record(agreed))
     return agreed
 
 
@@ -132,11 +74,6 @@ def say_prepared(control: Control, proposal: Proposal, error: str | None = None)
         control.post(f"{key}/all", control.read(f"{key}/failed") or "")
 
 
-def all_prepared(board: Board, proposal: Proposal) -> bool:
-    """Whether all have said so (no wait)."""
-    return board.read(f"prepared/{proposal.generation}/all") is not None
-
-
 def wait_until_prepared(control: Control, proposal: Proposal, stop: Callable[[], None]) -> None:
     """SwitchFailed if somebody cannot be, MemberMissing for who says nothing."""
     key, what = f"prepared/{proposal.generation}", "preparing the switch"
@@ -158,7 +95,7 @@ def meeting_step(control: Control, proposal: Proposal, rank: int, step: int, ahe
     if proposal.at is not None:
         return proposal.at
     key = f"meet/{proposal.generation}"
-    if rank == 0 and all_prepared(control, proposal):
+    if rank == 0 and proposal.is_prepared(control):
         return int(control.decide(key, step + ahead))
     decided = control.read(key)
     return None if decided is None else int(decided)
@@ -175,15 +112,10 @@ def connecting_step(
     if proposal.at is None:
         return IN_THE_PAUSE
     key, is_late = f"{ahead_key(proposal)}/step", step + 1 >= proposal.at
-    if rank == 0 and (is_late or all_prepared(control, proposal)):
+    if rank == 0 and (is_late or proposal.is_prepared(control)):
         return int(control.decide(key, IN_THE_PAUSE if is_late or not is_needed() else step + 1))
     decided = control.read(key)
     return None if decided is None else int(decided)
-
-
-def key_of(proposal: Proposal) -> str:
-    """Of what the members of both worlds do together in a switch."""
-    return f"switch/{proposal.generation}"
 
 
 def ahead_key(proposal: Proposal) -> str:
@@ -194,11 +126,6 @@ def ahead_key(proposal: Proposal) -> str:
 def is_connecting_ahead(board: Board, proposal: Proposal) -> bool:
     """On a member that does not work: whether rank 0 stands where that is done (polled, no wait)."""
     return board.all_posted(f"{ahead_key(proposal)}/{CONNECTING}/0", proposal.source_members[:1])
-
-
-def wait_for_rank_0(board: Board, proposal: Proposal) -> bool:
-    """On a member that does not work: whether rank 0 stands at the meeting (polled, no wait)."""
-    return board.all_posted(f"{key_of(proposal)}/meet/0", proposal.source_members[:1])
 
 
 def meet(session: Session, proposal: Proposal, step: int, place: str) -> None:

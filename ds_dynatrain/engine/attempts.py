@@ -16,13 +16,13 @@ from ds_dynatrain.adapters.state import Scalars
 from ds_dynatrain.adapters.worlds import installed, stand_in_world
 from ds_dynatrain.data.workers import without_collection
 from ds_dynatrain.engine import streams
-from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.checkpoints.saving import Saver
 from ds_dynatrain.engine.context import Boards
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.pending import PendingSwitch
 from ds_dynatrain.engine.preparation import Preparation
 from ds_dynatrain.engine.process import PROCESS
+from ds_dynatrain.engine.proposal import Proposal
 from ds_dynatrain.engine.summary import event_of
 from ds_dynatrain.engine.telling import Telling
 from ds_dynatrain.engine.transaction.connecting import connect_ahead

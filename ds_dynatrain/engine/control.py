@@ -1,11 +1,14 @@
 """The members' board: small records in the launcher's key-value store.
 
 Nothing here is a collective: a member posts, reads, or polls until others have posted, and every poll has an end. Keys
-are written once and never used again. In a job with a token each record is sealed; counts and lists are not.
+are written once and never used again. Records are plain JSON, in which arrays of numbers lie as they do in memory. In a
+job with a token each record is sealed, since torch's store takes them from anybody; counts and lists are not.
 """
 
 from __future__ import annotations
 
+import hmac
+import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -13,14 +16,12 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch.distributed as td
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from ds_dynatrain.elastic.store import answered, connected
-from ds_dynatrain.engine.packing import pack, unpack
-from ds_dynatrain.engine.seals import Seal
-from ds_dynatrain.engine.teardowns import Teardowns
-from ds_dynatrain.errors import MemberMissing, OutcomeUnknown
+from ds_dynatrain.errors import DynatrainError, MemberMissing, OutcomeUnknown, TransferError
 
 LONGEST_POLL_SECONDS = 0.005
 POLL_RANGE = 16
@@ -34,6 +35,12 @@ MOST_STOP_SECONDS = 0.25
 """Between two looks for a reason to give up, at least and at most."""
 AGAIN_SECONDS = 0.1
 """Between two attempts to reach the store for a decision."""
+
+TAG_BYTES = 32
+"""HMAC-SHA256."""
+_WITH_ARRAYS = b"\x00"
+_LENGTH = 8
+_MARK = "__array__"
 
 
 class Control:
@@ -217,3 +224,97 @@ class Control:
     def finish_teardowns(self) -> None:
         """Wait until no group is left half alive, at most the time-out each."""
         self._teardowns.finish(self.timeout_seconds)
+
+
+class Teardowns:
+    """Those of one process: whoever ends it waits for them first, because torch aborts a process that exits while a
+    group is half gone. Any thread may add one."""
+
+    def __init__(self) -> None:
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+
+    def add(self, thread: threading.Thread) -> None:
+        """It has been started, and ends by itself."""
+        with self._lock:
+            self._threads = [*(each for each in self._threads if each.is_alive()), thread]
+
+    def finish(self, timeout_seconds: float) -> None:
+        """Wait until no group is left half alive, at most the time-out each."""
+        with self._lock:
+            threads, self._threads = self._threads, []
+        for thread in threads:
+            thread.join(timeout_seconds)
+
+
+# ---- what lies on the board ------------------------------------------------------------------------------------------
+
+
+def pack(value: Any) -> bytes:
+    """`value`, plain JSON whose leaves may be one-dimensional uint64 arrays, as bytes."""
+    parts: list[bytes] = []
+    text = json.dumps(value, default=lambda held: _placed(held, parts)).encode()
+    if not parts:
+        return text
+    return b"".join([_WITH_ARRAYS, len(text).to_bytes(_LENGTH, "little"), text, *parts])
+
+
+def unpack(data: bytes) -> Any:
+    """The inverse of `pack`; TransferError for what it does not make. Arrays are views of `data`."""
+    if not data.startswith(_WITH_ARRAYS):
+        return json.loads(data)
+    begin = len(_WITH_ARRAYS) + _LENGTH
+    end = begin + int.from_bytes(data[len(_WITH_ARRAYS) : begin], "little")
+    try:
+        return json.loads(data[begin:end], object_hook=lambda held: _found(held, data, end))
+    except ValueError as error:
+        raise TransferError(f"a record of {len(data)} bytes cannot be read: {error}") from None
+
+
+def _placed(held: Any, parts: list[bytes]) -> dict[str, list[int]]:
+    """Where an array lies behind the text; TypeError, as of `json`, for anything else."""
+    if not isinstance(held, np.ndarray) or held.dtype != np.uint64 or held.ndim != 1:
+        raise TypeError(f"a {type(held).__name__} is neither plain JSON nor an array of uint64")
+    start = sum(map(len, parts))
+    parts.append(held.tobytes())
+    return {_MARK: [start, len(held)]}
+
+
+def _found(held: dict[str, Any], data: bytes, base: int) -> Any:
+    if _MARK not in held:
+        return held
+    start, count = held[_MARK]
+    return np.frombuffer(data, np.uint64, count, base + start)
+
+
+class RecordForged(DynatrainError, td.DistError):  # noqa: N818
+    """A record on the board that no member of the job has written. To whoever reads it, it is as if the store were
+    gone: a decision that should lie there is unknown.
+    """
+
+
+class Seal:
+    """What members of a job with a token put before each record.
+
+    secret: that only they have, and that no other generation has, so no record of another one passes here.
+    """
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+
+    def put(self, key: str, data: bytes) -> bytes:
+        """A record with its tag."""
+        return self._tag(key, data) + data
+
+    def take(self, key: str, found: bytes) -> bytes:
+        """The record without it; RecordForged if it is not the one of this key and of a member."""
+        tag, data = found[:TAG_BYTES], found[TAG_BYTES:]
+        if not hmac.compare_digest(self._tag(key, data), tag):
+            raise RecordForged(
+                f"the record {key!r} in the coordinator's store was not written by a member of this job: somebody else "
+                "can reach that store and writes there; see docs/security.md"
+            )
+        return data
+
+    def _tag(self, key: str, data: bytes) -> bytes:
+        return hmac.digest(self._secret, key.encode() + b"\0" + data, "sha256")

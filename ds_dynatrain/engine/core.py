@@ -21,12 +21,12 @@ from ds_dynatrain.adapters.world import World
 from ds_dynatrain.adapters.worlds import install
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.data import BatchArithmetic, TrainLoader
-from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.context import Candidates, Context, Job, OwnGroups
 from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.feasible import dealt
 from ds_dynatrain.engine.pending import PendingSwitch
 from ds_dynatrain.engine.preparation import Preparation
+from ds_dynatrain.engine.proposal import Proposal
 from ds_dynatrain.engine.streams import Held
 from ds_dynatrain.report import SwitchEvent
 from ds_dynatrain.space import Layout, VirtualParameterSpace

@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from types import TracebackType
 
 from ds_dynatrain.adapters.watched import is_lost_peer
 from ds_dynatrain.engine.control import Control
@@ -21,6 +22,8 @@ SILENT_BEATS = 5
 FIRST_ERROR = "first_error"
 """Key of the error that ended a script first: the member, and its words."""
 LAST_WORDS_SECONDS = 2.0
+LONG_SECONDS = 10.0
+"""After so long a wait says whom it waits for."""
 
 
 class Heartbeat:
@@ -52,9 +55,13 @@ class Heartbeat:
 
 @dataclass
 class Watch:
-    """Looks after others' heartbeats from a member that has nothing to do."""
+    """Looks after others from a member that has nothing to do.
+
+    by_hearts: by their heartbeats; else others see to the dead, and it looks for scripts that are through alone.
+    """
 
     control: Control
+    by_hearts: bool = True
     seen: dict[int, tuple[object, float]] = field(default_factory=dict)
     checked: float = 0.0
 
@@ -69,6 +76,8 @@ class Watch:
             return False
         self.checked, me = now, self.control.member
         ends = {member: self.control.read(f"ended/{member}") for member in members}
+        if not self.by_hearts:
+            return all(end == "done" for end in ends.values())
         failed = [member for member, end in ends.items() if end == "error"]
         if failed:
             logger.error(
@@ -91,22 +100,6 @@ class Watch:
             self.seen[member] = (beat, now)
             return False
         return now - since > max(self.control.timeout_seconds, SILENT_BEATS * BEAT_SECONDS)
-
-
-@dataclass
-class EndedWatch:
-    """As `Watch`, where others see to the dead: it looks for scripts that are through, and for nothing else."""
-
-    control: Control
-    checked: float = 0.0
-
-    def look(self, members: Iterable[int]) -> bool:
-        """Whether all `members` have ended their scripts; cheap to call often."""
-        now, ends = time.monotonic(), [f"ended/{member}" for member in members]
-        if now - self.checked < BEAT_SECONDS / 4:
-            return False
-        self.checked = now
-        return all(self.control.read(end) == "done" for end in ends)
 
 
 def ended_in_error() -> bool:
@@ -148,3 +141,38 @@ def first_error(control: Control) -> str:
     """Return the error that ended the job, with its member; empty if no member has posted one."""
     found = control.read(FIRST_ERROR)
     return "" if found is None else f"member {found[0]}: {found[1]}"
+
+
+class Wait:
+    """`with Wait(whom, say) as wait:`, one wait. whom: what is waited for just now, asked every `LONG_SECONDS`; say:
+    where the status has it from, empty once the wait is over."""
+
+    def __init__(self, whom: Callable[[], str], say: Callable[[str], None]) -> None:
+        self._whom = whom
+        self._say = say
+        self._has_told = False
+        self._next = time.monotonic() + LONG_SECONDS
+
+    def __enter__(self) -> Wait:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.rest()
+
+    def look(self) -> None:
+        """To be called again and again while it lasts."""
+        if time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + LONG_SECONDS
+        whom = self._whom()
+        self._say(whom)
+        if not self._has_told:
+            self._has_told = True
+            logger.warning("waiting for %g s already, for %s; look at their logs if it goes on", LONG_SECONDS, whom)
+
+    def rest(self) -> None:
+        """Nobody is waited for just now; what comes next is another wait."""
+        if self._has_told:
+            self._has_told = False
+            self._say("")
+        self._next = time.monotonic() + LONG_SECONDS

@@ -15,7 +15,7 @@ import torch.distributed as td
 
 from ds_dynatrain.adapters.device import is_accelerated, synchronize
 from ds_dynatrain.engine import agreement, feasible, registration
-from ds_dynatrain.engine.agreement import Proposal, SwitchRequest
+from ds_dynatrain.engine.agreement import SwitchRequest
 from ds_dynatrain.engine.attempts import Attempts
 from ds_dynatrain.engine.changes import Changes
 from ds_dynatrain.engine.checkpoints.fallback import Fallback
@@ -23,9 +23,11 @@ from ds_dynatrain.engine.checkpoints.saving import Saver
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.pending import PendingSwitch, Steps, SwitchEstimate
 from ds_dynatrain.engine.process import PROCESS
+from ds_dynatrain.engine.proposal import Proposal
 from ds_dynatrain.engine.targets import Targets
 from ds_dynatrain.errors import SwitchRefused, WorldChanged
 from ds_dynatrain.plan import estimate, plan_switch
+from ds_dynatrain.records import from_record
 from ds_dynatrain.report import logger
 from ds_dynatrain.space import Layout
 
@@ -234,21 +236,39 @@ class Switcher:
         meet = agreement.meeting_step(self.engine.preparation.board, proposal, self.engine.rank, step, ahead)
         return meet is not None and step >= meet
 
-    def meet_idle(self, place: str) -> None:
-        """On an idle member: take part in a switch that begins; let go of one that was given up."""
+    def take_part_idle(self, place: str) -> None:
+        """On an idle member: make ready for what the working members have agreed on; take part in it, or let it go."""
+        if self.engine.preparation is None:
+            self._look_for_proposal()
         if self.engine.preparation is None:
             return
         preparation, proposal = self.engine.preparation, self.engine.preparation.proposal
         if preparation.connections is None and agreement.is_connecting_ahead(self.engine.control, proposal):
             self._attempts.connect_ahead()
-        elif agreement.wait_for_rank_0(self.engine.control, proposal):
+        elif proposal.has_begun(self.engine.control):
             self._attempts.transact(place)
-        else:
-            self._see_given_up()
+        else:  # was it given up before the meeting?
+            record = self.engine.control.read(proposal.record_key)
+            if record is not None and not record["commit"]:
+                self.engine.close_preparation()
 
-    def tell_changes(self) -> None:
-        """On an idle member: what has changed, also where the job ends before there is work again."""
-        self._changes.look()
+    def _look_for_proposal(self) -> None:
+        """Make ready for a switch that the working members have agreed on."""
+        record = self.engine.control.read(f"proposal/{self.engine.attempt + 1}")
+        if record is None:
+            return
+        registration.catch_up(self.engine)
+        proposal = from_record(Proposal, record)
+        if self.engine.control.member in proposal.union:
+            rank = proposal.members.index(self.engine.control.member)
+            self._attempts.prepare(proposal, refusal=self._attempts.rehearse(proposal.layout, rank))
+            return
+        outcome = self.engine.control.read(proposal.record_key)
+        if outcome is not None:
+            self.engine.attempt = proposal.generation
+            if outcome["commit"]:
+                self.engine.layout, self.engine.members = proposal.layout, proposal.members
+                PROCESS.membership.retrain(proposal.members)
 
     def pass_time(self, seconds: float) -> None:
         """An idle member's turn: the user's `on_idle`, or a short sleep."""
@@ -257,30 +277,3 @@ class Switcher:
             on_idle(self.engine.deepspeed)
         else:
             time.sleep(seconds)
-
-    def look_for_proposal(self) -> None:
-        """On an idle member: make ready for a switch that the working members have agreed on."""
-        if self.engine.preparation is not None:
-            return
-        record = self.engine.control.read(f"proposal/{self.engine.attempt + 1}")
-        if record is None:
-            return
-        registration.catch_up(self.engine)
-        proposal = Proposal.from_json(record)
-        if self.engine.control.member in proposal.union:
-            rank = proposal.members.index(self.engine.control.member)
-            self._attempts.prepare(proposal, refusal=self._attempts.rehearse(proposal.layout, rank))
-            return
-        outcome = self.engine.control.read(f"record/{proposal.generation}")
-        if outcome is not None:
-            self.engine.attempt = proposal.generation
-            if outcome["commit"]:
-                self.engine.layout, self.engine.members = proposal.layout, proposal.members
-                PROCESS.membership.retrain(proposal.members)
-
-    def _see_given_up(self) -> None:
-        """Let go of a preparation that was given up before the meeting."""
-        if self.engine.preparation is not None:
-            record = self.engine.control.read(f"record/{self.engine.preparation.proposal.generation}")
-            if record is not None and not record["commit"]:
-                self.engine.close_preparation()

@@ -16,7 +16,7 @@ from ds_dynatrain.adapters.support import refuse_changes, refuse_module
 from ds_dynatrain.engine import feasible
 from ds_dynatrain.engine.carry import refuse_tensor_settings
 from ds_dynatrain.engine.core import EngineCore
-from ds_dynatrain.engine.members.policy import growing, rule_of
+from ds_dynatrain.engine.members.destinations import growing, rule_of
 from ds_dynatrain.engine.process import PROCESS, refuse_idle_target, refuse_target_beside_plain
 from ds_dynatrain.errors import SwitchRefused
 from ds_dynatrain.plan import assign_slots

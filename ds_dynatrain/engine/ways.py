@@ -14,8 +14,8 @@ from typing import Any
 from ds_dynatrain.adapters.communicators import Communicator, CommunicatorLink, can_send_between_devices
 from ds_dynatrain.adapters.device import HOST, compute_device, device_backend
 from ds_dynatrain.adapters.world import World
-from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.control import Control
+from ds_dynatrain.engine.proposal import Proposal
 from ds_dynatrain.engine.transaction.session import Session
 from ds_dynatrain.errors import SwitchFailed, SwitchRefused
 from ds_dynatrain.plan import MemberPlan

@@ -13,7 +13,6 @@ from ds_dynatrain.plan.copies import (
     is_copied,
     needs_copies,
     outlives_a_node,
-    whole_replicas,
 )
 from ds_dynatrain.plan.cost import Cost, estimate, state_bytes
 from ds_dynatrain.plan.moves import Moves
@@ -41,5 +40,4 @@ __all__ = [
     "slot_costs",
     "standing_in",
     "state_bytes",
-    "whole_replicas",
 ]

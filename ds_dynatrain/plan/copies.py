@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from ds_dynatrain.space import WEIGHT, BufferId, Layout, VirtualParameterSpace
 from ds_dynatrain.space.zero import group_size
@@ -44,24 +44,7 @@ def outlives_a_node(layout: Layout, nodes: Sequence[str]) -> bool:
     """
     names = nodes if len(set(nodes)) > 1 else [str(rank) for rank in range(len(nodes))]
     left = [{rank for rank, name in enumerate(names) if name != lost} for lost in set(names)]
-    return all(whole_replicas(layout, alive) for alive in left)
-
-
-def whole_replicas(layout: Layout, alive: Collection[int]) -> list[int]:
-    """Return the data indices all of whose ranks are alive, in whole blocks of the expert axis; with ZeRO all or none.
-
-    Where there are any, these ranks have all of the state.
-    """
-    if len(alive) == layout.world_size:
-        return list(range(layout.data))
-    if layout.zero_stage > 0:
-        return []
-    block = layout.expert
-    if layout.data % block:  # the expert axis runs over other axes, too
-        return []
-    lost = {layout.coordinate(rank)["data"] for rank in range(layout.world_size) if rank not in alive}
-    blocks = [range(start, start + block) for start in range(0, layout.data, block)]
-    return [index for each in blocks if not lost & {*each} for index in each]
+    return all(layout.whole_replicas(alive) for alive in left)
 
 
 def is_copied(vps: VirtualParameterSpace, layout: Layout, kind: str, name: BufferId, everything: bool = False) -> bool:

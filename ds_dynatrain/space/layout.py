@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,6 +129,22 @@ class Layout:
                 raise LayoutError(f"{axis} index {index} is not below {axis}={size}; give 0 to {size - 1}")
             rank = rank * size + index
         return rank
+
+    def whole_replicas(self, alive: Collection[int]) -> list[int]:
+        """Return the data indices all of whose ranks are alive, in whole blocks of experts; with ZeRO all or none.
+
+        Where there are any, these ranks have all of the state.
+        """
+        if len(alive) == self.world_size:
+            return list(range(self.data))
+        if self.zero_stage > 0:
+            return []
+        block = self.expert
+        if self.data % block:  # the expert axis runs over other axes, too
+            return []
+        lost = {self.coordinate(rank)["data"] for rank in range(self.world_size) if rank not in alive}
+        blocks = [range(start, start + block) for start in range(0, self.data, block)]
+        return [index for each in blocks if not lost & {*each} for index in each]
 
     def to_dict(self) -> dict[str, Any]:
         """All sizes, the stage, and the boundaries and shares if there are any, by name; plain JSON."""

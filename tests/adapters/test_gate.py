@@ -21,7 +21,10 @@ from ds_dynatrain.adapters.gate import Gate, abort
 from ds_dynatrain.adapters.process_groups import make_fake_group
 from ds_dynatrain.adapters.watched import GroupStatus, ManagedProcessGroup, ManagedWork, is_on_device
 from ds_dynatrain.adapters.worlds import drop
-from ds_dynatrain.engine.members import elastic_membership, losses
+from ds_dynatrain.config import DynatrainConfig
+from ds_dynatrain.elastic.address import Address
+from ds_dynatrain.elastic.environment import WorkerPlace
+from ds_dynatrain.engine.members import boundaries, elastic_membership
 from ds_dynatrain.engine.members.elastic_membership import ElasticMembership
 from ds_dynatrain.errors import WorldChanged
 from ds_dynatrain.space import Layout
@@ -185,6 +188,11 @@ def test_a_loss_while_members_connect(log: Log) -> None:
     assert log.of("abort") == ["dynatrain_1_1_default_0"] * 2 and not log.of("shutdown")
 
 
+def member() -> ElasticMembership:
+    """One that asks nobody."""
+    return ElasticMembership(WorkerPlace("a", 0, 1, Address("127.0.0.1", 1)), DynatrainConfig())
+
+
 def test_a_loss_aborts_the_worlds_of_all_engines_at_once(accelerator: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both of a late switch, of which one is the engine's."""
     rows, worlds = list[str](), list[Any]()
@@ -198,9 +206,9 @@ def test_a_loss_aborts_the_worlds_of_all_engines_at_once(accelerator: None, monk
         SimpleNamespace(world=worlds[1], late_worlds=(worlds[1], worlds[2]), is_switching=False),
     ]
     monkeypatch.setattr(elastic_membership, "PROCESS", SimpleNamespace(engines=engines))
-    made: Any = ElasticMembership(SimpleNamespace())  # type: ignore[arg-type]
+    made: Any = member()
     with worlds[0].status.gate.agreeing:
-        assert made.elastic.lose((), ()) == frozenset()
+        assert made.lose((), ()) == frozenset()
         assert all(world.status.gate.is_torn for world in worlds) and rows == ["lose"] * 2
     made._abort.join(SECONDS)
     assert rows[2:] == ["begin", "abort 2", "abort 1", "abort 0", "end"]
@@ -208,10 +216,10 @@ def test_a_loss_aborts_the_worlds_of_all_engines_at_once(accelerator: None, monk
 
 def test_a_failure_aborts_a_world_in_which_an_engine_is_being_made(accelerator: None) -> None:
     rows = list[str]()
-    made: Any = ElasticMembership(SimpleNamespace())  # type: ignore[arg-type]
+    made: Any = member()
     status = made.new_status()
     status.gate.take_in(communicator(Grouped(rows, "0")))
-    made.elastic.abandon()
+    made.abandon()
     made._abort.join(SECONDS)
     assert rows == ["begin", "abort 0", "end"]
 
@@ -230,8 +238,8 @@ def test_the_next_call_of_an_engine_knows_of_it(accelerator: None, monkeypatch: 
     """What the script has of a collective of its own may be anything. On a CPU the next collective says so."""
     status = GroupStatus()
     engines = [SimpleNamespace(world=SimpleNamespace(status=status)), SimpleNamespace(world=None)]
-    monkeypatch.setattr(losses, "PROCESS", SimpleNamespace(engines=engines))
-    found = losses.Losses(SimpleNamespace())  # type: ignore[arg-type]
+    monkeypatch.setattr(boundaries, "PROCESS", SimpleNamespace(engines=engines))
+    found = boundaries.Losses(SimpleNamespace())  # type: ignore[arg-type]
     status.gate.tear()
     found.check()
     status.gate.communicators.append(communicator(Grouped([], "0")))

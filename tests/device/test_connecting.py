@@ -19,7 +19,6 @@ from ds_dynatrain.adapters.communicators import go_on
 from ds_dynatrain.adapters.device import compute_device
 from ds_dynatrain.adapters.launch_world import LaunchWorld, launch_store
 from ds_dynatrain.adapters.watched import GroupStatus
-from ds_dynatrain.engine import agreement
 from ds_dynatrain.engine.attempts import Attempts
 from tests.engine import jobs
 from tests.engine.pool import RankPool
@@ -60,7 +59,7 @@ def cannot_connect(how: str) -> Iterator[None]:
 def wait_until_prepared(engine: Any) -> None:
     """So that there is a boundary left before that of the switch, however slow the machine is."""
     preparation, end = engine._parts.preparation, time.monotonic() + engine._parts.settings.timeout_seconds
-    while not agreement.all_prepared(preparation.board, preparation.proposal) and time.monotonic() < end:
+    while not preparation.proposal.is_prepared(preparation.board) and time.monotonic() < end:
         time.sleep(0.01)
 
 

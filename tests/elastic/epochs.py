@@ -32,8 +32,7 @@ with (OUT / f"{os.getpid()}.jsonl").open("a", buffering=1) as log:
 
     def say(**what: object) -> None:
         """A line."""
-        elastic = getattr(PROCESS.membership, "elastic", None)
-        generation = engine.generation if elastic is None else elastic.generation
+        generation = getattr(PROCESS.membership, "generation", engine.generation)
         log.write(json.dumps({"pid": os.getpid(), "generation": generation, **what}) + "\n")
 
     model, agent = small_gpt(), os.getppid()

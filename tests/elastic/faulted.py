@@ -31,14 +31,15 @@ from ds_dynatrain.adapters.watched import ManagedWork
 from ds_dynatrain.buddies.extension import Buddies
 from ds_dynatrain.buddies.shipping import Round
 from ds_dynatrain.engine import initialize
-from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.checkpoints import restore, saving
 from ds_dynatrain.engine.copies.from_copies import FromCopies
 from ds_dynatrain.engine.engine import DynatrainEngine
-from ds_dynatrain.engine.members import held, restoring
+from ds_dynatrain.engine.members import driver, restoring
+from ds_dynatrain.engine.members.elastic import Elastic
 from ds_dynatrain.engine.parts import parts_of
 from ds_dynatrain.engine.preparation import Preparation
 from ds_dynatrain.engine.process import PROCESS
+from ds_dynatrain.engine.proposal import Proposal
 from ds_dynatrain.engine.transaction.late import LateTransaction
 from ds_dynatrain.engine.transaction.switch import Transaction
 from ds_dynatrain.exact.adapters import sums
@@ -193,7 +194,7 @@ INSTANTS: dict[str, tuple[Any, str, bool]] = {
     "answer": (FromCopies, "give", False),
     "proof": (FromCopies, "report", False),
     "forming": (restoring, "_world_of", False),
-    "survived": (held, "_copies", False),
+    "survived": (driver, "_copies", False),
     "starting": (initialize, "build_world", False),
     "broadcast": (DeepSpeedEngine, "_broadcast_model", False),
     "loader": (Sequences, "__getitem__", False),
@@ -325,8 +326,8 @@ def _in_step(told: Path, act: str) -> None:
         if act == "kill":
             self._parts.is_stepping = True
             kill()
-        elastic = getattr(PROCESS.membership, "elastic", None)
-        while elastic is not None and not elastic.is_aborted:
+        membership = PROCESS.membership
+        while isinstance(membership, Elastic) and not membership.is_aborted:
             time.sleep(0.01)
         self._parts.is_stepping = act == "inside"
         raise RuntimeError("gloo: what stands here is what a collective says whose peer has died")

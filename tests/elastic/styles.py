@@ -181,8 +181,7 @@ class Cut(Styled):
     def one(self, inputs: Any, targets: Any, numbers: Any) -> float:
         loss = self.engine(inputs, targets)
         if self.engine.global_steps >= 3 and self.engine.rank == 1:
-            elastic = PROCESS.membership.elastic
-            elastic._present[1].abort()
+            PROCESS.membership._present[1].abort()
         self.engine.backward(loss)
         self.engine.step()
         return float(loss.item())

@@ -249,8 +249,7 @@ class Script:
     @property
     def generation(self) -> int:
         """Of the membership; 0 in a static run."""
-        elastic = getattr(PROCESS.membership, "elastic", None)
-        return 0 if elastic is None else int(elastic.generation)
+        return int(getattr(PROCESS.membership, "generation", 0))
 
     def note(self, event: Any) -> None:
         """A switch was committed."""

@@ -18,17 +18,23 @@ from ds_dynatrain.elastic.address import Address
 from ds_dynatrain.elastic.environment import WorkerPlace
 from ds_dynatrain.elastic.settings import Settings
 from ds_dynatrain.elastic.world import World
-from ds_dynatrain.engine import agreement
-from ds_dynatrain.engine.agreement import Proposal
-from ds_dynatrain.engine.copies.copy import Mark
-from ds_dynatrain.engine.copies.whole import Had, WholeCopies
-from ds_dynatrain.engine.members import actions as do
+from ds_dynatrain.engine.copies.whole import Had, Mark, WholeCopies
+from ds_dynatrain.engine.members import change as do
 from ds_dynatrain.engine.members.change import ChangeMachine
-from ds_dynatrain.engine.members.destinations import WITH_NEWCOMERS, Destination, Question, Rules, destinations
+from ds_dynatrain.engine.members.destinations import (
+    WITH_NEWCOMERS,
+    Destination,
+    Question,
+    Registry,
+    Rules,
+    choose,
+    destinations,
+    rule_of,
+)
 from ds_dynatrain.engine.members.elastic import Elastic
-from ds_dynatrain.engine.members.policy import choose, rule_of
-from ds_dynatrain.engine.members.registry import Registry
+from ds_dynatrain.engine.proposal import Proposal
 from ds_dynatrain.errors import DynatrainError, SwitchRefused
+from ds_dynatrain.records import from_record, to_record
 from ds_dynatrain.space import Layout
 from tests.elastic.driver import Driver
 
@@ -244,7 +250,7 @@ class Member:
             is_led = any(board.values[0, f"survivor/{one}"]["holds"] for one in asked)
         record = board.read("job")
         if is_led and record is not None:
-            number, self.starts = Registry.from_json(record["registry"]).numbers[self.id], record["starts"]
+            number, self.starts = from_record(Registry, record["registry"]).numbers[self.id], record["starts"]
             where = Layout.from_dict(record["layout"]), tuple(record["members"])
             self.coming = [Engine(*where, number, False) for _ in range(self.job.engines)]
             self.turns_to_build = self.job.building.pop() if self.job.building else 0
@@ -340,24 +346,23 @@ class Member:
                     engine.prepared, engine.attempt = None, proposal.generation
             case do.Enter(world, registry, proposals):
                 self._enter(world, registry, proposals)
-            case do.Learn(records):
-                for engine, record in zip(self.engines, records, strict=True):
-                    engine.attempt, engine.members = int(record["attempt"]), tuple(record["members"])
-                    engine.layout = Layout.from_dict(record["layout"])
             case _:
                 assert newest is not None
                 board = self.job.board(newest)
                 match action:
-                    case do.Know(registry):
+                    case do.Know(registry, records):
                         for engine in self.engines:
                             is_same = engine.number == registry.numbers[self.id]
                             assert is_same or not engine.works, "the number of who holds something never changes"
                             engine.number = registry.numbers[self.id]
+                        for engine, record in zip(self.engines, records, strict=False):
+                            engine.attempt, engine.members = int(record["attempt"]), tuple(record["members"])
+                            engine.layout = Layout.from_dict(record["layout"])
+                    case do.Post(key, value, is_decision=True):
+                        board.decide(key, value)
                     case do.Post(key, value, engine_):
                         assert (engine_, key) not in board.values or not key.startswith("change/"), "said once"
                         board.values[engine_, key] = value
-                    case do.Decide(key, value):
-                        board.decide(key, value)
                     case do.PostJob(registry):
                         self._post_job(board, registry)
                     case do.Prepare(proposals):
@@ -393,7 +398,7 @@ class Member:
         for place, engine in enumerate(self.engines):
             record = {"engines": len(self.engines), "attempt": engine.attempt, "layout": engine.layout.to_dict()}
             record["starts"] = self.starts
-            board.values[place, "job"] = {**record, "members": engine.members, "registry": registry.to_json()}
+            board.values[place, "job"] = {**record, "members": engine.members, "registry": to_record(registry)}
 
     def _prepare(self, board: Board, proposals: do.Proposals) -> None:
         if self.machine.tries >= WITH_NEWCOMERS and not self.machine.restores:
@@ -510,5 +515,5 @@ def _had(engine: Engine) -> tuple[Had, ...]:
 
 
 def _meeting(proposal: Proposal) -> str:
-    """Where those stand who take part; see `agreement.wait_for_rank_0`."""
-    return f"{agreement.key_of(proposal)}/meet/0"
+    """Where those stand who take part; see `Proposal.has_begun`."""
+    return f"{proposal.key}/meet/0"

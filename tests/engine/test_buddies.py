@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch.distributed as td
@@ -14,6 +14,8 @@ from ds_dynatrain.buddies import extension as buddies_module
 from ds_dynatrain.buddies.extension import Buddies
 from ds_dynatrain.buddies.placement import memory_of_copies
 from ds_dynatrain.config import DynatrainConfig
+from ds_dynatrain.elastic.address import Address
+from ds_dynatrain.elastic.environment import WorkerPlace
 from ds_dynatrain.engine.context import Candidates
 from ds_dynatrain.engine.members.elastic_membership import ElasticMembership
 from ds_dynatrain.errors import ConfigError, UnsupportedError
@@ -28,7 +30,7 @@ def settings(**buddies: Any) -> DynatrainConfig:
 
 def elastic() -> ElasticMembership:
     """One that asks nobody."""
-    return ElasticMembership(cast(Any, SimpleNamespace()))
+    return ElasticMembership(WorkerPlace("a", 0, 1, Address("127.0.0.1", 1)), DynatrainConfig())
 
 
 def attached(engine: Any, kind: type[Buddies] = Buddies) -> Buddies:

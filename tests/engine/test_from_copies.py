@@ -21,6 +21,7 @@ from ds_dynatrain.engine.copies.kept import Kept, Room
 from ds_dynatrain.engine.copies.whole import Had, WholeCopies
 from ds_dynatrain.engine.members.survival import Survivor, whole_copies
 from ds_dynatrain.engine.transaction.session import Session
+from ds_dynatrain.records import from_record, to_record
 from ds_dynatrain.space import Layout
 from tests.engine import axis_walks, oracle
 from tests.engine.axis_walks import Subject
@@ -46,7 +47,6 @@ def kept_by(engine: Any, dead: int) -> tuple[Kept, WholeCopies | None]:
         header, memory, _ = told[rank]
         kept.add(copy_of(header, taken.memory.new_tensor(memory)))
     kept.frozen, kept.frozen_of = taken.frozen, (parts.layout, parts.rank)
-    laid_out = parts.layout.to_dict()
     survivors = {
         str(rank): Survivor(
             parts.members[rank],
@@ -55,9 +55,9 @@ def kept_by(engine: Any, dead: int) -> tuple[Kept, WholeCopies | None]:
             parts.global_steps,
             True,
             True,
-            laid_out,
-            tuple(Had(mine.mark, each, each == rank).to_json() for each in had[rank]),
-            (laid_out, rank) if told[rank][2] else None,
+            parts.layout,
+            tuple(Had(mine.mark, each, each == rank) for each in had[rank]),
+            (parts.layout, rank) if told[rank][2] else None,
         )
         for rank in range(size)
         if rank != dead
@@ -80,9 +80,9 @@ def case(find: Callable[[], Subject], dtype: str, at: Layout, target: Layout, de
                 subject.step(engine, next(batches))
             kept, whole = kept_by(engine, dead)
             if parts.rank == 0 and whole is not None:
-                session.say("whole", whole.to_json())
+                session.say("whole", to_record(whole))
             before = oracle.gather(engine, subject.places), [subject.step(engine, next(batches)) for _ in range(MORE)]
-        whole = WholeCopies.from_json(session.said_by(session.members[0], "whole", "a test"))
+        whole = from_record(WholeCopies, session.said_by(session.members[0], "whole", "a test"))
         mine, members = control.member, tuple(range(4 - target.world_size, 4))
         after, seconds, ties = None, control.timeout_seconds, parts.vps.ties(target)
         if mine in members or mine in whole.members:

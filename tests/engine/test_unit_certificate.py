@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._C._distributed_c10d import HashStore
 
-from ds_dynatrain.engine.control import Control
+from ds_dynatrain.engine.control import Control, pack, unpack
 from ds_dynatrain.engine.digests import SideDigests
-from ds_dynatrain.engine.packing import pack, unpack
 from ds_dynatrain.engine.transaction.certify import certify
 from ds_dynatrain.engine.transaction.session import Session
 from ds_dynatrain.engine.transaction.shares import Shares, agreed, differing, doubts, joined, shares

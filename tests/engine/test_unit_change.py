@@ -9,12 +9,10 @@ from unittest.mock import ANY
 import pytest
 
 from ds_dynatrain.elastic.world import World
-from ds_dynatrain.engine.agreement import Proposal
-from ds_dynatrain.engine.copies.copy import Mark
-from ds_dynatrain.engine.copies.whole import Had, WholeCopies
-from ds_dynatrain.engine.members.actions import (
+from ds_dynatrain.engine.copies.whole import Had, Mark, WholeCopies
+from ds_dynatrain.engine.members.change import (
     Action,
-    Decide,
+    ChangeMachine,
     Enter,
     Fail,
     GiveUp,
@@ -34,11 +32,11 @@ from ds_dynatrain.engine.members.actions import (
     Transact,
     Void,
 )
-from ds_dynatrain.engine.members.change import ChangeMachine
-from ds_dynatrain.engine.members.destinations import Destination, Question
-from ds_dynatrain.engine.members.registry import Registry
+from ds_dynatrain.engine.members.destinations import Destination, Question, Registry
 from ds_dynatrain.engine.members.survival import Survivor
+from ds_dynatrain.engine.proposal import Proposal
 from ds_dynatrain.errors import ConfigError, ElasticError
+from ds_dynatrain.records import from_record, to_record
 from ds_dynatrain.space import Layout
 from tests.engine.simulated import Board
 
@@ -73,10 +71,10 @@ def steps(machine: ChangeMachine, known: Own, newest: World, board: Board) -> li
     while actions := machine.advance(known, newest, board.of_all(len(known.engines))):
         for action in actions:
             found.append(action)
-            if isinstance(action, Post):
-                board.values[action.engine, action.key] = action.value
-            elif isinstance(action, Decide):
+            if isinstance(action, Post) and action.is_decision:
                 board.decide(action.key, action.value)
+            elif isinstance(action, Post):
+                board.values[action.engine, action.key] = action.value
             elif isinstance(action, Fail | Enter | Restore | Serve):
                 return found
     return found
@@ -93,7 +91,7 @@ def agree(newest: World, board: Board, *machines: tuple[ChangeMachine, Own]) -> 
             waiting.append((machine, known))
 
 
-HOLDS_NOTHING = Survivor(2, None, 7, 20, True, False, PRESENT.to_dict()).to_json()
+HOLDS_NOTHING = to_record(Survivor(2, None, 7, 20, True, False, PRESENT))
 
 
 class TestLeftAlone:
@@ -179,7 +177,7 @@ class TestCopies:
     def job(self, newest: World) -> dict[str, Any]:
         """What the leader says for those who build engines."""
         registry = Registry().extended(MEMBERS[:2]).extended(newest.members)
-        return {"engines": 1, "registry": registry.to_json()}
+        return {"engines": 1, "registry": to_record(registry)}
 
     def idle(self, known: Own) -> Own:
         return replace(known, engines=tuple(replace(engine, rank=None) for engine in known.engines))
@@ -249,7 +247,7 @@ class TestCopies:
         board, newest = Board({}), failure("a/0", survivors=1, leaving=("b/0",))
         found = steps(ChangeMachine(stay), self.idle(self.survivor("b/0", 1, 2)), newest, board)
         assert isinstance(found[-1], Leave)
-        assert [one["copies"] for one in board.values[0, "survivor/b/0"]["holds"]] == [()]
+        assert [one["copies"] for one in board.values[0, "survivor/b/0"]["holds"]] == [[]]
 
     @pytest.mark.parametrize("can_restore", [False, True])
     def test_a_joint_loss_is_named(self, can_restore: bool) -> None:
@@ -283,7 +281,7 @@ class TestLeading:
         steps(leader, own(), newest, board)
         steps(other, own("b/0"), newest, board)
         board.values[0, "prepared/8/all"] = ""
-        assert steps(leader, own(), newest, board) == [Decide("meet/8", 21)]
+        assert steps(leader, own(), newest, board) == [Post("meet/8", 21, is_decision=True)]
         assert not steps(other, own("b/0"), newest, board)
         both = (leader, own(step=21)), (other, own("b/0", step=21))
         entered = [machine.advance(known, newest, [board]) for machine, known in both]
@@ -295,11 +293,11 @@ class TestLeading:
         board, newest = Board({}), world(leaving=("a/0", "b/0"))
         leader, other = ChangeMachine(stay), ChangeMachine(stay)
         first, second = replace(own(), has_waited=False), replace(own("b/0"), has_waited=False)
-        assert not any(isinstance(one, Decide) for one in steps(leader, first, newest, board))
+        assert not any(isinstance(one, Post) and one.is_decision for one in steps(leader, first, newest, board))
         if is_there:
             found = [steps(other, second, newest, board), steps(leader, first, newest, board)]
         else:
-            assert steps(leader, own(), newest, board) == [Decide("meet/8", 21)]
+            assert steps(leader, own(), newest, board) == [Post("meet/8", 21, is_decision=True)]
             steps(other, second, newest, board)  # it comes to the boundary now, and does not stay alone
             assert other.meets_at == 21
             later = [replace(one, engines=(replace(one.engines[0], step=21),)) for one in (first, second)]
@@ -316,7 +314,7 @@ class TestLeading:
         machine.board_is_lost("cut")
         found = steps(machine, own(attempt=8), newest, board)
         assert board.values[0, "change/1"] is said
-        assert found[-1] == Prepare((Proposal.from_json(said[0]),))
+        assert found[-1] == Prepare((from_record(Proposal, said[0]),))
 
 
 def wider(asked: Question) -> list[Destination]:
@@ -383,7 +381,7 @@ def test_who_is_waited_for_is_named() -> None:
 
 
 def test_a_process_with_other_engines_than_the_job_has_cannot_join() -> None:
-    board = Board({(0, "job"): {"engines": 2, "registry": Registry().extended(MEMBERS).to_json()}})
+    board = Board({(0, "job"): {"engines": 2, "registry": to_record(Registry().extended(MEMBERS))}})
     found = steps(ChangeMachine(stay), own("c/0", is_idle=True), world(*MEMBERS, survivors=2), board)
     assert isinstance(found[-1], Fail) and isinstance(found[-1].error, ConfigError)
     assert "it has made 1 engines, and the job's processes 2" in str(found[-1].error)

@@ -15,13 +15,13 @@ import torch.distributed as td
 from torch._C._distributed_c10d import HashStore
 
 from ds_dynatrain.engine import agreement, liveness
-from ds_dynatrain.engine.agreement import Proposal, SwitchRequest
-from ds_dynatrain.engine.control import Control
+from ds_dynatrain.engine.agreement import SwitchRequest
+from ds_dynatrain.engine.control import Control, Seal, pack
 from ds_dynatrain.engine.liveness import Heartbeat, Watch, post_end
-from ds_dynatrain.engine.packing import pack
-from ds_dynatrain.engine.seals import Seal
+from ds_dynatrain.engine.proposal import Proposal
 from ds_dynatrain.engine.transaction.session import Session
 from ds_dynatrain.errors import MemberMissing, OutcomeUnknown, SwitchFailed, SwitchRefused
+from ds_dynatrain.records import from_record
 from ds_dynatrain.space import Layout
 
 
@@ -203,7 +203,7 @@ def all_ask(boards: Any, requests: dict[int, SwitchRequest], seconds: float = 2.
 def test_equal_requests_are_a_proposal(boards: Any) -> None:
     found = all_ask(boards, {0: request(at=7), 1: request(at=7)})
     assert found == [proposal(at=7)] * 2 and found[0].union == (0, 1, 2, 3)
-    assert Proposal.from_json(boards(3).read("proposal/2")) == proposal(at=7)
+    assert from_record(Proposal, boards(3).read("proposal/2")) == proposal(at=7)
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_meeting_step(boards: Any) -> None:
     open_end = proposal()
     assert agreement.meeting_step(board, open_end, 0, 5) is None
     for member in range(4):
-        assert not agreement.all_prepared(board, open_end)
+        assert not open_end.is_prepared(board)
         agreement.say_prepared(boards(member), open_end)
     assert agreement.meeting_step(boards(1), open_end, 1, 6) is None, "rank 0 sets it"
     assert agreement.meeting_step(board, open_end, 0, 6) == 7

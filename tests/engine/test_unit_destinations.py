@@ -6,9 +6,17 @@ from collections.abc import Callable
 from typing import Any
 
 from ds_dynatrain.elastic.world import World
-from ds_dynatrain.engine.members.destinations import WITH_NEWCOMERS, Destination, Question, Rules, destinations
-from ds_dynatrain.engine.members.policy import Rule, choose, rule_of
-from ds_dynatrain.engine.members.registry import Registry
+from ds_dynatrain.engine.members.destinations import (
+    WITH_NEWCOMERS,
+    Destination,
+    Question,
+    Registry,
+    Rule,
+    Rules,
+    choose,
+    destinations,
+    rule_of,
+)
 from ds_dynatrain.errors import SwitchRefused
 from ds_dynatrain.space import Layout
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ds_dynatrain.engine import feasible
-from ds_dynatrain.engine.members.joint_switch import SPARE, NodeMemory, Rounds
+from ds_dynatrain.engine.members.boundaries import SPARE, Rounds
+from ds_dynatrain.engine.members.joint_switch import NodeMemory
 from ds_dynatrain.errors import SwitchRefused, WorldChanged
 
 NODES = {0: "a", 1: "a", 2: "b"}

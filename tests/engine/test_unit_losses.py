@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from ds_dynatrain.config import DynatrainConfig
+from ds_dynatrain.elastic.address import Address
+from ds_dynatrain.elastic.environment import WorkerPlace
 from ds_dynatrain.elastic.member import Ending
 from ds_dynatrain.engine.members import elastic_membership
 from ds_dynatrain.engine.members.elastic_membership import ElasticMembership
@@ -39,7 +42,7 @@ class Boundaries:
 
 @pytest.fixture
 def membership() -> Any:
-    made: Any = ElasticMembership(SimpleNamespace())  # type: ignore[arg-type]
+    made: Any = ElasticMembership(WorkerPlace("a", 0, 1, Address("127.0.0.1", 1)), DynatrainConfig())
     made._boundaries = Boundaries()
     return made
 

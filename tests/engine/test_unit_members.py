@@ -8,9 +8,9 @@ import pytest
 
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.engine.members.description import described, differing_key, differing_parameter, plain_part
-from ds_dynatrain.engine.members.policy import choose, rule_of
-from ds_dynatrain.engine.members.registry import Registry
+from ds_dynatrain.engine.members.destinations import Registry, choose, rule_of
 from ds_dynatrain.errors import ConfigError, SwitchRefused
+from ds_dynatrain.records import from_record, to_record
 from ds_dynatrain.space import Layout
 
 PRESENT = Layout(data=2, zero_stage=1)
@@ -39,7 +39,7 @@ class TestRegistry:
 
     def test_all_give_the_same_numbers(self) -> None:
         registry = Registry().extended(["a/0"])
-        assert registry.extended(["a/0", "b/0", "c/0"]) == Registry.from_json(registry.to_json()).extended(
+        assert registry.extended(["a/0", "b/0", "c/0"]) == from_record(Registry, to_record(registry)).extended(
             ["b/0", "c/0"]
         )
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from ds_dynatrain.engine.copies.copy import Mark
-from ds_dynatrain.engine.copies.whole import Frozen, Had, WholeCopies, newest_whole
+from ds_dynatrain.engine.copies.whole import Frozen, Had, Mark, WholeCopies, newest_whole
 from ds_dynatrain.engine.members.survival import Source, Survivor, joint_loss, whole_copies, whole_state
+from ds_dynatrain.records import from_record, to_record
 from ds_dynatrain.space import Layout
 
 
@@ -18,7 +18,7 @@ def alive(
 ) -> dict[str, Survivor]:
     """Survivors of a world whose rank r is held by member 10 + r. ranks: the step at which each one stands."""
     return {
-        f"n{rank}/0": Survivor(10 + rank, rank, generation, step, rank not in dirty, True, layout.to_dict())
+        f"n{rank}/0": Survivor(10 + rank, rank, generation, step, rank not in dirty, True, layout)
         for rank, step in ranks.items()
     }
 
@@ -53,9 +53,9 @@ class TestWithoutZero:
         """After two losses in a row some have taken what was left of the first one, and others not yet."""
         wide, narrow = Layout(data=3, zero_stage=0), Layout(data=2, zero_stage=0)
         said = {
-            "a/0": Survivor(1, 0, 3, 5, True, True, narrow.to_dict()),
-            "b/0": Survivor(2, None, 3, 4, True, True, Layout(data=1, zero_stage=0).to_dict()),
-            "c/0": Survivor(3, 2, 3, 5, True, True, wide.to_dict()),
+            "a/0": Survivor(1, 0, 3, 5, True, True, narrow),
+            "b/0": Survivor(2, None, 3, 4, True, True, Layout(data=1, zero_stage=0)),
+            "c/0": Survivor(3, 2, 3, 5, True, True, wide),
         }
         assert whole_state(said) == Source(Layout(data=1, zero_stage=0), (1,), 5)
 
@@ -63,13 +63,13 @@ class TestWithoutZero:
         """Worlds of different generations of the job may have one number, and other steps."""
         layout = Layout(data=2, zero_stage=1)
         said = {
-            name: Survivor(number, rank, 3, step, True, True, layout.to_dict(), entered=entered)
+            name: Survivor(number, rank, 3, step, True, True, layout, entered=entered)
             for name, number, rank, step, entered in (("a", 1, 0, 9, 4), ("b", 2, 0, 7, 5), ("c", 3, 1, 7, 5))
         }
         assert whole_state(said) == Source(layout, (2, 3), 7)
 
     def test_idle_members_hold_nothing(self) -> None:
-        assert whole_state({"a/0": Survivor(1, None, 3, 5, True, True, self.layout.to_dict())}) is None
+        assert whole_state({"a/0": Survivor(1, None, 3, 5, True, True, self.layout)}) is None
 
 
 class TestColumns:
@@ -130,7 +130,7 @@ class TestCopies:
         (found,) = newest_whole([self.had(*(rank for rank in range(4) if rank != dead))])
         holders = tuple(10 + (self.buddy[dead] if rank == dead else rank) for rank in range(4))
         assert found == WholeCopies(self.mark(5), holders)
-        assert WholeCopies.from_json(found.to_json()) == found
+        assert from_record(WholeCopies, to_record(found)) == found
 
     def test_two_deaths(self) -> None:
         """All is there unless they are each other's buddies."""
@@ -160,8 +160,8 @@ class TestCopies:
         said = alive(self.layout, steps(0, 1))
         had = self.had(0, 1)
         for one in said:
-            copies = tuple(each.to_json() for each in had[said[one].number])
-            said[one] = Survivor(**replace(said[one], copies=copies).to_json())
+            copies = tuple(had[said[one].number])
+            said[one] = from_record(Survivor, to_record(replace(said[one], copies=copies)))
         assert whole_copies([said]) == ()
         assert joint_loss([said]) == (
             "of ranks 2, 3 at step 5 nobody has a sound copy any more: they died together with their buddies"
@@ -170,9 +170,9 @@ class TestCopies:
 
     def idle(self, since: tuple[int, ...] | None = (), registered: int = 0) -> dict[str, Survivor]:
         """One that has whole copies of step 5, of a moment before any load."""
-        copies = tuple(Had(self.mark(5), rank).to_json() for rank in range(4))
-        of_it = Survivor(10, None, 3, 5, True, False, self.layout.to_dict(), copies, None, registered, since)
-        return {"a/0": Survivor(**of_it.to_json())}
+        copies = tuple(Had(self.mark(5), rank) for rank in range(4))
+        of_it = Survivor(10, None, 3, 5, True, False, self.layout, copies, None, registered, since)
+        return {"a/0": from_record(Survivor, to_record(of_it))}
 
     @pytest.mark.parametrize("since", [(), (2, 7), (3, 0)])
     def test_a_load_before_the_copies(self, since: tuple[int, ...]) -> None:
@@ -203,18 +203,18 @@ class TestCopies:
     def test_frozen_weights_come_from_a_replica_that_lives(self) -> None:
         said, had = alive(self.layout, steps(0, 1, 2)), self.had(0, 1, 2)
         for name, one in said.items():
-            copies = tuple(each.to_json() for each in had[one.number])
-            said[name] = replace(one, copies=copies, frozen=(self.layout.to_dict(), one.number - 10))
+            copies = tuple(had[one.number])
+            said[name] = replace(one, copies=copies, frozen=(self.layout, one.number - 10))
         (found,) = whole_copies([said])
         assert found.members == (10, 11, 12)
         assert found.frozen == Frozen(Layout(data=3, zero_stage=0), (10, 11, 12))
-        assert WholeCopies.from_json(found.to_json()) == found
+        assert from_record(WholeCopies, to_record(found)) == found
 
     def test_frozen_weights_of_which_a_stage_is_gone(self) -> None:
         layout = Layout(data=1, pipe=2, zero_stage=1)
         mark = Mark(3, "3.0", 0, 5, layout)
-        copies = tuple(Had(mark, rank).to_json() for rank in range(2))
-        one = Survivor(10, 0, 3, 5, True, True, layout.to_dict(), copies, (layout.to_dict(), 0))
+        copies = tuple(Had(mark, rank) for rank in range(2))
+        one = Survivor(10, 0, 3, 5, True, True, layout, copies, (layout, 0))
         assert whole_copies([{"a/0": one}]) == ()
         assert "of frozen weights at step 5 nobody has all any more" in joint_loss([{"a/0": one}])
         assert whole_copies([{"a/0": replace(one, frozen=None)}]) == (WholeCopies(mark, (10, 10)),)
@@ -223,20 +223,18 @@ class TestCopies:
         """They have all copies, and all that worked are dead: the weights that nobody trains are gone."""
         layout = Layout(data=2, zero_stage=1)
         mark = Mark(3, "3.0", 0, 5, layout)
-        had = {
-            lacks: tuple(Had(mark, rank, lacks_frozen=lacks).to_json() for rank in range(2)) for lacks in (True, False)
-        }
-        idle = Survivor(10, None, 3, 5, True, False, layout.to_dict(), had[True])
+        had = {lacks: tuple(Had(mark, rank, lacks_frozen=lacks) for rank in range(2)) for lacks in (True, False)}
+        idle = Survivor(10, None, 3, 5, True, False, layout, had[True])
         assert whole_copies([{"a/0": idle}]) == ()
         assert "of frozen weights at step 5 nobody has all any more" in joint_loss([{"a/0": idle}])
-        worked = Survivor(11, 1, 3, 5, True, False, layout.to_dict(), (), (layout.to_dict(), 1))
+        worked = Survivor(11, 1, 3, 5, True, False, layout, (), (layout, 1))
         (found,) = whole_copies([{"a/0": idle, "b/0": worked}])
         assert found.holders == (10, 10) and found.frozen is not None and found.frozen.members == (11,)
         assert whole_copies([{"a/0": replace(idle, copies=had[False])}]) == (WholeCopies(mark, (10, 10)),)
         for alone in (Layout(data=1, zero_stage=1), Layout(data=2, zero_stage=3)):  # which have them in the copies
             ranks = range(alone.world_size)
-            copies = tuple(Had(Mark(3, "3.0", 0, 5, alone), rank).to_json() for rank in ranks)
-            stale = replace(idle, copies=copies, frozen=(layout.to_dict(), 0))
+            copies = tuple(Had(Mark(3, "3.0", 0, 5, alone), rank) for rank in ranks)
+            stale = replace(idle, copies=copies, frozen=(layout, 0))
             (found,) = whole_copies([{"a/0": stale}])
             assert found.frozen is None
 
@@ -261,7 +259,7 @@ class TestCopiesOfSeveralEngines:
 
     def test_all_are_at_one_boundary(self) -> None:
         first, other = self.marks(5)
-        assert first.moment == other.moment and Mark.from_dict(other.to_dict()) == other
+        assert first.moment == other.moment and from_record(Mark, to_record(other)) == other
         assert newest_whole(self.had(4, 5)) == (WholeCopies(first, (10, 10)), WholeCopies(other, (10, 10)))
 
     def test_a_newer_one_of_one_engine_does_not_count(self) -> None:
@@ -276,7 +274,7 @@ class TestCopiesOfSeveralEngines:
         said = [alive(layout, steps(0)) for layout in (self.first, self.other)]
         for each, had in enumerate(self.had(5)):
             kept = had[10] if each == 0 else had[10][:1]
-            said[each]["n0/0"] = replace(said[each]["n0/0"], copies=tuple(one.to_json() for one in kept))
+            said[each]["n0/0"] = replace(said[each]["n0/0"], copies=tuple(kept))
         assert whole_copies(said) == ()
         found = joint_loss(said, lambda engine, mark, rank: f"of engine {engine}")
         assert found.startswith("of rank 1 (of engine 1) at step 10 nobody has a sound copy any more")

@@ -11,10 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._C._distributed_c10d import HashStore
 
-from ds_dynatrain.engine.control import Control
-from ds_dynatrain.engine.packing import pack, unpack
-from ds_dynatrain.engine.transaction.session import Session
-from ds_dynatrain.engine.transaction.tree import Tree
+from ds_dynatrain.engine.control import Control, pack, unpack
+from ds_dynatrain.engine.transaction.session import Session, Tree
 from ds_dynatrain.errors import TransferError
 
 

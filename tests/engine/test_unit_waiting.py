@@ -6,14 +6,14 @@ import logging
 
 import pytest
 
-from ds_dynatrain.engine.members import waiting
+from ds_dynatrain.engine import liveness
 
 
 def test_it_names_whom_it_waits_for(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     now, said, missing = [0.0], list[str](), ["b/0"]
-    monkeypatch.setattr(waiting.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(waiting.logger, "propagate", True)
-    with caplog.at_level(logging.WARNING), waiting.Wait(lambda: missing[0], said.append) as wait:
+    monkeypatch.setattr(liveness.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(liveness.logger, "propagate", True)
+    with caplog.at_level(logging.WARNING), liveness.Wait(lambda: missing[0], said.append) as wait:
         for now[0] in (1.0, 9.9, 10.1, 15.0):
             wait.look()
         assert said == ["b/0"]
@@ -28,8 +28,8 @@ def test_it_names_whom_it_waits_for(monkeypatch: pytest.MonkeyPatch, caplog: pyt
 
 def test_a_short_one_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     now, said = [0.0], list[str]()
-    monkeypatch.setattr(waiting.time, "monotonic", lambda: now[0])
-    with waiting.Wait(lambda: "b/0", said.append) as wait:
+    monkeypatch.setattr(liveness.time, "monotonic", lambda: now[0])
+    with liveness.Wait(lambda: "b/0", said.append) as wait:
         for now[0] in (9.0, 18.0, 27.0):
             wait.look()
             wait.rest()

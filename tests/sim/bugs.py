@@ -18,8 +18,7 @@ from ds_dynatrain.elastic.messages import Bye, Report
 from ds_dynatrain.elastic.roster import Publish, Recovery
 from ds_dynatrain.elastic.world import World
 from ds_dynatrain.engine.members import change
-from ds_dynatrain.engine.members.actions import Action, GiveUp, Open
-from ds_dynatrain.engine.members.change import ChangeMachine
+from ds_dynatrain.engine.members.change import Action, ChangeMachine, GiveUp, Open
 from ds_dynatrain.engine.members.elastic import Elastic
 
 

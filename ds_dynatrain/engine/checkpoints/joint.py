@@ -11,11 +11,11 @@ from pathlib import Path
 
 from ds_dynatrain.adapters.world import World
 from ds_dynatrain.checkpoint import Saved, folder
-from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.checkpoints import restore
 from ds_dynatrain.engine.checkpoints.restoration import Restored
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.process import PROCESS
+from ds_dynatrain.engine.proposal import Proposal
 from ds_dynatrain.engine.transaction.session import Session
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 

@@ -16,13 +16,14 @@ from ds_dynatrain.adapters.world import World
 from ds_dynatrain.checkpoint import Saved, folder
 from ds_dynatrain.checkpoint.others import is_zero_folder
 from ds_dynatrain.checkpoint.record import RECORD
-from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.checkpoints.asking import ask, refusal_of
 from ds_dynatrain.engine.checkpoints.from_checkpoint import ALL, Part, from_checkpoint
 from ds_dynatrain.engine.checkpoints.restoration import Goal, Old, Restoration, Restored
 from ds_dynatrain.engine.core import EngineCore
+from ds_dynatrain.engine.proposal import Proposal
 from ds_dynatrain.engine.transaction.session import Decision, Request, Session
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
+from ds_dynatrain.records import to_record
 from ds_dynatrain.space import Layout
 
 
@@ -47,7 +48,7 @@ def load(
     )
     ask(Session(control, f"load/{place}", members, "engine.load"), request)
     same = (engine.layout, members, engine.layout, members, None)
-    control.decide(f"proposal/{generation}", Proposal(generation, *same).to_json())  # idle members count along
+    control.decide(f"proposal/{generation}", to_record(Proposal(generation, *same)))  # idle members count along
     if engine.world is None:
         raise RuntimeError("an idle member has nothing to load")
     goal = Goal(engine.layout, members, engine.world, f"load/{place}", f"record/{generation}")

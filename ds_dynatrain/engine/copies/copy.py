@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from ds_dynatrain.adapters.state import Buffers
+from ds_dynatrain.engine.copies.whole import Mark
 from ds_dynatrain.engine.digests import Digests
 from ds_dynatrain.engine.encoding import fingerprint
 from ds_dynatrain.engine.sides import of_kind, only
@@ -22,53 +23,6 @@ from ds_dynatrain.plan import has_one_holder, is_copied
 from ds_dynatrain.plan.copies import is_trained_weight
 from ds_dynatrain.space import WEIGHT, Layout, VirtualParameterSpace
 from ds_dynatrain.transfer import digest_pieces
-
-
-@dataclass(frozen=True)
-class Mark:
-    """Of which moment a copy is; equal on all ranks of it.
-
-    generation, segment: of the engine's world (`EngineCore`). registered: how often the job has registered its
-    parameters anew: each time the line is another one. step: optimizer steps done. first: the moment of the first of
-    several engines of a process, at whose boundary all have taken copies; empty for its own.
-    """
-
-    generation: int
-    segment: str
-    registered: int
-    step: int
-    layout: Layout
-    first: tuple[int, ...] = ()
-
-    @property
-    def moment(self) -> tuple[int, ...]:
-        """What marks of all engines at one boundary have in common. Of two of a job the one with the larger value is
-        the newer one, also after a load of an older step.
-        """
-        return self.first or (self.generation, int(self.segment.partition(".")[2]), self.registered, self.step)
-
-    @property
-    def stretch(self) -> tuple[int, ...]:
-        """Of its moment, what a load makes larger: what is of a smaller one is of a state that was replaced."""
-        return self.moment[:2]
-
-    def to_dict(self) -> dict[str, Any]:
-        """As plain JSON."""
-        return {
-            "generation": self.generation,
-            "segment": self.segment,
-            "registered": self.registered,
-            "step": self.step,
-            "layout": self.layout.to_dict(),
-            "first": self.first,
-        }
-
-    @staticmethod
-    def from_dict(record: Mapping[str, Any]) -> Mark:
-        """The inverse."""
-        layout = Layout.from_dict(record["layout"])
-        when = record["generation"], record["segment"], record["registered"], record["step"]
-        return Mark(*when, layout, tuple(record["first"]))
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,25 +6,26 @@ members come and go, for all engines in one transaction.
 
 from __future__ import annotations
 
+import re
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
 import torch.distributed as td
 
+from ds_dynatrain.adapters.watched import GroupStatus, is_lost_peer
 from ds_dynatrain.elastic.member import Ending
 from ds_dynatrain.elastic.messages import Protected
 from ds_dynatrain.engine.context import Context
 from ds_dynatrain.engine.core import EngineCore
-from ds_dynatrain.engine.liveness import EndedWatch
+from ds_dynatrain.engine.liveness import Wait, Watch
+from ds_dynatrain.engine.members.driver import Driver
 from ds_dynatrain.engine.members.elastic import Elastic
-from ds_dynatrain.engine.members.executor import Executor
-from ds_dynatrain.engine.members.joint_switch import Rounds
-from ds_dynatrain.engine.members.losses import Losses
-from ds_dynatrain.engine.members.restoring import POLL_SECONDS
+from ds_dynatrain.engine.members.restoring import NOTICE_SECONDS, POLL_SECONDS
 from ds_dynatrain.engine.members.tally import Clock
-from ds_dynatrain.engine.members.waiting import Wait
 from ds_dynatrain.engine.parts import EngineParts, open_engines
+from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.errors import ConfigError, ElasticError, SwitchRefused, WorldChanged
 from ds_dynatrain.plan import needs_copies
 from ds_dynatrain.report import logger
@@ -32,9 +33,14 @@ from ds_dynatrain.report import logger
 WAIT_SECONDS = 0.02
 """Between two looks of a member that waits for work, or for others."""
 
-
 MEET_SECONDS = 1.0
 """So long a member whose job ends waits at a boundary for the others, who may be at it, too, before it trains on."""
+MOST_TRIES = 3
+"""Attempts at one step in one world in which nobody dies; after these the script or the network is at fault."""
+GLOO_SOURCE = re.compile(r"\[\S+\.(?:cc|h):\d+\] ")
+"""The line of gloo's source that its errors begin with."""
+SPARE = 1000
+"""Discarded batches that no earlier round accounts for: there may have been none."""
 
 
 class Boundaries:
@@ -42,7 +48,7 @@ class Boundaries:
 
     def __init__(self, elastic: Elastic) -> None:
         self.elastic = elastic
-        self.executor = Executor(elastic, self._leave)
+        self.driver = Driver(elastic, self._leave)
         self.losses = Losses(elastic)
         self._clock = Clock()
         self._rounds = Rounds()
@@ -61,7 +67,7 @@ class Boundaries:
     def remove(self) -> None:
         """An engine has ended, on all members at the same place of their scripts."""
         if len(self.engines) > 1:
-            self.executor.forget()
+            self.driver.forget()
 
     # ---- boundaries --------------------------------------------------------------------------------------------------
 
@@ -119,9 +125,9 @@ class Boundaries:
         self.see_failure()
         self._form_anew_if_aborted()
         self._rounds.stay(engine.job.number, self.first.is_discarded)
-        if self.first.is_discarded or engine.idle or engine.has_open_window or self.executor.machine.proposals:
+        if self.first.is_discarded or engine.idle or engine.has_open_window or self.driver.machine.proposals:
             return  # what is prepared for a change of members begins where the first engine stands
-        if self.executor.on_board(engine.switcher.is_due):
+        if self.driver.on_board(engine.switcher.is_due):
             engine.before_leaving_world()
             engine.attempts.transact(place)
 
@@ -150,13 +156,13 @@ class Boundaries:
                 return
             for extension in () if self.first.idle else self.first.extensions:
                 extension.at_boundary()
-            meets_at = self.executor.machine.meets_at
+            meets_at = self.driver.machine.meets_at
             if waits and (meets_at is None or meets_at <= self.first.global_steps):
                 time.sleep(WAIT_SECONDS)
                 continue
             if self.first.idle or not self._is_paused:
                 return
-            self.executor.say_once(
+            self.driver.say_once(
                 f"fewer nodes than MIN: training waits for others, with its state, for {seconds:g} s; start more nodes"
             )
             if standing != self.first.segment:  # once in each world, on all of its members
@@ -176,14 +182,14 @@ class Boundaries:
         """On an idle member: until it works; SystemExit(0) when the job has ended, or this member was told to go."""
         for engine in self.engines:
             engine.close_loaders()  # their processes must not outlive the world that they fetched for
-        watch = EndedWatch(self.first.control)
+        watch = Watch(self.first.control, by_hearts=False)
         with self._long_wait() as wait:
             while self.first.idle:
-                if self.executor.machine.world is None:  # it has no work, and waits for nobody
+                if self.driver.machine.world is None:  # it has no work, and waits for nobody
                     wait.rest()
                 wait.look()
                 watch.control = self.first.control
-                self.first.switcher.tell_changes()
+                self.first.changes.look()
                 if self.elastic.member.is_finished or self._have_ended(watch):
                     raise SystemExit(0)
                 self._advance()
@@ -191,9 +197,9 @@ class Boundaries:
                     self.first.switcher.pass_time(WAIT_SECONDS)
 
     def _long_wait(self) -> Wait:
-        return Wait(self.executor.waits_for, self.elastic.member.waits_for)
+        return Wait(self.driver.waits_for, self.elastic.member.waits_for)
 
-    def _have_ended(self, watch: EndedWatch) -> bool:
+    def _have_ended(self, watch: Watch) -> bool:
         """Whether the scripts of all that work are through; they say so where this member stands, too."""
         try:
             return watch.look(self.first.members)
@@ -202,22 +208,21 @@ class Boundaries:
 
     def _advance(self, has_waited: bool = True) -> None:
         """What is due: of a change of members, or of a switch that the user asked for."""
-        executor, machine = self.executor, self.executor.machine
+        driver, machine = self.driver, self.driver.machine
         if self.elastic.ending:
             raise ElasticError(self.elastic.ending)
-        executor.advance(self._place, has_waited)
+        driver.advance(self._place, has_waited)
         if not self.first.idle:
             ahead = 0 if self._is_paused or self.elastic.is_aborted else 1
             if self.first.preparation is not None and self.first.preparation.proposal.late and not ahead:
                 return  # nobody makes the step in which the late kinds would follow
-            if not machine.proposals and executor.on_board(lambda: self.first.switcher.is_due(ahead)):
+            if not machine.proposals and driver.on_board(lambda: self.first.switcher.is_due(ahead)):
                 self.first.before_leaving_world()
                 self.first.attempts.transact(self._place)
         elif machine.world is None:
             for engine in self.engines:
                 with engine.turn():
-                    executor.on_board(engine.switcher.look_for_proposal)
-                    executor.on_board(partial(engine.switcher.meet_idle, self._place))
+                    driver.on_board(partial(engine.switcher.take_part_idle, self._place))
 
     @property
     def _all_leave(self) -> bool:
@@ -332,3 +337,108 @@ def _loses_by_a_death(engine: EngineParts) -> bool:
     """Return whether the death of a node may take state away that no other node has."""
     nodes = [engine.candidates.nodes[member] for member in engine.members]
     return needs_copies(engine.vps, engine.layout, nodes)
+
+
+class Losses:
+    """Of the worlds of this process's engines."""
+
+    def __init__(self, elastic: Elastic) -> None:
+        self._elastic = elastic
+        self._failed: tuple[tuple[tuple[int, ...], tuple[str, ...]], int] = (((), ()), 0)
+
+    @property
+    def failure(self) -> RuntimeError | None:
+        """How a collective of the present worlds has failed, if one has: of the library's, or of the script's own."""
+        return next((status.failure for status in self.statuses if status.failure is not None), None)
+
+    @property
+    def statuses(self) -> list[GroupStatus]:
+        """Of the present worlds."""
+        worlds = [engine.world for engine in PROCESS.engines if engine.world is not None]
+        return [world.status for world in worlds if world.status is not None]
+
+    def check(self) -> None:
+        """WorldChanged if a collective has failed already, of whosoever's, or been aborted, which is not seen of it."""
+        failure = self.failure
+        if failure is not None:
+            raise WorldChanged("a collective of this world has failed before") from failure
+        for status in self.statuses:
+            if status.gate.communicators:
+                status.gate.check()
+
+    def close_worlds(self, is_closed: bool) -> None:
+        """Until the boundary there are no collectives: where the others are in their scripts, nobody knows."""
+        for status in self.statuses:
+            status.is_closed = is_closed
+
+    def explains(self, error: RuntimeError) -> bool:
+        """Whether an error came of the world's loss; then all know of that by now. Other errors are the user's.
+
+        ElasticError if this step has failed for the third time among the same members.
+        """
+        elastic = self._elastic
+        if not PROCESS.engines or PROCESS.engines[0].idle:
+            return False
+        if not elastic.is_aborted:
+            if not (isinstance(error, WorldChanged) or is_lost_peer(error)):
+                return False
+            self._await_failure()
+        self._count(() if elastic.world is None else elastic.world.members, error)
+        reason = GLOO_SOURCE.sub("", str(error).partition("\n")[0]).partition(". ")[0]
+        logger.warning("the world is aborted (%s); it is formed anew at the loader's next batch", reason)
+        return True
+
+    def _await_failure(self) -> None:
+        """Until a failure is published; if the coordinator knows of none, it is told of one."""
+        end, has_told = time.monotonic() + NOTICE_SECONDS, False
+        while not self._elastic.is_aborted:
+            if time.monotonic() > end and not has_told:
+                has_told = True
+                self._elastic.breach()
+            if self._elastic.member.is_finished:
+                raise SystemExit(0)
+            time.sleep(POLL_SECONDS)
+
+    def _count(self, members: tuple[str, ...], error: RuntimeError) -> None:
+        """A step that always fails would be tried for ever."""
+        now = tuple(engine.global_steps for engine in PROCESS.engines), members
+        tries = 1 + (self._failed[1] if self._failed[0] == now else 0)
+        self._failed = now, tries
+        if tries >= MOST_TRIES:
+            raise ElasticError(
+                f"the step after {now[0][0]} was tried {tries} times by the same {len(members)} members, and each "
+                f"time a collective of it failed although none of them had died; the last said: {error}; look for a "
+                "collective that not all ranks call alike, or for a network that fails"
+            ) from error
+
+
+class Rounds:
+    """How long a loop stays with the other engines between two global batches of the first one.
+
+    After a death all of them are discarded until the first one begins its next batch. A loop that counts batches comes
+    there; one that goes on until another engine has made its steps never does, since a discarded batch makes none. It
+    is told so. Engines are known by their numbers.
+    """
+
+    def __init__(self) -> None:
+        self._now: Counter[int] = Counter()
+        self._most: Counter[int] = Counter()
+
+    def begin(self) -> None:
+        """The first engine stands at a boundary."""
+        self._most |= self._now
+        self._now.clear()
+
+    def stay(self, engine: int, is_discarded: bool) -> None:
+        """Another one does. is_discarded: whether nothing is trained before the first engine's next batch.
+
+        WorldChanged where the loop has stayed far longer than ever before, and nothing was trained.
+        """
+        self._now[engine] += 1
+        if is_discarded and self._now[engine] > 2 * self._most[engine] + SPARE:
+            raise WorldChanged(
+                f"the world was aborted and formed anew; since then the script has asked engine {engine} for "
+                f"{self._now[engine]} batches, which are discarded, and never came to the next batch of the engine "
+                f"that was made first (before, it did after {self._most[engine]} at most): a loop over another engine "
+                "has to end after a number of batches, not of steps"
+            )

@@ -1,7 +1,7 @@
 """What one process does about a later generation, decided without sockets, threads or engines.
 
 The coordinator publishes a generation; it has boards of its own, one for each engine of a process. What is on
-them and what this process holds goes in, what is to be done comes out (`actions`). Every member decides alike:
+them and what this process holds goes in, what is to be done comes out (`Action`). Every member decides alike:
 
 | stage | what it waits for | keys |
 |---|---|---|
@@ -23,42 +23,16 @@ the first is late.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from typing import Any
 
 from ds_dynatrain.elastic.world import World
-from ds_dynatrain.engine import agreement
-from ds_dynatrain.engine.agreement import Board, Proposal
-from ds_dynatrain.engine.copies.copy import Mark
-from ds_dynatrain.engine.copies.whole import WholeCopies
-from ds_dynatrain.engine.members.actions import (
-    Action,
-    Decide,
-    Enter,
-    Fail,
-    GiveUp,
-    Held,
-    Hold,
-    Know,
-    Learn,
-    Leave,
-    LetGo,
-    Open,
-    Own,
-    Post,
-    PostJob,
-    Prepare,
-    Proposals,
-    Restore,
-    Serve,
-    Spend,
-    Transact,
-    Void,
-)
-from ds_dynatrain.engine.members.destinations import Destination, Question
-from ds_dynatrain.engine.members.registry import Registry
+from ds_dynatrain.engine.copies.whole import Had, Mark, WholeCopies
+from ds_dynatrain.engine.members.destinations import Destination, Question, Registry
 from ds_dynatrain.engine.members.survival import (
+    Source,
     Survivor,
     joint_loss,
     replaced_before,
@@ -66,7 +40,229 @@ from ds_dynatrain.engine.members.survival import (
     whole_state,
     without,
 )
-from ds_dynatrain.errors import ConfigError, ElasticError
+from ds_dynatrain.engine.proposal import Board, Proposal
+from ds_dynatrain.errors import ConfigError, DynatrainError, ElasticError
+from ds_dynatrain.records import from_record, to_record
+from ds_dynatrain.space.layout import Layout
+
+Proposals = tuple[Proposal, ...]
+"""One for each engine of a process."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """What one engine of this process holds just now.
+
+    number: of this member. rank: None if the engine is idle. attempt: the highest generation number that was proposed
+    to it. is_clean: no optimizer step is under way. is_switching: something is being prepared. can_restore: it has
+    fallback checkpoints. registered, since: as in `Survivor`; since asks the store. copies: which ones this process
+    has. damaged: of those that it is to give, the ranks whose copy is not what it was made of; it takes reading them.
+    frozen: as in `Survivor`. goes_late: whether masters and moments are to follow after the pause of a switch to a
+    layout.
+    """
+
+    number: int
+    layout: Layout
+    members: tuple[int, ...]
+    rank: int | None
+    attempt: int
+    generation: int
+    step: int
+    is_clean: bool = True
+    is_switching: bool = False
+    can_restore: bool = False
+    registered: int = 0
+    since: Callable[[], tuple[int, ...] | None] = tuple
+    copies: Callable[[], tuple[Had, ...]] = tuple
+    damaged: Callable[[WholeCopies], tuple[int, ...]] = lambda copies: ()
+    frozen: tuple[Layout, int] | None = None
+    goes_late: Callable[[Layout], bool] = lambda layout: False
+
+
+@dataclass(frozen=True)
+class Own:
+    """What a process knows of itself.
+
+    world: the generation that it has entered; registry: the numbers of its members. is_aborted: nothing of the world
+    that trains can be used any more. is_leaving: it was told to go. engines: in the order in which they were made; the
+    first one speaks for all. has_waited: whether training goes on if the others are not at this boundary, too.
+    """
+
+    member: str
+    world: World | None
+    registry: Registry
+    is_aborted: bool
+    engines: tuple[Held, ...]
+    is_leaving: bool = False
+    has_waited: bool = True
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the first engine holds nothing."""
+        return self.engines[0].rank is None
+
+    @property
+    def is_all_idle(self) -> bool:
+        """Whether no engine holds anything."""
+        return all(engine.rank is None for engine in self.engines)
+
+    @property
+    def is_switching(self) -> bool:
+        """Whether something is being prepared for an engine."""
+        return any(engine.is_switching for engine in self.engines)
+
+    @property
+    def makes_steps(self) -> bool:
+        """Whether those that train do."""
+        return not self.is_aborted and self.world is not None and not self.world.paused
+
+    def goes_late(self, world: World, targets: Sequence[tuple[Layout, tuple[int, ...]]]) -> bool:
+        """Whether masters and moments are to follow in the first step of a generation. targets: of each engine."""
+        if not self.makes_steps or world.paused or not world.members:
+            return False
+        moving = [(one, to) for one, to in zip(self.engines, targets, strict=True) if to != (one.layout, one.members)]
+        return bool(moving) and all(one.goes_late(layout) for one, (layout, _) in moving)
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """Whatever is being prepared cannot come about."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Open:
+    """Connect to the boards of a generation, or connect again."""
+
+    world: World
+
+
+@dataclass(frozen=True)
+class Know:
+    """Speak by these numbers of all members. records: on an idle member, what `PostJob` has said of each engine."""
+
+    registry: Registry
+    records: tuple[dict[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class Post:
+    """Say something on the board of an engine. is_decision: unless somebody was first."""
+
+    key: str
+    value: Any
+    engine: int = 0
+    is_decision: bool = False
+
+
+@dataclass(frozen=True)
+class PostJob:
+    """Say what newcomers build their engines by, on the board of each."""
+
+    registry: Registry
+
+
+@dataclass(frozen=True)
+class Void:
+    """Copies from before that stretch of training count no more, on whoever has them."""
+
+    before: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class LetGo:
+    """Hold nothing any more. lost: what is gone for good, in words."""
+
+    lost: str = ""
+
+
+@dataclass(frozen=True)
+class Hold:
+    """Go on from what the sources, one for each engine, say; who is in none holds nothing of that engine."""
+
+    sources: tuple[Source, ...]
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """Make each engine ready for its part; "prepared" is posted when it is."""
+
+    proposals: Proposals
+
+
+@dataclass(frozen=True)
+class Transact:
+    """Take part in what was prepared; then, of a late switch when its record is written, `ChangeMachine.transacted`."""
+
+
+@dataclass(frozen=True)
+class Restore:
+    """Take the state from copies, one for each engine, or else from a checkpoint, with all members of the target; then
+    `ChangeMachine.restored`."""
+
+    proposals: Proposals
+    copies: tuple[WholeCopies, ...] = ()
+
+
+@dataclass(frozen=True)
+class Serve:
+    """Give those who restore the copies that this member has; it has no place among them."""
+
+    proposals: Proposals
+    copies: tuple[WholeCopies, ...]
+
+
+@dataclass(frozen=True)
+class Spend:
+    """An attempt was rolled back, on all members: its numbers are used up."""
+
+    proposals: Proposals
+    tries: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Enter:
+    """Be in the generation from here on, each engine where its proposal says."""
+
+    world: World
+    registry: Registry
+    proposals: Proposals
+
+
+@dataclass(frozen=True)
+class Leave:
+    """End the process: it has handed over what it had. must_save: nobody was there to take it."""
+
+    must_save: bool = False
+
+
+@dataclass(frozen=True)
+class Fail:
+    """End the script by an error."""
+
+    error: DynatrainError
+
+
+Action = (
+    GiveUp
+    | Open
+    | Know
+    | Post
+    | PostJob
+    | Void
+    | LetGo
+    | Hold
+    | Prepare
+    | Transact
+    | Restore
+    | Serve
+    | Spend
+    | Enter
+    | Leave
+    | Fail
+)
 
 
 class Stage(Enum):
@@ -231,7 +427,7 @@ class ChangeMachine:
             self._said.add("survivor")
             released = () if own.world is None else own.world.leaving
             goes = own.is_all_idle and own.member not in world.members  # but not before the others know that
-            holds = [_survivor(own, held, gives=not goes).to_json() for held in own.engines]
+            holds = [to_record(_survivor(own, held, gives=not goes)) for held in own.engines]
             return [
                 Post(f"survivor/{own.member}", {"holds": holds, "released": released}),
                 *([Leave()] if goes else []),
@@ -239,7 +435,8 @@ class ChangeMachine:
         found = self._answers(stay, world, boards)
         if found is None:
             return []
-        holders = {one: [Survivor(**each) for each in said["holds"]] for one, said in found.items() if said["holds"]}
+        said = {one: [from_record(Survivor, each) for each in word["holds"]] for one, word in found.items()}
+        holders = {one: records for one, records in said.items() if records}
         self.stage = Stage.LEARN
         of_all = [record for records in holders.values() for record in records]
         is_held = any(record.rank is not None for record in of_all)
@@ -355,17 +552,17 @@ class ChangeMachine:
                 f"{records[0]['engines']}; make all of them before the first batch"
             )
             return [Fail(ConfigError(why))]
-        self.registry, self.stage = Registry.from_json(records[0]["registry"]), Stage.FOLLOW
+        self.registry, self.stage = from_record(Registry, records[0]["registry"]), Stage.FOLLOW
         if own.member not in self.registry.numbers:  # it has left, as far as the others know
             return [Leave()]
-        return [Know(self.registry), Learn(records), Post(f"built/{self.registry.numbers[own.member]}", True)]
+        return [Know(self.registry, records), Post(f"built/{self.registry.numbers[own.member]}", True)]
 
     def _follow(self, own: Own, world: World, boards: Sequence[Board]) -> list[Action]:
         records = boards[0].read(f"change/{self.tries + 1}")
         if records is None:
             return self._lead(own, world, boards) if self._leads(own) else []
-        proposals = tuple(Proposal.from_json(record) for record in records)
-        decided = boards[0].read(f"record/{proposals[0].generation}")
+        proposals = tuple(from_record(Proposal, record) for record in records)
+        decided = boards[0].read(proposals[0].record_key)
         if decided is not None and not decided["commit"]:
             return self._failed(proposals, decided["reason"])
         self.proposals, self.stage = proposals, Stage.MEET
@@ -403,8 +600,8 @@ class ChangeMachine:
             )
             for engine, target in zip(own.engines, targets, strict=True)
         ]
-        copies = [Post("copies", [whole.to_json() for whole in self._copies])] if self._copies else []
-        return [*copies, Post(f"change/{self.tries + 1}", [proposal.to_json() for proposal in proposals])]
+        copies = [Post("copies", [to_record(whole) for whole in self._copies])] if self._copies else []
+        return [*copies, Post(f"change/{self.tries + 1}", [to_record(proposal) for proposal in proposals])]
 
     # ---- the meeting -------------------------------------------------------------------------------------------------
 
@@ -418,7 +615,7 @@ class ChangeMachine:
             return self._meet_to_end(own, boards)
         if meet is None:
             is_next = own.engines[0].rank == 0 and self._all_are_prepared(boards)
-            return [Decide(f"meet/{first.generation}", step + int(own.makes_steps))] if is_next else []
+            return [Post(f"meet/{first.generation}", step + int(own.makes_steps), is_decision=True)] if is_next else []
         self.meets_at = int(meet)
         if step < meet:
             return []
@@ -437,28 +634,26 @@ class ChangeMachine:
             self._said.add(stands)
             return [Post(f"{stands}/{number}", True)]
         if boards[0].all_posted(stands, first.source_members):
-            return [Decide(f"meet/{first.generation}", step)]
-        return [Decide(f"meet/{first.generation}", step + 1)] if own.has_waited else []
+            return [Post(f"meet/{first.generation}", step, is_decision=True)]
+        return [Post(f"meet/{first.generation}", step + 1, is_decision=True)] if own.has_waited else []
 
     def _all_are_prepared(self, boards: Sequence[Board]) -> bool:
-        return all(
-            agreement.all_prepared(board, proposal) for board, proposal in zip(boards, self.proposals, strict=True)
-        )
+        return all(proposal.is_prepared(board) for board, proposal in zip(boards, self.proposals, strict=True))
 
     def _meet_idle(self, own: Own, world: World, boards: Sequence[Board]) -> list[Action]:
         """On a member without work: take part in what begins, or see how that without it has ended."""
         first = self.proposals[0]
         if not first.source_members and "restored" not in self._said:
             mine = self.registry.numbers[own.member]
-            copies = tuple(WholeCopies.from_json(record) for record in boards[0].read("copies") or ())
+            copies = tuple(from_record(WholeCopies, record) for record in boards[0].read("copies") or ())
             if mine in first.members:
                 return [Restore(self.proposals, copies)]
             if any(mine in whole.members for whole in copies):
                 self._said.add("restored")
                 return [Serve(self.proposals, copies)]
-        if own.is_switching and agreement.wait_for_rank_0(boards[0], first):
+        if own.is_switching and first.has_begun(boards[0]):
             return self._transact()
-        record = boards[0].read(f"record/{first.generation}")
+        record = boards[0].read(first.record_key)
         if record is None:
             return []
         return self._enter(own, world) if record["commit"] else self._failed(self.proposals, record["reason"])
@@ -470,8 +665,8 @@ class ChangeMachine:
 
     # ---- how it ends -------------------------------------------------------------------------------------------------
 
-    def _record(self) -> Decide:
-        return Decide(f"record/{self.proposals[0].generation}", {"commit": True, "reason": ""})
+    def _record(self) -> Post:
+        return Post(self.proposals[0].record_key, {"commit": True, "reason": ""}, is_decision=True)
 
     def _failed(self, proposals: Proposals, reason: str) -> list[Action]:
         self.proposals, self.stage, self.meets_at = (), Stage.FOLLOW, None
@@ -507,9 +702,9 @@ def _survivor(own: Own, held: Held, gives: bool) -> Survivor:
         step=held.step,
         clean=held.is_clean,
         is_aborted=own.is_aborted,
-        layout=held.layout.to_dict(),
+        layout=held.layout,
         entered=0 if own.world is None else own.world.generation,
-        copies=tuple(each.to_json() for each in held.copies()) if gives else (),
+        copies=held.copies() if gives else (),
         frozen=held.frozen,
         registered=held.registered,
         since=held.since(),

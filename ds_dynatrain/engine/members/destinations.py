@@ -1,14 +1,22 @@
-"""Where the leader of a change sends each engine: a layout, and the member at each of its ranks. Arithmetic."""
+"""Where the leader of a change sends each engine: a layout, and the member at each of its ranks. Arithmetic.
+
+The layout for a world of n members follows from `dynatrain.layouts` of the configuration, read as a rule. "data" (the
+default) lets the data axis grow and shrink, and leaves the others as they are. "best" takes what an extension finds
+best. A table names layouts by world size. "module:function" names a function of the user's: `function(members,
+present)` returns a `Layout`, a dictionary such as `{"data": 4, "zero_stage": 2}`, or None.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import importlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
+from ds_dynatrain.config import BEST
 from ds_dynatrain.elastic.world import World
-from ds_dynatrain.engine.members.policy import Choice
-from ds_dynatrain.engine.members.registry import Registry
-from ds_dynatrain.space import Layout
+from ds_dynatrain.errors import ConfigError, LayoutError, SwitchRefused
+from ds_dynatrain.space.layout import Layout
 
 Destination = tuple[Layout, tuple[int, ...]]
 """A layout, and the member at each of its ranks."""
@@ -16,6 +24,34 @@ Destination = tuple[Layout, tuple[int, ...]]
 WITH_NEWCOMERS = 2
 """A change is tried so often with those who come; after that only with those who hold the state already, if one of
 them stays, and there is a layout for these."""
+
+
+@dataclass(frozen=True)
+class Registry:
+    """The number of each member of a job by its id; `following` is the next one to be given.
+
+    Every member that has entered a generation has its registry, so whoever leads the next one gives the same numbers.
+    """
+
+    numbers: Mapping[str, int] = field(default_factory=dict)
+    following: int = 0
+
+    def extended(self, members: Iterable[str]) -> Registry:
+        """With a number for each of these members, new ones in their order."""
+        numbers, following = dict(self.numbers), self.following
+        for member in members:
+            if member not in numbers:
+                numbers[member], following = following, following + 1
+        return Registry(numbers, following)
+
+    def only(self, members: Iterable[str]) -> Registry:
+        """Without those that have gone, whose numbers are not given again. KeyError for a member without one."""
+        return Registry({member: self.numbers[member] for member in members}, self.following)
+
+    def ids_of(self, numbers: Iterable[int]) -> frozenset[str]:
+        """The ids of several members."""
+        wanted = set(numbers)
+        return frozenset(member for member, its in self.numbers.items() if its in wanted)
 
 
 @dataclass(frozen=True)
@@ -109,3 +145,120 @@ def _choices(engines: Sequence[Rules], members: int) -> list[Choice]:
         if len(sizes) == 1 or 0 in sizes:
             return choices
         members = min(sizes)
+
+
+# ---- which layout for so many members --------------------------------------------------------------------------------
+
+GROWS = "data"
+
+Rule = Callable[[int, Layout], Iterator[Layout]]
+"""Layouts for so many members, the best first; the other argument is the present layout."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The layout to go to; None if there is none for so many members. refusals: why better ones are not possible."""
+
+    layout: Layout | None
+    refusals: tuple[str, ...] = ()
+
+
+def rule_of(layouts: str | Mapping[str, Mapping[str, Any]], best: Rule | None = None) -> Rule:
+    """The rule that `dynatrain.layouts` describes; ConfigError if it describes none. best: that of an engine."""
+    if layouts == BEST:
+        return best or growing
+    if isinstance(layouts, str):
+        return growing if layouts == GROWS else _of_function(layouts)
+    return _of_table({int(size): dict(values) for size, values in layouts.items()})
+
+
+def choose(rule: Rule, members: int, present: Layout, check: Callable[[Layout], None]) -> Choice:
+    """The first layout of a rule that has a rank for no more than `members`, and that `check` does not refuse.
+
+    check: raises SwitchRefused for a layout in which this model cannot be trained.
+    """
+    refusals: list[str] = []
+    layouts = rule(members, present)
+    while True:
+        try:
+            layout = next(layouts, None)
+        except SwitchRefused as refusal:
+            return Choice(None, (*refusals, refusal.reason))
+        if layout is None:
+            return Choice(None, tuple(refusals))
+        try:
+            if layout.world_size > members:
+                raise SwitchRefused(
+                    f"{layout} needs {layout.world_size} members, and there are {members}",
+                    "start more members",
+                )
+            check(layout)
+        except SwitchRefused as refusal:
+            refusals.append(f"{layout}: {refusal.reason}")
+            continue
+        return Choice(layout, tuple(refusals))
+
+
+def growing(members: int, present: Layout) -> Iterator[Layout]:
+    """As many data ranks as there can be."""
+    for data in range(members // (present.world_size // present.data), 0, -1):
+        try:
+            yield present.replace(data=data)
+        except LayoutError:  # experts ask for a multiple of their number
+            continue
+
+
+def _of_table(table: Mapping[int, Mapping[str, Any]]) -> Rule:
+    layouts: dict[int, Callable[[Layout], Layout]] = {}
+    for size, values in table.items():
+        try:
+            needed = Layout.from_dict({"zero_stage": 0, **_given(values)}).world_size
+        except LayoutError as error:
+            raise ConfigError(f"dynatrain.layouts.{size}: {error}") from error
+        if needed > size:
+            raise ConfigError(f'dynatrain.layouts.{size}: its layout needs {needed} members; put it under "{needed}"')
+        layouts[size] = _completed(values)
+
+    def rule(members: int, present: Layout) -> Iterator[Layout]:
+        for size in sorted(layouts, reverse=True):
+            if size <= members:
+                yield layouts[size](present)
+
+    return rule
+
+
+def _completed(values: Mapping[str, Any]) -> Callable[[Layout], Layout]:
+    return lambda present: Layout.from_dict({"zero_stage": present.zero_stage, **_given(values)})
+
+
+def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _of_function(name: str) -> Rule:
+    module, colon, function = name.partition(":")
+    try:
+        chosen = getattr(importlib.import_module(module), function) if colon else None
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"dynatrain.layouts: {name!r} cannot be imported: {error}; give MODULE:FUNCTION, and put the module on "
+            "PYTHONPATH"
+        ) from error
+    if not callable(chosen):
+        raise ConfigError(
+            f'dynatrain.layouts: expected "{GROWS}", "{BEST}", a table by world size or "module:function", got {name!r}'
+        )
+
+    def rule(members: int, present: Layout) -> Iterator[Layout]:
+        answer = chosen(members, present)
+        if answer is None:
+            return
+        try:
+            yield answer if isinstance(answer, Layout) else _completed(dict(answer))(present)
+        except (TypeError, ValueError, LayoutError) as error:
+            raise SwitchRefused(
+                f"{name}({members}, {present}) returned {answer!r}: {error}",
+                "return a Layout, a table of its sizes, or None",
+            ) from error
+
+    return rule

@@ -18,7 +18,6 @@ from ds_dynatrain.engine.members.entry import (
     START_SECONDS,
     Entry,
     into,
-    made_by,
     start_alone,
     start_of_job,
     with_members,
@@ -59,14 +58,14 @@ class Early:
         WorldChanged where one of them is lost meanwhile.
         """
         if self.entry is not None:
-            self.launch.connect(self.membership.elastic.timeout_seconds, self.entry.stop)
+            self.launch.connect(self.membership.timeout_seconds, self.entry.stop)
 
     def take_over(self, settings: DynatrainConfig) -> Entry:
         """On into the job, with an engine; as `with_members`."""
         entry, launch = self.entry, self.launch
         self.is_taken = True
         self.entry, self.launch = None, self.alone  # the group is to go soon, and this object lives to the end
-        elastic = self.membership.elastic
+        elastic = self.membership
         elastic.configure(settings)
         if entry is not None and entry.world is not None:
             seconds = settings.timeout_seconds
@@ -80,33 +79,31 @@ class Early:
     def end(self) -> None:
         """The script has ended; without an engine nobody else says so."""
         if not self.is_taken:
-            self.membership.elastic.member.stop(has_ended=not ended_in_error())
+            self.membership.member.stop(has_ended=not ended_in_error())
 
 
 def begin(place: WorkerPlace) -> Early:
     """Into the job of an elastic launch, without an engine. SystemExit(0) if it ends before that."""
     settings = DynatrainConfig()
-    membership = made_by(place, settings)
-    elastic = membership.elastic
+    elastic = ElasticMembership(place, settings)
     start_alone()
     alone = LaunchWorld.current()
     try:
         elastic.member.start()
         with telling_if_long(start_of_job(elastic)):
-            entry = None if _is_running(elastic) else _start(membership, alone, settings.timeout_seconds)
+            entry = None if _is_running(elastic) else _start(elastic, alone, settings.timeout_seconds)
     except JobFinished as end:
         logger.info("%s: %s", elastic.member.id, end)
         elastic.member.stop()
         raise SystemExit(0) from end
-    early = Early(membership, alone, _node_of(elastic) if entry is None else entry.launch, entry)
+    early = Early(elastic, alone, _node_of(elastic) if entry is None else entry.launch, entry)
     early.install()
     return early
 
 
-def _start(membership: ElasticMembership, alone: LaunchWorld, seconds: float) -> Entry | None:
+def _start(elastic: ElasticMembership, alone: LaunchWorld, seconds: float) -> Entry | None:
     """With all that start a job; None if one runs meanwhile that goes on without this process."""
-    elastic, generation = membership.elastic, 0
-    member = elastic.member
+    member, generation = elastic.member, 0
     warm()
     member.ready()
     while True:
@@ -119,7 +116,7 @@ def _start(membership: ElasticMembership, alone: LaunchWorld, seconds: float) ->
         generation = world.generation
         if world.survivors:
             return None
-        entry = into(membership, world, alone, seconds)
+        entry = into(elastic, world, alone, seconds)
         if entry is not None:
             return None if entry.joins else entry
 

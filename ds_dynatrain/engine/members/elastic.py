@@ -5,8 +5,9 @@ The coordinator says who is there (`ds_dynatrain.elastic`); `changes` does what 
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -23,31 +24,29 @@ from ds_dynatrain.elastic.main_thread import OWN_WAITS, stands_at
 from ds_dynatrain.elastic.member import Member
 from ds_dynatrain.elastic.token import derive
 from ds_dynatrain.elastic.world import World, node_of
-from ds_dynatrain.engine.context import Boards, Candidates
-from ds_dynatrain.engine.control import Control
-from ds_dynatrain.engine.members.registry import Registry
-from ds_dynatrain.engine.seals import Seal
-from ds_dynatrain.engine.teardowns import Teardowns
+from ds_dynatrain.engine.context import Boards, Candidates, Context
+from ds_dynatrain.engine.control import Control, Seal, Teardowns
+from ds_dynatrain.engine.core import EngineCore
+from ds_dynatrain.engine.members.destinations import Registry
+from ds_dynatrain.engine.members.membership import Membership
 from ds_dynatrain.errors import WorldChanged
 from ds_dynatrain.report import logger
 
 CONNECT_SECONDS = 2.0
 WAITING = ("torch.distributed", "ds_dynatrain.adapters.watched", "ds_dynatrain.adapters.gate", "ds_dynatrain.transfer")
 """Where the main thread waits for other members: in a collective, at the gate, while a group is made, in a transfer."""
+REOPEN_SECONDS = 0.5
 REPLACED = "replaced"
 NOBODY = -1
 """The number of a member that has not been told its own yet."""
-Lose = Callable[[Collection[str], Collection[int]], Collection[str]]
-"""(names of groups that could be left alone, numbers of members that are not gone) -> those that may; see
-`adapters.World.lose`."""
 
 
-class Elastic:
-    """Membership as the engine sees it.
+class Elastic(Membership):
+    """What a member hears, and which of its worlds are lost; `ElasticMembership` has the rest, about engines.
 
     world: the generation that this member has entered, None before the first. registry: the numbers of its members.
     is_aborted: a member of the world that trains is dead, or a collective of it failed: nothing of it can be used any
-    more. loaded: what the job's own `load_checkpoint` of an engine returned, if it was called, by the engine's number.
+    more. loads: what the job's own `load_checkpoint` of an engine returned, if it was called, by the engine's number.
     is_newcomer: whether this member joined a running job; engine_count: how many engines the job has then. restores:
     whether it starts a job whose state is lost.
     """
@@ -59,7 +58,7 @@ class Elastic:
         self.world: World | None = None
         self.registry = Registry()
         self.is_aborted = False
-        self.loaded: dict[int, Any] = {}
+        self.loads: dict[int, Any] = {}
         self.is_newcomer, self.engine_count = False, 1
         self.restores = False
         self.ending = ""
@@ -69,12 +68,6 @@ class Elastic:
         self._aborted_at = 0
         self._blocked_seconds = 0.0
         """For how long the main thread had run no Python code when the last heartbeat was sent."""
-        self.lose: Lose = _lose_all
-        """Lets the worlds of this process begin nothing any more."""
-        self.abandon: Callable[[], None] = _nothing
-        """Ends what is under way in a world in which an engine is being made."""
-        self.waits: Callable[[float], tuple[str, float]] = _in_nothing
-        """Tells what the main thread waits for, and for how long; see `Gate.waits`."""
         self._present: dict[int, WorldSockets] = {}
         self._coming: dict[int, WorldSockets] = {}
         self._teardowns = Teardowns()
@@ -113,7 +106,7 @@ class Elastic:
         return newest is not None and newest.generation > generation and newest.change == "failure"
 
     def stop_if_over(self, generation: int) -> None:
-        """WorldChanged if it is over; for polls, which would wait for the dead."""
+        """Raise WorldChanged if it is over; for polls, which would wait for the dead."""
         if self.is_over(generation):
             newest = self.member.newest
             raise WorldChanged("a failure came in between" if newest is None else newest.reason)
@@ -131,10 +124,10 @@ class Elastic:
         if self.member.id in world.members:
             self.member.enter(world)
 
-    def retrain(self, training: frozenset[str]) -> None:
-        """Others hold the state now, in the same generation."""
+    def retrain(self, members: tuple[int, ...]) -> None:
+        """Others hold the state from here on, in the same generation: their deaths abort the world."""
         with self._lock:
-            self._training = training
+            self._training = self.registry.ids_of(members)
             self._see_newest(self.generation)
 
     def enter_window(self, generation: int) -> None:
@@ -211,6 +204,21 @@ class Elastic:
 
     # ---- process groups ------------------------------------------------------------------------------------------
 
+    def lose(self, known: Collection[str], there: Collection[int]) -> Collection[str]:
+        """Let the worlds of this process begin nothing any more.
+
+        known: names of groups that could be left alone; there: numbers of members that are not gone. Returns those
+        that may stay; see `adapters.World.lose`. While there are no engines no group may.
+        """
+        return ()
+
+    def abandon(self) -> None:
+        """End what is under way in a world in which an engine is being made."""
+
+    def waits(self, blocked_seconds: float) -> tuple[str, float]:
+        """Return what the main thread waits for, and for how long; see `Gate.waits`."""
+        return "", 0.0
+
     @contextmanager
     def building(self, generation: int, engine: int = 1) -> Iterator[Note]:
         """Around the building of an engine's world: a failure after that generation aborts it. engine: its number.
@@ -219,6 +227,13 @@ class Elastic:
         """
         with self._coming.setdefault(engine, WorldSockets()).building(lambda: not self.is_over(generation)) as note:
             yield note
+
+    @contextmanager
+    def building_first(self, generation: int, engine: int) -> Iterator[Note]:
+        """Around the building of an engine's first world, which trains then."""
+        with self.building(generation, engine) as note:
+            yield note
+        self.settle(engine)
 
     @contextmanager
     def building_more(self, engine: int = 1) -> Iterator[Note]:
@@ -294,15 +309,54 @@ class Elastic:
         return Candidates(mine, {registry.numbers[member]: node_of(member) for member in world.members})
 
 
-def _lose_all(known: Collection[str], there: Collection[int]) -> Collection[str]:
-    """While there are no engines: no group may go on."""
-    return ()
+class GenerationBoards:
+    """The boards of a later generation, one for each engine of this process. engines: their numbers.
 
+    They are opened in a thread: the store may be slow, or away.
+    """
 
-def _in_nothing(blocked_seconds: float) -> tuple[str, float]:
-    """While there are no engines: no collective."""
-    return "", 0.0
+    def __init__(self, world: World, elastic: Elastic, engines: Sequence[int]) -> None:
+        self.world = world
+        self._elastic = elastic
+        self._engines = tuple(engines)
+        self._opened: tuple[Boards, ...] = ()
+        self._is_over = threading.Event()
+        threading.Thread(target=self._open, name=f"dynatrain-board-{world.generation}", daemon=True).start()
 
+    def close(self) -> None:
+        """Do not try any longer."""
+        self._is_over.set()
 
-def _nothing() -> None:
-    """While there is no membership around it."""
+    @property
+    def fronts(self) -> tuple[Control, ...]:
+        """One for each engine, to be read and written here; none while they are not open."""
+        return tuple(front for front, _ in self._opened)
+
+    def of(self, engine: int = 0) -> Boards:
+        """Those of an engine, by its place among those of the process; RuntimeError while they are not open."""
+        if not self._opened:
+            raise RuntimeError(f"the board of generation {self.world.generation} is not open")
+        return self._opened[engine]
+
+    def know(self, registry: Registry) -> None:
+        """Speak by these numbers."""
+        for boards in self._opened:
+            for board in boards:
+                board.member = registry.numbers[self._elastic.member.id]
+
+    def adopt(self, engine: EngineCore, place: int, candidates: Candidates) -> None:
+        """They are the engine's from here on. place: among those of the process."""
+        engine.context = Context(engine.launch, candidates, *self.of(place))
+
+    def _open(self) -> None:
+        opened: list[Boards] = []
+        while not self._is_over.is_set():
+            try:
+                for engine in self._engines[len(opened) :]:
+                    opened.append(self._elastic.open_boards(self.world, engine=engine))
+            except (td.DistError, OSError) as error:
+                logging.getLogger("ds_dynatrain.elastic").info("generation %d: %s", self.world.generation, error)
+                self._is_over.wait(REOPEN_SECONDS)
+                continue
+            self._opened = tuple(opened)
+            return

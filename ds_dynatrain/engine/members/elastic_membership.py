@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 from torch import nn
@@ -15,25 +14,24 @@ from ds_dynatrain.adapters.device import complaint
 from ds_dynatrain.adapters.gate import abort
 from ds_dynatrain.adapters.incoming import refuse_cut
 from ds_dynatrain.adapters.watched import GroupStatus
-from ds_dynatrain.adapters.worlds import Note
 from ds_dynatrain.config import DynatrainConfig
+from ds_dynatrain.elastic.environment import WorkerPlace
 from ds_dynatrain.elastic.member import Ending, end_process
 from ds_dynatrain.elastic.world import World
-from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.context import Job
 from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.core import EngineCore
-from ds_dynatrain.engine.liveness import EndedWatch, ended_in_error, post_end
+from ds_dynatrain.engine.liveness import Watch, ended_in_error, post_end
 from ds_dynatrain.engine.members.boundaries import Boundaries
 from ds_dynatrain.engine.members.description import plain_part
+from ds_dynatrain.engine.members.destinations import Registry
 from ds_dynatrain.engine.members.discarded import guarded
 from ds_dynatrain.engine.members.elastic import Elastic
-from ds_dynatrain.engine.members.membership import EndWatch
-from ds_dynatrain.engine.members.registry import Registry
 from ds_dynatrain.engine.members.tally import told
 from ds_dynatrain.engine.parts import parts_of
 from ds_dynatrain.engine.preparation import Preparation
 from ds_dynatrain.engine.process import PROCESS
+from ds_dynatrain.engine.proposal import Proposal
 from ds_dynatrain.engine.transaction.meeting import Outcome
 from ds_dynatrain.report import SwitchEvent
 from ds_dynatrain.support import usage
@@ -41,18 +39,17 @@ from ds_dynatrain.support import usage
 T = TypeVar("T")
 
 
-class ElasticMembership:
-    """See `membership.Membership`. elastic: this process as a member."""
+class ElasticMembership(Elastic):
+    """This process as a member, with its engines."""
 
     takes_sigterm = saves_jointly = True
 
-    def __init__(self, elastic: Elastic) -> None:
-        self.elastic = elastic
-        elastic.lose, elastic.abandon, elastic.waits = self.lose, self.abandon, self._waits
+    def __init__(self, place: WorkerPlace, settings: DynatrainConfig) -> None:
+        super().__init__(place, settings)
         self._first = weakref.WeakSet[GroupStatus]()
         """Of the worlds in which engines are being made."""
         self._abort: threading.Thread | None = None
-        self._boundaries = Boundaries(elastic)
+        self._boundaries = Boundaries(self)
         self._jobs: list[Job] = []
         self._is_in_call = False
         """Whether one of DeepSpeed's calls is under way, which a pipeline reads its samples in."""
@@ -60,27 +57,12 @@ class ElasticMembership:
     @property
     def node(self) -> str:
         """As the agent calls it."""
-        return self.elastic.member.place.node
-
-    @property
-    def is_newcomer(self) -> bool:
-        """Whether the job ran already."""
-        return self.elastic.is_newcomer
-
-    @property
-    def restores(self) -> bool:
-        """Whether the job's members have gone with its state."""
-        return self.elastic.restores
-
-    @property
-    def is_aborted(self) -> bool:
-        """Whether a member is dead, or a collective has failed."""
-        return self.elastic.is_aborted
+        return self.member.place.node
 
     @property
     def formed(self) -> tuple[int, str]:
         """As the coordinator has published it."""
-        world = self._boundaries.executor.trains_in
+        world = self._boundaries.driver.trains_in
         return (0, "") if world is None else (world.generation, world.reason)
 
     # ---- an engine is made, and ends ---------------------------------------------------------------------------------
@@ -97,24 +79,9 @@ class ElasticMembership:
         self._first.add(made)
         return made
 
-    @contextmanager
-    def building(self, generation: int, engine: int) -> Iterator[Note]:
-        """A failure after that generation aborts it."""
-        with self.elastic.building(generation, engine) as note:
-            yield note
-        self.elastic.settle(engine)
-
-    def building_more(self, engine: int) -> AbstractContextManager[Note]:
-        """A failure aborts it."""
-        return self.elastic.building_more(engine)
-
-    def stop_if_over(self, generation: int) -> None:
-        """By a failure that was published since."""
-        self.elastic.stop_if_over(generation)
-
     def could_not_build(self) -> None:
         """To the others it is lost."""
-        self.elastic.member.stop(has_ended=False)
+        self.member.stop(has_ended=False)
 
     def add(self, engine: EngineCore) -> None:
         """It ends by this member."""
@@ -122,14 +89,14 @@ class ElasticMembership:
 
     def begin(self, world: World, members: tuple[int, ...]) -> None:
         """All have a number from here on."""
-        if self.elastic.world is None:
+        if self.world is None:
             registry = Registry().extended(world.members)
-            self.elastic.enter(world, registry, registry.ids_of(members))
+            self.enter(world, registry, registry.ids_of(members))
         self._first.clear()
 
     def say_end(self, engine: EngineCore) -> None:
         """On the board, unless this process leaves and the job goes on."""
-        if not self.elastic.member.is_leaving:
+        if not self.member.is_leaving:
             post_end(engine.control)
 
     def remove(self, engine: EngineCore) -> None:
@@ -140,16 +107,16 @@ class ElasticMembership:
         self._jobs = left
         self._boundaries.remove()
         if not left:
-            self.elastic.member.stop(has_ended=not ended_in_error())
+            self.member.stop(has_ended=not ended_in_error())
 
     def end_script(self, engine: EngineCore) -> None:
         """Nobody waits; what is left of torch and DeepSpeed is not visited: that is 0.8 s of a core, and a node that
         was told to go has little time."""
         gc.freeze()
 
-    def watch(self, board: Control) -> EndWatch:
+    def watch(self, board: Control) -> Watch:
         """The coordinator sees to the dead."""
-        return EndedWatch(board)
+        return Watch(board, by_hearts=False)
 
     def activate_between(self, engine: EngineCore) -> None:
         """The first engine's world."""
@@ -175,7 +142,7 @@ class ElasticMembership:
         """A failure has overtaken a world in which an engine is being made."""
         self._tear(list(self._first))
 
-    def _waits(self, blocked_seconds: float) -> tuple[str, float]:
+    def waits(self, blocked_seconds: float) -> tuple[str, float]:
         """Return what the main thread waits for in any of this process's worlds, and for how many seconds.
 
         The longest wait counts; ("", 0.0) where it waits for nothing. blocked_seconds: see `Gate.waits`.
@@ -198,8 +165,8 @@ class ElasticMembership:
 
     def waiting_change(self, engine: EngineCore) -> str:
         """Return the newest generation's reason, if this is the first engine and it trains in an older one."""
-        newest = self.elastic.member.newest
-        if engine is not self._boundaries.first or newest is None or newest.generation <= self.elastic.generation:
+        newest = self.member.newest
+        if engine is not self._boundaries.first or newest is None or newest.generation <= self.generation:
             return ""
         return f"generation {newest.generation}: {newest.reason}"
 
@@ -253,65 +220,57 @@ class ElasticMembership:
 
     def guard(self, preparation: Preparation) -> None:
         """Let a failure break it off: it must not wait for the dead."""
-        elastic, generation = self.elastic, self._generation_ahead
+        generation = self._generation_ahead
         if self._abort is not None:  # nothing is built beside that
             self._abort.join()
             self._abort = None
-        preparation.building = lambda: elastic.building(generation, preparation.number)
-        preparation.stop = lambda: elastic.stop_if_over(generation)
+        preparation.building = lambda: self.building(generation, preparation.number)
+        preparation.stop = lambda: self.stop_if_over(generation)
         preparation.status = GroupStatus()
         preparation.committed = lambda: self._say_committed(preparation)
 
     @property
     def _generation_ahead(self) -> int:
         """That which this member is on its way to, or is in."""
-        machine, elastic = self._boundaries.executor.machine, self.elastic
-        world = elastic.world if machine.world is None else machine.world
+        machine = self._boundaries.driver.machine
+        world = self.world if machine.world is None else machine.world
         return 0 if world is None else world.generation
 
     def _say_committed(self, preparation: Preparation) -> None:
         """Let the coordinator know at once who holds the state now: others may die before all is in place."""
-        machine, member = self._boundaries.executor.machine, self.elastic.member
+        machine, member = self._boundaries.driver.machine, self.member
         if machine.tries_now(preparation.proposal) and machine.world is not None and member.id in machine.world.members:
             member.enter(machine.world)
 
     def entered(self, engine: EngineCore) -> None:
         """Until it has ended nobody may be lost, in neither world."""
-        self.elastic.enter_window(self._generation_ahead)
-        self._boundaries.executor.entered(parts_of(engine))
+        self.enter_window(self._generation_ahead)
+        self._boundaries.driver.entered(parts_of(engine))
 
     def ended(self, engine: EngineCore, proposal: Proposal, outcome: Outcome) -> None:
         """If this member cannot know how, all have to say what they hold."""
-        executor = self._boundaries.executor
-        if executor.machine.tries_now(proposal):
-            executor.ended([parts_of(engine)], outcome)
+        driver = self._boundaries.driver
+        if driver.machine.tries_now(proposal):
+            driver.ended([parts_of(engine)], outcome)
             return
         if outcome.is_uncertain:
-            self.elastic.abort()
+            self.abort()
         if outcome.committed:
-            self.elastic.settle(engine.job.number)
+            self.settle(engine.job.number)
             self.retrain(proposal.members)
         else:
-            self.elastic.let_go(engine.job.number)
-
-    def retrain(self, members: tuple[int, ...]) -> None:
-        """Their deaths abort the world."""
-        self.elastic.retrain(self.elastic.registry.ids_of(members))
+            self.let_go(engine.job.number)
 
     def tell(self, engine: EngineCore, event: SwitchEvent) -> None:
         """The coordinator keeps it for them."""
-        self.elastic.member.switched(told(engine.job.number, event))
+        self.member.switched(told(engine.job.number, event))
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def loaded(self, engine: int) -> tuple[Any, ...] | None:
         """On a newcomer, whose state comes in the switch."""
-        return tuple(self.elastic.loaded.get(engine) or (None, {})) if self.is_newcomer else None
+        return tuple(self.loads.get(engine) or (None, {})) if self.is_newcomer else None
 
     def remember_load(self, engine: int, result: Sequence[Any]) -> None:
         """What JSON has a word for."""
-        self.elastic.loaded[engine] = [plain_part(part) for part in result]
-
-    def say_replaced(self, stretch: tuple[int, ...]) -> None:
-        """In the coordinator's store, where it outlives generations."""
-        self.elastic.say_replaced(stretch)
+        self.loads[engine] = [plain_part(part) for part in result]

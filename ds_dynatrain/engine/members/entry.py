@@ -21,13 +21,14 @@ from ds_dynatrain.elastic.store import connected
 from ds_dynatrain.elastic.world import World
 from ds_dynatrain.engine.context import Boards, Candidates, Context
 from ds_dynatrain.engine.control import Control
+from ds_dynatrain.engine.liveness import Wait
+from ds_dynatrain.engine.members.destinations import Registry
 from ds_dynatrain.engine.members.elastic import Elastic
 from ds_dynatrain.engine.members.elastic_membership import ElasticMembership
 from ds_dynatrain.engine.members.fixed_launch import FixedLaunch
 from ds_dynatrain.engine.members.membership import Membership
-from ds_dynatrain.engine.members.registry import Registry
-from ds_dynatrain.engine.members.waiting import Wait
 from ds_dynatrain.errors import ConfigError, ElasticError, JobFinished
+from ds_dynatrain.records import from_record
 from ds_dynatrain.report import logger, telling_if_long
 
 START_SECONDS = 1800.0
@@ -77,7 +78,7 @@ class Entry:
 
     def building(self) -> AbstractContextManager[Note]:
         """Around the building of the first world."""
-        return self.membership.building(self._generation, self.number)
+        return self.membership.building_first(self._generation, self.number)
 
     @property
     def _generation(self) -> int:
@@ -97,19 +98,13 @@ def with_launch(seconds: float, known: Membership | None) -> Entry:
     return Entry(launch, control, control.clone(), launch.member, launch.size, known or FixedLaunch(), number)
 
 
-def made_by(place: WorkerPlace, settings: DynatrainConfig) -> ElasticMembership:
-    """This process as a member, not known to the coordinator yet."""
-    return ElasticMembership(Elastic(place, settings))
-
-
 def with_members(place: WorkerPlace, settings: DynatrainConfig, known: ElasticMembership | None = None) -> Entry:
     """Into an elastic job, once the coordinator lets this process in: as one that starts it, or as a newcomer.
 
     known: this process as a member, if the coordinator knows it. SystemExit(0) if the job ends before that.
     TimeoutError, PeerRefused: see `Member.start`.
     """
-    membership, alone = known or made_by(place, settings), LaunchWorld.current()
-    elastic = membership.elastic
+    elastic, alone = known or ElasticMembership(place, settings), LaunchWorld.current()
     try:
         if known is None:
             elastic.member.start()
@@ -120,7 +115,7 @@ def with_members(place: WorkerPlace, settings: DynatrainConfig, known: ElasticMe
             while True:
                 world = elastic.member.wait_for_world(generation)
                 generation = world.generation
-                entry = into(membership, world, alone, settings.timeout_seconds)
+                entry = into(elastic, world, alone, settings.timeout_seconds)
                 if entry is not None:
                     return entry
     except JobFinished as end:
@@ -141,7 +136,7 @@ def beside(membership: Membership, settings: DynatrainConfig, number: int) -> En
             f"engine {number}: the others of this process were made in a launch of fixed size; make all engines after "
             "the process has joined the job (ds_dynatrain.init_distributed)"
         )
-    elastic = membership.elastic
+    elastic = membership
     if elastic.is_newcomer and number > elastic.engine_count:
         raise ConfigError(
             f"this process cannot join the job: it makes engine {number}, and the job's processes have "
@@ -151,7 +146,7 @@ def beside(membership: Membership, settings: DynatrainConfig, number: int) -> En
         while True:
             world = elastic.world or elastic.member.wait_for_world(generation)
             generation = world.generation
-            entry = into(membership, world, alone, settings.timeout_seconds, number)
+            entry = into(elastic, world, alone, settings.timeout_seconds, number)
             if entry is not None:
                 return entry
             if elastic.world is not None:
@@ -162,11 +157,8 @@ def beside(membership: Membership, settings: DynatrainConfig, number: int) -> En
         raise SystemExit(0) from end
 
 
-def into(
-    membership: ElasticMembership, world: World, alone: LaunchWorld, seconds: float, engine: int = 1
-) -> Entry | None:
+def into(elastic: ElasticMembership, world: World, alone: LaunchWorld, seconds: float, engine: int = 1) -> Entry | None:
     """Into one generation; None if another one is to be waited for. engine: the number of the one that is made."""
-    elastic = membership.elastic
     if elastic.member.id not in world.members:
         _stay_outside(elastic, world, engine)
         return None
@@ -177,22 +169,21 @@ def into(
             record = _job_record(elastic, world, boards)
             if record is None:
                 return None
-            number = Registry.from_json(record["registry"]).numbers[elastic.member.id]
+            number = from_record(Registry, record["registry"]).numbers[elastic.member.id]
             for board in boards:
                 board.member = number
             elastic.member.building()
             elastic.is_newcomer, elastic.engine_count = True, int(record["engines"])
-            elastic.loaded[engine] = record["loaded"]
-            return Entry(alone, *boards, number, 1, membership, engine, world, alone, record)
+            elastic.loads[engine] = record["loaded"]
+            return Entry(alone, *boards, number, 1, elastic, engine, world, alone, record)
         mine, size = registry.numbers[elastic.member.id], len(world.members)
         for board in boards:
             board.member = mine
         elastic.is_newcomer, elastic.restores = False, world.begun
         others = ", ".join(one for one in world.members if one != elastic.member.id)
-        with elastic.building(world.generation, engine), telling_if_long(f"a connection to {others}"):
-            launch = LaunchWorld.formed(boards[1].store, "start", mine, size, seconds, membership.new_status())
-        elastic.settle(engine)
-        return Entry(launch, *boards, mine, size, membership, engine, world, alone)
+        with elastic.building_first(world.generation, engine), telling_if_long(f"a connection to {others}"):
+            launch = LaunchWorld.formed(boards[1].store, "start", mine, size, seconds, elastic.new_status())
+        return Entry(launch, *boards, mine, size, elastic, engine, world, alone)
     except (td.DistError, RuntimeError, OSError) as error:
         logger.warning("generation %d could not be formed (%s); another one follows", world.generation, error)
         elastic.member.broken(world)

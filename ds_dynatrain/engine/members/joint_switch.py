@@ -16,11 +16,8 @@ from ds_dynatrain.engine.parts import EngineParts
 from ds_dynatrain.engine.transaction.meeting import Outcome
 from ds_dynatrain.engine.transaction.session import Decision
 from ds_dynatrain.engine.transaction.switch import Transaction
-from ds_dynatrain.errors import SwitchRefused, WorldChanged
+from ds_dynatrain.errors import SwitchRefused
 from ds_dynatrain.space import Layout
-
-SPARE = 1000
-"""Discarded batches that no earlier round accounts for: there may have been none."""
 
 
 @dataclass(frozen=True)
@@ -129,35 +126,3 @@ class NodeMemory:
         except SwitchRefused as refusal:
             return refusal
         return None
-
-
-class Rounds:
-    """How long a loop stays with the other engines between two global batches of the first one.
-
-    After a death all of them are discarded until the first one begins its next batch. A loop that counts batches comes
-    there; one that goes on until another engine has made its steps never does, since a discarded batch makes none. It
-    is told so. Engines are known by their numbers.
-    """
-
-    def __init__(self) -> None:
-        self._now: Counter[int] = Counter()
-        self._most: Counter[int] = Counter()
-
-    def begin(self) -> None:
-        """The first engine stands at a boundary."""
-        self._most |= self._now
-        self._now.clear()
-
-    def stay(self, engine: int, is_discarded: bool) -> None:
-        """Another one does. is_discarded: whether nothing is trained before the first engine's next batch.
-
-        WorldChanged where the loop has stayed far longer than ever before, and nothing was trained.
-        """
-        self._now[engine] += 1
-        if is_discarded and self._now[engine] > 2 * self._most[engine] + SPARE:
-            raise WorldChanged(
-                f"the world was aborted and formed anew; since then the script has asked engine {engine} for "
-                f"{self._now[engine]} batches, which are discarded, and never came to the next batch of the engine "
-                f"that was made first (before, it did after {self._most[engine]} at most): a loop over another engine "
-                "has to end after a number of batches, not of steps"
-            )

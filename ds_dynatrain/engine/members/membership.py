@@ -1,6 +1,6 @@
-"""What differs between a launch of fixed size and a job whose members come and go, asked of one object.
+"""Who trains together with this process, asked of one object that all engines of the process share.
 
-Every process has one (`PROCESS.membership`) for all its engines; no caller asks which of the two it is:
+Every process has one (`PROCESS.membership`); no caller asks which kind it is:
 
 | | `fixed_launch.FixedLaunch` | `elastic_membership.ElasticMembership` |
 |---|---|---|
@@ -13,63 +13,48 @@ Every process has one (`PROCESS.membership`) for all its engines; no caller asks
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeVar
+import platform
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
 
 from torch import nn
 
 from ds_dynatrain.adapters.watched import GroupStatus
-from ds_dynatrain.adapters.worlds import Note
+from ds_dynatrain.adapters.worlds import Note, ignore
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.elastic.world import World
-from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.core import EngineCore
+from ds_dynatrain.engine.liveness import Watch
 from ds_dynatrain.engine.preparation import Preparation
+from ds_dynatrain.engine.proposal import Proposal
 from ds_dynatrain.engine.transaction.meeting import Outcome
 from ds_dynatrain.report import SwitchEvent
 
 T = TypeVar("T")
 
 
-class EndWatch(Protocol):
-    """Looks whether the scripts of others have ended; cheap to call often."""
+class Membership:
+    """Base: a job whose generation of members never changes. All is called on the main thread.
 
-    def look(self, members: Iterable[int]) -> bool:
-        """Whether those of all `members` have."""
+    is_newcomer: this process has joined a job that ran. restores: it starts a job that has trained before, and whose
+    state nobody holds any more. is_aborted: the world that trains cannot be used any more. takes_sigterm: SIGTERM asks
+    this member to leave the job. saves_jointly: all engines of the process save their fallback checkpoints when one
+    does.
+    """
 
-
-class Membership(Protocol):
-    """Who trains together with this process, and what follows from it. All is called on the main thread."""
+    is_newcomer = restores = is_aborted = takes_sigterm = saves_jointly = False
 
     @property
     def node(self) -> str:
         """Where this process runs, as others know it."""
-
-    @property
-    def is_newcomer(self) -> bool:
-        """Whether this process has joined a job that ran."""
-
-    @property
-    def restores(self) -> bool:
-        """Whether this process starts a job that has trained before, and whose state nobody holds any more."""
-
-    @property
-    def is_aborted(self) -> bool:
-        """Whether the world that trains cannot be used any more."""
+        return platform.node()
 
     @property
     def formed(self) -> tuple[int, str]:
         """The generation of members that this process is in, and in words why there is one; (0, "") where they stay."""
-
-    @property
-    def takes_sigterm(self) -> bool:
-        """Whether SIGTERM asks this member to leave the job."""
-
-    @property
-    def saves_jointly(self) -> bool:
-        """Whether all engines of the process save their fallback checkpoints when one does."""
+        return 0, ""
 
     # ---- an engine is made, and ends ---------------------------------------------------------------------------------
 
@@ -78,18 +63,21 @@ class Membership(Protocol):
 
     def new_status(self) -> GroupStatus | None:
         """For the groups of an engine's first world: what tells of their failures, if that is of use."""
+        return None
 
-    def building(self, generation: int, engine: int) -> AbstractContextManager[Note]:
+    def building_first(self, generation: int, engine: int) -> AbstractContextManager[Note]:
         """Around the building of an engine's first groups. generation: of the membership; engine: its number.
 
         Gives what is told of each group that was built.
         """
+        return nullcontext(ignore)
 
     def building_more(self, engine: int) -> AbstractContextManager[Note]:
-        """Around the building of further groups of the world that trains; as `building`."""
+        """Around the building of further groups of the world that trains; as `building_first`."""
+        return nullcontext(ignore)
 
     def stop_if_over(self, generation: int) -> None:
-        """WorldChanged if what is built for a generation will not come about; for polls."""
+        """Raise WorldChanged if a failure has overtaken what is built for a generation. Cheap; call it in polls."""
 
     def could_not_build(self) -> None:
         """An engine was not made, and the script ends by an error."""
@@ -109,11 +97,13 @@ class Membership(Protocol):
     def end_script(self, engine: EngineCore) -> None:
         """The script is over: see those off who wait for a word of this process."""
 
-    def watch(self, board: Control) -> EndWatch:
-        """To look for the end of others' scripts."""
+    def watch(self, board: Control) -> Watch:
+        """Look for the end of others' scripts, and for their deaths where nobody else sees to these."""
+        return Watch(board)
 
     def activate_between(self, engine: EngineCore) -> None:
-        """Of several engines of a process nobody has the turn: what `torch.distributed` is then. engine: the first."""
+        """Let `torch.distributed` be what it is while no engine of several has the turn. engine: the first."""
+        engine.launch.install()
 
     # ---- training ----------------------------------------------------------------------------------------------------
 
@@ -123,24 +113,30 @@ class Membership(Protocol):
         Returns why nothing could, in words: a global batch is open; "" if everything could. SystemExit where this
         process has nothing more to do.
         """
+        raise NotImplementedError
 
     def waiting_change(self, engine: EngineCore) -> str:
         """Return, in words, the change of members that waits for a boundary of this engine; "" if none does."""
+        return ""
 
     def open_window(self, engine: EngineCore) -> None:
-        """A loader is about to deal the first micro-batch of a global batch."""
+        """A loader is about to deal the first micro-batch of a global batch; what was void before it is over."""
+        engine.is_discarded = False
 
     def stays_discarded(self, engine: EngineCore) -> bool:
         """Whether what an engine deals trains nothing for the time being."""
+        return False
 
     def before_micro_batch(self, engine: EngineCore) -> None:
         """A loader is about to deal any micro-batch."""
 
     def surviving(self, engine: EngineCore, call: Callable[[], T], again: Callable[[], T]) -> T:
-        """What `call` returns; if it can lose its world and go on, what `again` returns in the next one."""
+        """Return what `call` returns; if it can lose its world and go on, what `again` returns in the next one."""
+        return call()
 
     def returned(self, engine: EngineCore, output: Any) -> Any:
-        """What the user gets of a forward pass's output."""
+        """Return what the user gets of a forward pass's output."""
+        return output
 
     # ---- switches ----------------------------------------------------------------------------------------------------
 
@@ -149,6 +145,7 @@ class Membership(Protocol):
 
     def able(self, engine: EngineCore) -> tuple[int, ...]:
         """The members that a switch of the user's may give a rank to."""
+        return engine.candidates.members
 
     def guard(self, preparation: Preparation) -> None:
         """A switch is about to be prepared."""
@@ -160,15 +157,16 @@ class Membership(Protocol):
         """A switch has ended, in which this member took part: one that the user asked for, or a late one."""
 
     def retrain(self, members: tuple[int, ...]) -> None:
-        """Others hold the state from here on, by a switch without this member."""
+        """Others hold the state from here on, in the same generation, by a switch without this member."""
 
     def tell(self, engine: EngineCore, event: SwitchEvent) -> None:
-        """For whoever watches the job, on rank 0: how a switch of any kind went."""
+        """Tell whoever watches the job, on rank 0, how a switch of any kind went."""
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def loaded(self, engine: int) -> tuple[Any, ...] | None:
         """What `load_checkpoint` is to return without loading anything: on a newcomer what the job's own returned."""
+        return None
 
     def remember_load(self, engine: int, result: Sequence[Any]) -> None:
         """What `load_checkpoint` has returned, for those who come later."""

@@ -9,17 +9,16 @@ from ds_dynatrain.adapters.watched import GroupStatus
 from ds_dynatrain.adapters.world import World as GroupsOfWorld
 from ds_dynatrain.adapters.worlds import WorldSpec, build_world, drop
 from ds_dynatrain.elastic.world import World
-from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.checkpoints import restore as checkpoint
 from ds_dynatrain.engine.checkpoints.joint import restore_all
 from ds_dynatrain.engine.checkpoints.restoration import Goal, Restoration
 from ds_dynatrain.engine.copies.from_copies import from_copies
 from ds_dynatrain.engine.copies.from_copies import serve as serve_from
 from ds_dynatrain.engine.copies.whole import WholeCopies
-from ds_dynatrain.engine.members.boards import GenerationBoards
-from ds_dynatrain.engine.members.elastic import Elastic
-from ds_dynatrain.engine.members.registry import Registry
+from ds_dynatrain.engine.members.destinations import Registry
+from ds_dynatrain.engine.members.elastic import Elastic, GenerationBoards
 from ds_dynatrain.engine.parts import EngineParts
+from ds_dynatrain.engine.proposal import Proposal
 from ds_dynatrain.errors import CheckpointError, DynatrainError
 from ds_dynatrain.report import logger
 

@@ -9,13 +9,10 @@ there may be copies (`copies`) of an earlier moment that are whole.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
-from ds_dynatrain.engine.copies.copy import Mark
-from ds_dynatrain.engine.copies.whole import Frozen, Had, WholeCopies, missing, newest_whole
-from ds_dynatrain.plan import whole_replicas
-from ds_dynatrain.space import Layout
+from ds_dynatrain.engine.copies.whole import Frozen, Had, Mark, WholeCopies, missing, newest_whole
+from ds_dynatrain.space.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -24,10 +21,10 @@ class Survivor:
 
     entered: the job's generation that it entered last. generation: of the engine's world that it was in, which members
     of different generations of the job may count alike. clean: no optimizer step was under way. is_aborted: somebody of
-    that world is dead, or a collective of it has failed. copies: what it has of itself and of others, as `Had` in plain
-    JSON. registered: how often parameters were registered anew. since: see `Kept`; None if this member cannot know it,
-    as it was idle and the coordinator is another one now. frozen: in which (layout, rank) it had the frozen weights
-    that are in no copy, if there are any.
+    that world is dead, or a collective of it has failed. copies: what it has of itself and of others.
+    registered: how often parameters were registered anew. since: see `Kept`; None if this member cannot know it, as it
+    was idle and the coordinator is another one now. frozen: in which (layout, rank) it had the frozen weights that are
+    in no copy, if there are any.
     """
 
     number: int
@@ -36,16 +33,12 @@ class Survivor:
     step: int
     clean: bool
     is_aborted: bool
-    layout: dict[str, Any]
-    copies: tuple[dict[str, Any], ...] = ()
-    frozen: tuple[dict[str, Any], int] | None = None
+    layout: Layout
+    copies: tuple[Had, ...] = ()
+    frozen: tuple[Layout, int] | None = None
     registered: int = 0
     since: tuple[int, ...] | None = ()
     entered: int = 0
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -72,7 +65,7 @@ def whole_state(survivors: Mapping[str, Survivor]) -> Source | None:
         alive: dict[Layout, dict[int, int]] = {}
         for one in holders:
             if one.step == step and one.rank is not None:
-                alive.setdefault(Layout.from_dict(one.layout), {})[one.rank] = one.number
+                alive.setdefault(one.layout, {})[one.rank] = one.number
         complete = [found for each in alive.items() if (found := _complete(*each)) is not None]
         if complete:
             return Source(*max(complete, key=lambda found: len(found[1])), step)
@@ -84,7 +77,7 @@ def _complete(layout: Layout, alive: Mapping[int, int]) -> tuple[Layout, tuple[i
 
     alive: rank -> member.
     """
-    replicas = whole_replicas(layout, alive)
+    replicas = layout.whole_replicas(alive)
     if not replicas:
         return None
     smaller = layout.replace(data=len(replicas))
@@ -113,7 +106,7 @@ def _with_frozen(whole: WholeCopies, survivors: Mapping[str, Survivor]) -> Whole
     frozen = dict[Layout, dict[int, int]]()
     for one in survivors.values():
         if one.frozen is not None:
-            layout, rank = Layout.from_dict(one.frozen[0]), one.frozen[1]
+            layout, rank = one.frozen
             frozen.setdefault(layout.replace(zero_stage=0), {})[rank] = one.number
     had = [copy for copies in _had(survivors).values() for copy in copies if copy.mark == whole.mark]
     is_lacking = bool(frozen) or any(copy.lacks_frozen for copy in had)
@@ -133,16 +126,14 @@ def without(
 ) -> dict[str, Survivor]:
     """The same survivors, less the copies of a moment that were found damaged. damaged: member -> ranks."""
     return {
-        name: replace(one, copies=tuple(each for each in one.copies if not _is_of(each, mark, damaged[one.number])))
-        if one.number in damaged
-        else one
+        name: replace(
+            one,
+            copies=tuple(
+                each for each in one.copies if each.mark != mark or each.rank not in damaged.get(one.number, ())
+            ),
+        )
         for name, one in survivors.items()
     }
-
-
-def _is_of(copy: Mapping[str, Any], mark: Mark, ranks: Collection[int]) -> bool:
-    had = Had.from_json(copy)
-    return had.mark == mark and had.rank in ranks
 
 
 def joint_loss(
@@ -178,12 +169,11 @@ def _had(survivors: Mapping[str, Survivor]) -> dict[int, list[Had]]:
     """The copies that count: of the state that was loaded last, and of the parameters that were registered last."""
     since = replaced_before(survivors.values())
     registered = max((one.registered for one in survivors.values()), default=0)
-    had = {one.number: [Had.from_json(each) for each in one.copies] for one in survivors.values()}
     if since is None:
         return {}
     return {
-        number: [one for one in copies if one.mark.stretch >= since and one.mark.registered == registered]
-        for number, copies in had.items()
+        one.number: [each for each in one.copies if each.mark.stretch >= since and each.mark.registered == registered]
+        for one in survivors.values()
     }
 
 

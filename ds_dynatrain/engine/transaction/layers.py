@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from ds_dynatrain.adapters.module_state import ModuleState, state_of, take_state
-from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.encoding import blank_tensors, decode, encode, fingerprint
+from ds_dynatrain.engine.proposal import Proposal
 from ds_dynatrain.errors import CertificateError
 from ds_dynatrain.transfer import Transport
 

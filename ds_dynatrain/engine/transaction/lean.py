@@ -15,7 +15,6 @@ from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.adapters.support import refuse_at_boundary, refuse_changes
 from ds_dynatrain.adapters.worlds import drop
 from ds_dynatrain.checkpoint import Reader, Saved
-from ds_dynatrain.engine import agreement
 from ds_dynatrain.engine.census import check_census
 from ds_dynatrain.engine.checkpoints import restore
 from ds_dynatrain.engine.checkpoints.saving import Saver
@@ -32,7 +31,7 @@ class LeanTransaction(Meeting):
     def __init__(self, engine: EngineCore, preparation: Preparation, place: str, saver: Saver) -> None:
         super().__init__(engine, preparation, place)
         self._saver = saver
-        self.key = agreement.key_of(self.proposal)
+        self.key = self.proposal.key
         self.record = f"record/{self.proposal.generation}"
         self.session = Session(
             self.control,

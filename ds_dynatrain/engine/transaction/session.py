@@ -9,7 +9,7 @@ step has ended. The model is `_DistWrapper` of torch's distributed checkpoint (`
 | `reduce` | says something that can be joined | what came of it |
 | `vote` | does its part, and reports | one decision: commit if it went well on all, else nobody's |
 
-What members say goes up a tree (`tree`): whoever leads others joins what they say with its own, and the first member
+What members say goes up a `Tree`: whoever leads others joins what they say with its own, and the first member
 answers all at once. Nothing here is a collective, and every wait has an end. Whoever fails inside `vote` writes the
 record, which says no; whoever waits looks at the record meanwhile and leaves with its reason.
 """
@@ -22,10 +22,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from typing import Any, TypeVar
 
-from ds_dynatrain.engine.control import LONGEST_POLL_SECONDS, Control
+from ds_dynatrain.engine.control import LONGEST_POLL_SECONDS, Control, pack, unpack
 from ds_dynatrain.engine.liveness import BEAT_SECONDS, SILENT_BEATS
-from ds_dynatrain.engine.packing import pack, unpack
-from ds_dynatrain.engine.transaction.tree import Tree
 from ds_dynatrain.errors import (
     CheckpointDamaged,
     CheckpointError,
@@ -47,6 +45,27 @@ ASK_ALL = "call it on every working member, at the same step and with the same a
 ASK_ALIKE = "make the decision depend on engine.global_steps and on values that are equal on all ranks"
 LONGEST_SECONDS = 1800.0
 """For work whose time nobody knows, on a disk: as long as DeepSpeed waits for a collective."""
+WIDTH = 64
+"""So many members one leads, itself among them: their reports take milliseconds to read."""
+
+
+@dataclass(frozen=True)
+class Tree:
+    """The first of every `width` members leads them, the first of every `width` leaders leads these, and so on.
+
+    members: in any order that is the same on all; the first one is the root.
+    """
+
+    members: tuple[int, ...]
+    width: int = WIDTH
+
+    def heard_by(self, member: int) -> list[tuple[int, ...]]:
+        """On each level, from the leaves, the members that `member` hears; an empty list for who leads nobody."""
+        index, step, levels = self.members.index(member), 1, list[tuple[int, ...]]()
+        while step < len(self.members) and index % (step * self.width) == 0:
+            levels.append(self.members[index + step : index + step * self.width : step])
+            step *= self.width
+        return levels
 
 
 @dataclass(frozen=True)

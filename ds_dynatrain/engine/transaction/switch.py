@@ -22,7 +22,7 @@ from ds_dynatrain.adapters.state import Buffers, Scalars
 from ds_dynatrain.adapters.support import refuse_at_boundary, refuse_changes
 from ds_dynatrain.adapters.world import World
 from ds_dynatrain.adapters.worlds import drop, install
-from ds_dynatrain.engine import agreement, streams
+from ds_dynatrain.engine import streams
 from ds_dynatrain.engine.carry import (
     Carried,
     fingerprints,
@@ -78,7 +78,7 @@ class Transaction(Meeting):
         self.swap.on_undo(streams.restore, self.own_streams)
         self.is_part, generation, layout = is_part, self.proposal.generation, self.proposal.layout
         record = f"part/{generation}" if is_part else f"record/{generation}"
-        key, members, what = agreement.key_of(self.proposal), self.proposal.union, f"switch to {layout}"
+        key, members, what = self.proposal.key, self.proposal.union, f"switch to {layout}"
         self.session = Session(self.control, key, members, what, record=record, stop=preparation.stop)
         self.digest = ""
         self.interrupt: BaseException | None = None

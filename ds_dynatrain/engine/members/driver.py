@@ -1,11 +1,11 @@
-"""Carries out what `ChangeMachine` decides, on the engines and boards of this process."""
+"""Drives `ChangeMachine`: tells it what the engines of this process hold, and carries out what it decides."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
-from typing import Any, TypeVar
+from functools import partial, singledispatchmethod
+from typing import TypeVar
 
 import torch.distributed as td
 
@@ -13,15 +13,17 @@ from ds_dynatrain.data.workers import without_collection
 from ds_dynatrain.elastic.world import World
 from ds_dynatrain.engine import agreement, registration
 from ds_dynatrain.engine.context import Context
-from ds_dynatrain.engine.members.actions import (
+from ds_dynatrain.engine.copies.copy import lacks_frozen
+from ds_dynatrain.engine.copies.whole import Had, WholeCopies
+from ds_dynatrain.engine.members.change import (
     Action,
-    Decide,
+    ChangeMachine,
     Enter,
     Fail,
     GiveUp,
+    Held,
     Hold,
     Know,
-    Learn,
     Leave,
     LetGo,
     Open,
@@ -29,35 +31,41 @@ from ds_dynatrain.engine.members.actions import (
     Post,
     PostJob,
     Prepare,
-    Proposals,
     Restore,
     Serve,
     Spend,
     Transact,
     Void,
 )
-from ds_dynatrain.engine.members.boards import GenerationBoards
-from ds_dynatrain.engine.members.change import ChangeMachine
-from ds_dynatrain.engine.members.destinations import WITH_NEWCOMERS, Destination, Question, Rules, destinations
-from ds_dynatrain.engine.members.elastic import Elastic
-from ds_dynatrain.engine.members.held import held_by
+from ds_dynatrain.engine.members.destinations import (
+    WITH_NEWCOMERS,
+    Choice,
+    Destination,
+    Question,
+    Rules,
+    choose,
+    destinations,
+)
+from ds_dynatrain.engine.members.elastic import Elastic, GenerationBoards
 from ds_dynatrain.engine.members.joint_switch import JointSwitch, NodeMemory
-from ds_dynatrain.engine.members.policy import Choice, choose
-from ds_dynatrain.engine.members.registry import Registry
 from ds_dynatrain.engine.members.restoring import let_go, restore, serve, void_before
 from ds_dynatrain.engine.parts import EngineParts, open_engines
 from ds_dynatrain.engine.targets import needs
 from ds_dynatrain.engine.transaction.meeting import Outcome
 from ds_dynatrain.errors import ElasticError, SwitchRefused
 from ds_dynatrain.plan import assign_slots
+from ds_dynatrain.records import to_record
 from ds_dynatrain.report import logger
 from ds_dynatrain.space import Layout
 
 T = TypeVar("T")
 
 
-class Executor:
-    """Of all engines of the process. leave: ends it; see `Leave`."""
+class Driver:
+    """Tells the machine what the engines of this process hold, and does what it wants.
+
+    leave: ends the process; see `Leave`.
+    """
 
     def __init__(self, elastic: Elastic, leave: Callable[[bool], None]) -> None:
         self.elastic = elastic
@@ -89,7 +97,7 @@ class Executor:
 
     def forget(self) -> None:
         """An engine has ended, or a later generation is gone."""
-        self._give_up("an engine has ended")
+        self._give_up(GiveUp("an engine has ended"))
         self.machine.forget()
         self._close_boards()
 
@@ -122,9 +130,8 @@ class Executor:
     def _own(self) -> Own:
         elastic = self.elastic
         held = tuple(held_by(engine, self.say_once, elastic.replaced) for engine in self.engines)
-        is_leaving = elastic.member.is_leaving
         known = elastic.member.id, elastic.world, elastic.registry, elastic.is_aborted
-        return Own(*known, held, is_leaving, self._has_waited)
+        return Own(*known, held, elastic.member.is_leaving, self._has_waited)
 
     def _destinations(self, asked: Question) -> list[Destination] | None:
         nodes = self.elastic.candidates(asked.world, asked.registry).nodes
@@ -139,80 +146,46 @@ class Executor:
         for action in actions:
             self._do(action)
 
+    @singledispatchmethod
     def _do(self, action: Action) -> None:
-        match action:
-            case GiveUp(reason):
-                self._give_up(reason)
-            case Open(world):
-                self._close_boards()
-                self._boards = GenerationBoards(world, self.elastic, [engine.job.number for engine in self.engines])
-            case Know(registry):
-                self._know(registry)
-            case Post(key, value, engine):
-                self._open_boards.of(engine)[0].post(key, value)
-            case Decide(key, value):
-                self._open_boards.of()[0].decide(key, value)
-            case PostJob(registry):
-                self._post_job(registry)
-            case Learn(records):
-                self._learn(records)
-            case Void(before):
-                for one in self.engines:
-                    void_before(one, before)
-            case LetGo(lost):
-                if lost:
-                    logger.warning("%s; all goes back to the fallback checkpoint", lost)
-                for one in self.engines:
-                    let_go(one)
-            case Hold(sources):
-                for one, source in zip(self.engines, sources, strict=True):
-                    if one.control.member not in source.members:
-                        let_go(one)
-                    one.layout, one.members = source.layout, source.members
-            case Prepare(proposals):
-                self._prepare(proposals)
-            case Transact():
-                self._transact()
-            case Restore(proposals, copies):
-                where = self._open_boards, self.machine.registry, self.elastic
-                is_whole = restore(self.engines, proposals, copies, *where)
-                self._carry_out(self.machine.restored(self._own(), is_whole))
-            case Serve(proposals, copies):
-                serve(self.engines, proposals, copies, self._open_boards, self.machine.registry, self.elastic)
-            case Spend(proposals, tries, reason):
-                self._spend(proposals, tries, reason)
-            case Enter():
-                self._enter(action)
-            case Leave(must_save):
-                self._leave(must_save)
-            case Fail(error):
-                raise error
+        """Carry out one action: the method below that takes its type does."""
+        raise TypeError(f"no action: {action!r}")
 
-    @property
-    def _open_boards(self) -> GenerationBoards:
-        if self._boards is None:
-            raise RuntimeError("no later generation's board is there")
-        return self._boards
-
-    def _close_boards(self) -> None:
-        if self._boards is not None:
-            self._boards.close()
-            self._boards = None
-
-    def _give_up(self, reason: str) -> None:
+    @_do.register
+    def _give_up(self, action: GiveUp) -> None:
         for engine in self.engines:
             if engine.is_switching:
                 with engine.turn():
-                    engine.attempts.give_up(reason)
+                    engine.attempts.give_up(action.reason)
 
-    def _know(self, registry: Registry) -> None:
-        """Who holds nothing, and was passed over once, may have another number than before."""
-        self._open_boards.know(registry)
+    @_do.register
+    def _open(self, action: Open) -> None:
+        self._close_boards()
+        self._boards = GenerationBoards(action.world, self.elastic, [engine.job.number for engine in self.engines])
+
+    @_do.register
+    def _know(self, action: Know) -> None:
+        """Who holds nothing, and was passed over once, may have another number than before; it learns who trains, in
+        what, and what was registered."""
+        self._open_boards.know(action.registry)
         for engine in self.engines:
             if engine.idle:
-                engine.control.member = registry.numbers[self.elastic.member.id]
+                engine.control.member = action.registry.numbers[self.elastic.member.id]
+        for engine, record in zip(self.engines, action.records, strict=False):
+            if engine.idle:
+                with engine.turn():
+                    engine.attempt = int(record["attempt"])
+                    engine.layout, engine.members = Layout.from_dict(record["layout"]), tuple(record["members"])
+                    registration.repeat(engine, record["registered"][len(engine.registered) :])
+                    void_before(engine, tuple(record["since"] or ()))
 
-    def _post_job(self, registry: Registry) -> None:
+    @_do.register
+    def _post(self, action: Post) -> None:
+        board = self._open_boards.of(action.engine)[0]
+        (board.decide if action.is_decision else board.post)(action.key, action.value)
+
+    @_do.register
+    def _post_job(self, action: PostJob) -> None:
         """All that a newcomer has to know to make each of the engines; plain JSON."""
         for place, engine in enumerate(self.engines):
             job = engine.job
@@ -221,35 +194,45 @@ class Executor:
                 "attempt": engine.attempt,
                 "layout": engine.layout.to_dict(),
                 "members": engine.members,
-                "registry": registry.to_json(),
+                "registry": to_record(action.registry),
                 "described": job.described,
                 "machine": job.machine,
                 "rows": job.rows,
                 "batch_sizes": asdict(job.batch_sizes),
                 "seed": job.job_seed,
                 "registered": engine.registered,
-                "loaded": self.elastic.loaded.get(job.number),
+                "loaded": self.elastic.loads.get(job.number),
                 "since": None if engine.kept is None else engine.kept.since,
             }
             self._open_boards.of(place)[0].post("job", record)
 
-    def _learn(self, records: tuple[dict[str, Any], ...]) -> None:
-        """Who trains, in what, and what was registered."""
-        for engine, record in zip(self.engines, records, strict=True):
-            if engine.idle:
-                with engine.turn():
-                    engine.attempt = int(record["attempt"])
-                    engine.layout, engine.members = Layout.from_dict(record["layout"]), tuple(record["members"])
-                    registration.repeat(engine, record["registered"][len(engine.registered) :])
-                    void_before(engine, tuple(record["since"] or ()))
+    @_do.register
+    def _void(self, action: Void) -> None:
+        for engine in self.engines:
+            void_before(engine, action.before)
 
-    def _prepare(self, proposals: Proposals) -> None:
+    @_do.register
+    def _let_go(self, action: LetGo) -> None:
+        if action.lost:
+            logger.warning("%s; all goes back to the fallback checkpoint", action.lost)
+        for engine in self.engines:
+            let_go(engine)
+
+    @_do.register
+    def _hold(self, action: Hold) -> None:
+        for engine, source in zip(self.engines, action.sources, strict=True):
+            if engine.control.member not in source.members:
+                let_go(engine)
+            engine.layout, engine.members = source.layout, source.members
+
+    @_do.register
+    def _prepare(self, action: Prepare) -> None:
         boards = self._open_boards
         mine = boards.of()[0].member
         nodes = self.elastic.candidates(boards.world, self.machine.registry).nodes
         parts = [
             (engine, proposal, boards.of(place))
-            for place, (engine, proposal) in enumerate(zip(self.engines, proposals, strict=True))
+            for place, (engine, proposal) in enumerate(zip(self.engines, action.proposals, strict=True))
             if mine in proposal.union and proposal.source_members
         ]
         moving = [(engine, proposal) for engine, proposal, _ in parts if not proposal.moves_nothing]
@@ -271,14 +254,15 @@ class Executor:
                 else:
                     engine.attempts.prepare(proposal, its, memory.check, nodes, refusals.get(engine.job.number))
 
-    def _transact(self) -> None:
+    @_do.register
+    def _transact(self, action: Transact) -> None:
         first = self.machine.proposals[0]
         for engine in self.engines:
             engine.before_leaving_world()
         if first.late:
             self._transact_late(self.engines[0])
             return
-        record = self._open_boards.of()[0], f"record/{first.generation}"
+        record = self._open_boards.of()[0], first.record_key
         with without_collection():
             joint = JointSwitch(self.engines, self._place, record)
             outcome = joint.run()
@@ -311,14 +295,26 @@ class Executor:
         self._before = None
         self._carry_out(self.machine.transacted(self._own(), outcome.committed, outcome.reason))
 
-    def _spend(self, proposals: Proposals, tries: int, reason: str) -> None:
-        for engine, proposal in zip(self.engines, proposals, strict=True):
+    @_do.register
+    def _restore(self, action: Restore) -> None:
+        where = self._open_boards, self.machine.registry, self.elastic
+        is_whole = restore(self.engines, action.proposals, action.copies, *where)
+        self._carry_out(self.machine.restored(self._own(), is_whole))
+
+    @_do.register
+    def _serve(self, action: Serve) -> None:
+        where = self._open_boards, self.machine.registry, self.elastic
+        serve(self.engines, action.proposals, action.copies, *where)
+
+    @_do.register
+    def _spend(self, action: Spend) -> None:
+        for engine, proposal in zip(self.engines, action.proposals, strict=True):
             if engine.preparation is not None:  # the others have decided without this member
                 self._own_error = engine.preparation.own_error or self._own_error
             with engine.turn():
                 engine.close_preparation()
             engine.attempt = proposal.generation
-        if tries < WITH_NEWCOMERS:
+        if action.tries < WITH_NEWCOMERS:
             return
         generation = self._open_boards.world.generation
         if self._own_error is not None and self.engines[0].idle:
@@ -326,23 +322,129 @@ class Executor:
                 f"generation {generation}: this process cannot take part in the job, and ends, so that another one can "
                 f"come in its place: {self._own_error}"
             )
-        if tries == WITH_NEWCOMERS and self.engines[0].rank == 0:
+        if action.tries == WITH_NEWCOMERS and self.engines[0].rank == 0:
             logger.warning(
                 "generation %d: %d attempts failed, the last with: %s; newcomers stay idle until that is mended",
-                *(generation, tries, reason),
+                *(generation, action.tries, action.reason),
             )
 
-    def _enter(self, entered: Enter) -> None:
+    @_do.register
+    def _enter(self, action: Enter) -> None:
         self._own_error = None
-        boards, candidates = self._open_boards, self.elastic.candidates(entered.world, entered.registry)
-        for place, (engine, proposal) in enumerate(zip(self.engines, entered.proposals, strict=True)):
+        boards, candidates = self._open_boards, self.elastic.candidates(action.world, action.registry)
+        for place, (engine, proposal) in enumerate(zip(self.engines, action.proposals, strict=True)):
             with engine.turn():
                 engine.close_preparation()
             engine.attempt = proposal.generation
             engine.layout, engine.members = proposal.layout, proposal.members
             boards.adopt(engine, place, candidates)
         self._boards = None
-        self.elastic.enter(entered.world, entered.registry, entered.registry.ids_of(entered.proposals[0].members))
+        self.elastic.enter(action.world, action.registry, action.registry.ids_of(action.proposals[0].members))
+
+    @_do.register
+    def _end(self, action: Leave) -> None:
+        self._leave(action.must_save)
+
+    @_do.register
+    def _fail(self, action: Fail) -> None:
+        raise action.error
+
+    # ---- boards of the generation to come ----------------------------------------------------------------------------
+
+    @property
+    def _open_boards(self) -> GenerationBoards:
+        if self._boards is None:
+            raise RuntimeError("no later generation's board is there")
+        return self._boards
+
+    def _close_boards(self) -> None:
+        if self._boards is not None:
+            self._boards.close()
+            self._boards = None
+
+
+def held_by(engine: EngineParts, say: Callable[[str], None], replaced: Callable[[], tuple[int, ...] | None]) -> Held:
+    """Return what one engine of this process holds just now.
+
+    say: to people. replaced: what others may have said of loads.
+    """
+    number = engine.control.member
+    return Held(
+        number=number,
+        layout=engine.layout,
+        members=engine.members,
+        rank=None if engine.idle else engine.members.index(number),
+        attempt=engine.attempt,
+        generation=engine.generation,
+        step=engine.global_steps,
+        is_clean=not engine.is_stepping and not engine.is_in_doubt,
+        is_switching=engine.is_switching,
+        can_restore=engine.settings.fallback is not None,
+        registered=len(engine.registered),
+        since=partial(_since, engine, replaced),
+        copies=partial(_copies, engine),
+        damaged=partial(_damaged, engine),
+        frozen=_frozen(engine),
+        goes_late=partial(_goes_late, engine, say),
+    )
+
+
+def _goes_late(engine: EngineParts, say: Callable[[str], None], layout: Layout) -> bool:
+    """As the configuration asks, where it can be."""
+    if not engine.settings.late:
+        return False
+    try:
+        engine.targets.check_late(layout)
+    except SwitchRefused as refusal:
+        say(f"members come and go without dynatrain.late: {refusal.reason}")
+        return False
+    return True
+
+
+def _frozen(engine: EngineParts) -> tuple[Layout, int] | None:
+    """See `Survivor`."""
+    kept = engine.kept
+    if kept is None or not kept.frozen or kept.frozen_of is None:
+        return None
+    return kept.frozen_of
+
+
+def _since(engine: EngineParts, replaced: Callable[[], tuple[int, ...] | None]) -> tuple[int, ...] | None:
+    """See `Survivor`. Who works has taken part in each load, unless the others have gone on without it."""
+    kept = engine.kept
+    if kept is None:
+        return ()
+    said = replaced()
+    return None if said is None and engine.idle else max(kept.since, said or ())
+
+
+def _copies(engine: EngineParts) -> tuple[Had, ...]:
+    """What is there; nothing of it is read."""
+    kept, mine = engine.kept, engine.control.member
+    rank = engine.members.index(mine) if mine in engine.members else None
+    return tuple(
+        Had(
+            copy.mark,
+            copy.rank,
+            is_own=(copy.rank, copy.mark.generation) == (rank, engine.generation),
+            lacks_frozen=lacks_frozen(engine.vps, copy.mark.layout),
+        )
+        for copy in (() if kept is None else kept.copies())
+    )
+
+
+def _damaged(engine: EngineParts, whole: WholeCopies) -> tuple[int, ...]:
+    """Of which ranks the copy that this member is to give is damaged."""
+    kept, mine, found = engine.kept, engine.control.member, list[int]()
+    for rank in [rank for rank, holder in enumerate(whole.holders) if holder == mine]:
+        copy = None if kept is None else kept.find(whole.mark, rank)
+        if copy is None or not copy.is_sound(engine.vps):
+            logger.error(
+                "the copy of rank %d of step %d is damaged; another one is taken, or the fallback checkpoint",
+                *(rank, whole.mark.step),
+            )
+            found.append(rank)
+    return tuple(found)
 
 
 def _rules(engine: EngineParts, nodes: Mapping[int, str]) -> Rules:
