@@ -300,7 +300,12 @@ class CommunicatorLink:
         """
         synchronize()  # other streams, too
         begin = time.monotonic()
-        done = _beside(lambda: (work(), synchronize()), "dynatrain-moves")
+
+        def carry_out() -> None:
+            work()
+            synchronize()
+
+        done = _beside(carry_out, "dynatrain-moves")
         try:
             while not wait([done], LOOK_SECONDS).done:
                 self._stop()

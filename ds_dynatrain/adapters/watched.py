@@ -225,7 +225,8 @@ class ManagedWork(Work):
         return self._work.source_rank()
 
     def _watched(self, call: Callable[..., T], *arguments: Any) -> T:
-        return self._status.call(self._noted, call, *arguments)
+        found: T = self._status.call(self._noted, call, *arguments)
+        return found
 
     def _noted(self, call: Callable[..., T], *arguments: Any) -> T:
         try:

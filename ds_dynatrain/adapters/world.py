@@ -174,13 +174,18 @@ class World:
         """
         if self.layout.pipe * self.layout.sequence * self.layout.tensor == 1:
             return None
-        answers: dict[str, Callable[[], object]] = {}
-        for name, kind in KIND_OF_NAME.items():
-            answers[f"get_{name}_group"] = partial(self.group, kind)
-            answers[f"get_{name}_group_ranks"] = partial(self.ranks, kind)
-            answers[f"get_{name}_src_rank"] = lambda kind=kind: self.ranks(kind)[0]
-            answers[f"get_{name}_world_size"] = lambda kind=kind: self.group(kind).size()
-            answers[f"get_{name}_rank"] = lambda kind=kind: self.group(kind).rank()
+        asked: dict[str, Callable[[str], object]] = {
+            "group": self.group,
+            "group_ranks": self.ranks,
+            "src_rank": lambda kind: self.ranks(kind)[0],
+            "world_size": lambda kind: self.group(kind).size(),
+            "rank": lambda kind: self.group(kind).rank(),
+        }
+        answers: dict[str, Callable[[], object]] = {
+            f"get_{name}_{what}": partial(answer, kind)
+            for name, kind in KIND_OF_NAME.items()
+            for what, answer in asked.items()
+        }
         return SimpleNamespace(**{**answers, "get_data_parallel_group": partial(self.group, "data")})
 
     def register(self) -> None:
