@@ -1,6 +1,6 @@
 """Digests of values on an accelerator: one kernel launch for all runs of a state kind, each byte read once.
 
-A program of the kernel owns one slice of the positions in a block (see `digest` for the formula) and walks over the
+A program of the kernel owns one slice of the positions in a block (see `digests` for the formula) and walks over the
 blocks of its run: it adds up value * factor, and multiplies by the slice's weights once at the end. So the weights are
 read once per program and not once per byte. Which program does what is arithmetic on the host (`programs`), which may
 be done before it is known where the buffers lie (`DeviceTable`). Where there is no Triton, torch's own arithmetic gives
@@ -131,7 +131,7 @@ def has_kernel(device: torch.device) -> bool:
 
 @cache
 def weights(device: torch.device) -> torch.Tensor:
-    """Weight of each 32-bit word of a block, without the block's factor: int64, two per unit (see `digest`)."""
+    """Weight of each 32-bit word of a block, without the block's factor: int64, two per unit (see `digests`)."""
     low, high = tables()
     both = np.stack([low, high + (low << np.uint64(32))], axis=1).reshape(-1)
     return torch.from_numpy(both.view(np.int64)).to(device)
