@@ -156,7 +156,7 @@ class World:
 
     @property
     def default(self) -> td.ProcessGroup:
-        """All ranks."""
+        """Group of all ranks."""
         return self.group("default")
 
     @property
@@ -166,7 +166,7 @@ class World:
 
     @property
     def mpu(self) -> SimpleNamespace | None:
-        """What DeepSpeed asks for groups, while the world lives; None where only data and expert are above 1.
+        """Object that DeepSpeed asks for groups, while the world lives; None where only data and expert are above 1.
 
         `model_parallel` is pipe x tensor. (DeepSpeed's own for sequence parallelism says sequence there: ZeRO then adds
         norms of gradients up that are whole already, and clips too much.) `get_data_parallel_group` is ZeRO's group,
@@ -257,7 +257,7 @@ class World:
         return frozenset(stay)
 
     def _watched(self) -> list[tuple[str, ManagedProcessGroup, tuple[int, ...]]]:
-        """Each group that tells what was begun and ended in it: a kind that it serves, the group, its ranks."""
+        """Return each group that tells what was begun and ended in it: a kind that it serves, the group, its ranks."""
         found: dict[int, tuple[str, ManagedProcessGroup, tuple[int, ...]]] = {}
         for kind, ranks in list(self._ranks.items()):
             held = self._held.get(kind)  # another thread may let go of it meanwhile
@@ -320,7 +320,7 @@ class World:
 
     @property
     def moving(self) -> Communicator | None:
-        """What moves between devices go by, once all are connected: of all members of both worlds."""
+        """Communicator that moves between devices go by, once all are connected: of all members of both worlds."""
         members = self.transfer_members
         return self.communicators.get(("transfer", members)) or self.communicators.get(("", members))
 

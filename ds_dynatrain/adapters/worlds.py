@@ -35,12 +35,12 @@ GROUP_COUNT = 1000
 
 
 def ignore(name: str) -> None:
-    """Where nobody asks what belongs to a group."""
+    """Take no note: nobody asks what belongs to a group."""
 
 
 @dataclass(frozen=True)
 class WorldSpec:
-    """Which world a member makes groups for: it is in `members`, in `previous`, or in both.
+    """World that a member makes groups for: it is in `members`, in `previous`, or in both.
 
     previous: members of the world before. own: groups of the user's that this member is in, kind -> ranks; every member
     has to name them in the same order. ties, engine, has_sequence: see `World`. moves_apart: whether the moves have a

@@ -45,7 +45,7 @@ class Runs(NamedTuple):
 
 
 class Programs(NamedTuple):
-    """What each program of the kernel does: its run, its slice of a block, the first block and the number of blocks."""
+    """Work of each program of the kernel: its run, its slice of a block, the first block and the number of blocks."""
 
     run: Int64s
     slice: Int64s
@@ -104,7 +104,7 @@ class DeviceTable:
 
     @property
     def nbytes(self) -> int:
-        """Of memory that it takes."""
+        """Bytes of memory that it takes."""
         return sum(each.nbytes for each in (self.columns, self.source, self.programs))
 
     def digests(self, addresses: Sequence[int], tensors: int) -> UInt64s:
@@ -164,6 +164,6 @@ def _width(*columns: Int64s) -> int:
 
 
 def _expand(numbers: Int64s) -> tuple[Int64s, Int64s]:
-    """Each row as often as its number says, and 0 ... n - 1 beside the n of a row."""
+    """Repeat each row as often as its number says; return also 0 ... n - 1 beside the n of a row."""
     row = np.repeat(np.arange(len(numbers)), numbers)
     return row, np.arange(len(row)) - np.repeat(np.cumsum(numbers) - numbers, numbers)

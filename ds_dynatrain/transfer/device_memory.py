@@ -75,7 +75,7 @@ class DeviceMemory:
         self._driver = driver
 
     def share(self, tensor: torch.Tensor) -> Shared:
-        """What others need to read a tensor. TransferError where it cannot be shared."""
+        """Return what others need to read a tensor. TransferError where it cannot be shared."""
         base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
         address = ctypes.c_uint64(tensor.data_ptr())
         with torch.cuda.device(tensor.device):
@@ -84,7 +84,7 @@ class DeviceMemory:
         return Shared(bytes(handle), address.value - base.value)
 
     def open(self, handle: bytes) -> int:
-        """Where another process's allocation begins for this one, until `close`. Never twice at a time."""
+        """Return where another process's allocation begins for this one, until `close`. Never twice at a time."""
         address = ctypes.c_uint64()
         given = _Handle.from_buffer_copy(handle)
         self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), given, ctypes.c_uint(LAZY_PEER_ACCESS))
@@ -154,7 +154,7 @@ class Probe:
 
     @staticmethod
     def of(device: torch.device | None) -> Probe:
-        """On a device; nothing for None."""
+        """Make one on a device; without memory for None."""
         return Probe(device, None if device is None else device_memory(device))
 
     def can_read(self, record: list[Any] | None) -> bool:

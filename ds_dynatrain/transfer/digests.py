@@ -87,19 +87,19 @@ def bytes_of(values: torch.Tensor) -> Bytes:
 
 
 class Form(NamedTuple):
-    """What is known of a buffer ahead: bytes of an element, and on which device it will be."""
+    """Form of a buffer, known ahead: bytes of an element, and on which device it will be."""
 
     itemsize: int
     device: torch.device
 
     @staticmethod
     def of(buffer: torch.Tensor) -> Form:
-        """That of a buffer that is there."""
+        """Return the form of a buffer that is there."""
         return Form(buffer.element_size(), buffer.device)
 
     @staticmethod
     def all_of(buffers: Mapping[BufferId, torch.Tensor], names: Iterable[BufferId]) -> tuple[Form, ...]:
-        """Those of the named buffers; TransferError if one is not there."""
+        """Return the forms of the named buffers; TransferError if one is not there."""
         return tuple(Form.of(_named(buffers, name)) for name in names)
 
 
@@ -114,7 +114,7 @@ class Rows:
 
     @property
     def nbytes(self) -> int:
-        """Of memory that it takes."""
+        """Bytes of memory that it takes."""
         return self.table.nbytes
 
     def digests(self, data: Sequence[torch.Tensor], tensors: int) -> UInt64s:
@@ -134,7 +134,10 @@ class Rows:
 
 @dataclass(frozen=True)
 class ReadyDigest:
-    """What is weighed in some buffers of one state kind. reach: elements that each must have; tensors: of the line."""
+    """Digest made ready for some buffers of one state kind.
+
+    reach: elements that each must have; tensors: of the line.
+    """
 
     buffers: tuple[BufferId, ...]
     forms: tuple[Form, ...]
@@ -160,7 +163,7 @@ class ReadyDigest:
 
     @property
     def nbytes(self) -> int:
-        """Of memory that it takes, on all devices."""
+        """Bytes of memory that it takes, on all devices."""
         return sum(rows.nbytes for rows in self.rows) + sum(table.nbytes for table in self.tables)
 
     def digests(self, buffers: Mapping[BufferId, torch.Tensor]) -> UInt64s:

@@ -27,7 +27,7 @@ TAG = 1
 
 @dataclass(frozen=True)
 class TransferStats:
-    """What a member's part of a switch moved, in bytes, and how long each phase took.
+    """Amounts that a member's part of a switch moved, in bytes, and how long each phase took.
 
     bytes_in_place: stayed where it lay. bytes_local: copied within the member. staging_peak: most staging bytes
     in use at once.
@@ -134,7 +134,7 @@ def _check_devices(ready: ReadyPlan, buffers: Iterable[tuple[tuple[str, BufferId
 def _streams(
     ready: ReadyPlan, number: int, sends: Regions, receives: Regions, transport: Transport
 ) -> tuple[Stream, Stream]:
-    """Both directions of an exchange: (incoming, outgoing)."""
+    """Make both directions of an exchange: (incoming, outgoing)."""
     peer, out, into = ready.exchanges[number]
     incoming = Stream(transport, peer, TAG, False, receives, into.parcels, ready.staging)
     return incoming, Stream(transport, peer, TAG, True, sends, out.parcels, ready.staging)
@@ -149,7 +149,7 @@ def _exchange_all(streams: list[tuple[Stream, Stream]], at_once: int, deadline: 
 
 
 def _exchange(incoming: Stream, outgoing: Stream, deadline: float) -> None:
-    """Both directions at once; receives are started before sends, so that a peer's data finds its place."""
+    """Carry out both directions at once; receives are started before sends, so that a peer's data finds its place."""
     while not (incoming.is_done and outgoing.is_done):
         incoming.advance()
         outgoing.advance()

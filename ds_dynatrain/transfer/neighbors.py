@@ -263,7 +263,7 @@ class Neighbors:
 
     @property
     def members(self) -> frozenset[int]:
-        """Who they are."""
+        """Numbers of these members."""
         return frozenset(self._lines)
 
     def permit(self) -> None:
@@ -319,7 +319,7 @@ class Neighbors:
 
 
 class RoutedTransport:
-    """From and into the memory of neighbors, everybody else over the group."""
+    """Way to neighbors by their memory, and to everybody else over the group."""
 
     def __init__(self, near: Neighbors, far: Transport) -> None:
         self._near, self._far = near, far

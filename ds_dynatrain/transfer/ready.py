@@ -38,7 +38,7 @@ class Cast(NamedTuple):
 
 @dataclass(frozen=True)
 class ReadyPlan:
-    """What `execute` needs to know of a plan.
+    """Plan with all that `execute` needs to know of it.
 
     on_host: whether no member has a buffer on an accelerator. chunk: longest staged message. longest: of the others.
     local: what is read and what is written by local moves; copies: the same as matrices. exchanges: (peer, sends,
