@@ -11,16 +11,14 @@ import numpy as np
 import torch
 
 from ds_dynatrain.errors import TransferError
-from ds_dynatrain.plan import MemberPlan
 from ds_dynatrain.space import BufferId
 from ds_dynatrain.transfer.batched import BatchedMoves, DeviceLink
 from ds_dynatrain.transfer.pulling import Pulling
-from ds_dynatrain.transfer.ready import Cast, ReadyPlan, concurrent, copies, lengths
+from ds_dynatrain.transfer.ready import Cast, ReadyPlan, copies
 from ds_dynatrain.transfer.regions import Buffers, Regions, check_disjoint
 from ds_dynatrain.transfer.stream import Stream
 from ds_dynatrain.transfer.transport import Transport
 
-MINIMUM_BUDGET_BYTES = 64 * 1024
 TAG = 1
 """Two members meet once in a plan and messages of one tag keep their order, so one tag does for all."""
 
@@ -43,13 +41,11 @@ class TransferStats:
 
 
 def execute(
-    plan: MemberPlan | ReadyPlan,
+    ready: ReadyPlan,
     source: Buffers,
     target: Buffers,
     transport: Transport,
     deadline_seconds: float,
-    budget_bytes: int,
-    on_host: bool = True,
     link: DeviceLink | None = None,
 ) -> TransferStats:
     """Fill the target buffers: local moves, reads of other accelerators, batches between them, the plan's exchanges in
@@ -58,9 +54,8 @@ def execute(
     Exchanges are started as far ahead as the budget allows, and waited for in order: of all that are not done, the two
     members of the first one are in it, so nobody waits in a circle.
 
-    `deadline_seconds` bounds the whole call; `budget_bytes` bounds staging. It must be the same on every member, and so
-    must `on_host`: whether no member has a buffer on an accelerator. A plan that was made ready knows that. link: for a
-    plan that has batches.
+    `deadline_seconds` bounds the whole call. Plans must have been made ready for the same budget on every member. link:
+    for a plan that has batches.
     Target buffers may be the source's own where an element keeps its place; any other sharing of memory is refused,
     so source buffers are unchanged until the derived moves. Elements that no move writes (padding) are left alone.
 
@@ -69,7 +64,6 @@ def execute(
     """
     begin = time.monotonic()
     deadline = begin + deadline_seconds
-    ready = _ready(plan, budget_bytes, on_host)
     _check_devices(ready, chain(source.items(), target.items()))
     read, written = ready.local[0].among(source), ready.local[1].among(target)
     exchanges = [(sends.places.among(source), got.places.among(target)) for _, sends, got in ready.exchanges]
@@ -86,15 +80,14 @@ def execute(
     pulling.start()
     batched.start()
     streams = [_streams(ready, number, *both, transport) for number, both in enumerate(exchanges)]
-    at_once = concurrent(budget_bytes, ready.chunk)
-    for stream in chain.from_iterable(streams[:at_once]):  # the wire works while this member copies
+    for stream in chain.from_iterable(streams[: ready.at_once]):  # the wire works while this member copies
         stream.advance()
     is_all = len(moved) == len(read.begin)
     read.copy_to(written, ready.copies if is_all else copies(*ready.local, moved))
     local_done = time.monotonic()
     pulling.run(deadline)
     batched.run(deadline)
-    _exchange_all(streams, at_once, deadline)
+    _exchange_all(streams, ready.at_once, deadline)
     exchange_done = time.monotonic()
     for cast in ready.casts:
         _cast(target[cast.source].detach(), target[cast.target].detach(), cast)
@@ -109,16 +102,6 @@ def execute(
         seconds_exchange=exchange_done - local_done,
         seconds_derived=derived_done - exchange_done,
     )
-
-
-def _ready(plan: MemberPlan | ReadyPlan, budget_bytes: int, on_host: bool) -> ReadyPlan:
-    """The plan, made ready for this budget, if it is not yet; TransferError for too small a one."""
-    if budget_bytes < MINIMUM_BUDGET_BYTES:
-        raise TransferError(f"a budget of {budget_bytes} bytes is below the least of {MINIMUM_BUDGET_BYTES}: raise it")
-    if not isinstance(plan, ReadyPlan):
-        return ReadyPlan.of(plan, budget_bytes, on_host)
-    fits = (plan.chunk, plan.longest) == lengths(budget_bytes, plan.on_host)
-    return plan if fits else ReadyPlan.of(plan.plan, budget_bytes, plan.on_host, plan.sharing, plan.batching)
 
 
 def _check_devices(ready: ReadyPlan, buffers: Iterable[tuple[tuple[str, BufferId], torch.Tensor]]) -> None:
