@@ -140,22 +140,17 @@ def device_memory(device: torch.device) -> DeviceMemory | None:
 class Probe:
     """A few bytes on this process's accelerator, by which others try whether they can read them, and it them."""
 
-    def __init__(self, device: torch.device | None, memory: DeviceMemory | None) -> None:
-        self._device, self._memory = device, memory
-        values = list(os.urandom(PROBE_BYTES))  # from no stream of the training's
-        self._held = torch.tensor(values, dtype=torch.uint8, device=device) if memory is not None else None
+    def __init__(self, device: torch.device | None) -> None:
+        self._device, self._memory = device, None if device is None else device_memory(device)
         self.record: list[Any] | None = None
         """For the others, as plain JSON; None where nothing can be read."""
-        if memory is not None and self._held is not None:
-            memory.synchronize()
+        if self._memory is not None:
+            values = list(os.urandom(PROBE_BYTES))  # from no stream of the training's
+            self._held = torch.tensor(values, dtype=torch.uint8, device=device)
+            self._memory.synchronize()
             with suppress(TransferError):
-                shared = memory.share(self._held)
+                shared = self._memory.share(self._held)
                 self.record = [shared.handle.hex(), shared.offset, values]
-
-    @staticmethod
-    def of(device: torch.device | None) -> Probe:
-        """Make one on a device; without memory for None."""
-        return Probe(device, None if device is None else device_memory(device))
 
     def can_read(self, record: list[Any] | None) -> bool:
         """Whether this process reads another one's probe."""

@@ -15,7 +15,7 @@ from ds_dynatrain.space import BufferId
 from ds_dynatrain.transfer.batched import BatchedMoves, DeviceLink
 from ds_dynatrain.transfer.pulling import Pulling
 from ds_dynatrain.transfer.ready import Cast, ReadyPlan, copies
-from ds_dynatrain.transfer.regions import Buffers, Regions, check_disjoint
+from ds_dynatrain.transfer.regions import Buffers, check_disjoint
 from ds_dynatrain.transfer.stream import Stream
 from ds_dynatrain.transfer.transport import Transport
 
@@ -79,7 +79,13 @@ def execute(
     )
     pulling.start()
     batched.start()
-    streams = [_streams(ready, number, *both, transport) for number, both in enumerate(exchanges)]
+    streams = [
+        (
+            Stream(transport, peer, TAG, False, receives, into.parcels, ready.staging),
+            Stream(transport, peer, TAG, True, sends, out.parcels, ready.staging),
+        )
+        for (peer, out, into), (sends, receives) in zip(ready.exchanges, exchanges, strict=True)
+    ]
     for stream in chain.from_iterable(streams[: ready.at_once]):  # the wire works while this member copies
         stream.advance()
     is_all = len(moved) == len(read.begin)
@@ -87,7 +93,7 @@ def execute(
     local_done = time.monotonic()
     pulling.run(deadline)
     batched.run(deadline)
-    _exchange_all(streams, ready.at_once, deadline)
+    _exchange(streams, ready.at_once, deadline)
     exchange_done = time.monotonic()
     for cast in ready.casts:
         _cast(target[cast.source].detach(), target[cast.target].detach(), cast)
@@ -114,30 +120,19 @@ def _check_devices(ready: ReadyPlan, buffers: Iterable[tuple[tuple[str, BufferId
             )
 
 
-def _streams(
-    ready: ReadyPlan, number: int, sends: Regions, receives: Regions, transport: Transport
-) -> tuple[Stream, Stream]:
-    """Make both directions of an exchange: (incoming, outgoing)."""
-    peer, out, into = ready.exchanges[number]
-    incoming = Stream(transport, peer, TAG, False, receives, into.parcels, ready.staging)
-    return incoming, Stream(transport, peer, TAG, True, sends, out.parcels, ready.staging)
+def _exchange(streams: list[tuple[Stream, Stream]], at_once: int, deadline: float) -> None:
+    """Carry out exchanges one after the other; when one is over, the next of those that wait begins.
 
-
-def _exchange_all(streams: list[tuple[Stream, Stream]], at_once: int, deadline: float) -> None:
-    """One after the other; when one is over, the next of those that wait begins."""
+    Receives are started before sends, so that a peer's data finds its place.
+    """
     for number, (incoming, outgoing) in enumerate(streams):
-        _exchange(incoming, outgoing, deadline)
+        while not (incoming.is_done and outgoing.is_done):
+            incoming.advance()
+            outgoing.advance()
+            incoming.finish(deadline)
+            outgoing.finish(deadline)
         for stream in chain.from_iterable(streams[number + at_once : number + at_once + 1]):
             stream.advance()
-
-
-def _exchange(incoming: Stream, outgoing: Stream, deadline: float) -> None:
-    """Carry out both directions at once; receives are started before sends, so that a peer's data finds its place."""
-    while not (incoming.is_done and outgoing.is_done):
-        incoming.advance()
-        outgoing.advance()
-        incoming.finish(deadline)
-        outgoing.finish(deadline)
 
 
 def _cast(origin: torch.Tensor, into: torch.Tensor, cast: Cast) -> None:

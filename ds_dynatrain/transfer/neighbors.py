@@ -240,7 +240,7 @@ class Neighbors:
             listener.listen(BACKLOG)
             name = listener.getsockname().hex()
             here = {"machine": machine(), "process": os.getpid(), "socket": name}
-            lent = Probe.of(device)
+            lent = Probe(device)
             cards = share("cards", {**here, "probe": [probe.data_ptr(), probe.tolist()], "device": lent.record})
             able = sorted(other for other, card in cards.items() if other != member and _can_read(card, here))
             found = share("readable", [able, [other for other in able if lent.can_read(cards[other]["device"])]])
