@@ -25,7 +25,7 @@ import torch
 from figures import keep, machine, table
 
 from ds_dynatrain.space import BufferId, Pieces
-from ds_dynatrain.transfer import Form, ReadyDigest, digest, is_compiled, ready_digest
+from ds_dynatrain.transfer import Form, ReadyDigest, digest, digests, is_compiled
 from ds_dynatrain.transfer.weighing import InNumpy, Runs
 
 SIZES = {"1 MB": 1 << 20, "16 MB": 1 << 24, "256 MB": 1 << 28}
@@ -69,7 +69,7 @@ def cutting(repeats: int) -> list[object]:
     pieces = Pieces(4 * at, 4 * at + width, np.zeros_like(at), at, (name,))
     held = {name: torch.empty(RUNS * width)}
     kernel = {"ds_dynatrain.transfer.digest_kernel": SimpleNamespace(launch=lambda *_: None)}
-    with patch.object(ready_digest, "has_kernel", lambda _: True), patch.dict(sys.modules, kernel):
+    with patch.object(digests, "has_kernel", lambda _: True), patch.dict(sys.modules, kernel):
         forms = Form.all_of(held, (name,))
         ready = ReadyDigest.of(pieces, forms, bases)
         cut = seconds(lambda: ReadyDigest.of(pieces, forms, bases), repeats)

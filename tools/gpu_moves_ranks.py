@@ -148,7 +148,7 @@ def measured(tools: Tools, wanted: dict[str, Any], before: Any, after: Any) -> d
     sharing = None if tools.memory is None else Sharing(tools.memory, others, kinds)
     ready = ReadyPlan.of(plan, BUDGET_BYTES, False, sharing, batching)
     held, made = buffers(vps, source, rank, tools.device), buffers(vps, target, rank, tools.device)
-    given = ready, held, made, tools.host, SECONDS, BUDGET_BYTES, False, tools.link
+    given = ready, held, made, tools.host, SECONDS, tools.link
     moves = wall_ms(tools, wanted["repeats"], lambda: execute(*given))
     is_there = bool((digest(vps, source, rank, held, MASTER) == digest(vps, target, rank, made, MASTER)).all())
     with (raw_reads if tools.link is None else raw_batches)(tools, ready) as (raw, received):

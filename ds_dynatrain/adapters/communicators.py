@@ -1,4 +1,4 @@
-"""What groups of a world have for the accelerator's device, beside gloo for the CPU: a back-end of its own library.
+"""Communicators: what groups have for the accelerator, beside gloo for the CPU, from its own library.
 
 One is dear (under NCCL a second and half a GiB), so there is one for all groups of the same members in the same order,
 and it is handed on from world to world while they stay. To make one beside running collectives may deadlock
@@ -51,7 +51,7 @@ SPARE_SECONDS = 5.0
 
 
 def nccl_version() -> tuple[int, ...]:
-    """Of the library that this process has loaded; torch itself tells of the one it was built with."""
+    """Return the version that this process has loaded; torch itself tells of the one it was built with."""
     try:
         library, found = ctypes.CDLL("libnccl.so.2", os.RTLD_NOLOAD | os.RTLD_NOW), ctypes.c_int()
         library.ncclGetVersion(ctypes.byref(found))
@@ -74,12 +74,15 @@ def unfinished() -> str:
 
 
 def go_on() -> None:
-    """For waits that nobody can give up."""
+    """Do nothing, in waits that nobody can give up."""
 
 
 @dataclass(frozen=True)
 class Connections:
-    """What a member has connected for one world, and how long it took. is_ahead: before the pause of the switch."""
+    """Number of communicators of one world that a member has made and kept, and how long it took.
+
+    is_ahead: before the pause of the switch.
+    """
 
     built: int = 0
     kept: int = 0
@@ -115,7 +118,7 @@ class Communicator:
         group._register_backend(self.device, self.kind, self.backend)
 
     def serve_anew(self, group: td.ProcessGroup, store: Store) -> None:
-        """In place of one that was aborted; a `Pair`."""
+        """Serve it in place of one that was aborted; a `ManagedProcessGroup`."""
         group.renew(store, self.device, self.kind, self.backend)  # type: ignore[attr-defined]
 
 
@@ -135,8 +138,9 @@ def is_watched() -> bool:
 
 
 def end(communicators: Sequence[Communicator], is_broken: bool = False) -> None:
-    """All their members call it; those that were ended before are left out. is_broken: one of these is gone or may not
-    have it, or a collective has failed.
+    """End communicators; all their members call it. Those that were ended before are left out.
+
+    is_broken: one of these is gone or may not have it, or a collective has failed.
     """
     living = [each for each in sorted(communicators, key=lambda each: each.since) if each.is_first_to_end()]
     if is_broken:
@@ -147,8 +151,10 @@ def end(communicators: Sequence[Communicator], is_broken: bool = False) -> None:
 
 
 def _abort_together(backends: Sequence[Any]) -> None:
-    """As torch does it: those of NCCL inside of one group call, the last one first; one by one they may wait for each
-    other (pytorch/pytorch#119797)."""
+    """Abort as torch does: back-ends of NCCL inside of one group call, the last one first.
+
+    One by one they may wait for each other (pytorch/pytorch#119797).
+    """
     grouping = next((each for each in backends if hasattr(each, "_group_start")), None)
     if grouping is not None:
         grouping._group_start()
@@ -162,7 +168,7 @@ def _abort_together(backends: Sequence[Any]) -> None:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """What a communicator is made from: the ranks that are in it, this one's place among them, and the group's name."""
+    """Parts that a communicator is made from: its ranks, this one's place among them, and the group's name."""
 
     name: str
     ranks: Sequence[int]
@@ -216,7 +222,7 @@ def _abort(found: Future[Communicator]) -> None:
 
 
 def _missing(where: Endpoint) -> str:
-    """Who has not begun; where all have, who is not through."""
+    """Say who has not begun; where all have, who is not through."""
     for step in ("begun", "done"):
         absent = [rank for place, rank in enumerate(where.ranks) if not where.store.check([f"{step}/{place}"])]
         if absent:
@@ -243,7 +249,7 @@ def _connected(where: Endpoint, seconds: float) -> Communicator:
 
 
 def _backend(name: str, store: Store, where: Endpoint) -> tuple[Kind, Any]:
-    """As `torch.distributed` makes a back-end for one device, without its global state."""
+    """Make a back-end for one device as `torch.distributed` does, without its global state."""
     built_in: Any = getattr(c10d, BUILT_IN.get(name, ""), None)
     options: Any = _DistributedBackendOptions() if built_in is None else built_in.Options()
     options.global_ranks_in_group, size = list(where.ranks), len(where.ranks)
@@ -300,7 +306,12 @@ class CommunicatorLink:
         """
         synchronize()  # other streams, too
         begin = time.monotonic()
-        done = _beside(lambda: (work(), synchronize()), "dynatrain-moves")
+
+        def carry_out() -> None:
+            work()
+            synchronize()
+
+        done = _beside(carry_out, "dynatrain-moves")
         try:
             while not wait([done], LOOK_SECONDS).done:
                 self._stop()

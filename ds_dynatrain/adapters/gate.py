@@ -1,4 +1,4 @@
-"""What a world that may lose members knows of its collectives on an accelerator.
+"""Knowledge that a world which may lose members has of its collectives on an accelerator.
 
 They do not say what has become of them. One whose peer has died waits for ever; one that was aborted ends as if nothing
 had happened, with anything in its results; and who aborts may let a collective of others end so, too, before they have
@@ -26,7 +26,7 @@ TORN = "a member of this world is gone, and its communicators were aborted: what
 
 
 class Gate:
-    """Of one world on one member.
+    """Gate of one world on one member.
 
     is_torn: its communicators are aborted, or are about to be. is_in_doubt: the last optimizer step has used results
     that no `agree` has followed. communicators: that it has at present.
@@ -93,7 +93,7 @@ class Gate:
             raise WorldChanged(f"{TORN}; go on with the loader's next batch: the world is formed anew there")
 
     def tear(self) -> None:
-        """From here on nothing that comes from the device counts; in any thread, before anything is aborted."""
+        """Let nothing count any more that comes from the device; in any thread, before anything is aborted."""
         self.is_torn = True
 
     def take_in(self, communicator: Communicator) -> None:

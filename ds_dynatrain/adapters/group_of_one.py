@@ -67,7 +67,7 @@ class Finished(Work):
         return True
 
     def synchronize(self) -> None:
-        """As `wait`."""
+        """Do what `wait` does."""
         self.wait()
 
     def is_completed(self) -> bool:
@@ -79,7 +79,7 @@ class Finished(Work):
         return True
 
     def exception(self) -> None:
-        """None, as it has not failed."""
+        """Return None: it has not failed."""
 
     def result(self) -> list[torch.Tensor]:
         """The tensors that hold what came out."""
@@ -93,7 +93,7 @@ class Finished(Work):
 
 
 def _keep(tensors: Tensors, opts: Any = None, *_: Any, **__: Any) -> Work:
-    """What one rank has is the sum, and is what everybody has."""
+    """Leave the tensors as they are: of one rank they are the sum, and what everybody has."""
     _check(opts)
     return Finished(tensors)
 
@@ -103,7 +103,7 @@ def _copy(output: torch.Tensor, given: torch.Tensor, opts: Any = None, *_: Any, 
 
 
 def _copy_each(outputs: Tensors, inputs: Tensors, opts: Any = None, *_: Any, **__: Any) -> Work:
-    """Each input to its output; all are compared before the first is written."""
+    """Copy each input to its output; all are compared before the first is written."""
     _check(opts)
     if len(outputs) != len(inputs):
         raise _wrong(f"{len(inputs)} input tensors for {len(outputs)} output tensors")
@@ -153,7 +153,7 @@ def _meet(*_: Any, **__: Any) -> Work:
 
 
 def _meet_here(*_: Any, **__: Any) -> None:
-    """All are here."""
+    """Return at once, as all are here."""
 
 
 def _talk(*_: Any, **__: Any) -> Work:
@@ -161,7 +161,7 @@ def _talk(*_: Any, **__: Any) -> Work:
 
 
 def _check(opts: Any) -> None:
-    """That the root is the only rank, and that the operation leaves the value of one rank as it is."""
+    """Check that the root is the only rank, and that the operation leaves the value of one rank as it is."""
     root = getattr(opts, "rootRank", 0)
     if root != 0:
         raise _wrong(f"invalid root rank {root}")

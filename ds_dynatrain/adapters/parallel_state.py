@@ -1,4 +1,4 @@
-"""What DeepSpeed's modules keep about "the" world: its groups, by axis.
+"""State that DeepSpeed's modules keep about "the" world: its groups, by axis.
 
 `point_at` sets all of it for a world of ours, `forget` clears it. Under a layout of data (and expert) alone it is what
 DeepSpeed itself has without an `mpu`.

@@ -1,4 +1,4 @@
-"""Which ranks of a layout form a group with a rank, for every kind of group that DeepSpeed asks for.
+"""Ranks of a layout that form a group with a rank, for every kind of group that DeepSpeed asks for.
 
 Ranks count slowest first: pipe, data, sequence, tensor (`Layout.rank`). ZeRO's line of a rank are the ranks with its
 pipe and tensor index, data x sequence of them. Experts divide a whole pipeline stage, tensor ranks included: neighbours

@@ -1,4 +1,4 @@
-"""What a member has begun and ended in one group, from which all can tell whether anything is under way in it.
+"""Count of what a member has begun and ended in one group, from which all can tell whether anything is under way in it.
 
 A collective that all members have begun equally often, and that each has seen the end of, has left no message behind;
 neither has a message that was sent and received. Whether a world that has lost a member may hand a group on is judged
@@ -19,7 +19,7 @@ Said = dict[str, dict[str, Any]]
 
 
 class Traffic:
-    """Of one group on one member. Any thread may call it.
+    """Count of one group on one member. Any thread may call it.
 
     is_closed: nothing is begun any more. has_failed: messages may have been left behind, or cannot be accounted for.
     """
@@ -77,7 +77,7 @@ class Traffic:
 
 
 def joined(one: Said, other: Said) -> Said:
-    """What some members and others say. Associative."""
+    """Join what some members and what others say. Associative."""
     both = {name: _joined(said, other[name]) for name, said in one.items() if name in other}
     return {**one, **other, **both}
 

@@ -36,7 +36,7 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 class GroupStatus:
-    """What has become of the groups of one world.
+    """State that the groups of one world share: what has become of them.
 
     is_fixed: members do not come and go, so errors stay torch's. gate: what is known of collectives on an accelerator.
     failure: how a collective of it has failed, without the frames, which hold groups. is_closed: whether it takes no
@@ -124,7 +124,7 @@ class ManagedProcessGroup(PythonGroup):
 
     @property
     def group_name(self) -> GroupName:
-        """Its own, whatever its back-ends are called by now."""
+        """Name of its own, whatever its back-ends are called by now."""
         return GroupName(self._name)
 
     def serve(self, status: GroupStatus) -> None:
@@ -225,7 +225,8 @@ class ManagedWork(Work):
         return self._work.source_rank()
 
     def _watched(self, call: Callable[..., T], *arguments: Any) -> T:
-        return self._status.call(self._noted, call, *arguments)
+        found: T = self._status.call(self._noted, call, *arguments)
+        return found
 
     def _noted(self, call: Callable[..., T], *arguments: Any) -> T:
         try:

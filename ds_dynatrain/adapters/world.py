@@ -156,7 +156,7 @@ class World:
 
     @property
     def default(self) -> td.ProcessGroup:
-        """All ranks."""
+        """Group of all ranks."""
         return self.group("default")
 
     @property
@@ -166,7 +166,7 @@ class World:
 
     @property
     def mpu(self) -> SimpleNamespace | None:
-        """What DeepSpeed asks for groups, while the world lives; None where only data and expert are above 1.
+        """Object that DeepSpeed asks for groups, while the world lives; None where only data and expert are above 1.
 
         `model_parallel` is pipe x tensor. (DeepSpeed's own for sequence parallelism says sequence there: ZeRO then adds
         norms of gradients up that are whole already, and clips too much.) `get_data_parallel_group` is ZeRO's group,
@@ -174,13 +174,18 @@ class World:
         """
         if self.layout.pipe * self.layout.sequence * self.layout.tensor == 1:
             return None
-        answers: dict[str, Callable[[], object]] = {}
-        for name, kind in KIND_OF_NAME.items():
-            answers[f"get_{name}_group"] = partial(self.group, kind)
-            answers[f"get_{name}_group_ranks"] = partial(self.ranks, kind)
-            answers[f"get_{name}_src_rank"] = lambda kind=kind: self.ranks(kind)[0]
-            answers[f"get_{name}_world_size"] = lambda kind=kind: self.group(kind).size()
-            answers[f"get_{name}_rank"] = lambda kind=kind: self.group(kind).rank()
+        asked: dict[str, Callable[[str], object]] = {
+            "group": self.group,
+            "group_ranks": self.ranks,
+            "src_rank": lambda kind: self.ranks(kind)[0],
+            "world_size": lambda kind: self.group(kind).size(),
+            "rank": lambda kind: self.group(kind).rank(),
+        }
+        answers: dict[str, Callable[[], object]] = {
+            f"get_{name}_{what}": partial(answer, kind)
+            for name, kind in KIND_OF_NAME.items()
+            for what, answer in asked.items()
+        }
         return SimpleNamespace(**{**answers, "get_data_parallel_group": partial(self.group, "data")})
 
     def register(self) -> None:
@@ -252,7 +257,7 @@ class World:
         return frozenset(stay)
 
     def _watched(self) -> list[tuple[str, ManagedProcessGroup, tuple[int, ...]]]:
-        """Each group that tells what was begun and ended in it: a kind that it serves, the group, its ranks."""
+        """Return each group that tells what was begun and ended in it: a kind that it serves, the group, its ranks."""
         found: dict[int, tuple[str, ManagedProcessGroup, tuple[int, ...]]] = {}
         for kind, ranks in list(self._ranks.items()):
             held = self._held.get(kind)  # another thread may let go of it meanwhile
@@ -315,7 +320,7 @@ class World:
 
     @property
     def moving(self) -> Communicator | None:
-        """What moves between devices go by, once all are connected: of all members of both worlds."""
+        """Communicator that moves between devices go by, once all are connected: of all members of both worlds."""
         members = self.transfer_members
         return self.communicators.get(("transfer", members)) or self.communicators.get(("", members))
 

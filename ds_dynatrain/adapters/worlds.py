@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 
 from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d as c10d
@@ -27,17 +28,19 @@ from ds_dynatrain.space import Layout
 
 Note = Callable[[str], None]
 """Called with the name of a group that was made just now."""
+Make = Callable[[str, tuple[int, ...], int], HeldGroup]
+"""(kind of group, ranks of the world that are in it, this one) -> the group."""
 GROUP_COUNT = 1000
 """Number from which later `new_group` calls are named: equal on members that were in different worlds before."""
 
 
 def ignore(name: str) -> None:
-    """Where nobody asks what belongs to a group."""
+    """Take no note: nobody asks what belongs to a group."""
 
 
 @dataclass(frozen=True)
 class WorldSpec:
-    """Which world a member makes groups for: it is in `members`, in `previous`, or in both.
+    """World that a member makes groups for: it is in `members`, in `previous`, or in both.
 
     previous: members of the world before. own: groups of the user's that this member is in, kind -> ranks; every member
     has to name them in the same order. ties, engine, has_sequence: see `World`. moves_apart: whether the moves have a
@@ -87,23 +90,22 @@ def build_world(
     equal on all. note: called with the name of each group that was made.
     """
     union, world = spec.union, spec.world(status)
+    made = partial(_made, store, world, seconds, note)
 
-    def make(kind: str, ranks: tuple[int, ...], place: int) -> HeldGroup:
-        stays = None
-        if present is not None and kind != "transfer":  # whose ranks are members
-            stays = present.hands_on(kind, tuple(world.members[each] for each in ranks), unfit)
+    def make(kind: str, ranks: tuple[int, ...], rank: int) -> HeldGroup:
+        members = tuple(world.members[each] for each in ranks)
+        stays = None if present is None else present.hands_on(kind, members, unfit)
         if stays is not None and stays.over is not None:
             stays.over.go_over(store)
-        return stays or _made(store, world, kind, ranks, place, seconds, note)
+        return stays or made(kind, ranks, rank)
 
     try:
-        if world.rank is not None:
-            _fill(world, world.rank, make)
-            _hold_own(world, spec.own, make)
+        _fill(world, make)
+        _hold_own(world, spec.own, make)
         if {*union} == {*spec.members} and not spec.moves_apart and world.held("default").users == 1:
             world.transfer, world.transfer_members = world.default, world.members
         else:  # moves that fail leave messages behind, and the present world has to go on with groups that stay
-            world.hold("transfer", union, make("transfer", union, union.index(spec.member)))
+            world.hold("transfer", union, made("transfer", union, spec.member))
             world.transfer, world.transfer_members = world.group("transfer"), union
         world.transfer.barrier().wait(timedelta(seconds=seconds))  # who drops it at once breaks nobody's build off
     except BaseException:
@@ -117,23 +119,20 @@ def add_groups(
     store: Store, world: World, own: Mapping[str, tuple[int, ...]], seconds: float, note: Note = ignore
 ) -> None:
     """More groups of the user's for a world that is installed; all its members call it. note: as in `build_world`."""
-
-    def make(kind: str, ranks: tuple[int, ...], place: int) -> HeldGroup:
-        return _made(store, world, kind, ranks, place, seconds, note)
-
-    _hold_own(world, own, make)
+    _hold_own(world, own, partial(_made, store, world, seconds, note))
     world.connect(seconds)
     world.register()
 
 
 def _made(
-    store: Store, world: World, kind: str, ranks: tuple[int, ...], place: int, seconds: float, note: Note
+    store: Store, world: World, seconds: float, note: Note, kind: str, ranks: tuple[int, ...], rank: int
 ) -> HeldGroup:
+    """Make a group of these ranks (for the moves: members), of which this process is `rank`."""
     name = f"{world.name}_{kind}_{min(ranks)}"
     if len(ranks) == 1 and (kind != "default" or is_accelerated()):
         return HeldGroup(*make_fake_group(name, 0, 1))
     over = None if world.status is None or kind == "transfer" else ForwardedStore(store)
-    group, made_over = make_group(over or store, name, place, len(ranks), seconds)
+    group, made_over = make_group(over or store, name, ranks.index(rank), len(ranks), seconds)
     note(name)
     is_bare = world.status is None and kind in KINDS and not is_accelerated()
     if kind != "transfer" and not is_bare:  # stages send in that of all ranks, and in those of ties
@@ -141,31 +140,31 @@ def _made(
     return HeldGroup(group, made_over, over)
 
 
-def _hold_own(
-    world: World, own: Mapping[str, tuple[int, ...]], make: Callable[[str, tuple[int, ...], int], HeldGroup]
-) -> None:
+def _hold_own(world: World, own: Mapping[str, tuple[int, ...]], make: Make) -> None:
     for kind, ranks in own.items():
         if world.rank is not None and world.rank in ranks:
-            world.hold(kind, ranks, make(kind, ranks, ranks.index(world.rank)), is_of_user=True)
+            world.hold(kind, ranks, make(kind, ranks, world.rank), is_of_user=True)
 
 
-def _fill(world: World, rank: int, make: Callable[[str, tuple[int, ...], int], HeldGroup]) -> None:
-    """Give `world` its groups, in the one order in which no two members can wait for each other."""
+def _fill(world: World, make: Make) -> None:
+    """Give `world` its groups, in the one order in which no two members wait for each other; none without a rank."""
+    if (rank := world.rank) is None:
+        return
     everyone = tuple(range(world.layout.world_size))
     world.hold("default", everyone, make("default", everyone, rank))
     for kind, ranks in {**peers(world.layout, rank), **tied_peers(world.layout, rank, world.ties)}.items():
         serving = [other for other in SAME_AS.get(kind, ()) if world.ranks(other) == ranks]
-        world.hold(kind, ranks, world.held(serving[0]) if serving else make(kind, ranks, ranks.index(rank)))
+        world.hold(kind, ranks, world.held(serving[0]) if serving else make(kind, ranks, rank))
 
 
 def stand_in_world(rank: int, layout: Layout, ties: Sequence[tuple[int, ...]] = ()) -> World:
     """A world without peers (torch's `fake` backend), for building an engine on a member that does not train yet."""
     world = World(0, tuple(range(layout.world_size)), rank, layout, tuple(ties))
 
-    def make(kind: str, ranks: tuple[int, ...], place: int) -> HeldGroup:
-        return HeldGroup(*make_fake_group(f"{OURS}fake_{kind}", place, len(ranks)))
+    def make(kind: str, ranks: tuple[int, ...], rank: int) -> HeldGroup:
+        return HeldGroup(*make_fake_group(f"{OURS}fake_{kind}", ranks.index(rank), len(ranks)))
 
-    _fill(world, rank, make)
+    _fill(world, make)
     return world
 
 

@@ -6,13 +6,12 @@ certificate compares; `allocate` and `prefault` make memory ready before it is n
 
 from ds_dynatrain.transfer.batched import Batching, DeviceLink
 from ds_dynatrain.transfer.device_memory import device_memory
-from ds_dynatrain.transfer.digest import digest, digest_on_device
+from ds_dynatrain.transfer.digests import Form, ReadyDigest, digest, digest_on_device, digest_pieces
 from ds_dynatrain.transfer.executor import TransferStats, execute
 from ds_dynatrain.transfer.neighbors import Neighbors, RoutedTransport
 from ds_dynatrain.transfer.prefault import allocate, prefault
 from ds_dynatrain.transfer.pulling import Sharing
 from ds_dynatrain.transfer.ready import ReadyPlan
-from ds_dynatrain.transfer.ready_digest import Form, ReadyDigest, digest_pieces
 from ds_dynatrain.transfer.regions import Buffers
 from ds_dynatrain.transfer.stand_in import execute_standing_in
 from ds_dynatrain.transfer.transport import GroupTransport, Handle, Transport, send_down

@@ -12,7 +12,7 @@ from ds_dynatrain.plan import Exchange, MemberPlan, Moves
 def split(
     plan: MemberPlan, members: Collection[int], kinds: Collection[str], into: Collection[str] | None = None
 ) -> tuple[MemberPlan, list[Exchange]]:
-    """What is left of a plan, and what goes between this member and `members` from buffers of `kinds`.
+    """Return what is left of a plan, and what goes between this member and `members` from buffers of `kinds`.
 
     into: the kinds of the target buffers; any without. Both ends of a pair split it alike where each has the other
     among its `members`, and the kinds are the same.
@@ -31,7 +31,7 @@ def split(
 
 
 def _parts(moves: Moves, kinds: Collection[str], into: Collection[str] | None) -> tuple[Moves, Moves]:
-    """All others, and those from buffers of `kinds` into buffers of `into`."""
+    """Return all other moves, and those from buffers of `kinds` into buffers of `into`."""
     is_apart = np.array([kind.name in kinds for kind in moves.kinds], dtype=bool)[moves.source_kind]
     if into is not None:
         is_apart &= np.array([kind.name in into for kind in moves.kinds], dtype=bool)[moves.kind]

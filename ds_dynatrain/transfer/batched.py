@@ -46,7 +46,7 @@ class DeviceLink(Protocol):
 
 @dataclass(frozen=True)
 class Batching:
-    """What goes in batches: the same on all members, but for `members`, where each has those who have it.
+    """Choice of what goes in batches: the same on all members, but for `members`, where each has those who have it.
 
     kinds: the state kinds that are on accelerators, before the switch and after it. most_peers: that any member has.
     """
@@ -62,14 +62,14 @@ class Batching:
         return max(1, min(BUNDLE_BYTES, self.budget_bytes // (2 * max(1, self.most_peers))))
 
     def split(self, plan: MemberPlan) -> tuple[MemberPlan, Batches]:
-        """What is left for other messages, and what goes in batches."""
+        """Return what is left for other messages, and what goes in batches."""
         rest, apart = split(plan, self.members, self.kinds, self.kinds)
         return rest, Batches.of(Bundles.of(each, self.bundle_bytes) for each in apart)
 
 
 @dataclass(frozen=True)
 class Bundles:
-    """Of one peer: `outgoing` and `incoming` have the messages of each batch."""
+    """Batches with one peer: `outgoing` and `incoming` have the messages of each batch."""
 
     peer: int
     sends: Outline
@@ -85,7 +85,7 @@ class Bundles:
         return Bundles(exchange.peer, sends, receives, bundled(sends.parcels, most), bundled(receives.parcels, most))
 
     def batch(self, number: int) -> tuple[tuple[Parcel, ...], tuple[Parcel, ...]]:
-        """What goes out, and what comes in; either may have ended before the other."""
+        """Return what goes out, and what comes in; either may have ended before the other."""
         out, into = self.outgoing, self.incoming
         return out[number] if number < len(out) else (), into[number] if number < len(into) else ()
 
@@ -96,8 +96,9 @@ class Bundles:
 
 @dataclass(frozen=True)
 class Batches:
-    """All that a member sends and receives in batches, of which there are `count`. staging_bytes: device memory for
-    messages that are put together.
+    """Everything that a member sends and receives in batches, of which there are `count`.
+
+    staging_bytes: device memory for messages that are put together.
     """
 
     exchanges: tuple[Bundles, ...] = ()
@@ -106,7 +107,7 @@ class Batches:
 
     @staticmethod
     def of(exchanges: Iterable[Bundles]) -> Batches:
-        """With what is known of them before any byte is touched."""
+        """Count them, and what they stage, before any byte is touched."""
         found = tuple(exchanges)
         count = max((max(len(each.outgoing), len(each.incoming)) for each in found), default=0)
         staged = (sum(each.staged(number) for each in found) for number in range(count))
@@ -190,7 +191,7 @@ class BatchedMoves:
             regions.unpack(parcel.matrices, data)
 
     def _memory(self, parcel: Parcel, regions: Regions, at: int) -> tuple[torch.Tensor, int]:
-        """Where a message lies, in its buffer or in the staging from `at` on; where the next may begin there."""
+        """Return where a message lies, in its buffer or in the staging from `at` on; where the next may begin there."""
         if not parcel.is_packed or self._room is None:
             return regions.view(parcel.matrices[0]), at
         return self._room[at : at + parcel.nbytes], at + parcel.nbytes

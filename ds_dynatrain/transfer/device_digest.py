@@ -1,6 +1,6 @@
 """Digests of values on an accelerator: one kernel launch for all runs of a state kind, each byte read once.
 
-A program of the kernel owns one slice of the positions in a block (see `digest` for the formula) and walks over the
+A program of the kernel owns one slice of the positions in a block (see `digests` for the formula) and walks over the
 blocks of its run: it adds up value * factor, and multiplies by the slice's weights once at the end. So the weights are
 read once per program and not once per byte. Which program does what is arithmetic on the host (`programs`), which may
 be done before it is known where the buffers lie (`DeviceTable`). Where there is no Triton, torch's own arithmetic gives
@@ -45,7 +45,7 @@ class Runs(NamedTuple):
 
 
 class Programs(NamedTuple):
-    """What each program of the kernel does: its run, its slice of a block, the first block and the number of blocks."""
+    """Work of each program of the kernel: its run, its slice of a block, the first block and the number of blocks."""
 
     run: Int64s
     slice: Int64s
@@ -104,7 +104,7 @@ class DeviceTable:
 
     @property
     def nbytes(self) -> int:
-        """Of memory that it takes."""
+        """Bytes of memory that it takes."""
         return sum(each.nbytes for each in (self.columns, self.source, self.programs))
 
     def digests(self, addresses: Sequence[int], tensors: int) -> UInt64s:
@@ -131,7 +131,7 @@ def has_kernel(device: torch.device) -> bool:
 
 @cache
 def weights(device: torch.device) -> torch.Tensor:
-    """Weight of each 32-bit word of a block, without the block's factor: int64, two per unit (see `digest`)."""
+    """Weight of each 32-bit word of a block, without the block's factor: int64, two per unit (see `digests`)."""
     low, high = tables()
     both = np.stack([low, high + (low << np.uint64(32))], axis=1).reshape(-1)
     return torch.from_numpy(both.view(np.int64)).to(device)
@@ -164,6 +164,6 @@ def _width(*columns: Int64s) -> int:
 
 
 def _expand(numbers: Int64s) -> tuple[Int64s, Int64s]:
-    """Each row as often as its number says, and 0 ... n - 1 beside the n of a row."""
+    """Repeat each row as often as its number says; return also 0 ... n - 1 beside the n of a row."""
     row = np.repeat(np.arange(len(numbers)), numbers)
     return row, np.arange(len(row)) - np.repeat(np.cumsum(numbers) - numbers, numbers)

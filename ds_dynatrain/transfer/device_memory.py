@@ -75,7 +75,7 @@ class DeviceMemory:
         self._driver = driver
 
     def share(self, tensor: torch.Tensor) -> Shared:
-        """What others need to read a tensor. TransferError where it cannot be shared."""
+        """Return what others need to read a tensor. TransferError where it cannot be shared."""
         base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
         address = ctypes.c_uint64(tensor.data_ptr())
         with torch.cuda.device(tensor.device):
@@ -84,7 +84,7 @@ class DeviceMemory:
         return Shared(bytes(handle), address.value - base.value)
 
     def open(self, handle: bytes) -> int:
-        """Where another process's allocation begins for this one, until `close`. Never twice at a time."""
+        """Return where another process's allocation begins for this one, until `close`. Never twice at a time."""
         address = ctypes.c_uint64()
         given = _Handle.from_buffer_copy(handle)
         self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), given, ctypes.c_uint(LAZY_PEER_ACCESS))
@@ -140,22 +140,17 @@ def device_memory(device: torch.device) -> DeviceMemory | None:
 class Probe:
     """A few bytes on this process's accelerator, by which others try whether they can read them, and it them."""
 
-    def __init__(self, device: torch.device | None, memory: DeviceMemory | None) -> None:
-        self._device, self._memory = device, memory
-        values = list(os.urandom(PROBE_BYTES))  # from no stream of the training's
-        self._held = torch.tensor(values, dtype=torch.uint8, device=device) if memory is not None else None
+    def __init__(self, device: torch.device | None) -> None:
+        self._device, self._memory = device, None if device is None else device_memory(device)
         self.record: list[Any] | None = None
         """For the others, as plain JSON; None where nothing can be read."""
-        if memory is not None and self._held is not None:
-            memory.synchronize()
+        if self._memory is not None:
+            values = list(os.urandom(PROBE_BYTES))  # from no stream of the training's
+            self._held = torch.tensor(values, dtype=torch.uint8, device=device)
+            self._memory.synchronize()
             with suppress(TransferError):
-                shared = memory.share(self._held)
+                shared = self._memory.share(self._held)
                 self.record = [shared.handle.hex(), shared.offset, values]
-
-    @staticmethod
-    def of(device: torch.device | None) -> Probe:
-        """On a device; nothing for None."""
-        return Probe(device, None if device is None else device_memory(device))
 
     def can_read(self, record: list[Any] | None) -> bool:
         """Whether this process reads another one's probe."""

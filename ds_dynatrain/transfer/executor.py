@@ -11,23 +11,21 @@ import numpy as np
 import torch
 
 from ds_dynatrain.errors import TransferError
-from ds_dynatrain.plan import MemberPlan
 from ds_dynatrain.space import BufferId
 from ds_dynatrain.transfer.batched import BatchedMoves, DeviceLink
 from ds_dynatrain.transfer.pulling import Pulling
-from ds_dynatrain.transfer.ready import Cast, ReadyPlan, concurrent, copies, lengths
-from ds_dynatrain.transfer.regions import Buffers, Regions, check_disjoint
+from ds_dynatrain.transfer.ready import Cast, ReadyPlan, copies
+from ds_dynatrain.transfer.regions import Buffers, check_disjoint
 from ds_dynatrain.transfer.stream import Stream
 from ds_dynatrain.transfer.transport import Transport
 
-MINIMUM_BUDGET_BYTES = 64 * 1024
 TAG = 1
 """Two members meet once in a plan and messages of one tag keep their order, so one tag does for all."""
 
 
 @dataclass(frozen=True)
 class TransferStats:
-    """What a member's part of a switch moved, in bytes, and how long each phase took.
+    """Amounts that a member's part of a switch moved, in bytes, and how long each phase took.
 
     bytes_in_place: stayed where it lay. bytes_local: copied within the member. staging_peak: most staging bytes
     in use at once.
@@ -43,13 +41,11 @@ class TransferStats:
 
 
 def execute(
-    plan: MemberPlan | ReadyPlan,
+    ready: ReadyPlan,
     source: Buffers,
     target: Buffers,
     transport: Transport,
     deadline_seconds: float,
-    budget_bytes: int,
-    on_host: bool = True,
     link: DeviceLink | None = None,
 ) -> TransferStats:
     """Fill the target buffers: local moves, reads of other accelerators, batches between them, the plan's exchanges in
@@ -58,9 +54,8 @@ def execute(
     Exchanges are started as far ahead as the budget allows, and waited for in order: of all that are not done, the two
     members of the first one are in it, so nobody waits in a circle.
 
-    `deadline_seconds` bounds the whole call; `budget_bytes` bounds staging. It must be the same on every member, and so
-    must `on_host`: whether no member has a buffer on an accelerator. A plan that was made ready knows that. link: for a
-    plan that has batches.
+    `deadline_seconds` bounds the whole call. Plans must have been made ready for the same budget on every member. link:
+    for a plan that has batches.
     Target buffers may be the source's own where an element keeps its place; any other sharing of memory is refused,
     so source buffers are unchanged until the derived moves. Elements that no move writes (padding) are left alone.
 
@@ -69,7 +64,6 @@ def execute(
     """
     begin = time.monotonic()
     deadline = begin + deadline_seconds
-    ready = _ready(plan, budget_bytes, on_host)
     _check_devices(ready, chain(source.items(), target.items()))
     read, written = ready.local[0].among(source), ready.local[1].among(target)
     exchanges = [(sends.places.among(source), got.places.among(target)) for _, sends, got in ready.exchanges]
@@ -85,16 +79,21 @@ def execute(
     )
     pulling.start()
     batched.start()
-    streams = [_streams(ready, number, *both, transport) for number, both in enumerate(exchanges)]
-    at_once = concurrent(budget_bytes, ready.chunk)
-    for stream in chain.from_iterable(streams[:at_once]):  # the wire works while this member copies
+    streams = [
+        (
+            Stream(transport, peer, TAG, False, receives, into.parcels, ready.staging),
+            Stream(transport, peer, TAG, True, sends, out.parcels, ready.staging),
+        )
+        for (peer, out, into), (sends, receives) in zip(ready.exchanges, exchanges, strict=True)
+    ]
+    for stream in chain.from_iterable(streams[: ready.at_once]):  # the wire works while this member copies
         stream.advance()
     is_all = len(moved) == len(read.begin)
     read.copy_to(written, ready.copies if is_all else copies(*ready.local, moved))
     local_done = time.monotonic()
     pulling.run(deadline)
     batched.run(deadline)
-    _exchange_all(streams, at_once, deadline)
+    _exchange(streams, ready.at_once, deadline)
     exchange_done = time.monotonic()
     for cast in ready.casts:
         _cast(target[cast.source].detach(), target[cast.target].detach(), cast)
@@ -111,16 +110,6 @@ def execute(
     )
 
 
-def _ready(plan: MemberPlan | ReadyPlan, budget_bytes: int, on_host: bool) -> ReadyPlan:
-    """The plan, made ready for this budget, if it is not yet; TransferError for too small a one."""
-    if budget_bytes < MINIMUM_BUDGET_BYTES:
-        raise TransferError(f"a budget of {budget_bytes} bytes is below the least of {MINIMUM_BUDGET_BYTES}: raise it")
-    if not isinstance(plan, ReadyPlan):
-        return ReadyPlan.of(plan, budget_bytes, on_host)
-    fits = (plan.chunk, plan.longest) == lengths(budget_bytes, plan.on_host)
-    return plan if fits else ReadyPlan.of(plan.plan, budget_bytes, plan.on_host, plan.sharing, plan.batching)
-
-
 def _check_devices(ready: ReadyPlan, buffers: Iterable[tuple[tuple[str, BufferId], torch.Tensor]]) -> None:
     """TransferError for a device that the plan, and so the other members, knows nothing of."""
     for (kind, name), held in buffers:
@@ -131,30 +120,19 @@ def _check_devices(ready: ReadyPlan, buffers: Iterable[tuple[tuple[str, BufferId
             )
 
 
-def _streams(
-    ready: ReadyPlan, number: int, sends: Regions, receives: Regions, transport: Transport
-) -> tuple[Stream, Stream]:
-    """Both directions of an exchange: (incoming, outgoing)."""
-    peer, out, into = ready.exchanges[number]
-    incoming = Stream(transport, peer, TAG, False, receives, into.parcels, ready.staging)
-    return incoming, Stream(transport, peer, TAG, True, sends, out.parcels, ready.staging)
+def _exchange(streams: list[tuple[Stream, Stream]], at_once: int, deadline: float) -> None:
+    """Carry out exchanges one after the other; when one is over, the next of those that wait begins.
 
-
-def _exchange_all(streams: list[tuple[Stream, Stream]], at_once: int, deadline: float) -> None:
-    """One after the other; when one is over, the next of those that wait begins."""
+    Receives are started before sends, so that a peer's data finds its place.
+    """
     for number, (incoming, outgoing) in enumerate(streams):
-        _exchange(incoming, outgoing, deadline)
+        while not (incoming.is_done and outgoing.is_done):
+            incoming.advance()
+            outgoing.advance()
+            incoming.finish(deadline)
+            outgoing.finish(deadline)
         for stream in chain.from_iterable(streams[number + at_once : number + at_once + 1]):
             stream.advance()
-
-
-def _exchange(incoming: Stream, outgoing: Stream, deadline: float) -> None:
-    """Both directions at once; receives are started before sends, so that a peer's data finds its place."""
-    while not (incoming.is_done and outgoing.is_done):
-        incoming.advance()
-        outgoing.advance()
-        incoming.finish(deadline)
-        outgoing.finish(deadline)
 
 
 def _cast(origin: torch.Tensor, into: torch.Tensor, cast: Cast) -> None:

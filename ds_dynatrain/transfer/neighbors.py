@@ -240,7 +240,7 @@ class Neighbors:
             listener.listen(BACKLOG)
             name = listener.getsockname().hex()
             here = {"machine": machine(), "process": os.getpid(), "socket": name}
-            lent = Probe.of(device)
+            lent = Probe(device)
             cards = share("cards", {**here, "probe": [probe.data_ptr(), probe.tolist()], "device": lent.record})
             able = sorted(other for other, card in cards.items() if other != member and _can_read(card, here))
             found = share("readable", [able, [other for other in able if lent.can_read(cards[other]["device"])]])
@@ -263,7 +263,7 @@ class Neighbors:
 
     @property
     def members(self) -> frozenset[int]:
-        """Who they are."""
+        """Numbers of these members."""
         return frozenset(self._lines)
 
     def permit(self) -> None:
@@ -319,7 +319,7 @@ class Neighbors:
 
 
 class RoutedTransport:
-    """From and into the memory of neighbors, everybody else over the group."""
+    """Way to neighbors by their memory, and to everybody else over the group."""
 
     def __init__(self, near: Neighbors, far: Transport) -> None:
         self._near, self._far = near, far

@@ -35,7 +35,7 @@ RECORD_BYTES = HANDLE_BYTES + 16
 
 @dataclass(frozen=True)
 class Sharing:
-    """Who reads whose memory. It must be the same on both sides of each pair.
+    """Choice of who reads whose memory. It must be the same on both sides of each pair.
 
     memory: how. members: who reads this member's, and whose this member reads. kinds: the state kinds whose source
     buffers are on accelerators, on every member.
@@ -46,15 +46,16 @@ class Sharing:
     kinds: frozenset[str]
 
     def split(self, plan: MemberPlan) -> tuple[MemberPlan, tuple[Pull, ...]]:
-        """What is left for messages, and what is read."""
+        """Return what is left for messages, and what is read."""
         rest, apart = split(plan, self.members, self.kinds)
         return rest, tuple(Pull.of(each.peer, each.sends, each.receives) for each in apart)
 
 
 @dataclass(frozen=True)
 class Pull:
-    """Between two members. lent: what the peer reads. theirs, mine: what this member reads, and where it puts it;
-    copies: the same as matrices.
+    """Moves between two members that are read.
+
+    lent: what the peer reads. theirs, mine: what this member reads, and where it puts it; copies: the same as matrices.
     """
 
     peer: int
@@ -65,7 +66,7 @@ class Pull:
 
     @staticmethod
     def of(peer: int, lent: Moves, read: Moves) -> Pull:
-        """Of the moves that the peer makes, and those that this member makes."""
+        """Pull by the moves that the peer makes, and those that this member makes."""
         theirs, mine = Places.of(read, "source"), Places.of(read, "target")
         both = pairs((theirs.which, theirs.begin), (mine.which, mine.begin), theirs.length)
         return Pull(peer, Places.of(lent, "source"), theirs, mine, both)
@@ -134,7 +135,7 @@ class Pulling:
 
 
 def _record(memory: DeviceMemory, key: Key, held: torch.Tensor) -> UInt8s:
-    """Where a buffer is, for those who read it."""
+    """Say where a buffer is, for those who read it."""
     if held.device.type == "cpu":
         raise TransferError(
             f"{key[0]} in {tuple(key[1])} lies on {held.device}, and others look for it on an accelerator"

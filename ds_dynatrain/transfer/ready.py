@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ds_dynatrain.errors import TransferError
 from ds_dynatrain.plan import Exchange, MemberPlan, Moves
 from ds_dynatrain.space import BufferId
 from ds_dynatrain.space.tensor import Ints
@@ -20,6 +21,7 @@ from ds_dynatrain.transfer.series import Matrix, pairs, series
 from ds_dynatrain.transfer.stream import SLOTS, Outline, Staging
 from ds_dynatrain.transfer.transport import MESSAGE_BYTES
 
+MINIMUM_BUDGET_BYTES = 64 * 1024
 CHUNK_BYTES = 4 * 1024 * 1024
 """Longest staged message; all slots of both directions full are 32 MiB."""
 _BUFFERS = ("kind", "source_kind", "source_buffer", "target_buffer")
@@ -38,23 +40,21 @@ class Cast(NamedTuple):
 
 @dataclass(frozen=True)
 class ReadyPlan:
-    """What `execute` needs to know of a plan.
+    """Plan with all that `execute` needs to know of it.
 
-    on_host: whether no member has a buffer on an accelerator. chunk: longest staged message. longest: of the others.
-    local: what is read and what is written by local moves; copies: the same as matrices. exchanges: (peer, sends,
-    receives). derived: the places that casts read and write, all of them in target buffers. staging: touched already,
-    as far as it will be used; a slot is no longer than the longest message here. sharing: who reads whose memory on
-    accelerators, and pulls: what is read so; batches: what goes by the library of the accelerators' collectives.
-    Neither is in any exchange.
+    on_host: whether no member has a buffer on an accelerator. local: what is read and what is written by local moves;
+    copies: the same as matrices. exchanges: (peer, sends, receives), of which `at_once` may be under way. derived: the
+    places that casts read and write, all of them in target buffers. staging: touched already, as far as it will be
+    used; a slot is no longer than the longest message here. sharing: who reads whose memory on accelerators, and pulls:
+    what is read so; batches: what goes by the library of the accelerators' collectives. Neither is in any exchange.
     """
 
     plan: MemberPlan
     on_host: bool
-    chunk: int
-    longest: int
     local: tuple[Places, Places]
     copies: list[tuple[Matrix, Matrix]]
     exchanges: tuple[tuple[int, Outline, Outline], ...]
+    at_once: int
     derived: tuple[Places, Places]
     casts: list[Cast]
     staging: Staging
@@ -71,25 +71,32 @@ class ReadyPlan:
         sharing: Sharing | None = None,
         batching: Batching | None = None,
     ) -> ReadyPlan:
-        """Make a plan ready for buffers whose addresses are not known yet."""
-        chunk, longest = lengths(budget_bytes, on_host)
+        """Make a plan ready for buffers whose addresses are not known yet.
+
+        budget_bytes: most that is staged; TransferError for too small a one.
+        """
+        if budget_bytes < MINIMUM_BUDGET_BYTES:
+            raise TransferError(
+                f"a budget of {budget_bytes} bytes is below the least of {MINIMUM_BUDGET_BYTES}: raise it"
+            )
+        chunk = min(CHUNK_BYTES, budget_bytes // (2 * SLOTS))
+        longest = MESSAGE_BYTES if on_host else chunk  # an accelerator's messages are all staged
         read, written = Places.of(plan.local, "source"), Places.of(plan.local, "target")
         sent, pulls = (plan, ()) if sharing is None else sharing.split(plan)
         sent, batches = (sent, Batches()) if batching is None else batching.split(sent)
         exchanges = tuple((each.peer, *_outlines(each, chunk, longest)) for each in sent.rounds)
         slot = min(chunk, max((outline.longest for _, *both in exchanges for outline in both), default=0))
         staging = Staging(slot, is_pinned=not on_host)
-        at_once = concurrent(budget_bytes, chunk)
+        at_once = max(1, budget_bytes // (2 * SLOTS * chunk))
         used = [sends.slots + receives.slots for _, sends, receives in exchanges]
         staging.reserve(max((sum(used[at : at + at_once]) for at in range(len(used))), default=0))
         return ReadyPlan(
             plan,
             on_host,
-            chunk,
-            longest,
             (read, written),
             copies(read, written),
             exchanges,
+            at_once,
             (Places.of(plan.derived, "source"), Places.of(plan.derived, "target")),
             _casts(plan.derived),
             staging,
@@ -105,20 +112,6 @@ class ReadyPlan:
         places = [*(sends.places for _, sends, _ in self.exchanges), *(pull.lent for pull in self.pulls)]
         places += [each.sends.places for each in self.batches.exchanges]
         return sum(int(each.length.sum()) for each in places)
-
-
-def lengths(budget_bytes: int, on_host: bool) -> tuple[int, int]:
-    """The longest message that is staged, and the longest of all.
-
-    On an accelerator every message may be staged, so none exceeds a chunk.
-    """
-    chunk = min(CHUNK_BYTES, budget_bytes // (2 * SLOTS))
-    return chunk, MESSAGE_BYTES if on_host else chunk
-
-
-def concurrent(budget_bytes: int, chunk: int) -> int:
-    """How many exchanges may be under way without their staging exceeding the budget."""
-    return max(1, budget_bytes // (2 * SLOTS * chunk))
 
 
 def copies(read: Places, written: Places, rows: Ints | slice = slice(None)) -> list[tuple[Matrix, Matrix]]:

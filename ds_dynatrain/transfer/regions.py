@@ -43,7 +43,7 @@ class Places:
 
     @staticmethod
     def of(moves: Moves, side: Side) -> Places:
-        """What the moves read (side "source") or write ("target")."""
+        """Find what the moves read (side "source") or write ("target")."""
         is_source = side == "source"
         kind = moves.source_kind if is_source else moves.kind
         buffer = moves.source_buffer if is_source else moves.target_buffer
@@ -118,7 +118,7 @@ class Regions:
             self._runs(matrix)[:] = place
 
     def wait(self) -> None:
-        """Until what an accelerator was to copy is there."""
+        """Wait until what an accelerator was to copy is there."""
         for device in {data.device for data in self.data if data.device.type != "cpu"}:
             torch.accelerator.current_stream(device).synchronize()
 
@@ -215,7 +215,7 @@ def _all(parts: list[Regions]) -> tuple[Ints, Ints]:
 
 
 def _placed(found: Sequence[Matrix], staged: Bytes) -> Iterator[tuple[Matrix, Bytes]]:
-    """Each matrix, and its place in staged bytes."""
+    """Pair each matrix with its place in staged bytes."""
     at = 0
     for matrix in found:
         yield matrix, rows_of(staged, at, matrix.length, matrix.number, matrix.length)

@@ -11,8 +11,9 @@ from functools import partial
 import torch
 
 from ds_dynatrain.errors import MemberMissing
-from ds_dynatrain.plan import StandInPlan
+from ds_dynatrain.plan import MemberPlan, StandInPlan
 from ds_dynatrain.transfer.executor import execute
+from ds_dynatrain.transfer.ready import ReadyPlan
 from ds_dynatrain.transfer.regions import Buffers
 from ds_dynatrain.transfer.transport import Handle, Transport, call_beside
 
@@ -60,17 +61,20 @@ def execute_standing_in(
     sources: what each of them held, by member; nothing for one that is in the target alone. target: the member's own
     buffers. stand_ins: of the whole plan, on all members alike. Raises as `execute`.
     """
-    member, how = plan.own.member, (deadline_seconds, budget_bytes, on_host)
-    deadline = time.monotonic() + deadline_seconds
+    member, deadline = plan.own.member, time.monotonic() + deadline_seconds
+
+    def carry_out(part: MemberPlan, source: Buffers, into: Buffers, way: Transport) -> None:
+        execute(ReadyPlan.of(part, budget_bytes, on_host), source, into, way, deadline_seconds)
+
     sendings = []
     for one, part in plan.absent.items():
         away = replace(part, local=part.local.select(slice(0, 0)))  # without what stays with the stand-in
-        send = partial(execute, away, sources[one], {}, ActingTransport(transport, one, stand_ins), *how)
+        send = partial(carry_out, away, sources[one], {}, ActingTransport(transport, one, stand_ins))
         sendings.append((part, call_beside(send, f"dynatrain-stand-in-{one}")))
     mine = ActingTransport(transport, member, stand_ins)
     for one, part in plan.absent.items():
-        execute(replace(part, rounds=()), sources[one], target, mine, *how)
-    execute(plan.own, sources.get(member, {}), target, mine, *how)
+        carry_out(replace(part, rounds=()), sources[one], target, mine)
+    carry_out(plan.own, sources.get(member, {}), target, mine)
     for part, sending in sendings:
         if not futures.wait([sending], max(0.0, deadline - time.monotonic())).done:
             peers = [each.peer for each in part.rounds]

@@ -1,4 +1,4 @@
-"""What two members send each other in one exchange: how moves are cut into messages, and how these go their way.
+"""Messages between two members in one exchange: how moves are cut into them, and how they go their way.
 
 A large move travels as it lies, straight from buffer to buffer, in messages of at most `longest` bytes. Small moves are
 packed in their order into messages of at most `chunk` bytes, which both sides stage. The list follows from the lengths

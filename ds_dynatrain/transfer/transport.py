@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent import futures
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Protocol, TypeVar
@@ -22,6 +23,8 @@ import torch.distributed as dist
 from ds_dynatrain.errors import MemberMissing, TransferError, UnsupportedError
 
 T = TypeVar("T")
+Landing = tuple[torch.Tensor, torch.Tensor] | None
+"""A tensor on an accelerator, and the host memory that it is filled from."""
 MESSAGE_BYTES = 1 << 30
 """Longer tensors travel as several messages: some systems' calls take no more than 2^31 - 1 bytes."""
 MINIMUM_WAIT_SECONDS = 0.001
@@ -81,19 +84,30 @@ class GroupTransport:
 
     def send(self, tensor: torch.Tensor, member: int, tag: int) -> Handle:
         """Start to send; an accelerator's tensor is copied to the host first, and may be changed when this returns."""
-        rank = self._peer(member)
-        data = bytes_of(tensor).to("cpu")
-        works = [_start(self._group.send, part, rank, tag, "send to", member) for part in _messages(data)]
-        return _GroupHandle(works, f"send of {data.numel()} bytes", member, self._stop)
+        return self._begin(self._group.send, "send to", bytes_of(tensor).to("cpu"), member, tag)
 
     def receive(self, tensor: torch.Tensor, member: int, tag: int) -> Handle:
         """Start to receive; an accelerator's tensor is filled during `wait`."""
-        rank = self._peer(member)
         data = bytes_of(tensor)
         host = data if data.device.type == "cpu" else torch.empty(data.shape, dtype=torch.uint8)
-        works = [_start(self._group.recv, part, rank, tag, "receive from", member) for part in _messages(host)]
         landing = None if host is data else (data, host)
-        return _GroupHandle(works, f"receive of {data.numel()} bytes", member, self._stop, landing)
+        return self._begin(self._group.recv, "receive from", host, member, tag, landing)
+
+    def _begin(
+        self,
+        call: Callable[..., dist.Work],
+        what: str,
+        data: torch.Tensor,
+        member: int,
+        tag: int,
+        landing: Landing = None,
+    ) -> Handle:
+        rank, begins = self._peer(member), range(0, data.numel(), MESSAGE_BYTES)
+        try:
+            works = [call([data[begin : begin + MESSAGE_BYTES]], rank, tag) for begin in begins]
+        except RuntimeError as error:
+            raise TransferError(f"cannot {what} member {member}: {error}") from error
+        return _GroupHandle(works, f"{what.split()[0]} of {data.numel()} bytes", member, self._stop, landing)
 
     def _peer(self, member: int) -> int:
         rank = self._rank_of.get(member)
@@ -102,41 +116,38 @@ class GroupTransport:
         return rank
 
 
+@dataclass
 class _GroupHandle:
     """The works of one tensor's messages, and the copy to the accelerator that ends a staged receive."""
 
-    def __init__(
-        self,
-        works: list[dist.Work],
-        what: str,
-        member: int,
-        stop: Callable[[], None] | None,
-        landing: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ) -> None:
-        self._works, self._what, self._member, self._stop, self._landing = works, what, member, stop, landing
-        self._since = time.monotonic()
+    works: list[dist.Work]
+    what: str
+    member: int
+    stop: Callable[[], None] | None
+    landing: Landing
+    since: float = field(default_factory=time.monotonic)
 
     def wait(self, deadline: float) -> None:
-        if self._stop is None:
+        if self.stop is None:
             self._finish(deadline)
         else:
             ended = call_beside(partial(self._finish, deadline), "dynatrain-wait")
             while not futures.wait([ended], LOOK_SECONDS).done:
-                self._stop()
+                self.stop()
             ended.result()
-        if self._landing is not None:
-            target, host = self._landing
+        if self.landing is not None:
+            target, host = self.landing
             target.copy_(host)
 
     def _finish(self, deadline: float) -> None:
-        for work in self._works:
+        for work in self.works:
             left = max(deadline - time.monotonic(), MINIMUM_WAIT_SECONDS)
             try:
                 work.wait(timedelta(seconds=left))
             except RuntimeError as error:
                 if time.monotonic() >= deadline - ROUNDING_SECONDS:
-                    raise MemberMissing(self._what, [self._member], time.monotonic() - self._since) from error
-                raise TransferError(f"{self._what} with member {self._member} failed: {error}") from error
+                    raise MemberMissing(self.what, [self.member], time.monotonic() - self.since) from error
+                raise TransferError(f"{self.what} with member {self.member} failed: {error}") from error
 
 
 def call_beside(call: Callable[[], T], name: str) -> futures.Future[T]:
@@ -153,30 +164,11 @@ def call_beside(call: Callable[[], T], name: str) -> futures.Future[T]:
     return ended
 
 
-def _start(
-    call: Callable[[list[torch.Tensor], int, int], dist.Work],
-    part: torch.Tensor,
-    rank: int,
-    tag: int,
-    what: str,
-    member: int,
-) -> dist.Work:
-    try:
-        return call([part], rank, tag)
-    except RuntimeError as error:
-        raise TransferError(f"cannot {what} member {member}: {error}") from error
-
-
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor as uint8, which every back-end can send."""
     if tensor.dim() != 1 or not tensor.is_contiguous():
         raise TransferError(f"only 1-D contiguous tensors travel, got shape {tuple(tensor.shape)}: flatten first")
     return tensor.detach().view(torch.uint8)
-
-
-def _messages(data: torch.Tensor) -> list[torch.Tensor]:
-    """The tensor cut into messages; none at all for an empty one."""
-    return [data[begin : begin + MESSAGE_BYTES] for begin in range(0, data.numel(), MESSAGE_BYTES)]
 
 
 def send_down(

@@ -22,7 +22,7 @@ from ds_dynatrain.transfer.series import Matrix
 from ds_dynatrain.transfer.stream import Parcel
 from tests.transfer.hub import Hub, all_at_once
 from tests.transfer.states import buffers_of, differences, logical_state, space
-from tests.transfer.test_executor import BUFFER, CHANGES, SMALL_BUDGET, moves_of
+from tests.transfer.test_executor import BUFFER, CHANGES, moves_of
 
 SECONDS = 30.0
 HOST = 1 << 20
@@ -59,7 +59,7 @@ def run_all(
     def member(number: int) -> None:
         ready = ReadyPlan.of(plan.for_member(number), HOST, batching=far(number))
         ends = sources[number], targets[number]
-        stats[number] = execute(ready, *ends, over.transport(number), SECONDS, HOST, link=links[number])
+        stats[number] = execute(ready, *ends, over.transport(number), SECONDS, links[number])
 
     all_at_once(plan.members, member)
     return stats, over, links
@@ -136,7 +136,7 @@ def test_a_peer_that_does_not_come_is_named_before_anything_is_queued(
     hub, begin = Hub(), time.monotonic()
     link = HubLink(hub, 0)
     with pytest.raises(MemberMissing) as caught:
-        execute(ready(sends), source, target, Hub().transport(0), 0.2, HOST, link=link)
+        execute(ready(sends), source, target, Hub().transport(0), 0.2, link)
     assert caught.value.members == (7,) and not link.batches
     in_time(time.monotonic() - begin, 1.0)
 
@@ -153,21 +153,13 @@ def test_who_has_come_is_waited_for_by_the_link() -> None:
             raise TransferError(f"{what}: {list(members)}")
 
     with pytest.raises(TransferError, match=r"1 batches between devices: \[7\]"):
-        execute(ready(True), source, target, hub.transport(0), 1.0, HOST, link=Lost(Hub(), 0))
+        execute(ready(True), source, target, hub.transport(0), 1.0, Lost(Hub(), 0))
 
 
 def test_a_plan_with_batches_needs_a_link() -> None:
     source, target = {("master", BUFFER): torch.zeros(10)}, {("master", BUFFER): torch.zeros(10)}
     with pytest.raises(TransferError, match=r"members \[7\] go by a link between devices, and there is none"):
-        execute(ready(True), source, target, Hub().transport(0), 1.0, HOST)
-
-
-def test_a_plan_made_ready_for_another_budget_keeps_its_batches() -> None:
-    """`execute` makes it ready anew; what goes in batches is agreed on between members, and stays."""
-    made = ReadyPlan.of(ready(True).plan, 2 * SMALL_BUDGET, batching=ONE_PEER)
-    source, target = {("master", BUFFER): torch.zeros(10)}, {("master", BUFFER): torch.zeros(10)}
-    with pytest.raises(TransferError, match="there is none"):
-        execute(made, source, target, Hub().transport(0), 1.0, SMALL_BUDGET)
+        execute(ready(True), source, target, Hub().transport(0), 1.0)
 
 
 def test_a_link_is_what_the_executor_takes() -> None:

@@ -110,5 +110,5 @@ def test_an_error_says_which_call_failed() -> None:
 
 def test_a_cpu_has_no_such_memory() -> None:
     assert device_memory(torch.device("cpu")) is None
-    for probe in (Probe.of(None), Probe.of(torch.device("cpu"))):
+    for probe in (Probe(None), Probe(torch.device("cpu"))):
         assert probe.record is None and not probe.can_read(["00" * HANDLE_BYTES, 0, [1]])

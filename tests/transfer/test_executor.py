@@ -51,16 +51,21 @@ def local_plan(moves: Moves, derived: Moves | None = None) -> MemberPlan:
     return MemberPlan(0, moves, moves_of() if derived is None else derived, ())
 
 
+def executed(
+    plan: MemberPlan, source: Buffers, target: Buffers, transport: Transport, seconds: float, budget: int
+) -> TransferStats:
+    return execute(ReadyPlan.of(plan, budget), source, target, transport, seconds)
+
+
 def run_all(
     plan: SwitchPlan, sources: dict[int, Buffers], targets: dict[int, Buffers], budget: int
 ) -> dict[int, TransferStats]:
-    """Every member of a plan in a thread of its own; some have made it ready, one of these for another budget."""
+    """Every member of a plan in a thread of its own."""
     hub, stats = Hub(), dict[int, TransferStats]()
 
     def member(number: int) -> None:
         mine, ends = plan.for_member(number), (sources[number], targets[number])
-        ready = {0: mine, 1: ReadyPlan.of(mine, budget), 2: ReadyPlan.of(mine, 2 * SMALL_BUDGET)}
-        stats[number] = execute(ready[number % 3], *ends, hub.transport(number), 30, budget)
+        stats[number] = executed(mine, *ends, hub.transport(number), 30, budget)
 
     all_at_once(plan.members, member)
     assert sum(hub.sizes) == plan.bytes_sent
@@ -110,7 +115,7 @@ def test_real_plans_arrive_bit_for_bit(
 
 def test_in_place_is_not_touched_and_counted() -> None:
     values = torch.arange(10.0)
-    stats = execute(
+    stats = executed(
         local_plan(moves_of((10, 0, 0))), {("master", BUFFER): values}, {("master", BUFFER): values}, *NOBODY
     )
     assert (stats.bytes_in_place, stats.bytes_local) == (40, 0)
@@ -125,7 +130,7 @@ def test_a_shift_within_one_storage_is_refused(shift: int) -> None:
     values = torch.arange(20.0)
     source, target = {("master", BUFFER): values}, {("master", BUFFER): values[shift:]}
     with pytest.raises(TransferError, match="memory of their own"):
-        execute(local_plan(moves_of((10, 0, 0))), source, target, *NOBODY)
+        executed(local_plan(moves_of((10, 0, 0))), source, target, *NOBODY)
     assert values.tolist() == list(range(20))
 
 
@@ -133,17 +138,17 @@ def test_overwriting_what_is_kept_or_sent_is_refused() -> None:
     values = torch.arange(20.0)
     buffers = {("master", BUFFER): values}
     with pytest.raises(TransferError, match="memory of their own"):
-        execute(local_plan(moves_of((5, 0, 0), (5, 10, 4))), buffers, buffers, *NOBODY)
+        executed(local_plan(moves_of((5, 0, 0), (5, 10, 4))), buffers, buffers, *NOBODY)
     exchange = Exchange(1, moves_of((5, 0, 0), target=1), moves_of((5, 0, 4), source=1))
     with pytest.raises(TransferError, match="memory of their own"):
-        execute(MemberPlan(0, moves_of(), moves_of(), (exchange,)), buffers, buffers, *NOBODY)
+        executed(MemberPlan(0, moves_of(), moves_of(), (exchange,)), buffers, buffers, *NOBODY)
 
 
 def test_derived_moves_cast_last() -> None:
     masters = torch.randn(100)
     target = {("master", BUFFER): torch.zeros(100), ("weight", BUFFER): torch.zeros(100, dtype=torch.bfloat16)}
     derived = moves_of((60, 40, 40), (40, 0, 0), kind=1, origin=0)
-    stats = execute(local_plan(moves_of((100, 0, 0)), derived), {("master", BUFFER): masters}, target, *NOBODY)
+    stats = executed(local_plan(moves_of((100, 0, 0)), derived), {("master", BUFFER): masters}, target, *NOBODY)
     assert torch.equal(target["weight", BUFFER], masters.to(torch.bfloat16))
     assert (stats.bytes_local, stats.bytes_in_place) == (400, 0)
 
@@ -159,7 +164,7 @@ def test_derived_moves_at_equal_steps(read: int, written: int) -> None:
     for length, source, into in runs:
         expected[into : into + length] = masters[source : source + length].to(torch.bfloat16)
     derived = moves_of(*runs, kind=1, origin=0)
-    execute(local_plan(moves_of((120, 0, 0)), derived), {("master", BUFFER): masters}, target, *NOBODY)
+    executed(local_plan(moves_of((120, 0, 0)), derived), {("master", BUFFER): masters}, target, *NOBODY)
     assert torch.equal(target["weight", BUFFER], expected)
 
 
@@ -174,12 +179,12 @@ def test_derived_moves_at_equal_steps(read: int, written: int) -> None:
 )
 def test_buffers_that_do_not_fit_are_refused(source: Buffers, match: str) -> None:
     with pytest.raises(TransferError, match=match):
-        execute(local_plan(moves_of((10, 0, 0))), source, {("master", BUFFER): torch.zeros(10)}, *NOBODY)
+        executed(local_plan(moves_of((10, 0, 0))), source, {("master", BUFFER): torch.zeros(10)}, *NOBODY)
 
 
 def test_a_small_budget_is_refused() -> None:
     with pytest.raises(TransferError, match="below the least"):
-        execute(local_plan(moves_of()), {}, {}, Hub().transport(0), 1.0, 1000)
+        executed(local_plan(moves_of()), {}, {}, Hub().transport(0), 1.0, 1000)
 
 
 @pytest.mark.parametrize("sends", [True, False])
@@ -189,7 +194,7 @@ def test_a_peer_that_never_answers_is_named_in_time(in_time: Callable[[float, fl
     source, target = {("master", BUFFER): torch.zeros(10)}, {("master", BUFFER): torch.zeros(10)}
     begin = time.monotonic()
     with pytest.raises(MemberMissing) as caught:
-        execute(MemberPlan(0, none, none, (exchange,)), source, target, Hub().transport(0), 0.2, 1 << 20)
+        executed(MemberPlan(0, none, none, (exchange,)), source, target, Hub().transport(0), 0.2, 1 << 20)
     assert caught.value.members == (7,)
     in_time(time.monotonic() - begin, 1.0)
 

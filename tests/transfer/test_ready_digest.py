@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from ds_dynatrain.errors import TransferError
 from ds_dynatrain.space import BufferId, Piece, Pieces
-from ds_dynatrain.transfer import Form, ReadyDigest, device_digest, digest, digest_pieces, ready_digest, weighing
+from ds_dynatrain.transfer import Form, ReadyDigest, device_digest, digest, digest_pieces, digests, weighing
 from ds_dynatrain.transfer.device_digest import Runs, programs
 from ds_dynatrain.transfer.weighing import InNumpy, summer
 from tests.space.laid import pieces_of
@@ -72,7 +72,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     """The host counts as an accelerator with a kernel."""
     found = Kernel()
     monkeypatch.setitem(sys.modules, "ds_dynatrain.transfer.digest_kernel", found)  # type: ignore[arg-type]
-    monkeypatch.setattr(ready_digest, "has_kernel", lambda _: True)
+    monkeypatch.setattr(digests, "has_kernel", lambda _: True)
     return found
 
 
@@ -124,13 +124,13 @@ def test_the_kernel_gets_what_absolute_addresses_give(
     (pieces, bases), launched = lay, Kernel()
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "ds_dynatrain.transfer.digest_kernel", launched)  # type: ignore[arg-type]
-        patch.setattr(ready_digest, "has_kernel", lambda _: True)
+        patch.setattr(digests, "has_kernel", lambda _: True)
         patch.setattr(device_digest, "MANY_RUNS", many)
         ready = ReadyDigest.of(pieces, [Form(dtype.itemsize, CPU)] * len(pieces.buffers), bases)
         for seed in (1, 2):
             held = memories(pieces, (dtype,), seed, skip * seed)
             assert ready.digests(held).tolist() == expected(pieces, held, bases)
-    tensor, begin, count, source, at = ready_digest._cut_at_tensors(pieces, bases)
+    tensor, begin, count, source, at = digests._cut_at_tensors(pieces, bases)
     assert len(launched.launched) == (2 if len(tensor) else 0)
     if len(tensor):
         base = np.array([held[name].data_ptr() for name in pieces.buffers])[source]
@@ -158,9 +158,9 @@ def test_without_a_kernel_a_device_sums_row_by_row() -> None:
     start = np.arange(0, 400, 40)
     pieces = Pieces(start, start + 4, start * 0, start // 10, NAMES[:1])
     held, bases = {NAMES[0]: room_for(40, torch.float32, 1, 0)}, np.array([0, 500])
-    rows = ready_digest._rows(ready_digest._cut_at_tensors(pieces, bases), np.array([4]), torch.device("meta"))
+    rows = digests._rows(digests._cut_at_tensors(pieces, bases), np.array([4]), torch.device("meta"))
     assert rows.table.shape == (8, len(start)) and (rows.table[4] == 1).all()
-    on_host = ready_digest._rows(ready_digest._cut_at_tensors(pieces, bases), np.array([4]), CPU)
+    on_host = digests._rows(digests._cut_at_tensors(pieces, bases), np.array([4]), CPU)
     there: Any = SimpleNamespace(device=SimpleNamespace(type="lab"), detach=lambda: held[NAMES[0]])
     assert rows.digests([there], 1).tolist() == on_host.digests([held[NAMES[0]]], 1).tolist()
 
@@ -172,8 +172,8 @@ def test_what_is_weighed_at_once_by_numpy_is_not_spread_too_far(monkeypatch: pyt
     held, bases = {NAMES[0]: room_for(400, torch.float32, 1, 0)}, np.array([0, 10000])
     numbers = {}
     for compiled in (True, False):
-        monkeypatch.setattr(ready_digest, "is_compiled", lambda compiled=compiled: compiled)
-        monkeypatch.setattr(ready_digest, "summer", InNumpy if not compiled else summer)
+        monkeypatch.setattr(digests, "is_compiled", lambda compiled=compiled: compiled)
+        monkeypatch.setattr(digests, "summer", InNumpy if not compiled else summer)
         ready = ReadyDigest.of(pieces, Form.all_of(held, NAMES[:1]), bases)
         numbers[compiled] = ready.rows[0].table.shape[1], ready.digests(held).tolist()
     assert numbers[True][1] == numbers[False][1]

@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 from ds_dynatrain.errors import MemberMissing, TransferError
 from ds_dynatrain.plan import plan_switch
 from ds_dynatrain.space import Layout
-from ds_dynatrain.transfer import GroupTransport, Neighbors, Transport, execute, transport
+from ds_dynatrain.transfer import GroupTransport, Neighbors, ReadyPlan, Transport, execute, transport
 from ds_dynatrain.transfer import neighbors as reading
 from tests.transfer.states import buffers_of, differences, logical_state, space
 
@@ -73,7 +73,7 @@ def switches(rank: int, ends: Transport) -> list[str]:
         state, plan = logical_state(vps), plan_switch(vps, target, next_members)
         source = buffers_of(vps, layout, members.index(me), state) if me in members else {}
         into = buffers_of(vps, target, next_members.index(me), None) if me in next_members else {}
-        execute(plan.for_member(me), source, into, ends, 30, 1 << 20)
+        execute(ReadyPlan.of(plan.for_member(me), 1 << 20), source, into, ends, 30)
         if me in next_members:
             wrong += differences(vps, target, next_members.index(me), state, into)
     return wrong

@@ -48,7 +48,6 @@ from ds_dynatrain.engine.transaction.session import Decision, Session
 from ds_dynatrain.engine.transaction.shares import Doubts, Shares, differing, explained, shares
 from ds_dynatrain.engine.transaction.swap import Swap
 from ds_dynatrain.errors import CensusError, CertificateError, DynatrainError, OutcomeUnknown, SwitchFailed
-from ds_dynatrain.plan import MemberPlan
 from ds_dynatrain.transfer import DeviceLink, ReadyPlan, TransferStats, Transport, execute, send_down
 
 
@@ -282,11 +281,8 @@ class Transaction(Meeting):
         self._send_rest(transport)
         self.outcome.layer_bytes = self.layers.exchange(transport, self.control.timeout_seconds)
 
-    def _execute(
-        self, plan: MemberPlan | ReadyPlan, transport: Transport, link: DeviceLink | None = None
-    ) -> TransferStats:
-        seconds, budget = self.control.timeout_seconds, self.engine.settings.memory_budget_bytes
-        return execute(plan, self.source, self.target, transport, seconds, budget, link=link)
+    def _execute(self, plan: ReadyPlan, transport: Transport, link: DeviceLink | None = None) -> TransferStats:
+        return execute(plan, self.source, self.target, transport, self.control.timeout_seconds, link)
 
     def _link(self) -> DeviceLink | None:
         """Between devices, where the plan needs one; SwitchFailed if somebody has gone back without having used it."""

@@ -1,7 +1,22 @@
-"""Digests made ready before it is known where the buffers lie: which bytes of which buffer belong to which tensor.
+"""A digest of elements and their logical positions that adds up over disjoint pieces, whatever the layout.
 
-For runs of a few KiB that arithmetic takes longer than an accelerator takes to read the bytes. Nothing in it depends on
-addresses or values. `ReadyDigest` is its result: to weigh buffers then means to add their addresses, and to sum.
+A logical tensor is read as its row-major bytes, padded with zeros to whole 32-bit words (little endian). Its digest
+is
+
+    sum over words of  word[j] * weight[j]   mod 2^64,      weight[j] = table[j mod T] * factor[j div T]
+
+so a piece that starts or ends inside a word adds the bytes it has, and any split of a tensor adds up to the same
+number. Every weight is odd and looks random (splitmix64), thus one changed word always changes the digest, and a
+swap, a shift or a pair of sign flips does so with probability 1 - 2^-32 or better. Words have 32 bits because with
+64-bit words the sign bit of every second float has weight 2^63, and two flips cancel.
+
+Speed comes from two words at once: for v = low + 2^32 * high,  v * a + (v >> 32) * b  weighs `low` by a and `high` by
+b + 2^32 * a; both are odd when a and b are. The tables (2 x 128 KiB) stay in the second-level cache. The sum itself is
+computed in `weighing`. It protects against mistakes, not against an adversary.
+
+Which bytes of which buffer belong to which tensor depends on no address and no value. For runs of a few KiB that
+arithmetic takes longer than an accelerator takes to read the bytes, so `ReadyDigest` is its result, made ahead: to
+weigh buffers then means to add their addresses, and to sum.
 """
 
 from __future__ import annotations
@@ -18,9 +33,8 @@ from ds_dynatrain.errors import TransferError
 from ds_dynatrain.space import BufferId, Pieces, interval
 from ds_dynatrain.transfer import device_digest
 from ds_dynatrain.transfer.device_digest import DeviceTable, by_arithmetic, has_kernel
-from ds_dynatrain.transfer.digest import bytes_of, check_flat
 from ds_dynatrain.transfer.series import series
-from ds_dynatrain.transfer.weighing import SPREAD_BYTES, UNIT_BYTES, Runs, UInt64s, is_compiled, summer
+from ds_dynatrain.transfer.weighing import SPREAD_BYTES, UNIT_BYTES, Bytes, Runs, UInt64s, is_compiled, summer
 
 Int64s = npt.NDArray[np.int64]
 
@@ -34,20 +48,58 @@ Columns = tuple[Int64s, ...]
 """Runs, each within a tensor: (tensor, flat index, length, buffer, offset), in elements."""
 
 
+def digest(values: torch.Tensor, start: int = 0) -> int:
+    """Digest, in [0, 2^64), of the elements start ... start + len(values) - 1 of one logical tensor.
+
+    `values` is 1-D and contiguous, of any dtype. The number is the same on every device. Digests of disjoint parts of
+    a tensor add up modulo 2^64 to the digest of the whole.
+    """
+    check_flat(values)
+    if values.device.type != "cpu":
+        return digest_on_device(values, start)
+    data = bytes_of(values)
+    return summer().sum(data, Runs(0, 0, 1, len(data), start * values.element_size(), 0)) & _MASK
+
+
+def digest_on_device(values: torch.Tensor, start: int = 0) -> int:
+    """The number that `digest` gives, computed on the device of the values."""
+    check_flat(values)
+    if values.numel() == 0:
+        return 0
+    size, data = values.element_size(), values.detach().view(torch.uint8)
+    if not has_kernel(values.device):
+        return by_arithmetic(data, start * size)
+    run = device_digest.Runs(*(np.array([value]) for value in (0, start * size, data.numel(), 0)))
+    return int(DeviceTable.of(run, np.array([0]), values.device).digests([data.data_ptr()], 1)[0])
+
+
+def check_flat(values: torch.Tensor) -> None:
+    """TransferError unless digests can be taken of it as it lies."""
+    if values.dim() != 1 or not values.is_contiguous():
+        shape, stride = tuple(values.shape), values.stride()
+        raise TransferError(f"digests are of 1-D contiguous values, got shape {shape}, strides {stride}: flatten first")
+
+
+def bytes_of(values: torch.Tensor) -> Bytes:
+    """The memory of values on the CPU."""
+    flat: Bytes = values.detach().view(torch.uint8).numpy()
+    return flat
+
+
 class Form(NamedTuple):
-    """What is known of a buffer ahead: bytes of an element, and on which device it will be."""
+    """Form of a buffer, known ahead: bytes of an element, and on which device it will be."""
 
     itemsize: int
     device: torch.device
 
     @staticmethod
     def of(buffer: torch.Tensor) -> Form:
-        """That of a buffer that is there."""
+        """Return the form of a buffer that is there."""
         return Form(buffer.element_size(), buffer.device)
 
     @staticmethod
     def all_of(buffers: Mapping[BufferId, torch.Tensor], names: Iterable[BufferId]) -> tuple[Form, ...]:
-        """Those of the named buffers; TransferError if one is not there."""
+        """Return the forms of the named buffers; TransferError if one is not there."""
         return tuple(Form.of(_named(buffers, name)) for name in names)
 
 
@@ -62,7 +114,7 @@ class Rows:
 
     @property
     def nbytes(self) -> int:
-        """Of memory that it takes."""
+        """Bytes of memory that it takes."""
         return self.table.nbytes
 
     def digests(self, data: Sequence[torch.Tensor], tensors: int) -> UInt64s:
@@ -82,7 +134,10 @@ class Rows:
 
 @dataclass(frozen=True)
 class ReadyDigest:
-    """What is weighed in some buffers of one state kind. reach: elements that each must have; tensors: of the line."""
+    """Digest made ready for some buffers of one state kind.
+
+    reach: elements that each must have; tensors: of the line.
+    """
 
     buffers: tuple[BufferId, ...]
     forms: tuple[Form, ...]
@@ -108,7 +163,7 @@ class ReadyDigest:
 
     @property
     def nbytes(self) -> int:
-        """Of memory that it takes, on all devices."""
+        """Bytes of memory that it takes, on all devices."""
         return sum(rows.nbytes for rows in self.rows) + sum(table.nbytes for table in self.tables)
 
     def digests(self, buffers: Mapping[BufferId, torch.Tensor]) -> UInt64s:
