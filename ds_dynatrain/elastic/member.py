@@ -296,7 +296,7 @@ class Member:
         newest = self._newest
         if self._is_finished or (newest is not None and newest.generation > after):
             return True
-        return self._report.leaving and (newest is None or self.id not in (*newest.members, *newest.leaving))
+        return self._report.leaving and (newest is None or self.id not in newest.everyone)
 
     # -- what it says ------------------------------------------------------------------------------------------------
 

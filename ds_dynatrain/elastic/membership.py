@@ -36,7 +36,7 @@ from ds_dynatrain.elastic.links import Links
 from ds_dynatrain.elastic.messages import Announce, Bye, Phase, Probed, Report, clipped
 from ds_dynatrain.elastic.roster import Effect, Entry, Finish, GiveUp, Publish, Recovery, Roster
 from ds_dynatrain.elastic.settings import ORPHAN_SECONDS, Settings
-from ds_dynatrain.elastic.world import LONGEST_TEXT, World, member_id, node_of, nodes_of
+from ds_dynatrain.elastic.world import LONGEST_TEXT, NO_WORLD, World, member_id, node_of, nodes_of
 from ds_dynatrain.errors import JobFinished, PeerRefused
 
 LEAVER_SECONDS = 5.0
@@ -52,11 +52,11 @@ QUIET_BEATS = 3
 
 @dataclass(frozen=True)
 class Missed:
-    """A member that was given up for silence alone, and the generation that it was in."""
+    """A member that was given up for silence alone, and the generation that it was in, if in any."""
 
     entry: Entry
     reason: str
-    world: World | None
+    world: World
 
 
 class Membership:
@@ -66,7 +66,7 @@ class Membership:
         self.settings = settings
         self.term = term
         self.roster = Roster()
-        self.world: World | None = None
+        self._world = NO_WORLD
         self.is_finished = False
         self.changes: deque[tuple[World, float]] = deque(maxlen=REMEMBERED_CHANGES)
         """The last generations, and when each was published."""
@@ -105,6 +105,11 @@ class Membership:
         self._owed: list[Publish] = []
         """Generations that members may have missed while their connection was replaced."""
         self.links = Links(settings.silent_seconds, now)
+
+    @property
+    def world(self) -> World | None:
+        """The present generation; None before the first."""
+        return self._world if self._world.generation else None
 
     # -- events ------------------------------------------------------------------------------------------------------
 
@@ -161,11 +166,12 @@ class Membership:
         del self._missed[member]
         self._gone.pop(member, None)
         self.roster.restore(missed.entry, now)
-        if missed.world is not None and not self._takes_part(member) and self._held_state_in(missed.world, member):
-            self._back[member] = missed
-            self._breach = f"{member} was heard of again"
-        elif self.world is not None and missed.world is not None and not self._takes_part(member):
-            self._owed.append(Publish(self.world, (member,)))  # it waits for a generation that is over
+        if missed.world.generation and not self._takes_part(member):
+            if self._held_state_in(missed.world, member):
+                self._back[member] = missed
+                self._breach = f"{member} was heard of again"
+            else:
+                self._owed.append(Publish(self._world, (member,)))  # it waits for a generation that is over
         self._note(now)
 
     def _held_state_in(self, world: World, member: str) -> bool:
@@ -174,10 +180,9 @@ class Membership:
 
     def _goes_on_without(self, member: str, missed: Missed) -> bool:
         """Return whether the others need a silent member no more: one of them has entered a generation without it."""
-        world = self.world
-        if world is not None and member in world.leaving and self._is_handed_over:
+        if member in self._world.leaving and self._is_handed_over:
             return True
-        has_changed = world is not None and (missed.world is None or world.generation > missed.world.generation)
+        has_changed = self._world.generation > missed.world.generation
         return has_changed and self._is_entered and not self._takes_part(member)
 
     def report(self, member: str, said: Report, now: float) -> None:
@@ -185,7 +190,7 @@ class Membership:
         self._hear_again(member, now)
         if member not in self.roster:
             raise PeerRefused(f"{member} was given up ({self._gone.get(member, 'it is not known here')})")
-        newest = 0 if self.world is None else self.world.generation
+        newest = self._world.generation
         if self._recovery is None and said.entered > newest:
             raise PeerRefused(
                 f"{member} says it entered generation {said.entered}, and the newest is {newest}; start it again to "
@@ -228,8 +233,8 @@ class Membership:
         entry = self._remove(member)
         if entry is None:
             return
-        if self.world is not None and member in self.world.leaving and not self._is_handed_over:
-            if said.newest < self.world.generation:
+        if member in self._world.leaving and not self._is_handed_over:
+            if said.newest < self._world.generation:
                 self._is_gone(member, "ended before it heard that the others may ask for its state", now)
                 return
             if not said.has_left:
@@ -240,7 +245,7 @@ class Membership:
             if self._may_be_the_last_holder(member):
                 self._breach = f"{member} went, and nobody has said that it has the state"
             self._note(now)
-        elif said.has_left and self.world is not None and said.newest < self.world.generation:
+        elif said.has_left and said.newest < self._world.generation:
             self._is_gone(member, f"left after generation {said.newest}, which went on without it", now)
         elif entry.report.leaving:  # the others still count on it
             self._is_gone(member, "ended before the others could let it go", now)
@@ -300,8 +305,7 @@ class Membership:
             effects += self._recall(now)
         effects += self._give_up_unreached(now)
         if not self.is_finished:
-            there = () if self.world is None else self._present((*self.world.members, *self.world.leaving))
-            effects += self.links.probes(self.roster, there, now)
+            effects += self.links.probes(self.roster, self._present(self._world.everyone), now)
         is_left_behind = self._may_rejoin and any(self._was_left_behind(one) for one in self.roster.members)
         if self._is_overdue(now) or is_left_behind:
             self._note(now)
@@ -326,11 +330,12 @@ class Membership:
         for entry in list(self.roster):
             silence = now - entry.heard
             if min(silence, now - self._held_at) > self.settings.silent_seconds or silence > ORPHAN_SECONDS:
-                reason, world = f"no heartbeat for {min(silence, self.settings.silent_seconds):g} s", self.world
+                reason = f"no heartbeat for {min(silence, self.settings.silent_seconds):g} s"
                 if silence > ORPHAN_SECONDS:
                     reason = f"no heartbeat for {ORPHAN_SECONDS:g} s"
                 self.lost(entry.member, reason, now)
-                self._missed[entry.member] = Missed(entry, reason, world if self._takes_part(entry.member) else None)
+                world = self._world if self._takes_part(entry.member) else NO_WORLD
+                self._missed[entry.member] = Missed(entry, reason, world)
         return self._part_with_missed(now)
 
     def _is_quiet(self, entry: Entry, now: float) -> bool:
@@ -391,10 +396,10 @@ class Membership:
         Nobody where fewer than MIN nodes would be there then, with those that wait, or while that may lose state that
         the network may give back.
         """
-        world, links = self.world, self.links
-        if world is None or not links.stands_still(now) or not links.parted:
+        world, links = self._world, self.links
+        if not links.stands_still(now) or not links.parted:
             return []
-        outside = links.outside(self.roster, self._present((*world.members, *world.leaving)))
+        outside = links.outside(self.roster, self._present(world.everyone))
         parted = [self.roster[one] for one in outside]
         stay = tuple(one for one in self._present(world.members) if one not in outside)
         has_enough = len(nodes_of((*stay, *self._newcomers(stay)))) >= self.settings.min_nodes
@@ -442,33 +447,34 @@ class Membership:
     def _recall(self, now: float) -> list[Effect]:
         """End the recovery: take over the newest world, and part with members that it does not know, or that hang."""
         recovery, self._recovery = self._recovery, None
-        started = (*self.world.members, *self.world.leaving) if self.world is not None else ()
+        started = self._world.everyone
         if started and recovery is not None and not self._may_hold_state(recovery):
             outside = [one for one in self.roster.members if recovery.heard_of(one) and one not in started]
             return [self._give_up(one, now) for one in outside]
-        self.world = None if recovery is None else recovery.choose()
-        if self.world is None or recovery is None:
+        world = None if recovery is None else recovery.choose()
+        if world is None or recovery is None:
             return []
-        begun_here = [member for member, missed in self._missed.items() if missed.world is not None]
-        self._is_starter, self._newest = False, max(self._newest, self.world.generation)
+        self._world = world
+        begun_here = [member for member, missed in self._missed.items() if missed.world.generation]
+        self._is_starter, self._newest = False, max(self._newest, world.generation)
         self.links.move(now)
         self._done.difference_update(started)
         said = [(entry.member, entry.report) for entry in self.roster if self._takes_part(entry.member)]
         self._entered = max((report.entered for _, report in said), default=0)
-        self._has_begun = self.world.begun or any(report.step for _, report in said)
+        self._has_begun = world.begun or any(report.step for _, report in said)
         self._note(now)
         for member, report in said:
-            if report.broken == self.world.generation:
+            if report.broken == world.generation:
                 self._break(member, report)
         told = *self._let_go(recovery), *self._passed_over(recovery, started)
-        present = self._present((*self.world.members, *self.world.leaving, *told))
+        present = self._present((*world.everyone, *told))
         strangers = [one for one in self.roster.members if recovery.heard_of(one) or one in started]
         over = [one for one in strangers if one not in present or one in started]
         effects: list[Effect] = [self._give_up(one, now) for one in over]
         effects += [GiveUp(one, self._missed.pop(one).entry.pid, self._gone[one]) for one in begun_here]
         effects += self._miss(now)
-        self.changes.append((self.world, now))
-        self._published = Publish(self.world, self._present(present))
+        self.changes.append((world, now))
+        self._published = Publish(world, self._present(present))
         return [*effects, self._published]
 
     def _may_hold_state(self, recovery: Recovery) -> bool:
@@ -478,16 +484,15 @@ class Membership:
 
     def _let_go(self, recovery: Recovery) -> list[str]:
         """Leavers that have come back, and have not heard yet that the others go on without them."""
-        newest = 0 if self.world is None else self.world.generation
         leaving = [entry.member for entry in self.roster if entry.report.leaving and recovery.heard_of(entry.member)]
-        return [member for member in leaving if _generation(recovery.told(member)) < newest]
+        return [member for member in leaving if (recovery.told(member) or NO_WORLD).generation < self._world.generation]
 
     def _passed_over(self, recovery: Recovery, started: Iterable[str]) -> list[str]:
         """Late newcomers that the others went on without, and that have not joined since: they may still."""
-        world, found = self.world, list[str]()
+        world, found = self._world, list[str]()
         for entry in self.roster:
             told = recovery.told(entry.member)
-            if world is None or told is None or entry.member in (*world.members, *started):
+            if told is None or entry.member in (*world.members, *started):
                 continue
             if entry.report.entered or not recovery.has_reported(entry.member):  # it holds something, or may
                 continue
@@ -503,14 +508,12 @@ class Membership:
 
     def _miss(self, now: float) -> list[GiveUp]:
         """Of the world that was taken over, those that have not come back."""
-        world, effects = self.world, list[GiveUp]()
-        if world is None:
-            return effects
-        for member in world.members:
+        effects = list[GiveUp]()
+        for member in self._world.members:
             if member not in self.roster and member not in self._done and member not in self._missed:
                 self._gone.setdefault(member, "it did not come back")
                 effects.append(GiveUp(member, None, self._gone[member]))
-        for member in world.leaving:
+        for member in self._world.leaving:
             if member not in self.roster and not self._is_handed_over:
                 self._is_gone(member, "it did not come back", now)
         return effects
@@ -519,8 +522,7 @@ class Membership:
 
     def _next_world(self, now: float) -> World | None:
         """The generation that follows from who is there; None if the present one stands, or is still being entered."""
-        old = self.world
-        members = () if old is None else old.members
+        old, members = self._world, self._world.members
         dead = tuple(one for one in members if one not in self.roster and one not in self._done)
         is_failure = bool(dead or self._breach or self._is_overdue(now))
         if not is_failure and not self._is_settled:
@@ -533,7 +535,7 @@ class Membership:
         is_ending = not self._done.isdisjoint(members)  # who has ended takes part in no change
         if not is_failure and (stay + joined == members or is_ending):
             return None
-        if old is None and not joined:
+        if not old.generation and not joined:
             return None
         holding = {*self._back, *(members if self._is_entered else self._survivors)}
         return World(
@@ -544,7 +546,7 @@ class Membership:
             survivors=len(holding.intersection(stay)),
             leaving=leaving,
             lost=dead,
-            broken=0 if old is None else old.generation if self._breach else old.broken,
+            broken=old.generation if self._breach else old.broken,
             hangs=self._hangs if self._is_hang else 0,
             begun=self._has_begun and (is_failure or not self._have_all_left),
             paused=len(nodes_of(stay + joined)) < self.settings.min_nodes,
@@ -553,9 +555,8 @@ class Membership:
 
     def _in_order(self, members: tuple[str, ...]) -> tuple[str, ...]:
         """Return the members of the present generation and those that have come back, in the order that they had."""
-        base = min((one.world for one in self._back.values() if one.world is not None), key=_generation, default=None)
-        before = () if base is None else base.members
-        return tuple(one for one in dict.fromkeys((*before, *members)) if one in members or one in self._back)
+        base = min((one.world for one in self._back.values()), key=lambda world: world.generation, default=NO_WORLD)
+        return tuple(one for one in dict.fromkeys((*base.members, *members)) if one in members or one in self._back)
 
     def _newcomers(self, stay: tuple[str, ...], are_built: bool = False) -> tuple[str, ...]:
         """Return who joins those that stay: whole nodes, as many as MAX allows; to start a job, MIN of them or nobody.
@@ -565,7 +566,7 @@ class Membership:
         """
         if self._done:
             return ()
-        nodes = self.roster.complete_nodes(apart=(*self._back, *(() if self.world is None else self.world.members)))
+        nodes = self.roster.complete_nodes(apart=(*self._back, *self._world.members))
         nodes = [node for node in nodes if self._may_rejoin or not any(map(self._was_left_behind, node))]
         nodes = [node for node in nodes if not are_built or all(self._has_built(one) for one in node)]
         nodes = self.links.reaching(self.roster, nodes, stay)
@@ -582,10 +583,8 @@ class Membership:
     def _was_left_behind(self, member: str) -> bool:
         return self.roster[member].report.entered > 0 and not self._takes_part(member)
 
-    def _leaving(self, old: World | None) -> tuple[str, ...]:
+    def _leaving(self, old: World) -> tuple[str, ...]:
         """Who leaves, and is still there; whoever did before does, though its report may not have come again yet."""
-        if old is None:
-            return ()
         told = tuple(one for one in self._in_order(old.members) if one in self.roster and self._is_leaving(one))
         back = tuple(one for one in self._back if one in self.roster and self._is_leaving(one))
         return tuple(dict.fromkeys((*told, *self._present(old.leaving), *back)))
@@ -599,8 +598,8 @@ class Membership:
     @property
     def _late(self) -> tuple[str, ...]:
         """Newcomers of a generation that nobody has entered, on nodes that have not made all their engines."""
-        world = self.world
-        if world is None or self._is_entered:
+        world = self._world
+        if self._is_entered:
             return ()
         coming = self._present(world.members[world.survivors :])
         nodes = nodes_of(one for one in coming if not self._has_built(one))
@@ -609,23 +608,22 @@ class Membership:
     @property
     def _is_lacking(self) -> bool:
         """Whether the present generation can only be entered with more members."""
-        world = self.world
-        there = () if world is None else self._present((*world.members, *world.leaving))
-        return world is not None and any(self.roster[one].report.lacking == world.generation for one in there)
+        there = self._present(self._world.everyone)
+        return any(self.roster[one].report.lacking == self._world.generation for one in there)
 
     @property
     def _can_go_alone(self) -> bool:
         """Whether the others can train without those that are late."""
-        world, late = self.world, self._late
-        if world is None or not self._present(world.members if self._is_entered else self._survivors):
+        world, late = self._world, self._late
+        if not self._present(world.members if self._is_entered else self._survivors):
             return False
         stay = [one for one in self._present(world.members) if not self.roster[one].report.leaving and one not in late]
         return bool(stay) and len(nodes_of(stay)) >= self.settings.min_nodes and not self._is_lacking
 
     def _have_others_waited(self, now: float) -> bool:
         """Return whether late nodes have kept others waiting for too long: some of the world, or nodes that wait."""
-        world, late, most = self.world, self._late, self.settings.stuck_seconds
-        if world is None or not late or self._is_lacking or not 0 < most <= now - self.changes[-1][1]:
+        world, late, most = self._world, self._late, self.settings.stuck_seconds
+        if not late or self._is_lacking or not 0 < most <= now - self.changes[-1][1]:
             return False
         coming = [one for one in self._present(world.members[world.survivors :]) if not self._is_leaving(one)]
         return not set(coming) <= set(late) or bool(self._newcomers(world.members))
@@ -636,8 +634,8 @@ class Membership:
 
     def _is_overdue(self, now: float) -> bool:
         """Whether others cannot wait any longer until the present generation is entered."""
-        world = self.world
-        if world is None or self._recovery is not None or self._is_entered:
+        world = self._world
+        if self._recovery is not None or self._is_entered:
             return False
         if self._is_lacking:
             return bool(self._newcomers(world.members))
@@ -651,15 +649,13 @@ class Membership:
     @property
     def _is_needed(self) -> bool:
         """Whether all of a generation stand still until each of its members has entered it."""
-        return self.world is not None and self.world.change == "failure" and not self._is_entered
+        return self._world.change == "failure" and not self._is_entered
 
     @property
     def _is_settled(self) -> bool:
         """Whether everybody has entered the present generation."""
-        world = self.world
-        return world is None or all(
-            self.roster[one].report.entered == world.generation for one in world.members if one in self.roster
-        )
+        world = self._world
+        return all(self.roster[one].report.entered == world.generation for one in world.members if one in self.roster)
 
     @property
     def _is_handed_over(self) -> bool:
@@ -667,12 +663,12 @@ class Membership:
 
         Where all members leave there are no others: each is waited for until it has gone.
         """
-        return self._is_settled and self.world is not None and bool(self.world.members)
+        return self._is_settled and bool(self._world.members)
 
     @property
     def _is_entered(self) -> bool:
         """Whether anybody has entered the present generation: then all its members hold its state."""
-        return self.world is not None and self._entered >= self.world.generation
+        return 0 < self._world.generation <= self._entered
 
     @property
     def _have_all_left(self) -> bool:
@@ -681,14 +677,12 @@ class Membership:
 
     def _may_be_the_last_holder(self, member: str) -> bool:
         """Whether a leaver is asked for the state in a generation whose members have none; they would wait for it."""
-        world = self.world
-        if world is None or member not in world.leaving:
-            return False
-        return bool(world.members) and not world.survivors and not self._is_entered
+        world = self._world
+        return member in world.leaving and bool(world.members) and not world.survivors and not self._is_entered
 
     @property
     def _survivors(self) -> tuple[str, ...]:
-        return () if self.world is None else self.world.members[: self.world.survivors]
+        return self._world.members[: self._world.survivors]
 
     def _reason(self, joined: Iterable[str], left: Iterable[str], dead: Iterable[str], late: Iterable[str]) -> str:
         parts = [f"{one} lost ({self._gone.get(one, 'it did not come back')})" for one in dead]
@@ -699,19 +693,19 @@ class Membership:
         return clipped("; ".join(parts), LONGEST_TEXT)
 
     def _publish(self, world: World, now: float) -> Publish:
-        passed_over = () if self.world is None else self._present(self.world.members)
-        if self._breach and self.world is not None:
-            self._see_who_is_mute(self.world, now)
+        passed_over = self._present(self._world.members)
+        if self._breach:
+            self._see_who_is_mute(self._world, now)
         if self.world is None:
             self._is_starter = True
             self.links.move(now)
-        self.world, self._newest = world, world.generation
+        self._world, self._newest = world, world.generation
         self.links.look(now)
         self._breach, self._is_hang = "", False
         self._back.clear()
         self._has_begun = world.begun
         self.changes.append((world, now))
-        self._published = Publish(world, tuple(dict.fromkeys((*world.members, *world.leaving, *passed_over))))
+        self._published = Publish(world, tuple(dict.fromkeys((*world.everyone, *passed_over))))
         return self._published
 
     def _finish(self) -> list[Finish]:
@@ -739,17 +733,17 @@ class Membership:
         return "waiting" if entry.report.ready else "warming"
 
     def _works(self, member: str) -> bool:
-        return self.world is not None and member in self.world.members
+        return member in self._world.members
 
     def _takes_part(self, member: str) -> bool:
         """Whether others may wait for it in a collective: it works, or hands over what it has."""
-        return self.world is not None and member in (*self.world.members, *self.world.leaving)
+        return member in self._world.everyone
 
     def _is_gone(self, member: str, why: str, now: float) -> None:
         self._gone[member] = why
         if len(self._gone) > REMEMBERED_GONE:
             del self._gone[next(iter(self._gone))]
-        if self.world is not None and member in self.world.leaving and not self._is_handed_over:
+        if member in self._world.leaving and not self._is_handed_over:
             self._breach = f"{member} broke off its hand-over ({why})"
         self._note(now)
 
@@ -760,10 +754,6 @@ class Membership:
 
     def _present(self, members: Iterable[str]) -> tuple[str, ...]:
         return tuple(one for one in members if one in self.roster)
-
-
-def _generation(world: World | None) -> int:
-    return 0 if world is None else world.generation
 
 
 def _answered(report: Report) -> int:

@@ -199,9 +199,7 @@ class Recovery:
     def is_complete(self) -> bool:
         """Whether nobody else of the newest world can come back, and all have said what they are."""
         world = self.choose()
-        if world is None or len(self._reported) < len(world.members) + len(world.leaving):
-            return False
-        return self._reported >= {*world.members, *world.leaving}
+        return world is not None and self._reported.issuperset(world.everyone)
 
     def expect(self, patience: float) -> None:
         """There was a job before: until then, its members may come back."""

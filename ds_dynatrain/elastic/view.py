@@ -22,7 +22,7 @@ from ds_dynatrain.elastic.messages import (
     StartingNode,
     Status,
 )
-from ds_dynatrain.elastic.world import Record, nodes_of
+from ds_dynatrain.elastic.world import NO_WORLD, Record, nodes_of
 
 Value = TypeVar("Value")
 State = Literal["waiting", "running", "changing", "standing", "paused", "lost", "finished"]
@@ -31,6 +31,8 @@ LEAST_QUIET_SECONDS = 10.0
 QUIET_STEPS = 5.0
 """A job stands that has made no step for so many times what one takes, and for so many seconds."""
 MOST_NAMED = 5
+REPORTED = {"entered", "step", "layout", "pause_ms", "protected", "waits_for"}
+"""What of a member's report the status has."""
 FRESH_SECONDS = 0.5
 """However many ask, a value is made no more often than that,"""
 REST = 20.0
@@ -195,22 +197,16 @@ def _count(number: int, what: str) -> str:
 
 def snapshot(membership: Membership, job: str, now: float) -> Status:
     """Return the status at `now`: workers in the order of their ranks, then those without a rank by name."""
-    world = membership.world
-    ranks = () if world is None else world.members
-    place = {member: rank for rank, member in enumerate(ranks)}
+    world = membership.world or NO_WORLD
+    place = {member: rank for rank, member in enumerate(world.members)}
     members = [
         MemberStatus(
             member=entry.member,
             phase=membership.phase(entry),
             rank=place.get(entry.member),
             pid=entry.pid,
-            entered=entry.report.entered,
-            step=entry.report.step,
-            layout=entry.report.layout,
-            pause_ms=entry.report.pause_ms,
-            protected=entry.report.protected,
             heard_seconds=max(0.0, now - entry.heard),
-            waits_for=entry.report.waits_for,
+            **entry.report.model_dump(include=REPORTED),
         )
         for entry in membership.roster
     ]
@@ -231,10 +227,10 @@ def snapshot(membership: Membership, job: str, now: float) -> Status:
         term=membership.term,
         min_nodes=membership.settings.min_nodes,
         max_nodes=membership.settings.max_nodes,
-        generation=0 if world is None else world.generation,
-        paused=world is not None and world.paused,
+        generation=world.generation,
+        paused=world.paused,
         finished=membership.is_finished,
-        ranks=ranks,
+        ranks=world.members,
         members=tuple(members),
         starting=_starting(membership, now),
         changes=changes,

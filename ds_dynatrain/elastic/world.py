@@ -69,6 +69,11 @@ class World(Record):
         return self
 
     @property
+    def everyone(self) -> tuple[str, ...]:
+        """Members and those that leave: whom others may wait for."""
+        return (*self.members, *self.leaving)
+
+    @property
     def prefix(self) -> str:
         """Where the keys of this generation's groups lie in the store."""
         return f"world/{self.term}/{self.generation}"
@@ -76,6 +81,10 @@ class World(Record):
     def rank(self, member: str) -> int | None:
         """The place of a member, or None if it is not in this world."""
         return self.members.index(member) if member in self.members else None
+
+
+NO_WORLD = World.model_construct(term="", generation=0, change="planned", members=())
+"""Before the first generation: nobody is in it."""
 
 
 def member_id(node: str, local_rank: int) -> str:
