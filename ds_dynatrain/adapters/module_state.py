@@ -310,14 +310,8 @@ def take_state(module: nn.Module, state: Mapping[str, Any], casts: bool = False)
         part = _part(module, name)
         if part is not None and has_extra_state(part):
             part.set_extra_state(value)
-    if state.get("modes"):
-        _take_modes(module, state["modes"])
-
-
-def _take_modes(module: nn.Module, modes: Mapping[str, bool]) -> None:
-    """Set each module's mode, without a call of `train`, which a class may have made its own."""
-    found: dict[str, bool] = {}
-    for name, part in module.named_modules():  # parents first
+    modes, found = state.get("modes", {}), dict[str, bool]()
+    for name, part in module.named_modules() if modes else ():  # parents first; a class may have its own `train`
         found[name] = part.training = modes[name] if name in modes else found[_parent(name)]
 
 

@@ -33,7 +33,7 @@ from ds_dynatrain.adapters.device import HOST, compute_device
 from ds_dynatrain.adapters.experts import Conversion
 from ds_dynatrain.adapters.grid import StageGrid
 from ds_dynatrain.adapters.incoming import seeded
-from ds_dynatrain.adapters.moe import enter_layers, expert_index, layers_with_experts, leave_groups
+from ds_dynatrain.adapters.moe import enter_layers, layers_with_experts, leave_groups
 from ds_dynatrain.adapters.no_alloc import is_stand_in, stand_in
 from ds_dynatrain.adapters.pipeline import PARAMETERS, Cut, PipelineTemplate, giving, is_pipeline, layer_of
 from ds_dynatrain.adapters.process_groups import is_known
@@ -116,8 +116,7 @@ class PipelineShaper(Shaper):
 
     def parameters(self, root: nn.Module, layout: Layout) -> dict[str, nn.Parameter]:
         """DeepSpeed's names are those of the whole model, but for numbers of experts."""
-        named = moe.names(root, expert_index(layout))
-        return {named[name]: held for name, held in root.named_parameters()}
+        return moe.parameters(root, layout)
 
     def enter(self, engine: Any, layout: Layout) -> None:
         """The groups of layers with experts; what the engine of a stage needs is in `pipeline_host`."""
@@ -213,11 +212,6 @@ def take_stage(root: PipelineModule, grid: StageGrid) -> None:
             td.destroy_process_group(group)
     root._topo, root._grid, root.world_group = grid.topology(), grid, None
     root.global_rank, root.world_size = grid.global_rank, grid.world_size
-
-
-def leave(root: PipelineModule) -> None:
-    """Hold no group."""
-    root._grid, root.tied_comms = None, {}
 
 
 class StageExperts(Conversion):
@@ -320,9 +314,16 @@ def put_together(model: Any, lists: Lists, exchange: Exchange) -> dict[int, int]
     """
     if not is_pipeline(model) or model.num_stages == 1:
         return {}
-    record = _record(model, lists)
+    names = {id(held): name for name, held in model.named_parameters()}
+    record: dict[str, Any] = {
+        "lists": [[names[id(held)] for held in listed if id(held) in names] for listed in lists],
+        "frozen": [name for name, held in model.named_parameters() if not held.requires_grad],
+    }
     first_of = [min(model._topo.filter_match(pipe=stage)) for stage in range(model.num_stages)]
-    owners = {title: first_of[stage] for title, stage in _first_stages(model).items()}
+    owners: dict[str, int] = {}
+    for number, spec in enumerate(model._layer_specs):
+        title = f"tied_modules.{spec.key}" if isinstance(spec, TiedLayerSpec) else str(number)
+        owners.setdefault(title, first_of[model.stage_owner(number)])
     _complete(model)
     record["buffers"] = {name: _mark(held) for name, held in model.named_buffers()}
     records = exchange(record)
@@ -332,24 +333,6 @@ def put_together(model: Any, lists: Lists, exchange: Exchange) -> dict[int, int]
     for name, held in model.named_parameters():
         found[id(held)] = owners.get(layer_of(name), 0)
         held.requires_grad_(name not in records[found[id(held)]]["frozen"])
-    return found
-
-
-def _record(model: PipelineModule, lists: Lists) -> dict[str, Any]:
-    """What this process knows of its own stage."""
-    names = {id(held): name for name, held in model.named_parameters()}
-    return {
-        "lists": [[names[id(held)] for held in listed if id(held) in names] for listed in lists],
-        "frozen": [name for name, held in model.named_parameters() if not held.requires_grad],
-    }
-
-
-def _first_stages(model: PipelineModule) -> dict[str, int]:
-    """The first stage that has each layer, by what its parameters' names begin with."""
-    found: dict[str, int] = {}
-    for number, spec in enumerate(model._layer_specs):
-        title = f"tied_modules.{spec.key}" if isinstance(spec, TiedLayerSpec) else str(number)
-        found.setdefault(title, model.stage_owner(number))
     return found
 
 

@@ -355,7 +355,7 @@ NAMES: Names = {
     "deepspeed.runtime.pipe.engine:PipelineEngine": """
         _INSTRUCTION_MAP _aggregate_total_loss _allocate_or_extend_buffers _exec_backward_pass _exec_forward_pass
         _exec_reduce_grads _exec_reduce_tied_grads _exec_schedule _scale_loss_by_gas _take_model_step
-        clip_fp32_gradients compile eval_batch reset_activation_shape train_batch
+        clip_fp32_gradients compile eval_batch reset_activation_shape set_dataiterator train_batch
     """,
     "deepspeed.runtime.pipe.module:PipelineModule": """
         _build _partition_layers _precompute_checkpointable_values _set_bounds stage_owner

@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader
 
 from ds_dynatrain.data.batch import BatchArithmetic, Slot
 from ds_dynatrain.data.order import Cursor, EpochOrder
-from ds_dynatrain.data.source import MapStyle, Source, in_epoch
+from ds_dynatrain.data.source import Source, in_epoch
 from ds_dynatrain.data.workers import apart, like_stock, without_collection
 from ds_dynatrain.errors import DataError
 
@@ -142,7 +142,7 @@ class _Loader:
     source: Source
 
     @property
-    def dataset(self) -> MapStyle:
+    def dataset(self) -> Any:
         """The data set."""
         return self.source.dataset
 
