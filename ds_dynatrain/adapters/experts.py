@@ -9,7 +9,7 @@ With a tensor axis DeepSpeed *folds* AutoTP's cuts into AutoEP's: attention and 
 model is cut, stacks and routers are not. Tensor ranks share a layer's tokens between them and send them to experts as
 data ranks do. With one expert index DeepSpeed refuses: gradients would be counted twice.
 
-How ZeRO deals the stacks is told in `expert_groups`. In the order of a group's flat buffer they are w1, w2, w3 of the
+How ZeRO deals the stacks is told in `moe`. In the order of a group's flat buffer they are w1, w2, w3 of the
 first layer, then of the next. AutoEP takes the experts' initial values from the user's model, so the stacks that
 ranks hold at any size are slices of the same tensors.
 """

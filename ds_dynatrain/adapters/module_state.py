@@ -206,7 +206,7 @@ def _mark(value: Any, depth: int = 0) -> Any:
         return nn.Parameter
     if isinstance(value, torch.Tensor):
         return _Same(value), None if value.is_inference() else value._version
-    if type(value) in (list, tuple, dict) and len(value) <= MOST_PARTS and depth < _MOST_DEPTH:
+    if _has_parts(value, depth) and len(value) <= MOST_PARTS:
         return type(value), [_mark(part, depth + 1) for part in _parts(value)]
     return _Same(value)
 
@@ -217,7 +217,7 @@ def _travels(value: Any, depth: int = 0) -> bool:
         return not isinstance(value, str) or len(value) <= MOST_BYTES
     if type(value) is torch.Tensor and not depth:
         return value.layout is torch.strided and value.nbytes <= MOST_BYTES and not value.requires_grad
-    if type(value) in (list, tuple, dict) and len(value) <= MOST_PARTS and depth < _MOST_DEPTH:
+    if _has_parts(value, depth) and len(value) <= MOST_PARTS:
         return all(_travels(part, depth + 1) for part in _parts(value))
     return False
 
@@ -226,9 +226,13 @@ def _is_output(value: Any, depth: int = 0) -> bool:
     """Whether a value is what a forward pass has computed for the backward pass, of no use after that."""
     if isinstance(value, torch.Tensor):
         return value.requires_grad
-    if type(value) in (list, tuple, dict) and depth < _MOST_DEPTH:
+    if _has_parts(value, depth):
         return any(_is_output(part, depth + 1) for part in _parts(value))
     return False
+
+
+def _has_parts(value: Any, depth: int) -> bool:
+    return type(value) in (list, tuple, dict) and depth < _MOST_DEPTH
 
 
 def _parts(value: Any) -> list[Any]:

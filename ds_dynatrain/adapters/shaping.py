@@ -41,7 +41,7 @@ def shaper_of(
 
     From then on the model has one parameter for each logical tensor. member: of the launch. lists: of the model's
     parameters that the caller has, in an optimizer say. factory: builds the model anew, if it cannot be copied.
-    owners: see `staged.put_together`. cut: layers into stages, where `pipeline.partition` is "profile".
+    owners: see `put_together`. cut: layers into stages, where `pipeline.partition` is "profile".
     """
     if is_pipeline(model):
         return PipelineShaper(model, config, member, lists, owners, cut)

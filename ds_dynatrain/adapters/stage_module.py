@@ -61,14 +61,15 @@ class PipelineShaper(Shaper):
         """Take a user's model over, as `moe.complete` or AutoEP does, and keep a template of it.
 
         config: `pipeline.partition` says how layers are dealt to stages; DeepSpeed does not keep what the module was
-        built with. owners: see `staged.put_together`. cut: what the method "profile" does.
+        built with. owners: see `put_together`. cut: what the method "profile" does.
         """
-        method = (config.get("pipeline") or {}).get("partition", "best")
-        self.owners = {} if experts.is_on(config) else complete(model, member, lists, owners or {})
+        method, owners = (config.get("pipeline") or {}).get("partition", "best"), owners or {}
+        first = {layer_of(name): owners[id(held)] for name, held in model.named_parameters() if id(held) in owners}
+        self.owners = {} if experts.is_on(config) else complete(model, member, lists, first)
         self.template = PipelineTemplate.of(model, PARAMETERS if method == "best" else method, cut)
         self._dtype = torch.float32
         if experts.is_on(config):
-            self.autoep = StageExperts(model, self.template, config, bool(lists), owners or {})
+            self.autoep = StageExperts(model, self.template, config, bool(lists), first)
             self.template, self.owners = self.autoep.template, self.autoep.owners
 
     def cuts(self, layout: Layout) -> Mapping[str, AxisCuts]:
@@ -138,10 +139,12 @@ class PipelineShaper(Shaper):
 
 
 def complete(
-    model: PipelineModule, member: int, lists: Sequence[list[nn.Parameter]], owners: Mapping[int, int]
+    model: PipelineModule, member: int, lists: Sequence[list[nn.Parameter]], first: Mapping[str, int]
 ) -> dict[int, int]:
-    """`moe.complete`, where a process may have built one stage only: its experts' peers are processes of that stage."""
-    first = {layer_of(name): owners[id(held)] for name, held in model.named_parameters() if id(held) in owners}
+    """`moe.complete`, where a process may have built one stage only: its experts' peers are processes of that stage.
+
+    first: which process has the first value of each layer.
+    """
     index = moe.complete(model, member, lists)
     named = ((layer_of(name), held) for name, held in model.named_parameters())
     return {id(held): first.get(layer, 0) + index[id(held)] for layer, held in named if id(held) in index}
@@ -227,11 +230,11 @@ class StageExperts(Conversion):
         source: PipelineTemplate,
         config: Mapping[str, Any],
         listed: bool,
-        owners: Mapping[int, int],
+        first: Mapping[str, int],
     ) -> None:
         """Take a module with all layers over: it has DeepSpeed's layers from now on, and its values.
 
-        source: its template. listed: whether the caller has lists of its parameters. owners: see `put_together`.
+        source: its template. listed: whether the caller has lists of its parameters. first: see `complete`.
         UnsupportedError, naming the part, for a module that cannot be followed.
         """
         super().__init__(model, config)
@@ -243,7 +246,6 @@ class StageExperts(Conversion):
             )
         self._source = source
         self._named: Any = getattr(model, "config", None)  # of a model of transformers: AutoEP reads it
-        first = {layer_of(name): owners[id(held)] for name, held in model.named_parameters() if id(held) in owners}
         empty = {layer_of(name) for name, held in model.named_parameters() if is_stand_in(held)}
         with experts.refused_by_deepspeed():
             self.template = self._converted(1, 0)

@@ -1,7 +1,7 @@
 """What differs between the DeepSpeed series that this package is tested with; no other file asks for a version.
 
 A series is a minor version. Within one, patches from the tested one on are let in: their private names are checked at
-import (`names`), and the census of every switch tells where their buffers lie.
+import, and the census of every switch tells where their buffers lie.
 
 The names of DeepSpeed's that the adapters rely on, checked before anything else of them is imported.
 

@@ -14,7 +14,7 @@ from ds_dynatrain.adapters.host_engine import COMPILE_BACKEND, NOTHING, HostEngi
 from ds_dynatrain.adapters.module_state import buffers_kept, note
 from ds_dynatrain.adapters.shaper import Shaper
 from ds_dynatrain.adapters.world import World
-from ds_dynatrain.data.order import Cursor
+from ds_dynatrain.data import Cursor
 from ds_dynatrain.engine.checkpoints.from_checkpoint import Part
 from ds_dynatrain.engine.context import Context, Job
 from ds_dynatrain.engine.members.discarded import needs_peers, plain
