@@ -1,6 +1,12 @@
-"""What modules keep besides parameters: buffers, `training`, extra state (`get_extra_state`), and attributes.
+"""What modules keep besides parameters: buffers, `training`, extra state (`get_extra_state`), and plain attributes.
 
 Buffers are taken as they are now: of another shape or type than the constructor made them, or registered since.
+
+Of plain attributes (a counter, a length that was seen, a small tensor) torch knows nothing: they are in no state dict.
+What has changed since the first forward pass goes with the module, by its name, to members that have a module of the
+same class there. Not carried are attributes of DeepSpeed's modules and those that it puts on others, which belong to a
+layout; of torchmetrics, which each rank counts for itself; and private ones of Lightning's, which say where a loop
+stands.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 One shaper for each way that DeepSpeed has of dealing a model out. A change of these sizes, or of a member's place on
 these axes, gives the root module other children; the root itself, and with it whatever hangs on it, stays.
+
+Where ZeRO cuts follows from numbers of DeepSpeed's configuration, which `rules_of` gives as `space` wants them.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """What differs between the DeepSpeed series that this package is tested with; no other file asks for a version.
 
-A series is a minor version. Within one, patches from the tested one on are let in: their private names are checked at
-import, and the census of every switch tells where their buffers lie.
-
-The names of DeepSpeed's that the adapters rely on, checked before anything else of them is imported.
-
-DeepSpeed moves fast, and most of these are private: a missing one is an error that names both versions, not an
-AttributeError in the middle of a training.
+A series is a minor version. Within one, patches from the tested one on are let in: the private names that the adapters
+rely on are checked before anything else of them is imported, and the census of every switch tells where their buffers
+lie. A missing name is an error that names both versions, not an AttributeError in the middle of a training.
 """
 
 from __future__ import annotations

@@ -15,6 +15,8 @@ The rules of `iter`:
 - A global batch that was begun must be dealt in full: leaving it in the middle is an error of the next `iter()`.
 - Where the host says that the others have left their loops, the pass has no batch, and the position stays where it is.
 - One iterator at a time: an older one raises.
+
+The loader of evaluation data has no position and no boundary, and the same number of batches on every rank.
 """
 
 from __future__ import annotations

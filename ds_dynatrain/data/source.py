@@ -2,6 +2,8 @@
 
 A torch `DataLoader` is taken apart: samples are chosen again by global index, so its batch size and its own split
 over ranks do not count. What cannot be re-sampled by global index is refused by name.
+
+Where micro-batches are leaves, random draws do not depend on who reads a sample, or on what was read before.
 """
 
 from __future__ import annotations
