@@ -5,7 +5,7 @@ samples a global batch has, and where training stands, `source` takes a data set
 what a user iterates over, and what that needs from an engine. The package knows torch, and no DeepSpeed.
 """
 
-from ds_dynatrain.data.batch import BatchArithmetic, ColumnArithmetic, Leaf, LeafArithmetic, Slot, uneven
+from ds_dynatrain.data.batch import BatchArithmetic, ColumnArithmetic, Leaf, LeafArithmetic, Slot, nearest_even
 from ds_dynatrain.data.loader import EvaluationLoader, MicroBatch, Pass, TrainLoader
 from ds_dynatrain.data.order import Cursor, EpochOrder
 from ds_dynatrain.data.source import Source
@@ -25,5 +25,5 @@ __all__ = [
     "Source",
     "TrainLoader",
     "WorkerStart",
-    "uneven",
+    "nearest_even",
 ]

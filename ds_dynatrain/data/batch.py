@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -240,45 +240,13 @@ def _in_turn(shares: Sequence[int], rank: int, samples: int) -> list[int]:
     return [place for place in places if place < samples]
 
 
-@dataclass(frozen=True)
-class Unevenness:
-    """The data-parallel sizes under which some slots of a full global batch are larger than others.
+def nearest_even(train_batch_size: int, micro_batch_limit: int, data: int) -> int:
+    """Return the batch size nearest to the given one, the smaller of two, that so many data ranks cut evenly.
 
-    `nearest` is the batch size closest to the one asked about (the smaller of two) that is even under all sizes asked
-    about.
+    One of data * micro_batch_limit samples is always even, so there is one.
     """
-
-    data: tuple[int, ...]
-    nearest: int
-
-
-def uneven(train_batch_size: int, micro_batch_limit: int, data_sizes: Iterable[int]) -> Unevenness:
-    """Which of `data_sizes` cut a full global batch unevenly, and the nearest batch size that none of them does.
-
-    A batch of lcm(data_sizes) * micro_batch_limit is always even, so the search takes at most micro_batch_limit
-    strides.
-    """
-    sizes = sorted(set(data_sizes))
-    if not sizes:
-        raise DataError(
-            f"no data-parallel size was given to compare train_batch_size {train_batch_size} with; give at least one "
-            "in data_sizes"
-        )
-    bad = tuple(size for size in sizes if not BatchArithmetic(train_batch_size, micro_batch_limit, size).even())
-    if not bad:
-        return Unevenness((), train_batch_size)
-    stride = math.lcm(*sizes)
-    below, above = train_batch_size // stride * stride, (train_batch_size // stride + 1) * stride
-
-    def fits(candidate: int) -> bool:
-        return candidate > 0 and all(BatchArithmetic(candidate, micro_batch_limit, size).even() for size in sizes)
-
-    while below > 0 and not fits(below):
-        below -= stride
-    while not fits(above):
-        above += stride
-    near_below = below > 0 and train_batch_size - below <= above - train_batch_size
-    return Unevenness(bad, below if near_below else above)
+    sizes = (train_batch_size + way * far for far in itertools.count() for way in (-1, 1))
+    return next(size for size in sizes if size > 0 and BatchArithmetic(size, micro_batch_limit, data).even())
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from ds_dynatrain.data import BatchArithmetic, ColumnArithmetic, EpochOrder, uneven
+from ds_dynatrain.data import BatchArithmetic, ColumnArithmetic, EpochOrder, nearest_even
 from ds_dynatrain.errors import DataError
 
 sizes = st.integers(1, 40)
@@ -136,22 +136,19 @@ def test_a_pipeline_takes_full_batches() -> None:
         ColumnArithmetic(8, 2, 2).deal(7)
 
 
-def test_uneven_names_the_sizes_and_the_nearest_batch() -> None:
-    found = uneven(8, 2, range(1, 4))
-    assert found.data == (3,) and found.nearest == 12
-    assert uneven(8, 2, (1, 2, 4)) == type(found)((), 8)
+def test_nearest_even_batch() -> None:
+    assert (nearest_even(8, 2, 3), nearest_even(8, 2, 4), nearest_even(10, 2, 4)) == (6, 8, 8)
 
 
-@given(batch=sizes, limit=st.integers(1, 6), data=st.sets(st.integers(1, 6), min_size=1))
-def test_nearest_even_batch_is_the_nearest(batch: int, limit: int, data: set[int]) -> None:
-    found = uneven(batch, limit, data)
+@given(batch=sizes, limit=st.integers(1, 6), data=st.integers(1, 6))
+def test_nearest_even_batch_is_the_nearest(batch: int, limit: int, data: int) -> None:
+    found = nearest_even(batch, limit, data)
 
     def fits(candidate: int) -> bool:
-        return all(BatchArithmetic(candidate, limit, size).even() for size in data)
+        return BatchArithmetic(candidate, limit, data).even()
 
-    assert fits(found.nearest)
-    assert set(found.data) == {size for size in data if not BatchArithmetic(batch, limit, size).even()}
-    distance = abs(found.nearest - batch)
+    assert fits(found) and (found == batch) == fits(batch)
+    distance = abs(found - batch)
     assert not any(fits(near) for near in range(max(1, batch - distance + 1), batch + distance))
 
 
