@@ -107,13 +107,11 @@ class BatchArithmetic:
         """Of one rank: `accumulation` of them."""
         return self.accumulation
 
-    def even(self, samples: int | None = None) -> bool:
-        """Whether all slots of a global batch of `samples` (default: a full one) have the same size, and weight 1."""
-        count = self.train_batch_size if samples is None else samples
+    def even(self) -> bool:
+        """Whether all slots of a full global batch have the same size, and weight 1."""
         if self.shares is None:
-            return count % self.slots == 0
-        counts = {len(self.positions(rank, count)) for rank in range(self.data)}
-        return len(counts) == 1 and counts.pop() % self.accumulation == 0
+            return self.train_batch_size % self.slots == 0
+        return len(set(self.shares)) == 1 and self.shares[0] % self.accumulation == 0
 
     def positions(self, rank: int, samples: int) -> Sequence[int]:
         """The places of a rank's samples in a global batch of so many, in the order in which they are dealt."""
@@ -211,8 +209,8 @@ class ColumnArithmetic(BatchArithmetic):
         """Of one rank."""
         return self.columns.counts[rank]
 
-    def even(self, samples: int | None = None) -> bool:
-        """Whether all ranks have as many micro-batches; a global batch is always a full one."""
+    def even(self) -> bool:
+        """Whether all ranks have as many micro-batches."""
         return self.columns.is_even
 
     def positions(self, rank: int, samples: int) -> Sequence[int]:
@@ -300,10 +298,9 @@ class LeafArithmetic(BatchArithmetic):
         """Samples of rank 0."""
         return len(self.positions(0, self.train_batch_size))
 
-    def even(self, samples: int | None = None) -> bool:
-        """Whether no rank borrows a leaf, and all leaves have the same size."""
-        count = self.train_batch_size if samples is None else samples
-        return count % self.largest_slot == 0 and self.leaves_of(count) == self.slots
+    def even(self) -> bool:
+        """Whether no rank borrows a leaf of a full global batch, and all leaves have the same size."""
+        return self.train_batch_size % self.largest_slot == 0 and self.leaves == self.slots
 
     def positions(self, rank: int, samples: int) -> Sequence[int]:
         """The places of a rank's own samples, leaf by leaf."""

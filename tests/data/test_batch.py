@@ -44,7 +44,9 @@ def test_each_position_is_dealt_once_and_weights_sum_to_slots(arithmetic: BatchA
     for slot in slots:
         assert slot.samples in (0, len(slot.positions)) and (slot.samples or slot.positions == (0,))
         assert (slot.weight == 0) == (slot.samples == 0)
-    assert arithmetic.even(n) == all(slot.weight == 1.0 for slot in slots)
+    full = arithmetic.deal(arithmetic.train_batch_size)
+    weights = [slot.weight for rank in range(arithmetic.data) for slot in full.rank(rank)]
+    assert arithmetic.even() == all(weight == 1.0 for weight in weights)
 
 
 @settings(deadline=None)
@@ -89,7 +91,7 @@ def test_even_shares_are_dealt_as_without_shares(batch: int, limit: int, data: i
         assert shared.deal(n).rank(rank) == plain.deal(n).rank(rank)
     for each in (plain, shared):
         largest = max(slot.samples for rank in range(data) for slot in each.deal(batch).rank(rank))
-        assert each.largest_slot == largest and each.even(n) == plain.even(n)
+        assert each.largest_slot == largest and each.even() == plain.even()
 
 
 def test_a_slow_rank_takes_fewer_samples() -> None:
