@@ -17,7 +17,6 @@ import tempfile
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +33,6 @@ KEPT = 256
 Schedule = Mapping[str, Callable[[int], Any]]
 
 
-@dataclass(frozen=True)
-class Drawn:
-    """One global batch: indices of the data set, and what DeepSpeed hands to a post-processing function with it."""
-
-    indices: torch.Tensor
-    state: dict[str, Any]
-
-
 class CurriculumOrder(EpochOrder):
     """The order that `data_efficiency.data_sampling.curriculum_learning` describes."""
 
@@ -52,7 +43,7 @@ class CurriculumOrder(EpochOrder):
         self._sampler: Any = None
         self._remove_folder: weakref.finalize[..., Any] | None = None
         self._next = 0
-        self._kept: OrderedDict[int, Drawn] = OrderedDict()
+        self._kept: OrderedDict[int, tuple[torch.Tensor, dict[str, Any]]] = OrderedDict()
         super().__init__(length, train_batch_size, seed=int(block["seed"]))
 
     @property
@@ -76,11 +67,11 @@ class CurriculumOrder(EpochOrder):
     def batches(self, epoch: int, step: int) -> Iterator[torch.Tensor]:
         """The data set's indices of the global batches from `step` to the end of the pass."""
         for number in range(step, self.steps):
-            yield self._draw(epoch * self.steps + number).indices
+            yield self._draw(epoch * self.steps + number)[0]
 
     def state(self, epoch: int, step: int) -> dict[str, Any]:
         """Difficulties and counts as they were when global batch `step` was drawn, under DeepSpeed's names."""
-        return copy.deepcopy(self._draw(epoch * self.steps + step).state)
+        return copy.deepcopy(self._draw(epoch * self.steps + step)[1])
 
     def describe(self) -> dict[str, Any]:
         """What must be equal for a position to mean the same."""
@@ -99,7 +90,8 @@ class CurriculumOrder(EpochOrder):
         self.schedule = dict(schedule)
         self._sampler = None
 
-    def _draw(self, number: int) -> Drawn:
+    def _draw(self, number: int) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Return a global batch: indices of the data set, and what DeepSpeed tells a post-processing function of it."""
         if number not in self._kept:
             if self._sampler is None or number < self._next:
                 self._start()
@@ -135,7 +127,7 @@ class CurriculumOrder(EpochOrder):
             )
         sampler.consumed_samples += len(sampler.batch)
         state = {name: value for name, value in sampler.state_dict().items() if name != "np_rng_state"}
-        self._kept[self._next] = Drawn(torch.tensor(sampler.batch, dtype=torch.int64), copy.deepcopy(state))
+        self._kept[self._next] = torch.tensor(sampler.batch, dtype=torch.int64), copy.deepcopy(state)
         self._next += 1
         while len(self._kept) > KEPT:
             self._kept.popitem(last=False)

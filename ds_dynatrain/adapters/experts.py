@@ -9,7 +9,7 @@ With a tensor axis DeepSpeed *folds* AutoTP's cuts into AutoEP's: attention and 
 model is cut, stacks and routers are not. Tensor ranks share a layer's tokens between them and send them to experts as
 data ranks do. With one expert index DeepSpeed refuses: gradients would be counted twice.
 
-How ZeRO deals the stacks is told in `expert_groups`. In the order of a group's flat buffer they are w1, w2, w3 of the
+How ZeRO deals the stacks is told in `moe`. In the order of a group's flat buffer they are w1, w2, w3 of the
 first layer, then of the next. AutoEP takes the experts' initial values from the user's model, so the stacks that
 ranks hold at any size are slices of the same tensors.
 """
@@ -191,7 +191,10 @@ def replace_layers(
         given: dict[str, Any] = {"collect_sources": listed, "on_moe_layer_replaced": each}
         replaced = conversion.replace_moe_layers(specs, ep_size=size, ep_rank=index, **given)
     for spec in specs:
-        _count_from_zero(module.get_submodule(spec.moe_module_name))
+        layer = module.get_submodule(spec.moe_module_name)
+        for name, buffer in layer.named_buffers(recurse=False):
+            if buffer.is_meta:  # its own count of tokens, which begins at zero
+                setattr(layer, name, torch.zeros(buffer.shape, dtype=buffer.dtype, device=compute_device()))
     return replaced
 
 
@@ -299,13 +302,6 @@ def _place_of(held: nn.Parameter, index: int) -> None:
     description = getattr(held, keys.DS_AUTOEP_UC_META)
     experts = autoep_experts_for_rank(description[keys.AUTOEP_EXPERT_PLACEMENT], index)
     description.update({keys.AUTOEP_PARAM_EP_RANK: index, keys.AUTOEP_PARAM_LOCAL_EXPERTS: list(experts)})
-
-
-def _count_from_zero(layer: nn.Module) -> None:
-    """The layer's own count of tokens, made on the meta device with the rest, is real."""
-    for name, buffer in layer.named_buffers(recurse=False):
-        if buffer.is_meta:
-            setattr(layer, name, torch.zeros(buffer.shape, dtype=buffer.dtype, device=compute_device()))
 
 
 def refuse_parts(model: nn.Module) -> None:

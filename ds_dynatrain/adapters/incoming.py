@@ -25,7 +25,6 @@ import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from functools import wraps
 from inspect import signature
 from typing import Any
@@ -67,16 +66,6 @@ def drawing_modules(model: nn.Module, meta: set[int]) -> list[tuple[str, nn.Modu
             taken.update(id(held) for held in own)
             found.append((name, module, own))
     return found
-
-
-def refuse_meta_buffers(model: nn.Module) -> None:
-    """UnsupportedError, naming it, for a buffer on the meta device."""
-    for name, buffer in model.named_buffers():
-        if buffer.is_meta:
-            raise UnsupportedError(
-                f"buffer {name!r} is on the meta device: make it real before initialize (a rotary table, running "
-                "statistics)"
-            )
 
 
 def refuse_undrawable(model: nn.Module, param_init_fn: ParamInit | None) -> None:
@@ -164,7 +153,6 @@ Place = tuple[int, int, BufferId, int]
 """(first row-major index, elements, buffer, offset in it)."""
 
 
-@dataclass
 class Incoming:
     """The parameters of a model, in the module's order, before its engine is built.
 
@@ -173,46 +161,44 @@ class Incoming:
     place: which part of each this process has.
     """
 
-    model: nn.Module
-    shapes: dict[int, tuple[int, ...]]
-    forms: dict[int, str]
-    types: dict[int, torch.dtype]
-    param_init_fn: ParamInit | None = None
-    owners: Mapping[int, int] = field(default_factory=dict)
-    held: dict[int, torch.Tensor] = field(default_factory=dict)
-    place: int = 0
-
-    @staticmethod
-    def look(
+    def __init__(
+        self,
         model: nn.Module,
         launch: LaunchWorld,
         param_init_fn: ParamInit | None = None,
         owners: Mapping[int, int] | None = None,
         joins: bool = False,
-    ) -> Incoming:
+    ) -> None:
         """Read a model without changing it; UnsupportedError, naming the parameter, for what cannot come in.
 
-        owners: by a parameter's id the process that has its value, where that is not process 0. joins: whether all
-        values come from a job that runs.
+        joins: whether all values come from a job that runs.
         """
         if partition_parameters.top_level_context is not None:
             raise UnsupportedError(
                 "initialize was called inside of `with deepspeed.zero.Init(...)`; call it after that block"
             )
-        refuse_meta_buffers(model)
+        for name, buffer in model.named_buffers():
+            if buffer.is_meta:
+                raise UnsupportedError(
+                    f"buffer {name!r} is on the meta device: make it real before initialize (a rotary table, running "
+                    "statistics)"
+                )
         if not joins:
             refuse_undrawable(model, param_init_fn)
-        shapes, forms, types, place = {}, {}, {}, 0
+        self.model, self.param_init_fn, self.owners, self.place = model, param_init_fn, owners or {}, 0
+        self.shapes: dict[int, tuple[int, ...]] = {}
+        self.forms: dict[int, str] = {}
+        self.types: dict[int, torch.dtype] = {}
+        self.held: dict[int, torch.Tensor] = {}
         each: Any
         for name, each in model.named_parameters():
             is_part = hasattr(each, "ds_id")
             if is_part:
                 _refuse_part(name, each, launch)
-                place = each.ds_process_group.rank()
-            shapes[id(each)] = tuple(each.ds_shape if is_part else each.shape)
-            forms[id(each)] = PART if is_part else META if each.is_meta else WHOLE
-            types[id(each)] = each.dtype
-        return Incoming(model, shapes, forms, types, param_init_fn, owners or {}, place=place)
+                self.place = each.ds_process_group.rank()
+            self.shapes[id(each)] = tuple(each.ds_shape if is_part else each.shape)
+            self.forms[id(each)] = PART if is_part else META if each.is_meta else WHOLE
+            self.types[id(each)] = each.dtype
 
     @property
     def draws(self) -> bool:

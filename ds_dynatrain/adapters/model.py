@@ -112,9 +112,14 @@ class ModelMap:
         return {tensor.name: held for tensor, held in zip(self.tensors, self.parameters, strict=True)}
 
     @property
+    def names(self) -> dict[int, str]:
+        """The tensors' names by the ids of their parameters."""
+        return {id(held): name for name, held in self.named.items()}
+
+    @property
     def group_names(self) -> tuple[tuple[str, ...], ...]:
         """What each group holds, by the tensors' names."""
-        names = {id(held): name for name, held in self.named.items()}
+        names = self.names
         return tuple(tuple(names[id(held)] for held in group) for group in self.groups)
 
     @property
@@ -137,15 +142,13 @@ def _marks(parameter: nn.Parameter) -> dict[str, object]:
 
 
 def _only_dtype(names: dict[int, str], known: dict[int, nn.Parameter]) -> torch.dtype:
-    first: tuple[str, torch.dtype] | None = None
-    for key, parameter in known.items():
-        if first is None:
-            first = (names[key], parameter.dtype)
-        elif parameter.dtype != first[1]:
+    if not known:
+        raise UnsupportedError("the model has no parameter; give a module that has some")
+    first, *others = ((names[key], parameter.dtype) for key, parameter in known.items())
+    for name, dtype in others:
+        if dtype != first[1]:
             raise UnsupportedError(
-                f"parameters of two types: {first[0]!r} is {first[1]}, {names[key]!r} is {parameter.dtype}; "
+                f"parameters of two types: {first[0]!r} is {first[1]}, {name!r} is {dtype}; "
                 "give all parameters one type (`keep_in_fp32_modules` is not supported yet)"
             )
-    if first is None:
-        raise UnsupportedError("the model has no parameter; give a module that has some")
     return first[1]

@@ -1,6 +1,12 @@
-"""What modules keep besides parameters: buffers, `training`, extra state (`get_extra_state`), and attributes.
+"""What modules keep besides parameters: buffers, `training`, extra state (`get_extra_state`), and plain attributes.
 
 Buffers are taken as they are now: of another shape or type than the constructor made them, or registered since.
+
+Of plain attributes (a counter, a length that was seen, a small tensor) torch knows nothing: they are in no state dict.
+What has changed since the first forward pass goes with the module, by its name, to members that have a module of the
+same class there. Not carried are attributes of DeepSpeed's modules and those that it puts on others, which belong to a
+layout; of torchmetrics, which each rank counts for itself; and private ones of Lightning's, which say where a loop
+stands.
 """
 
 from __future__ import annotations
@@ -206,7 +212,7 @@ def _mark(value: Any, depth: int = 0) -> Any:
         return nn.Parameter
     if isinstance(value, torch.Tensor):
         return _Same(value), None if value.is_inference() else value._version
-    if type(value) in (list, tuple, dict) and len(value) <= MOST_PARTS and depth < _MOST_DEPTH:
+    if _has_parts(value, depth) and len(value) <= MOST_PARTS:
         return type(value), [_mark(part, depth + 1) for part in _parts(value)]
     return _Same(value)
 
@@ -217,7 +223,7 @@ def _travels(value: Any, depth: int = 0) -> bool:
         return not isinstance(value, str) or len(value) <= MOST_BYTES
     if type(value) is torch.Tensor and not depth:
         return value.layout is torch.strided and value.nbytes <= MOST_BYTES and not value.requires_grad
-    if type(value) in (list, tuple, dict) and len(value) <= MOST_PARTS and depth < _MOST_DEPTH:
+    if _has_parts(value, depth) and len(value) <= MOST_PARTS:
         return all(_travels(part, depth + 1) for part in _parts(value))
     return False
 
@@ -226,9 +232,13 @@ def _is_output(value: Any, depth: int = 0) -> bool:
     """Whether a value is what a forward pass has computed for the backward pass, of no use after that."""
     if isinstance(value, torch.Tensor):
         return value.requires_grad
-    if type(value) in (list, tuple, dict) and depth < _MOST_DEPTH:
+    if _has_parts(value, depth):
         return any(_is_output(part, depth + 1) for part in _parts(value))
     return False
+
+
+def _has_parts(value: Any, depth: int) -> bool:
+    return type(value) in (list, tuple, dict) and depth < _MOST_DEPTH
 
 
 def _parts(value: Any) -> list[Any]:
@@ -310,14 +320,8 @@ def take_state(module: nn.Module, state: Mapping[str, Any], casts: bool = False)
         part = _part(module, name)
         if part is not None and has_extra_state(part):
             part.set_extra_state(value)
-    if state.get("modes"):
-        _take_modes(module, state["modes"])
-
-
-def _take_modes(module: nn.Module, modes: Mapping[str, bool]) -> None:
-    """Set each module's mode, without a call of `train`, which a class may have made its own."""
-    found: dict[str, bool] = {}
-    for name, part in module.named_modules():  # parents first
+    modes, found = state.get("modes", {}), dict[str, bool]()
+    for name, part in module.named_modules() if modes else ():  # parents first; a class may have its own `train`
         found[name] = part.training = modes[name] if name in modes else found[_parent(name)]
 
 

@@ -260,8 +260,7 @@ class NativeShaper(Shaper):
 
     def parameters(self, root: nn.Module, layout: Layout) -> dict[str, nn.Parameter]:
         """By the numbers of experts in the whole layer."""
-        named = names(root, expert_index(layout))
-        return {named[name]: held for name, held in root.named_parameters()}
+        return parameters(root, layout)
 
     def enter(self, engine: Any, layout: Layout) -> None:
         """The layers' groups of ranks, also in a module that stays."""
@@ -317,6 +316,12 @@ def resize(module: nn.Module, size: int) -> None:
         pattern, there = _pattern(path, held.deepspeed_experts), list(held.deepspeed_experts)[:count]
         held.deepspeed_experts = nn.ModuleList([*there, *(pattern.copy() for _ in range(count - len(there)))])
         _mark(layer, size)
+
+
+def parameters(root: nn.Module, layout: Layout) -> dict[str, nn.Parameter]:
+    """The parameters of a rank's module by their logical names; the world of the layout is installed."""
+    named = names(root, expert_index(layout))
+    return {named[name]: held for name, held in root.named_parameters()}
 
 
 def names(module: nn.Module, index: int) -> dict[str, str]:

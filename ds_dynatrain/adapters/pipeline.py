@@ -105,11 +105,10 @@ class PipelineTemplate:
         """
         parts = self.boundaries(layout)
         found: dict[str, tuple[int, ...]] = {}
-        for number, (layer, key) in enumerate(zip(self.layers, self.keys, strict=True)):
+        for layer, key, prefix in zip(self.layers, self.keys, self.prefixes(), strict=True):
             if layer is None:
                 continue
-            held = (_stage(parts, number),) if key is None else self._holders(parts, key)
-            prefix = str(number) if key is None else f"tied_modules.{key}"
+            held = self._holders(parts, prefix)
             for name, parameter in layer.module.named_parameters():
                 is_tied = key is None or name in self.tied[key] or not parameter.requires_grad
                 if len(held) > 1 and not is_tied:
@@ -127,7 +126,7 @@ class PipelineTemplate:
     def ties(self, layout: Layout) -> dict[str, tuple[int, ...]]:
         """The stages that share each tie, by its key in DeepSpeed's order; the first one is its owner."""
         parts = self.boundaries(layout)
-        return {key: self._holders(parts, key) for key in sorted(self.tied)}
+        return {key: self._holders(parts, f"tied_modules.{key}") for key in sorted(self.tied)}
 
     def layers_by_stage(self, layout: Layout) -> tuple[tuple[str, ...], ...]:
         """The names of the modules that each stage has, without functions; a tied one stands once."""
@@ -139,11 +138,9 @@ class PipelineTemplate:
     def whole(self) -> nn.Module:
         """One module of all layers, with DeepSpeed's names; without memory."""
         made, tied = nn.Module(), nn.ModuleDict()
-        for number, (layer, key) in enumerate(zip(self.layers, self.keys, strict=True)):
-            if layer is not None and key is None:
-                made.add_module(str(number), layer.module)
-            elif layer is not None:
-                tied[str(key)] = layer.module
+        for layer, key, prefix in zip(self.layers, self.keys, self.prefixes(), strict=True):
+            if layer is not None:
+                (made if key is None else tied).add_module(key or prefix, layer.module)
         made.add_module("tied_modules", tied)
         return made
 
@@ -157,11 +154,10 @@ class PipelineTemplate:
 
     def layer_in(self, whole: nn.Module, number: int) -> nn.Module:
         """A layer that is no function, in a module as `whole`."""
-        key = self.keys[number]
-        return whole.get_submodule(str(number) if key is None else f"tied_modules.{key}")
+        return whole.get_submodule(self.prefixes()[number])
 
-    def _holders(self, parts: Sequence[int], key: str) -> tuple[int, ...]:
-        return tuple(sorted({_stage(parts, number) for number, held in enumerate(self.keys) if held == key}))
+    def _holders(self, parts: Sequence[int], prefix: str) -> tuple[int, ...]:
+        return tuple(sorted({_stage(parts, number) for number, each in enumerate(self.prefixes()) if each == prefix}))
 
     def _partition(self, pipe: int, expert: int) -> tuple[int, ...]:
         if self.method == PROFILE and self.cut is not None:

@@ -41,8 +41,9 @@ from ds_dynatrain.adapters.module_state import note
 from ds_dynatrain.adapters.pipeline import layer_of
 from ds_dynatrain.adapters.replaced import replaced
 from ds_dynatrain.adapters.stage0 import count_empty_groups
-from ds_dynatrain.adapters.stage_module import PipelineShaper, leave, place, take_stage
+from ds_dynatrain.adapters.stage_module import PipelineShaper, place, take_stage
 from ds_dynatrain.adapters.world import World
+from ds_dynatrain.data import EvaluationLoader
 from ds_dynatrain.space import Columns, Layout, LogicalTensor
 
 
@@ -148,7 +149,8 @@ class StageHost(Host):
         """Hold no group of a world, and no activation."""
         super().leave_shape()
         self.engine.grid = self.engine.mpu = p2p._grid = None
-        leave(self.module)
+        module: Any = self.module
+        module._grid, module.tied_comms = None, {}
         self.engine._forget_activations()
 
     def break_off(self) -> None:
@@ -249,16 +251,20 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """DeepSpeed's: as many micro-batches as in training, or so many in every column, and the mean over all."""
+        """DeepSpeed's; on the members that work. data_iter may also be an evaluation loader.
+
+        Without `num_micro_batches` each pipeline reads as many micro-batches as of a global batch of training, where
+        pipelines may have different numbers of them; what is returned is the mean over all.
+        """
+        given = iter(data_iter) if isinstance(data_iter, EvaluationLoader) else data_iter
         if num_micro_batches is None:
             longest, divisor = self._columns.longest, self._columns.mean
         else:
             longest, divisor = num_micro_batches, float(num_micro_batches)
         passes = self.module.micro_offset
-        with replaced(self, "_divisor", divisor):
-            found = super().eval_batch(
-                data_iter, return_logits, compute_loss, reduce_output, bcast_loss, num_micro_batches
-            )
+        own = super().set_dataiterator  # what training reads goes on afterwards
+        with replaced(self, "_divisor", divisor), replaced(self, "set_dataiterator", own):
+            found = super().eval_batch(given, return_logits, compute_loss, reduce_output, bcast_loss, num_micro_batches)
         self.module.micro_offset = passes + longest
         return found
 

@@ -1,4 +1,9 @@
-"""What DeepSpeed sets once for a process, and not for an engine, apart from groups (`parallel_state`)."""
+"""What DeepSpeed keeps once for a process and not for an engine, apart from groups (`parallel_state`).
+
+That is what it sets, and random streams beside torch's: the tracker of activation checkpointing, and the accelerator's
+own. Blocks that are run under `get_cuda_rng_tracker().fork(name)` draw from the tracker's named states, which are
+advanced with every fork; nothing else in a job knows of them.
+"""
 
 from __future__ import annotations
 

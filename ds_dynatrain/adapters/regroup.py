@@ -83,7 +83,7 @@ def wanted_of(model: ModelMap, module: nn.Module, groups: Sequence[Mapping[str, 
     strange = _strange(model, module)
     if strange is not None:
         raise SwitchRefused(strange, "add parameters before initialize, frozen if need be; change their data in place")
-    names = {id(parameter): tensor.name for tensor, parameter in zip(model.tensors, model.parameters, strict=True)}
+    names = model.names
     asked = []
     for group in groups:
         held = group.get("params", ())
@@ -135,7 +135,11 @@ def regroup(model: ModelMap, optimizer: torch.optim.Optimizer, wanted: Wanted) -
             "engine.update_param_groups: no parameter requires a gradient any more",
             "leave one trainable: parameter.requires_grad_(True)",
         )
-    _check_fresh(optimizer, fresh, wanted.begun)
+    for group in fresh if wanted.begun else ():  # zeros have to be how the optimizer begins
+        if {**optimizer.param_groups[group.origin], **group.values}.get("dampening"):
+            raise SwitchRefused(
+                f"{group.names[0]!r}: with dampening a momentum does not begin as zeros", "set dampening to 0"
+            )
     after = Regrouping((*kept, *fresh), tuple(name for name in names if now[name]))
     before = [NewGroup(number, False, listed) for number, listed in enumerate(model.group_names)]
     return None if after == Regrouping(tuple(before), tuple(name for name in names if was[name])) else after
@@ -158,7 +162,7 @@ def changes(
     if len(optimizer.param_groups) != len(model.groups):
         have = f"the optimizer has {len(optimizer.param_groups)} groups and had {len(model.groups)}"
         return "optimizer groups", have
-    known = {id(parameter): tensor.name for parameter, tensor in zip(model.parameters, model.tensors, strict=True)}
+    known = model.names
     for number, (group, listed) in enumerate(zip(optimizer.param_groups, model.groups, strict=True)):
         found = {id(each) for each in group["params"]} & known.keys()
         other = found ^ ({id(each) for each in listed} if plain else set())
@@ -169,17 +173,14 @@ def changes(
 
 def _strange(model: ModelMap, module: nn.Module) -> str | None:
     """A parameter that is not the object that was registered, in words."""
-    known = {id(parameter): tensor.name for parameter, tensor in zip(model.parameters, model.tensors, strict=True)}
-    seen = set()
-    for name, parameter in module.named_parameters():
-        if id(parameter) not in known:
+    known, present = model.names, {id(parameter): name for name, parameter in module.named_parameters()}
+    for key, name in present.items():
+        if key not in known:
             return f"{name!r} is new in the model, or another object than at initialize"
-        seen.add(id(parameter))
-    elsewhere = {
-        id(parameter) for tensor, parameter in zip(model.tensors, model.parameters, strict=True) if not tensor.numel
-    }
-    missing = [name for key, name in known.items() if key not in seen | elsewhere]
-    return f"{missing[0]!r} is no longer in the model" if missing else None
+    for tensor, parameter in zip(model.tensors, model.parameters, strict=True):
+        if tensor.numel and id(parameter) not in present:  # an empty one is of another rank
+            return f"{tensor.name!r} is no longer in the model"
+    return None
 
 
 def _asked(
@@ -220,16 +221,6 @@ def _asked(
             f"leave {unknown[0]!r} out of the new group",
         )
     return NewGroup(like, True, names, more)
-
-
-def _check_fresh(optimizer: torch.optim.Optimizer, fresh: Sequence[NewGroup], begun: bool) -> None:
-    """SwitchRefused where zeros are not how the optimizer begins."""
-    for group in fresh:
-        settings = {**optimizer.param_groups[group.origin], **group.values}
-        if begun and settings.get("dampening"):
-            raise SwitchRefused(
-                f"{group.names[0]!r}: with dampening a momentum does not begin as zeros", "set dampening to 0"
-            )
 
 
 KNOWN_MODULES = ("torch.optim.lr_scheduler", "deepspeed.runtime.lr_schedules")

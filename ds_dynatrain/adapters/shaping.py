@@ -2,6 +2,8 @@
 
 One shaper for each way that DeepSpeed has of dealing a model out. A change of these sizes, or of a member's place on
 these axes, gives the root module other children; the root itself, and with it whatever hangs on it, stays.
+
+Where ZeRO cuts follows from numbers of DeepSpeed's configuration, which `rules_of` gives as `space` wants them.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ def shaper_of(
 
     From then on the model has one parameter for each logical tensor. member: of the launch. lists: of the model's
     parameters that the caller has, in an optimizer say. factory: builds the model anew, if it cannot be copied.
-    owners: see `staged.put_together`. cut: layers into stages, where `pipeline.partition` is "profile".
+    owners: see `put_together`. cut: layers into stages, where `pipeline.partition` is "profile".
     """
     if is_pipeline(model):
         return PipelineShaper(model, config, member, lists, owners, cut)

@@ -33,7 +33,7 @@ from ds_dynatrain.adapters.device import HOST, compute_device
 from ds_dynatrain.adapters.experts import Conversion
 from ds_dynatrain.adapters.grid import StageGrid
 from ds_dynatrain.adapters.incoming import seeded
-from ds_dynatrain.adapters.moe import enter_layers, expert_index, layers_with_experts, leave_groups
+from ds_dynatrain.adapters.moe import enter_layers, layers_with_experts, leave_groups
 from ds_dynatrain.adapters.no_alloc import is_stand_in, stand_in
 from ds_dynatrain.adapters.pipeline import PARAMETERS, Cut, PipelineTemplate, giving, is_pipeline, layer_of
 from ds_dynatrain.adapters.process_groups import is_known
@@ -61,14 +61,15 @@ class PipelineShaper(Shaper):
         """Take a user's model over, as `moe.complete` or AutoEP does, and keep a template of it.
 
         config: `pipeline.partition` says how layers are dealt to stages; DeepSpeed does not keep what the module was
-        built with. owners: see `staged.put_together`. cut: what the method "profile" does.
+        built with. owners: see `put_together`. cut: what the method "profile" does.
         """
-        method = (config.get("pipeline") or {}).get("partition", "best")
-        self.owners = {} if experts.is_on(config) else complete(model, member, lists, owners or {})
+        method, owners = (config.get("pipeline") or {}).get("partition", "best"), owners or {}
+        first = {layer_of(name): owners[id(held)] for name, held in model.named_parameters() if id(held) in owners}
+        self.owners = {} if experts.is_on(config) else complete(model, member, lists, first)
         self.template = PipelineTemplate.of(model, PARAMETERS if method == "best" else method, cut)
         self._dtype = torch.float32
         if experts.is_on(config):
-            self.autoep = StageExperts(model, self.template, config, bool(lists), owners or {})
+            self.autoep = StageExperts(model, self.template, config, bool(lists), first)
             self.template, self.owners = self.autoep.template, self.autoep.owners
 
     def cuts(self, layout: Layout) -> Mapping[str, AxisCuts]:
@@ -116,8 +117,7 @@ class PipelineShaper(Shaper):
 
     def parameters(self, root: nn.Module, layout: Layout) -> dict[str, nn.Parameter]:
         """DeepSpeed's names are those of the whole model, but for numbers of experts."""
-        named = moe.names(root, expert_index(layout))
-        return {named[name]: held for name, held in root.named_parameters()}
+        return moe.parameters(root, layout)
 
     def enter(self, engine: Any, layout: Layout) -> None:
         """The groups of layers with experts; what the engine of a stage needs is in `pipeline_host`."""
@@ -139,10 +139,12 @@ class PipelineShaper(Shaper):
 
 
 def complete(
-    model: PipelineModule, member: int, lists: Sequence[list[nn.Parameter]], owners: Mapping[int, int]
+    model: PipelineModule, member: int, lists: Sequence[list[nn.Parameter]], first: Mapping[str, int]
 ) -> dict[int, int]:
-    """`moe.complete`, where a process may have built one stage only: its experts' peers are processes of that stage."""
-    first = {layer_of(name): owners[id(held)] for name, held in model.named_parameters() if id(held) in owners}
+    """`moe.complete`, where a process may have built one stage only: its experts' peers are processes of that stage.
+
+    first: which process has the first value of each layer.
+    """
     index = moe.complete(model, member, lists)
     named = ((layer_of(name), held) for name, held in model.named_parameters())
     return {id(held): first.get(layer, 0) + index[id(held)] for layer, held in named if id(held) in index}
@@ -215,11 +217,6 @@ def take_stage(root: PipelineModule, grid: StageGrid) -> None:
     root.global_rank, root.world_size = grid.global_rank, grid.world_size
 
 
-def leave(root: PipelineModule) -> None:
-    """Hold no group."""
-    root._grid, root.tied_comms = None, {}
-
-
 class StageExperts(Conversion):
     """How AutoEP deals out the layers of a pipeline.
 
@@ -233,11 +230,11 @@ class StageExperts(Conversion):
         source: PipelineTemplate,
         config: Mapping[str, Any],
         listed: bool,
-        owners: Mapping[int, int],
+        first: Mapping[str, int],
     ) -> None:
         """Take a module with all layers over: it has DeepSpeed's layers from now on, and its values.
 
-        source: its template. listed: whether the caller has lists of its parameters. owners: see `put_together`.
+        source: its template. listed: whether the caller has lists of its parameters. first: see `complete`.
         UnsupportedError, naming the part, for a module that cannot be followed.
         """
         super().__init__(model, config)
@@ -249,7 +246,6 @@ class StageExperts(Conversion):
             )
         self._source = source
         self._named: Any = getattr(model, "config", None)  # of a model of transformers: AutoEP reads it
-        first = {layer_of(name): owners[id(held)] for name, held in model.named_parameters() if id(held) in owners}
         empty = {layer_of(name) for name, held in model.named_parameters() if is_stand_in(held)}
         with experts.refused_by_deepspeed():
             self.template = self._converted(1, 0)
@@ -320,9 +316,16 @@ def put_together(model: Any, lists: Lists, exchange: Exchange) -> dict[int, int]
     """
     if not is_pipeline(model) or model.num_stages == 1:
         return {}
-    record = _record(model, lists)
+    names = {id(held): name for name, held in model.named_parameters()}
+    record: dict[str, Any] = {
+        "lists": [[names[id(held)] for held in listed if id(held) in names] for listed in lists],
+        "frozen": [name for name, held in model.named_parameters() if not held.requires_grad],
+    }
     first_of = [min(model._topo.filter_match(pipe=stage)) for stage in range(model.num_stages)]
-    owners = {title: first_of[stage] for title, stage in _first_stages(model).items()}
+    owners: dict[str, int] = {}
+    for number, spec in enumerate(model._layer_specs):
+        title = f"tied_modules.{spec.key}" if isinstance(spec, TiedLayerSpec) else str(number)
+        owners.setdefault(title, first_of[model.stage_owner(number)])
     _complete(model)
     record["buffers"] = {name: _mark(held) for name, held in model.named_buffers()}
     records = exchange(record)
@@ -332,24 +335,6 @@ def put_together(model: Any, lists: Lists, exchange: Exchange) -> dict[int, int]
     for name, held in model.named_parameters():
         found[id(held)] = owners.get(layer_of(name), 0)
         held.requires_grad_(name not in records[found[id(held)]]["frozen"])
-    return found
-
-
-def _record(model: PipelineModule, lists: Lists) -> dict[str, Any]:
-    """What this process knows of its own stage."""
-    names = {id(held): name for name, held in model.named_parameters()}
-    return {
-        "lists": [[names[id(held)] for held in listed if id(held) in names] for listed in lists],
-        "frozen": [name for name, held in model.named_parameters() if not held.requires_grad],
-    }
-
-
-def _first_stages(model: PipelineModule) -> dict[str, int]:
-    """The first stage that has each layer, by what its parameters' names begin with."""
-    found: dict[str, int] = {}
-    for number, spec in enumerate(model._layer_specs):
-        title = f"tied_modules.{spec.key}" if isinstance(spec, TiedLayerSpec) else str(number)
-        found.setdefault(title, model.stage_owner(number))
     return found
 
 

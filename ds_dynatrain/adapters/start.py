@@ -1,4 +1,7 @@
-"""What `deepspeed.initialize` does around the engine's constructor, for an engine class of our own."""
+"""What `deepspeed.initialize` does around the engine's constructor, for an engine class of our own.
+
+`initialize` hands out one optimizer for the whole job, which speaks for whatever DeepSpeed has at present.
+"""
 
 from __future__ import annotations
 

@@ -35,7 +35,8 @@ def refuse_unsupported(
     refuse_for_series(config)
     if is_pipeline(model):
         refuse_uncuttable(model)
-        _refuse_beside_pipeline(config)
+        if (config.get("data_efficiency") or {}).get("enabled"):
+            raise usage("data_efficiency beside a pipeline").error("data_efficiency")
     refuse_sequence(model, mpu)
     if mesh_param is not None:
         raise usage("mesh_param").error()
@@ -102,12 +103,6 @@ def refuse_changes(host: Any) -> None:
     found = changes(host.model_map, host.module, host.basic_optimizer, host.optimizer is host.basic_optimizer)
     if found is not None:
         raise usage(found[0]).refused(found[1])
-
-
-def _refuse_beside_pipeline(config: Mapping[str, Any]) -> None:
-    """UnsupportedError for a section that was not tried with pipelines."""
-    if (config.get("data_efficiency") or {}).get("enabled"):
-        raise usage("data_efficiency beside a pipeline").error("data_efficiency")
 
 
 def _refuse_beside_experts(layout: Layout, config: Mapping[str, Any]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakMethod
@@ -79,7 +80,9 @@ def partition(model: nn.Module, config: Mapping[str, Any], size: int, place: int
     )
     real = dict(model.named_buffers())
     block = TPTrainingConfig(**settings(config, size))
-    with _for_training(), _tensor_group(size, place) as block.tensor_parallel.tp_group, _said_once():
+    # AutoTP looks for one model's name in the text of every module, sixteen times each: half of all its time
+    said_once = replaced(nn.Module, "__repr__", cache(nn.Module.__repr__))
+    with _for_training(), _tensor_group(size, place) as block.tensor_parallel.tp_group, said_once:
         DeepSpeedEngine._apply_autotp_partitioning(engine, model, block)
     for prefix, module in model.named_modules():
         for key, buffer in module._buffers.items():
@@ -168,35 +171,18 @@ def _for_training() -> Iterator[None]:
 @contextmanager
 def _tensor_group(size: int, place: int) -> Iterator[td.ProcessGroup]:
     """A tensor group of `size` without peers in which this is the rank at `place`; AutoTP finds it where it asks."""
-    rank, known = td.get_rank(), auto_tp.groups
+    rank = td.get_rank()
     ranks = [other for other in range(size) if other != rank][: size - 1]
     group, store = make_fake_group("dynatrain_asked", place, size)
     register(group, store, [*ranks[:place], rank, *ranks[place:]])
-    auto_tp.groups = SimpleNamespace(
+    known = SimpleNamespace(
         get_tensor_model_parallel_group=lambda: group, get_tensor_model_parallel_world_size=lambda: size
     )
     try:
-        yield group
+        with replaced(auto_tp, "groups", known):
+            yield group
     finally:
-        auto_tp.groups = known
         unregister(group)
-
-
-@contextmanager
-def _said_once() -> Iterator[None]:
-    """A module that prints itself again in the block says what it said first.
-
-    AutoTP looks for one model's name in the text of every module, sixteen times each: half of all its time.
-    """
-    printed, said = nn.Module.__repr__, dict[nn.Module, str]()
-
-    def again(module: nn.Module) -> str:
-        if module not in said:
-            said[module] = printed(module)
-        return said[module]
-
-    with replaced(nn.Module, "__repr__", again):
-        yield
 
 
 _PARSED = "ds_autotp_parsed"

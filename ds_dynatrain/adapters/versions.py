@@ -1,12 +1,8 @@
 """What differs between the DeepSpeed series that this package is tested with; no other file asks for a version.
 
-A series is a minor version. Within one, patches from the tested one on are let in: their private names are checked at
-import (`names`), and the census of every switch tells where their buffers lie.
-
-The names of DeepSpeed's that the adapters rely on, checked before anything else of them is imported.
-
-DeepSpeed moves fast, and most of these are private: a missing one is an error that names both versions, not an
-AttributeError in the middle of a training.
+A series is a minor version. Within one, patches from the tested one on are let in: the private names that the adapters
+rely on are checked before anything else of them is imported, and the census of every switch tells where their buffers
+lie. A missing name is an error that names both versions, not an AttributeError in the middle of a training.
 """
 
 from __future__ import annotations
@@ -355,7 +351,7 @@ NAMES: Names = {
     "deepspeed.runtime.pipe.engine:PipelineEngine": """
         _INSTRUCTION_MAP _aggregate_total_loss _allocate_or_extend_buffers _exec_backward_pass _exec_forward_pass
         _exec_reduce_grads _exec_reduce_tied_grads _exec_schedule _scale_loss_by_gas _take_model_step
-        clip_fp32_gradients compile eval_batch reset_activation_shape train_batch
+        clip_fp32_gradients compile eval_batch reset_activation_shape set_dataiterator train_batch
     """,
     "deepspeed.runtime.pipe.module:PipelineModule": """
         _build _partition_layers _precompute_checkpointable_values _set_bounds stage_owner

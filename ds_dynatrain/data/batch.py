@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -107,13 +107,11 @@ class BatchArithmetic:
         """Of one rank: `accumulation` of them."""
         return self.accumulation
 
-    def even(self, samples: int | None = None) -> bool:
-        """Whether all slots of a global batch of `samples` (default: a full one) have the same size, and weight 1."""
-        count = self.train_batch_size if samples is None else samples
+    def even(self) -> bool:
+        """Whether all slots of a full global batch have the same size, and weight 1."""
         if self.shares is None:
-            return count % self.slots == 0
-        counts = {len(self.positions(rank, count)) for rank in range(self.data)}
-        return len(counts) == 1 and counts.pop() % self.accumulation == 0
+            return self.train_batch_size % self.slots == 0
+        return len(set(self.shares)) == 1 and self.shares[0] % self.accumulation == 0
 
     def positions(self, rank: int, samples: int) -> Sequence[int]:
         """The places of a rank's samples in a global batch of so many, in the order in which they are dealt."""
@@ -211,8 +209,8 @@ class ColumnArithmetic(BatchArithmetic):
         """Of one rank."""
         return self.columns.counts[rank]
 
-    def even(self, samples: int | None = None) -> bool:
-        """Whether all ranks have as many micro-batches; a global batch is always a full one."""
+    def even(self) -> bool:
+        """Whether all ranks have as many micro-batches."""
         return self.columns.is_even
 
     def positions(self, rank: int, samples: int) -> Sequence[int]:
@@ -240,45 +238,13 @@ def _in_turn(shares: Sequence[int], rank: int, samples: int) -> list[int]:
     return [place for place in places if place < samples]
 
 
-@dataclass(frozen=True)
-class Unevenness:
-    """The data-parallel sizes under which some slots of a full global batch are larger than others.
+def nearest_even(train_batch_size: int, micro_batch_limit: int, data: int) -> int:
+    """Return the batch size nearest to the given one, the smaller of two, that so many data ranks cut evenly.
 
-    `nearest` is the batch size closest to the one asked about (the smaller of two) that is even under all sizes asked
-    about.
+    One of data * micro_batch_limit samples is always even, so there is one.
     """
-
-    data: tuple[int, ...]
-    nearest: int
-
-
-def uneven(train_batch_size: int, micro_batch_limit: int, data_sizes: Iterable[int]) -> Unevenness:
-    """Which of `data_sizes` cut a full global batch unevenly, and the nearest batch size that none of them does.
-
-    A batch of lcm(data_sizes) * micro_batch_limit is always even, so the search takes at most micro_batch_limit
-    strides.
-    """
-    sizes = sorted(set(data_sizes))
-    if not sizes:
-        raise DataError(
-            f"no data-parallel size was given to compare train_batch_size {train_batch_size} with; give at least one "
-            "in data_sizes"
-        )
-    bad = tuple(size for size in sizes if not BatchArithmetic(train_batch_size, micro_batch_limit, size).even())
-    if not bad:
-        return Unevenness((), train_batch_size)
-    stride = math.lcm(*sizes)
-    below, above = train_batch_size // stride * stride, (train_batch_size // stride + 1) * stride
-
-    def fits(candidate: int) -> bool:
-        return candidate > 0 and all(BatchArithmetic(candidate, micro_batch_limit, size).even() for size in sizes)
-
-    while below > 0 and not fits(below):
-        below -= stride
-    while not fits(above):
-        above += stride
-    near_below = below > 0 and train_batch_size - below <= above - train_batch_size
-    return Unevenness(bad, below if near_below else above)
+    sizes = (train_batch_size + way * far for far in itertools.count() for way in (-1, 1))
+    return next(size for size in sizes if size > 0 and BatchArithmetic(size, micro_batch_limit, data).even())
 
 
 @dataclass(frozen=True)
@@ -332,10 +298,9 @@ class LeafArithmetic(BatchArithmetic):
         """Samples of rank 0."""
         return len(self.positions(0, self.train_batch_size))
 
-    def even(self, samples: int | None = None) -> bool:
-        """Whether no rank borrows a leaf, and all leaves have the same size."""
-        count = self.train_batch_size if samples is None else samples
-        return count % self.largest_slot == 0 and self.leaves_of(count) == self.slots
+    def even(self) -> bool:
+        """Whether no rank borrows a leaf of a full global batch, and all leaves have the same size."""
+        return self.train_batch_size % self.largest_slot == 0 and self.leaves == self.slots
 
     def positions(self, rank: int, samples: int) -> Sequence[int]:
         """The places of a rank's own samples, leaf by leaf."""

@@ -15,6 +15,8 @@ The rules of `iter`:
 - A global batch that was begun must be dealt in full: leaving it in the middle is an error of the next `iter()`.
 - Where the host says that the others have left their loops, the pass has no batch, and the position stays where it is.
 - One iterator at a time: an older one raises.
+
+The loader of evaluation data has no position and no boundary, and the same number of batches on every rank.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from torch.utils.data import DataLoader
 
 from ds_dynatrain.data.batch import BatchArithmetic, Slot
 from ds_dynatrain.data.order import Cursor, EpochOrder
-from ds_dynatrain.data.source import MapStyle, Source, in_epoch
+from ds_dynatrain.data.source import Source, in_epoch
 from ds_dynatrain.data.workers import apart, like_stock, without_collection
 from ds_dynatrain.errors import DataError
 
@@ -142,7 +144,7 @@ class _Loader:
     source: Source
 
     @property
-    def dataset(self) -> MapStyle:
+    def dataset(self) -> Any:
         """The data set."""
         return self.source.dataset
 

@@ -6,6 +6,8 @@ or the script calls `set_epoch` on a sampler that it gave itself.
 Its pipeline engine reads `training_data` with `shuffle=False`: the data set's own order.
 Unlike there, the end of an epoch is not padded with repeated samples: a last batch that is short is a step of its
 own, or dropped.
+
+Where training stands in it is a place in global batches, which is the same in every world.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 A torch `DataLoader` is taken apart: samples are chosen again by global index, so its batch size and its own split
 over ranks do not count. What cannot be re-sampled by global index is refused by name.
+
+Where micro-batches are leaves, random draws do not depend on who reads a sample, or on what was read before.
 """
 
 from __future__ import annotations
@@ -10,11 +12,11 @@ import os
 import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from ds_dynatrain.data.order import EpochOrder
@@ -67,15 +69,6 @@ _FETCHED = (
 SAMPLERS = "leave it out (samples are dealt by global index in every world), or put its order into the data set itself"
 
 
-@runtime_checkable
-class MapStyle(Protocol):
-    """A data set that can be read by index."""
-
-    def __getitem__(self, index: int, /) -> Any: ...
-
-    def __len__(self) -> int: ...
-
-
 @dataclass(frozen=True)
 class Source:
     """A data set with everything that decides its order and how its samples are fetched; built by `Source.build`.
@@ -83,7 +76,7 @@ class Source:
     `batch_size` is the one of a torch `DataLoader` that was taken apart: evaluation keeps it, training does not use it.
     """
 
-    dataset: MapStyle
+    dataset: Any
     collate_fn: Callable[[list[Any]], Any] | None = None
     num_workers: int = STOCK_WORKERS
     shuffle: bool = True
@@ -162,8 +155,9 @@ class Source:
         method = context.get_start_method() if self.num_workers else None
         parent = os.getpid() if method in ("fork", "spawn") else None
         start = WorkerStart(self.worker_init_fn, parent, self.end if method == "fork" else None)
+        dataset: Any = SeededSamples(self.dataset, self.seed) if self.seeds_samples else self.dataset
         return DataLoader(
-            cast("Dataset[Any]", SeededSamples(self.dataset, self.seed) if self.seeds_samples else self.dataset),
+            dataset,
             batch_sampler=indices,
             num_workers=self.num_workers,
             collate_fn=self.collate_fn,
@@ -177,14 +171,14 @@ class Source:
         )
 
 
-def _map_style(dataset: object) -> MapStyle:
+def _map_style(dataset: Any) -> Any:
     if isinstance(dataset, IterableDataset):
         raise DataError(
             f"{type(dataset).__name__} is an iterable dataset: its samples have no index, so they cannot be dealt "
             f"again when the world changes; {MAP_STYLE}"
         )
-    if not isinstance(dataset, MapStyle):
-        missing = [name for name in ("__getitem__", "__len__") if not hasattr(dataset, name)]
+    missing = [name for name in ("__getitem__", "__len__") if not hasattr(dataset, name)]
+    if missing:
         kind = "an iterable dataset" if hasattr(dataset, "__iter__") else "no data set"
         raise DataError(f"{type(dataset).__name__} is {kind} (it has no {' and no '.join(missing)}); {MAP_STYLE}")
     return dataset

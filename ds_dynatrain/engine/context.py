@@ -136,7 +136,7 @@ class OwnGroups:
 
     def add(self, rule: RanksOf | None) -> str:
         """Take a rule in; the kind of its groups."""
-        self._rules.append(_everybody if rule is None else rule)
+        self._rules.append(rule or (lambda layout, nodes: [range(layout.world_size)]))
         return f"{OF_A_USER}{len(self._rules) - 1}"
 
     def kinds(
@@ -159,7 +159,3 @@ class OwnGroups:
                 )
             found.update({f"{OF_A_USER}{number}": group for group in groups if rank in group})
         return found
-
-
-def _everybody(layout: Layout, nodes: Sequence[str]) -> list[range]:
-    return [range(layout.world_size)]

@@ -11,7 +11,7 @@ from torch import nn
 from ds_dynatrain.adapters.device import HOST, free_bytes
 from ds_dynatrain.adapters.moe import dropping
 from ds_dynatrain.adapters.settings import BatchSizes
-from ds_dynatrain.data import BatchArithmetic, ColumnArithmetic, LeafArithmetic, uneven
+from ds_dynatrain.data import BatchArithmetic, ColumnArithmetic, LeafArithmetic, nearest_even
 from ds_dynatrain.errors import DataError, LayoutError, SwitchRefused, UnsupportedError
 from ds_dynatrain.space import Layout, VirtualParameterSpace
 from ds_dynatrain.support import axes
@@ -139,7 +139,7 @@ def _evener(batch: BatchArithmetic) -> tuple[str, str]:
     size, data = batch.train_batch_size, batch.data
     if batch.shares is not None:
         return f"train_batch_size {size} in shares {batch.shares}", "leave shares out, or make them equal"
-    nearest = uneven(size, batch.micro_batch_limit, [data]).nearest
+    nearest = nearest_even(size, batch.micro_batch_limit, data)
     return (
         f"train_batch_size {size} over data={data}",
         f"use a train_batch_size of {nearest}, or a data size that divides {size}",

@@ -308,7 +308,7 @@ def _build(given: _Given, place: WorkerPlace | None, early: Early | None) -> Dyn
         features = features_of(model, own, mpu)
         shaper = shaper_of(model, own, entry.launch.member, lists, given.model_factory, owners, cut)
         values = {**owners, **shaper.owners}
-        incoming = Incoming.look(model, entry.launch, given.param_init_fn, values, entry.joins)
+        incoming = Incoming(model, entry.launch, given.param_init_fn, values, entry.joins)
         if early is not None and early.joins and incoming.draws and not entry.joins:
             raise ElasticError(
                 "the job that this process came to join has ended, and its model was built without values; start this "

@@ -34,7 +34,7 @@ class Shuffling:
 
 
 class Loaders:
-    """The host of an engine's loaders (`data.host`), and means over what they dealt."""
+    """The host of an engine's loaders (`data.loader.Host`), and means over what they dealt."""
 
     def __init__(self, engine: EngineCore, switcher: Switcher, window: Window) -> None:
         self.engine, self._switcher, self._window = engine, switcher, window

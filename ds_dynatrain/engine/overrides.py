@@ -14,7 +14,7 @@ from ds_dynatrain.adapters.host_engine import COMPILE_BACKEND, NOTHING, HostEngi
 from ds_dynatrain.adapters.module_state import buffers_kept, note
 from ds_dynatrain.adapters.shaper import Shaper
 from ds_dynatrain.adapters.world import World
-from ds_dynatrain.data.order import Cursor
+from ds_dynatrain.data import Cursor
 from ds_dynatrain.engine.checkpoints.from_checkpoint import Part
 from ds_dynatrain.engine.context import Context, Job
 from ds_dynatrain.engine.members.discarded import needs_peers, plain
@@ -150,7 +150,13 @@ class OverridingEngine(HostEngine):
             raise usage("set_gradient_accumulation_boundary").error(
                 f"a boundary set by hand in the middle of a global batch of {steps} micro-batches"
             )
-        if (by_hand or self.is_gradient_accumulation_boundary()) and not self._may_step():
+        is_last, place = by_hand or self.is_gradient_accumulation_boundary(), parts.attempts.entered_at
+        if is_last and not parts.attempts.settle():  # late kinds are not all there
+            logger.warning(
+                "this global batch is void: it trains nothing, and the world before the switch deals it again"
+            )
+            if parts.idle:  # who did not work in the old world waits here until it does
+                parts.switcher.at_boundary(place)
             return
         super().step(lr_kwargs)
         if by_hand:  # one call for all of the window's micro-batches
@@ -158,19 +164,6 @@ class OverridingEngine(HostEngine):
         if self.micro_steps % steps == 0:
             self._end_window(samples)
         parts.finish_step()
-
-    def _may_step(self) -> bool:
-        """Whether late kinds are all there, or none are due; else the batch is void, and the old world deals it again.
-
-        Who did not work in that one waits here until it does.
-        """
-        parts, place = self._parts, self._parts.attempts.entered_at
-        if parts.attempts.settle():
-            return True
-        logger.warning("this global batch is void: it trains nothing, and the world before the switch deals it again")
-        if parts.idle:
-            parts.switcher.at_boundary(place)
-        return False
 
     def _take_model_step(self, *arguments: Any) -> None:
         """DeepSpeed's; from its begin to its end the state is neither that before it nor that after it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as td
@@ -37,15 +37,6 @@ class EngineParts(EngineCore):
 
     heartbeat: Heartbeat | None = None
     """Where no coordinator sees who is dead."""
-    saver: Saver = field(init=False)
-    window: Window = field(init=False)
-    targets: Targets = field(init=False)
-    attempts: Attempts = field(init=False)
-    changes: Changes = field(init=False)
-    fallback: Fallback = field(init=False)
-    switcher: Switcher = field(init=False)
-    loaders: Loaders = field(init=False)
-    checkpoints: Checkpoints = field(init=False)
     kept: Kept | None = None
     """Copies of the state that members keep for each other; None where nobody does."""
 

@@ -198,28 +198,7 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
             return self._reach_boundary()
         return feed.samples(places_of(self._parts))
 
-    @in_turn
-    def eval_batch(
-        self,
-        data_iter: Iterator[Any],
-        return_logits: bool = False,
-        compute_loss: bool = True,
-        reduce_output: str | None = "avg",
-        bcast_loss: bool = True,
-        num_micro_batches: int | None = None,
-    ) -> Any:
-        """DeepSpeed's; on the members that work. data_iter may also be an evaluation loader.
-
-        Without `num_micro_batches` each pipeline reads as many micro-batches as of a global batch of training, where
-        pipelines may have different numbers of them; what is returned is the mean over all.
-        """
-        given = iter(data_iter) if isinstance(data_iter, EvaluationLoader) else data_iter
-        feed = self._feed
-        try:
-            return super().eval_batch(given, return_logits, compute_loss, reduce_output, bcast_loss, num_micro_batches)
-        finally:
-            self._feed = feed
-
+    eval_batch = in_turn(PipelineHostEngine.eval_batch)
     module_state_dict = in_turn(PipelineHostEngine.module_state_dict)
 
     @in_turn

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from ds_dynatrain.data import BatchArithmetic, ColumnArithmetic, EpochOrder, uneven
+from ds_dynatrain.data import BatchArithmetic, ColumnArithmetic, EpochOrder, nearest_even
 from ds_dynatrain.errors import DataError
 
 sizes = st.integers(1, 40)
@@ -44,7 +44,9 @@ def test_each_position_is_dealt_once_and_weights_sum_to_slots(arithmetic: BatchA
     for slot in slots:
         assert slot.samples in (0, len(slot.positions)) and (slot.samples or slot.positions == (0,))
         assert (slot.weight == 0) == (slot.samples == 0)
-    assert arithmetic.even(n) == all(slot.weight == 1.0 for slot in slots)
+    full = arithmetic.deal(arithmetic.train_batch_size)
+    weights = [slot.weight for rank in range(arithmetic.data) for slot in full.rank(rank)]
+    assert arithmetic.even() == all(weight == 1.0 for weight in weights)
 
 
 @settings(deadline=None)
@@ -89,7 +91,7 @@ def test_even_shares_are_dealt_as_without_shares(batch: int, limit: int, data: i
         assert shared.deal(n).rank(rank) == plain.deal(n).rank(rank)
     for each in (plain, shared):
         largest = max(slot.samples for rank in range(data) for slot in each.deal(batch).rank(rank))
-        assert each.largest_slot == largest and each.even(n) == plain.even(n)
+        assert each.largest_slot == largest and each.even() == plain.even()
 
 
 def test_a_slow_rank_takes_fewer_samples() -> None:
@@ -136,22 +138,19 @@ def test_a_pipeline_takes_full_batches() -> None:
         ColumnArithmetic(8, 2, 2).deal(7)
 
 
-def test_uneven_names_the_sizes_and_the_nearest_batch() -> None:
-    found = uneven(8, 2, range(1, 4))
-    assert found.data == (3,) and found.nearest == 12
-    assert uneven(8, 2, (1, 2, 4)) == type(found)((), 8)
+def test_nearest_even_batch() -> None:
+    assert (nearest_even(8, 2, 3), nearest_even(8, 2, 4), nearest_even(10, 2, 4)) == (6, 8, 8)
 
 
-@given(batch=sizes, limit=st.integers(1, 6), data=st.sets(st.integers(1, 6), min_size=1))
-def test_nearest_even_batch_is_the_nearest(batch: int, limit: int, data: set[int]) -> None:
-    found = uneven(batch, limit, data)
+@given(batch=sizes, limit=st.integers(1, 6), data=st.integers(1, 6))
+def test_nearest_even_batch_is_the_nearest(batch: int, limit: int, data: int) -> None:
+    found = nearest_even(batch, limit, data)
 
     def fits(candidate: int) -> bool:
-        return all(BatchArithmetic(candidate, limit, size).even() for size in data)
+        return BatchArithmetic(candidate, limit, data).even()
 
-    assert fits(found.nearest)
-    assert set(found.data) == {size for size in data if not BatchArithmetic(batch, limit, size).even()}
-    distance = abs(found.nearest - batch)
+    assert fits(found) and (found == batch) == fits(batch)
+    distance = abs(found - batch)
     assert not any(fits(near) for near in range(max(1, batch - distance + 1), batch + distance))
 
 
