@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 from deepspeed.runtime.utils import partition_balanced
+from diffusion import diffuse
 from figures import keep, machine, table
 from launch import launch
 from stage_bars import Panel, draw
@@ -33,7 +34,6 @@ from stage_bars import Panel, draw
 from ds_dynatrain.balance.choose import Members, Search, choose
 from ds_dynatrain.balance.cost import step_time
 from ds_dynatrain.balance.deal import Deal
-from ds_dynatrain.balance.diffusion import diffuse
 from ds_dynatrain.balance.partition import Problem, partition, uniform
 from ds_dynatrain.balance.profile import Floats, LayerCost, Profile
 from ds_dynatrain.space import Layout

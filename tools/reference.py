@@ -48,7 +48,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "ds_dynatrain.engine.changes.Place",
         "ds_dynatrain.engine.context.OwnGroup",
         "ds_dynatrain.engine.checkpoints.saving.PendingSave",
-        "ds_dynatrain.buddies.protection.Protection",
+        "ds_dynatrain.buddies.extension.Protection",
         "ds_dynatrain.balance.balancer.Balancer",
     ),
     "Loaders": (

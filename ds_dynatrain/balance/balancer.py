@@ -2,40 +2,101 @@
 
 All members come by the same steps and open windows at the same ones. What each has timed goes to the first member of
 the world, which puts it together with the windows before, and decides; its answer is everybody's, also that of members
-which have just come.
-"""
+which have just come."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import astuple
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
-
-from ds_dynatrain.balance.acting import Acting
-from ds_dynatrain.balance.adapters.timing import StageTimes
+from ds_dynatrain.balance.adapters.timing import StageTimes, Timer
 from ds_dynatrain.balance.advice import Advice, Move, Situation, advise
-from ds_dynatrain.balance.averaged import Averaged
-from ds_dynatrain.balance.course import ENOUGH_STEPS, Course
-from ds_dynatrain.balance.decision import History, Rules
+from ds_dynatrain.balance.course import ENOUGH_STEPS, Course, Wanted
+from ds_dynatrain.balance.decision import History, Pause, Slow
 from ds_dynatrain.balance.partition import PLENTY
-from ds_dynatrain.balance.pause import Pause
 from ds_dynatrain.balance.profile import BESIDE, Profile
-from ds_dynatrain.balance.slow import Slow
-from ds_dynatrain.balance.steps import Measured, StepSeconds
-from ds_dynatrain.balance.timed_model import Timer, metered_model, timed_model
-from ds_dynatrain.balance.window import Window
+from ds_dynatrain.balance.timed_model import metered_model, timed_model
+from ds_dynatrain.balance.window import Averaged, Measured, Rows, StepSeconds, Window
 from ds_dynatrain.config import BalanceConfig
 from ds_dynatrain.engine.parts import EngineParts
+from ds_dynatrain.engine.pending import PendingSwitch
 from ds_dynatrain.engine.process import PROCESS
+from ds_dynatrain.engine.switcher import Reason
 from ds_dynatrain.engine.transaction.session import Request, Session, ask_for_different_things
-from ds_dynatrain.errors import ConfigError, MemberMissing, ProfileError, WorldChanged
+from ds_dynatrain.errors import ConfigError, MemberMissing, ProfileError, SwitchRefused, WorldChanged
+from ds_dynatrain.records import from_record, to_record
 from ds_dynatrain.report import SwitchEvent, logger
 from ds_dynatrain.space import Layout
+
+CAUSE = "balance"
+
+
+class Acting:
+    """What an engine does about its course, which is the same on all members that work: all ask at one place."""
+
+    def __init__(self, engine: EngineParts, course: Course) -> None:
+        self._engine, self.course = engine, course
+        self._asked: tuple[Wanted, PendingSwitch, Layout] | None = None
+        """What is on its way: what was wanted, the switch, and the layout before it."""
+        self._open: SwitchEvent | None = None
+        """The move that waits to be judged."""
+        engine.attempts.listeners.append(self._note_switch)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a move waits to be judged, or to be made."""
+        return self._asked is not None or self.course.history.open is not None or self.course.needs_steps
+
+    def follow(self, course: Course, present: Layout) -> None:
+        """Go on with the course that all members have since a window has ended."""
+        self.course = course
+        logger.debug("balance: step %d: %s", self._engine.global_steps, course.why or "nothing was decided")
+        if course.gain is not None and self._open is not None:
+            self._engine.attempts.note_gain(self._open, course.gain)
+        if course.verdict is not None:
+            self._open = None
+        if course.wanted is not None and self._asked is None:
+            self._move(course.wanted, present)
+
+    def _move(self, wanted: Wanted, present: Layout) -> None:
+        engine = self._engine
+        reason = Reason(CAUSE, wanted.predicted_gain, tuple(engine.members[rank] for rank in wanted.without))
+        try:
+            pending = engine.switcher.ask(wanted.layout, None, {}, late=False, reason=reason)
+        except SwitchRefused as refusal:  # as where the script has a switch of its own pending, or members change
+            self._put_off(str(refusal))
+            return
+        self._asked = wanted, pending, present
+        if engine.rank == 0:
+            what = "back to" if wanted.back else "to"
+            logger.info("balance: %s %s: %s", what, wanted.layout, wanted.why)
+
+    def look(self) -> None:
+        """See whether what was asked for has come to nothing; called after each step."""
+        if self._asked is None:
+            return
+        event = self._asked[1].event
+        if event is not None:  # a committed one has gone through `_note_switch`
+            self._asked = None
+            self._put_off(event.reason)
+
+    def _put_off(self, reason: str) -> None:
+        self.course = self.course.failed(self._engine.global_steps)
+        if self._engine.rank == 0:
+            logger.info("balance: nothing moves for now: %s", reason)
+
+    def _note_switch(self, event: SwitchEvent) -> None:
+        """Note a switch that was committed; one that was asked for elsewhere leaves nothing to judge."""
+        if self._asked is None or event.generation != self._asked[1].generation:
+            self._open, self.course = None, self.course.overtaken()
+            return
+        (wanted, _, left), self._asked = self._asked, None
+        self.course, self._open = self.course.moved(wanted, event.step, left), event
+
 
 SETTLING = 2
 """Steps after the members or the layout have changed, or another state was loaded: memory is touched anew in them."""
@@ -53,11 +114,8 @@ class Balancer:
 
     def __init__(self, engine: EngineParts, settings: BalanceConfig) -> None:
         self._engine, self._settings = engine, settings
-        self._rules = Rules(
-            settings.least_gain, settings.horizon_steps, settings.safety, cooldown_steps=settings.cooldown_steps
-        )
         self._model = timed_model(engine)
-        self._acting = Acting(engine, Course.new(self._rules))
+        self._acting = Acting(engine, Course.new(settings))
         self._switches: list[tuple[int, float]] = []
         self._averaged: Averaged | None = None
         self._pause = Pause(ASSUMED_PAUSE_SECONDS, 0.0)
@@ -141,7 +199,7 @@ class Balancer:
             accumulation=lambda layout: engine.batch_for(layout).accumulation,
             step=engine.global_steps,
             history=history,
-            rules=self._rules,
+            rules=settings,
             memory_bytes=settings.memory_limit_bytes or PLENTY,
             shape=settings.shape,
             slow=frozenset(rank for rank, member in enumerate(engine.members) if member in counted),
@@ -243,23 +301,23 @@ class Balancer:
     def _share(self, times: StageTimes) -> Course:
         """Let all have the profile of all, and what is decided from it."""
         engine, steps = self._engine, self._engine.global_steps
-        measured = self._steps.measured(), self._steps.measured(self._steps_if_changed(steps))
-        seconds = dict(zip(("steps", "newest"), map(astuple, measured), strict=True))
-        beside = [getattr(times, name) for name in BESIDE]
-        mine = {"rows": self._model.rows(times).tolist(), "beside": beside, **seconds}
+        newest = self._steps.measured(self._steps_if_changed(steps))
+        beside = tuple(getattr(times, name) for name in BESIDE)
+        mine = to_record(_Timed(self._model.rows(times), beside, self._steps.measured(), newest))
         key = f"profile/{engine.segment}/{steps}"
         session = Session(engine.control, key, engine.members, "balance: the end of a window")
         said = session.reduce("rows", {str(engine.rank): mine}, _merged, partial(self._joined, steps))
+        found = from_record(_Found, said)
         session.forget("rows")
         if self._shared is not None and self._shared.board is session.board:
             self._shared.forget_answer("rows")
         self._shared = session
-        if said["has_changed"]:
+        if found.has_changed:
             self._steps.forget(but=self._steps_if_changed(steps))
-        self._averaged, self._pause = Averaged.from_json(said["averaged"]), Pause(*said["pause"])
-        self._are_new, self._step_seconds = False, float(said["step_seconds"])
+        self._averaged, self._pause = found.averaged, found.pause
+        self._are_new, self._step_seconds = False, found.step_seconds
         self.profile = self._profile(self._averaged)
-        return Course.from_json(said["course"])
+        return found.course
 
     def _steps_if_changed(self, step: int) -> int:
         """Steps that have the new costs, if a window that ends now says so: those since the one in doubt began.
@@ -274,17 +332,17 @@ class Balancer:
         source = f"measured at step {engine.global_steps} on {engine.layout}, windows: {averaged.windows}"
         return averaged.profile(self._model.layers(), source)
 
-    def _joined(self, step: int, said: dict[str, Any]) -> dict[str, Any]:
+    def _joined(self, step: int, said: dict[str, Any]) -> Any:
         """Continue the history of the first member with what all ranks say; called there alone."""
         engine, settings = self._engine, self._settings
-        by_rank = {int(rank): np.array(each["rows"], dtype=np.float64) for rank, each in said.items()}
-        beside = [each["beside"] for each in said.values()]
-        window = Window.of(by_rank, engine.layout, self._model.cut, beside)
+        timed = {int(rank): from_record(_Timed, each) for rank, each in said.items()}
+        rows, beside = {rank: each.rows for rank, each in timed.items()}, [each.beside for each in timed.values()]
+        window = Window.of(rows, engine.layout, self._model.cut, beside)
         batch = engine.host.global_batch_size, int(engine.deepspeed.train_micro_batch_size_per_gpu())
         averaged = Averaged.after(self._averaged, window, batch, step, settings.least_gain, self._are_new)
         self._pause = Pause(ASSUMED_PAUSE_SECONDS, 1 / engine.attempts.bytes_per_second).fitted(self._switches)
         has_changed = self._averaged is not None and averaged.since != self._averaged.since
-        steps = (Measured(*each["newest" if has_changed else "steps"]) for each in said.values())
+        steps = (each.newest if has_changed else each.steps for each in timed.values())
         measured = max(steps, key=lambda each: each.seconds)
         slow = self._acting.course.slow.after(engine.members, window.speeds, step, settings.slow_ratio)
         course = self._acting.course.at(averaged.since, slow)
@@ -293,10 +351,29 @@ class Balancer:
         elif settings.acts:
             profile = self._profile(averaged)
             decide = partial(self._advise, profile, slow, measured.seconds)
-            course = course.after(self._rules, step, measured, self._model.present, profile, decide)
-        pause = [self._pause.fixed_seconds, self._pause.seconds_per_byte]
-        found = {"averaged": averaged.to_json(), "pause": pause, "course": course.to_json()}
-        return {**found, "step_seconds": measured.seconds, "has_changed": has_changed}
+            course = course.after(settings, step, measured, self._model.present, profile, decide)
+        return to_record(_Found(averaged, self._pause, course, measured.seconds, has_changed))
+
+
+@dataclass(frozen=True, eq=False)
+class _Timed:
+    """What a rank says of a window. steps: of all that it remembers; newest: of those that have the new costs."""
+
+    rows: Rows
+    beside: tuple[float, ...]
+    steps: Measured
+    newest: Measured
+
+
+@dataclass(frozen=True, eq=False)
+class _Found:
+    """What the first member makes of a window, for all. has_changed: whether costs are others since then."""
+
+    averaged: Averaged
+    pause: Pause
+    course: Course
+    step_seconds: float
+    has_changed: bool
 
 
 def _cannot_note(reason: str, way_out: str) -> ConfigError:

@@ -2,32 +2,100 @@
 
 Pipe, data, ZeRO stage and the number of micro-batches are tried in every combination, other axes stay as they are. For
 each of them `partition` finds the boundaries; without stages slow members get smaller shares of the samples. A layout
-may leave members idle, and wins if it is faster so. No layout is looked at whose bound (work over all speeds, or the
-largest layer) says that it cannot be among the best.
+may leave members idle, and wins if it is faster so. No layout is looked at whose bound says that it cannot be among the
+best: its passes alone take as long.
 
 Everything is a function of its arguments, ties included, so all members get the same answer.
 """
 
 from __future__ import annotations
 
+import bisect
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
-from ds_dynatrain.balance.bound import Bound
-from ds_dynatrain.balance.cost import FREE, StepTime, column_seconds, step_time
-from ds_dynatrain.balance.deal import Deal, shares_of
-from ds_dynatrain.balance.links import Links
-from ds_dynatrain.balance.memory import gathered_bytes, peak_bytes, taken_bytes
+from ds_dynatrain.balance.cost import FREE, Links, StepTime, column_seconds, step_time
+from ds_dynatrain.balance.deal import Deal, gathered_bytes, peak_bytes, shares_of, taken_bytes
 from ds_dynatrain.balance.partition import PLENTY, Problem, partition
 from ds_dynatrain.balance.profile import Floats, Profile
 from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.space.columns import Columns
 from ds_dynatrain.space.layout import STAGES, Layout
 from ds_dynatrain.space.zero import group_size
+
+_ROUNDING = 1 - 1e-9
+"""Some bounds are tight, and sums of the same numbers in another order differ in their last digits."""
+
+
+@dataclass(frozen=True, eq=False)
+class Bound:
+    """Seconds that the passes of a step take at the least, whatever the boundaries. speeds: of all members."""
+
+    profile: Profile
+    speeds: Sequence[float]
+
+    def of_size(self, pipe: int, data: int) -> float:
+        """Return that of every layout with so many stages and data ranks.
+
+        The members' time together, and the largest layer for the mean share of samples.
+        """
+        batch = self.profile.train_batch_size / self.profile.micro_batch_size
+        together = self._passes.sum() / self._fastest[pipe * data - 1]
+        return float(batch * max(together, self._passes.max() / data / self._fastest[0])) * _ROUNDING
+
+    def of(self, layout: Layout, deal: Deal, pace: Floats) -> float:
+        """Return that of one layout: stages share the layers, one has the largest, and a pipeline fills and empties.
+
+        pace: [stages, data], speeds at each place. Stage s begins after those before it, which end after it if a
+        gradient comes back to them. Of all loads with n l_s + l_0 + ... + l_(s-1) <= T for n micro-batches and each s,
+        those that add up to most have equality throughout: T (1 - (1 - 1/n)^stages).
+        """
+        samples, numbers = self._samples(deal), np.maximum(deal.counts, 1)
+        filling = self._sums[-1] / (1 - (1 - 1 / numbers) ** layout.pipe) / numbers
+        alone = samples * np.maximum(self._passes.max(), filling) / pace.max(axis=0)
+        together = samples * self._passes.sum() / pace.sum(axis=0)
+        return float(np.maximum(alone, together).max()) * _ROUNDING
+
+    def is_beyond(self, seconds: float, layout: Layout, deal: Deal, pace: Floats) -> bool:
+        """Return whether no boundaries at all make a step of so many seconds: closer than `of`, and slower to compute.
+
+        Stage s of n micro-batches and the layers from k on is done n l_s + (l_0 + ... + l_(s-1)) after the start at the
+        least, which with sums S is n (S_stop - S_k) + S_k: each stage may reach as far as it can.
+        """
+        alone = self._samples(deal) / pace.max(axis=0)
+        slowest = int(alone.argmax())
+        number = max(deal.counts[slowest], 1)
+        room = seconds / _ROUNDING * number / alone[slowest]  # seconds of layers of one micro-batch as it was timed
+        done = 0.0
+        for _ in range(layout.pipe):
+            reach = bisect.bisect_right(self._sums, done + (room - done) / number * (1 + 1e-12))
+            done = self._sums[max(reach - 1, 0)]
+        return done < self._sums[-1]
+
+    def _samples(self, deal: Deal) -> Floats:
+        """[data]: in micro-batches as they were timed."""
+        return np.array(deal.shares) / self.profile.micro_batch_size
+
+    @cached_property
+    def _fastest(self) -> Floats:
+        """What the fastest 1, 2, ... members do in a second."""
+        return np.cumsum(np.sort(np.array(self.speeds))[::-1])
+
+    @cached_property
+    def _passes(self) -> Floats:
+        return self.profile.seconds("forward_seconds") + self.profile.seconds("backward_seconds")
+
+    @cached_property
+    def _sums(self) -> list[float]:
+        """Seconds of the first 0, 1, ... layers, without backward passes that wait for nobody."""
+        waits = np.logical_or.accumulate(self.profile.trained)
+        backward = np.where(waits, self.profile.seconds("backward_seconds"), 0.0)
+        return [0.0, *np.cumsum(self.profile.seconds("forward_seconds") + backward).tolist()]
+
 
 Refuses = Callable[[Layout, Deal], bool]
 """Whether a layout with its boundaries cannot be switched to."""
@@ -221,7 +289,7 @@ class _Choosing:
 
     @cached_property
     def bound(self) -> Bound:
-        return Bound(self.profile, self.members.speeds, self.members.links.fastest)
+        return Bound(self.profile, self.members.speeds)
 
     def best(self) -> tuple[Choice, ...]:
         found: list[Choice] = []
@@ -246,16 +314,12 @@ class _Choosing:
             while known and known[0].seconds < least:
                 yield heapq.heappop(known)
             for place, (layout, deal) in enumerate(self._candidates(*size)):
-                heapq.heappush(known, _Candidate(self._bound(layout, deal), (number, place), layout, deal))
+                heapq.heappush(
+                    known,
+                    _Candidate(self.bound.of(layout, deal, self.members.pace(layout)), (number, place), layout, deal),
+                )
         while known:
             yield heapq.heappop(known)
-
-    def _bound(self, layout: Layout, deal: Deal) -> float:
-        """Seconds at the least; with shares that may be dealt again those count that the layout has."""
-        given = layout, deal, self.members.pace(layout)
-        if self._may_be_dealt_again(layout):
-            return max(self.bound.of_passes(*given), self.bound.of_any_shares(*given))
-        return self.bound.of(*given)
 
     def _is_beyond(self, seconds: float, layout: Layout, deal: Deal) -> bool:
         """Whether no boundaries make a step of so many seconds."""

@@ -42,7 +42,7 @@ def balance(
 
     Exit code: 0, or 2 if the profile cannot be used or nothing fits.
     """
-    from ds_dynatrain.balance.links import Link
+    from ds_dynatrain.balance.cost import Link
     from ds_dynatrain.balance.prediction import Question, advise, report, show
 
     with saying("balance"):

@@ -1,27 +1,154 @@
-"""Seconds of one step of a layout, from a profile: the schedule, then what the data ranks tell each other.
+"""Seconds of one step of a layout, from a profile: the schedule of a pipeline, then what the data ranks send.
 
 A model, not a measurement. Seconds of a layer go with the samples of a micro-batch, and with one over the speed of its
 rank; nothing runs beside anything else on a rank, so what DeepSpeed overlaps is counted in full.
+
+The schedule is read off DeepSpeed 0.19.8: `runtime/pipe/schedule.py` `TrainSchedule` (one forward, one backward) and
+`runtime/pipe/engine.py` `_exec_schedule`. Stage s of P passes micro-batch m forward at step 2 m + s and backward at
+step 2 m + 2 P - s - 1, so at each step a stage is either forward or backward. What it has computed it sends at the
+step after: to the next stage, after it has taken a gradient from there, or to the one before, before it takes
+activations from there.
+
+A send waits until it is taken, as it does in gloo and, for messages beyond its buffers, in NCCL: both stages go on at
+the same moment. So a stage that is late holds up its neighbours, also where they only hand something over.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
-from ds_dynatrain.balance.deal import Deal
-from ds_dynatrain.balance.links import Links
-from ds_dynatrain.balance.memory import cut_of
+from ds_dynatrain.balance.deal import Deal, cut_of
 from ds_dynatrain.balance.profile import Floats, Profile
-from ds_dynatrain.balance.schedule import StageWork, simulate
 from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.space.kind import WEIGHT
 from ds_dynatrain.space.layout import Layout
 from ds_dynatrain.space.zero import group_size
+
+
+@dataclass(frozen=True)
+class Link:
+    """bytes_per_second: of one member, each way. latency_seconds: of one message. LayoutError for what cannot be."""
+
+    bytes_per_second: float = math.inf
+    latency_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Check both numbers."""
+        if not self.bytes_per_second > 0:
+            raise LayoutError(f"a link of {self.bytes_per_second} bytes per second: give more than 0")
+        if not 0 <= self.latency_seconds < math.inf:
+            raise LayoutError(f"a link with a latency of {self.latency_seconds} seconds: give 0 or more")
+
+    def send(self, nbytes: float) -> float:
+        """Seconds of one message."""
+        return self.latency_seconds + nbytes / self.bytes_per_second
+
+    def gather(self, nbytes: float, ranks: int) -> float:
+        """Seconds of a ring's all-gather, or of its reduce-scatter: ranks - 1 messages of a part each.
+
+        nbytes: of all parts together.
+        """
+        return (ranks - 1) * self.send(nbytes / ranks) if ranks > 1 else 0.0
+
+    def reduce(self, nbytes: float, ranks: int) -> float:
+        """Seconds of a ring's all-reduce: a reduce-scatter and an all-gather."""
+        return 2 * self.gather(nbytes, ranks)
+
+
+@dataclass(frozen=True)
+class Links:
+    """The default costs nothing. per_node: members of a node, in the order of their numbers; None: all are on one.
+
+    members: by rank; empty if each rank is the member of its number.
+    """
+
+    inside: Link = field(default_factory=Link)
+    between: Link = field(default_factory=Link)
+    per_node: int | None = None
+    members: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """LayoutError for a node without members."""
+        if self.per_node is not None and self.per_node < 1:
+            raise LayoutError(f"{self.per_node} members on a node: give 1 or more")
+
+    def of(self, ranks: Sequence[int]) -> Link:
+        """The slowest link among these ranks: that between nodes if they are on several."""
+        if self.per_node is None:
+            return self.inside
+        nodes = {(self.members[rank] if self.members else rank) // self.per_node for rank in ranks}
+        return self.inside if len(nodes) == 1 else self.between
+
+    def between_members(self, members: tuple[int, ...]) -> Links:
+        """The same with these members at the ranks."""
+        return dataclasses.replace(self, members=members)
+
+
+def step_count(stages: int, micro_batches: int) -> int:
+    """Steps of a schedule: each micro-batch comes by twice, and the last stage is as far behind the first twice."""
+    return 2 * (micro_batches + stages - 1)
+
+
+@dataclass(frozen=True, eq=False)
+class StageWork:
+    """What the stages of one pipeline do for one micro-batch.
+
+    forward, backward: [stages], seconds of a pass. send, send_back: [stages - 1], seconds of the activations from stage
+    s to s + 1, and of the gradient from there. returns: [stages - 1], whether there is such a gradient; where all
+    before is frozen nobody waits for one.
+    """
+
+    forward: Floats
+    backward: Floats
+    send: Floats
+    send_back: Floats
+    returns: npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
+class Simulated:
+    """How one batch goes through a pipeline, by simulation: all passes, without what follows them.
+
+    ends: [stages], seconds after which a stage has made its last pass and handed on what came of it. busy: [stages],
+    seconds that it computes.
+    """
+
+    ends: Floats
+    busy: Floats
+
+
+def simulate(work: StageWork, micro_batches: int) -> Simulated:
+    """Play the schedule through; LayoutError without a micro-batch.
+
+    At a step a stage meets one neighbour alone: the one before if it is forward, else the next. Both have the same
+    two messages for each other in the same order, so a step is one meeting and one pass.
+    """
+    if micro_batches < 1:
+        raise LayoutError(f"{micro_batches} micro-batches: a batch has at least one; give 1 or more")
+    stages, total = len(work.forward), step_count(len(work.forward), micro_batches)
+    step, stage = np.arange(-1, total)[:, None], np.arange(stages)[None, :]
+    forward = (step - stage) % 2 == 0
+    micro_batch = np.where(forward, step - stage, step - 2 * stages + stage + 1) // 2
+    valid = (micro_batch >= 0) & (micro_batch < micro_batches)
+    passes = np.where(valid, np.where(forward, work.forward, work.backward), 0.0)[1:]
+    taken = (valid & forward)[1:, 1:]  # activations come to the later one of two stages
+    returned = valid[1:, :-1] & ~forward[1:, :-1] & work.returns  # a gradient comes to the earlier one
+    meetings, lasting = taken | returned, taken * work.send + returned * work.send_back
+    clock = np.zeros(stages)
+    for meets, lasts, takes in zip(meetings, lasting, passes, strict=True):
+        together = np.maximum(clock[:-1], clock[1:]) + lasts
+        clock[:-1] = np.where(meets, together, clock[:-1])
+        clock[1:] = np.where(meets, together, clock[1:])
+        clock += takes
+    return Simulated(clock, passes.sum(axis=0))
+
 
 FREE = Links()
 

@@ -5,18 +5,17 @@ A pure function of numbers: the first member of a world asks it, and its answer 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
 from ds_dynatrain.balance.advice import Advice
-from ds_dynatrain.balance.decision import Drift, History, Rules, Verdict, drift_of, judge
+from ds_dynatrain.balance.decision import Drift, History, Slow, Verdict, drift_of, judge
 from ds_dynatrain.balance.decision import Move as Made
 from ds_dynatrain.balance.profile import Bools, Ints, Profile
-from ds_dynatrain.balance.slow import Slow
-from ds_dynatrain.balance.steps import REMEMBERED, Measured
+from ds_dynatrain.balance.window import LAST_STEPS, Measured
+from ds_dynatrain.config import BalanceConfig
 from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.space.layout import Layout
 
@@ -31,7 +30,7 @@ def can_judge(move: Made, measured: Measured) -> bool:
     to all that are remembered.
     """
     looks_slower = move.before_seconds < measured.seconds <= move.slower_from(measured.error)
-    return measured.count >= (REMEMBERED if looks_slower else ENOUGH_STEPS)
+    return measured.count >= (LAST_STEPS if looks_slower else ENOUGH_STEPS)
 
 
 @dataclass(frozen=True)
@@ -57,15 +56,6 @@ class Costs:
         error = np.hypot(np.array(self.errors)[places], np.array(now.errors)[places])
         return drift_of(before, after, error, least) if len(before) else Drift.SAME
 
-    def to_json(self) -> list[list[float]]:
-        """Plain JSON; `from_json` gives the same."""
-        return [list(self.seconds), list(self.errors)]
-
-    @classmethod
-    def from_json(cls, said: Sequence[Sequence[float]]) -> Costs:
-        """The inverse of `to_json`."""
-        return cls(tuple(said[0]), tuple(said[1]))
-
 
 @dataclass(frozen=True)
 class Wanted:
@@ -80,26 +70,6 @@ class Wanted:
     costs: Costs
     without: tuple[int, ...] = ()
     back: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON; `from_json` gives the same."""
-        before = [self.before.seconds, self.before.error, self.before.count]
-        return {
-            "layout": self.layout.to_dict(),
-            "predicted_gain": self.predicted_gain,
-            "why": self.why,
-            "before": before,
-            "costs": self.costs.to_json(),
-            "without": list(self.without),
-            "back": self.back,
-        }
-
-    @classmethod
-    def from_json(cls, said: Mapping[str, Any]) -> Wanted:
-        """The inverse of `to_json`."""
-        layout, costs = Layout.from_dict(said["layout"]), Costs.from_json(said["costs"])
-        found = {"layout": layout, "before": Measured(*said["before"]), "costs": costs}
-        return cls(**{**said, **found, "without": tuple(said["without"])})
 
 
 @dataclass(frozen=True)
@@ -123,7 +93,7 @@ class Course:
     why: str = ""
 
     @classmethod
-    def new(cls, rules: Rules, step: int = 0) -> Course:
+    def new(cls, rules: BalanceConfig, step: int = 0) -> Course:
         """Before anything was measured."""
         return cls(History.new(rules, step))
 
@@ -142,7 +112,7 @@ class Course:
 
     def after(
         self,
-        rules: Rules,
+        rules: BalanceConfig,
         step: int,
         measured: Measured,
         present: Layout,
@@ -183,7 +153,9 @@ class Course:
         stages = [_stages(layout, len(now.seconds)) for layout in (self.left, present)]
         return self.costs.drift(now, stages[0] == stages[1], least)
 
-    def _judged(self, rules: Rules, move: Made, step: int, measured: Measured, costs: Costs, drift: Drift) -> Course:
+    def _judged(
+        self, rules: BalanceConfig, move: Made, step: int, measured: Measured, costs: Costs, drift: Drift
+    ) -> Course:
         verdict, history = judge(rules, self.history, step, measured.seconds, measured.error, drift)
         gain = None if verdict is Verdict.UNKNOWN else 1 - measured.seconds / move.before_seconds
         course = replace(self, history=history, left=None, costs=None, verdict=verdict, gain=gain)
@@ -208,35 +180,6 @@ class Course:
         """What was wanted did not come about: the next try waits as long as after a move."""
         history = replace(self.history, cool_from=max(self.history.cool_from, step + self.history.waits))
         return replace(self, history=history, wanted=None)
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON; `from_json` gives the same."""
-        return {
-            "history": self.history.to_json(),
-            "slow": self.slow.to_json(),
-            "left": None if self.left is None else self.left.to_dict(),
-            "costs": None if self.costs is None else self.costs.to_json(),
-            "verdict": None if self.verdict is None else self.verdict.name,
-            "gain": self.gain,
-            "wanted": None if self.wanted is None else self.wanted.to_json(),
-            "needs_steps": self.needs_steps,
-            "why": self.why,
-        }
-
-    @classmethod
-    def from_json(cls, said: Mapping[str, Any]) -> Course:
-        """The inverse of `to_json`."""
-        return cls(
-            History.from_json(said["history"]),
-            Slow.from_json(said["slow"]),
-            None if said["left"] is None else Layout.from_dict(said["left"]),
-            None if said["costs"] is None else Costs.from_json(said["costs"]),
-            None if said["verdict"] is None else Verdict[said["verdict"]],
-            said["gain"],
-            None if said["wanted"] is None else Wanted.from_json(said["wanted"]),
-            said["needs_steps"],
-            said["why"],
-        )
 
 
 def _stages(layout: Layout, layers: int) -> Ints:

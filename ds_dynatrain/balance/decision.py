@@ -2,8 +2,8 @@
 
 A move pays if its gain is worth having at all, is no noise, and over the steps for which costs stay as they are earns
 several times what the move costs. A move that made steps slower is taken back, and the next one has to wait twice as
-long. Nothing here measures, moves or waits: what comes in are numbers, what comes out is an answer with its arithmetic,
-the same on all members.
+long. Nothing here measures, moves or waits: numbers come in, and an answer with its arithmetic comes out, the same on
+all members.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
 
 import numpy as np
 
 from ds_dynatrain.balance.profile import Floats
+from ds_dynatrain.config import BalanceConfig
 from ds_dynatrain.errors import ConfigError
 
 ERRORS = 3.0
@@ -31,32 +31,6 @@ REMEMBERED = 9
 """Changes of costs; the intervals between them count."""
 LEAST_FACTOR = 0.1
 """So that a large gain can still be had after a move that gained nothing."""
-
-
-@dataclass(frozen=True)
-class Rules:
-    """ConfigError for what is outside of its range.
-
-    least_gain: share of a step below which nothing moves, in [0, 1). horizon_steps: over so many a move must pay at the
-    most; None: as long as costs stayed as they were so far. safety: gain over the horizon ÷ cost of the move, at least.
-    cooldown_steps: after a move; doubled each time one is taken back.
-    """
-
-    least_gain: float = 0.03
-    horizon_steps: int | None = None
-    safety: float = 2.0
-    cooldown_steps: int = 20
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        if not 0 <= self.least_gain < 1:
-            raise ConfigError(f"least_gain {self.least_gain}: give a share of a step, from 0 to below 1")
-        if self.horizon_steps is not None and self.horizon_steps < 1:
-            raise ConfigError(f"horizon_steps {self.horizon_steps}: give 1 or more steps, or null")
-        if not 0 <= self.safety < math.inf:
-            raise ConfigError(f"safety {self.safety}: give 0 or more")
-        if self.cooldown_steps < 0:
-            raise ConfigError(f"cooldown_steps {self.cooldown_steps}: give 0 or more")
 
 
 class Answer(Enum):
@@ -155,7 +129,7 @@ class History:
     open: Move | None = None
 
     @classmethod
-    def new(cls, rules: Rules, step: int = 0) -> History:
+    def new(cls, rules: BalanceConfig, step: int = 0) -> History:
         """Before anything was measured."""
         return cls(rules.cooldown_steps, (step,))
 
@@ -163,17 +137,7 @@ class History:
         """A move was made, and waits for its judgement."""
         return dataclasses.replace(self, open=move, cool_from=move.step + self.waits)
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON; `from_json` gives the same."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, said: Mapping[str, Any]) -> History:
-        """The inverse of `to_json`."""
-        open_move = None if said["open"] is None else Move(**said["open"])
-        return cls(**{**said, "since": tuple(said["since"]), "open": open_move})
-
-    def horizon(self, rules: Rules, step: int) -> float:
+    def horizon(self, rules: BalanceConfig, step: int) -> float:
         """Steps for which costs may be expected to stay: as long as they did in the mean, or have by now.
 
         That of the rules is a limit, which costs that change faster cannot use up.
@@ -207,7 +171,7 @@ def drift_of(before: Floats, after: Floats, error: Floats, least: float) -> Drif
     return Drift.LONGER if total > 0 else Drift.SHORTER
 
 
-def decide(rules: Rules, history: History, step: int, offer: Offer) -> Decision:
+def decide(rules: BalanceConfig, history: History, step: int, offer: Offer) -> Decision:
     """Whether to make this move at this step."""
     saved = (offer.present_seconds - offer.target_seconds) * history.factor
     gain, steps = offer.gain * history.factor, history.horizon(rules, step)
@@ -235,7 +199,7 @@ def decide(rules: Rules, history: History, step: int, offer: Offer) -> Decision:
 
 
 def judge(
-    rules: Rules, history: History, step: int, seconds: float, error: float, drift: Drift = Drift.SAME
+    rules: BalanceConfig, history: History, step: int, seconds: float, error: float, drift: Drift = Drift.SAME
 ) -> tuple[Verdict, History]:
     """What the first window after a move says of it, and the history after that; ConfigError if no move is open.
 
@@ -256,3 +220,62 @@ def judge(
         waits = max(1, 2 * history.waits)
         return verdict, dataclasses.replace(closed, waits=waits, cool_from=step + waits)
     return verdict, dataclasses.replace(closed, factor=1.0 if verdict is Verdict.KEPT else max(share, LEAST_FACTOR))
+
+
+RECENT = 16
+"""Switches that count; older ones were made with other neighbours on the machine."""
+
+
+@dataclass(frozen=True)
+class Pause:
+    """seconds = fixed_seconds + seconds_per_byte x bytes moved."""
+
+    fixed_seconds: float
+    seconds_per_byte: float
+
+    def seconds(self, nbytes: float) -> float:
+        """Of a switch that moves so many bytes."""
+        return self.fixed_seconds + self.seconds_per_byte * nbytes
+
+    def fitted(self, made: Sequence[tuple[int, float]]) -> Pause:
+        """This one, corrected by the switches that were made: (bytes moved, seconds) of each, the last one last.
+
+        Least squares with neither part below 0. Where all moved equally many bytes only the fixed part is corrected,
+        since nothing tells the two apart.
+        """
+        if not made:
+            return self
+        sizes, took = (np.array(each, dtype=np.float64) for each in zip(*made[-RECENT:], strict=True))
+        if np.ptp(sizes) == 0:
+            return Pause(max(0.0, float((took - self.seconds_per_byte * sizes).mean())), self.seconds_per_byte)
+        away = sizes - sizes.mean()
+        slope = float((away * took).sum() / (away**2).sum())
+        fixed = float(took.mean() - slope * sizes.mean())
+        if slope < 0:
+            return Pause(float(took.mean()), 0.0)
+        if fixed < 0:
+            return Pause(0.0, float((sizes * took).sum() / (sizes**2).sum()))
+        return Pause(fixed, slope)
+
+
+@dataclass(frozen=True)
+class Slow:
+    """since: member -> the step of the first of the windows in a row that have found it slow."""
+
+    since: Mapping[int, int] = field(default_factory=dict)
+
+    def after(self, members: Sequence[int], speeds: Sequence[float], step: int, ratio: float | None) -> Slow:
+        """With one more window. ratio: a member is slow that takes so many times as long as its stage's middle one."""
+        if ratio is None:
+            return Slow()
+        return Slow(
+            {
+                member: self.since.get(member, step)
+                for member, speed in zip(members, speeds, strict=True)
+                if speed * ratio < 1
+            }
+        )
+
+    def counted(self, step: int, steps: int) -> frozenset[int]:
+        """The members that have been slow for so many steps."""
+        return frozenset(member for member, since in self.since.items() if step - since >= steps)

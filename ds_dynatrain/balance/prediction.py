@@ -11,15 +11,15 @@ from typing import Any
 
 import typer
 
-from ds_dynatrain.balance.choose import Choice, Members, Search, choose, is_possible
-from ds_dynatrain.balance.cost import StepTime, step_time
-from ds_dynatrain.balance.deal import Deal
-from ds_dynatrain.balance.links import Link, Links
-from ds_dynatrain.balance.memory import StageBytes, cut_of, peak_bytes
+from ds_dynatrain.balance.choose import Members, Search, choose, is_possible
+from ds_dynatrain.balance.cost import Link, Links, StepTime, step_time
+from ds_dynatrain.balance.deal import Deal, StageBytes, cut_of, peak_bytes
 from ds_dynatrain.balance.partition import PLENTY, uniform
 from ds_dynatrain.balance.profile import Profile
 from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.space.layout import Layout
+
+BEST = "proposed"
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,13 @@ class Question:
 
 @dataclass(frozen=True)
 class Predicted:
-    """A layout, and what it would take. is_uniform: nobody said what its boundaries are."""
+    """A layout, and what it would take. name: "proposed", "present", or "uniform" where nobody gave boundaries."""
 
     layout: Layout
     deal: Deal
     time: StepTime
     stages: tuple[StageBytes, ...]
-    is_uniform: bool = False
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -61,13 +61,12 @@ class Advice:
     profile: Profile
     memory_bytes: int
     present: Predicted | None
-    choices: tuple[Choice, ...]
+    choices: tuple[Predicted, ...]
 
     @property
-    def proposed(self) -> Predicted:
-        """The best."""
-        best = self.choices[0]
-        return Predicted(best.layout, best.deal, best.time, peak_bytes(self.profile, best.layout, best.deal))
+    def known(self) -> tuple[Predicted, ...]:
+        """The present layout, if there is one, and the best."""
+        return self.choices[:1] if self.present is None else (self.present, self.choices[0])
 
 
 def advise(file: Path, question: Question) -> Advice:
@@ -81,7 +80,10 @@ def advise(file: Path, question: Question) -> Advice:
         micro_batches=question.micro_batches,
         pipeline=question.is_pipeline,
     )
-    choices = choose(profile, start, members, search)
+    choices = tuple(
+        Predicted(each.layout, each.deal, each.time, peak_bytes(profile, each.layout, each.deal), "" if place else BEST)
+        for place, each in enumerate(choose(profile, start, members, search))
+    )
     return Advice(profile, members.memory_bytes, _present(profile, start, members, question, search), choices)
 
 
@@ -133,49 +135,44 @@ def _present(profile: Profile, start: Layout, members: Members, question: Questi
         layout = start.replace(data=data, boundaries=boundaries)
         for deal in search.deals(profile, layout):
             if is_possible(layout, deal, question.is_pipeline):
-                return _predicted(profile, layout, deal, members, question.present is None)
+                working = members.working(layout.world_size)
+                speeds = [members.speeds[member] for member in working]
+                time = step_time(profile, layout, deal, speeds, members.links.between_members(working))
+                name = "uniform" if question.present is None else "present"
+                return Predicted(layout, deal, time, peak_bytes(profile, layout, deal), name)
     return None
-
-
-def _predicted(profile: Profile, layout: Layout, deal: Deal, members: Members, is_uniform: bool) -> Predicted:
-    working = members.working(layout.world_size)
-    speeds, links = [members.speeds[member] for member in working], members.links.between_members(working)
-    time = step_time(profile, layout, deal, speeds, links)
-    return Predicted(layout, deal, time, peak_bytes(profile, layout, deal), is_uniform)
 
 
 def show(advice: Advice) -> None:
     """Print it for a reader."""
-    profile, proposed = advice.profile, advice.proposed
-    known = [] if advice.present is None else [("uniform" if advice.present.is_uniform else "present", advice.present)]
-    both = [*known, ("proposed", proposed)]
+    profile, shown = advice.profile, [each.layout for each in advice.known]
     measured = f"{profile.train_batch_size} samples a step, timed in micro-batches of {profile.micro_batch_size}"
     typer.echo(f"{len(profile.layers)} layers, {measured}{profile.source and f'; {profile.source}'}\n")
-    others = [Predicted(each.layout, each.deal, each.time, ()) for each in advice.choices[1:]]
-    rows = [(name, *_row(each)) for name, each in both]
-    rows += [("", *_row(each)) for each in others if each.layout not in [shown.layout for _, shown in both]]
+    others = [each for each in advice.choices[1:] if each.layout not in shown]
+    rows = [_row(each) for each in (*advice.known, *others)]
     typer.echo(_columns([("", "layout", "boundaries", "micro-batches", "step ms", "bottleneck", "efficiency"), *rows]))
-    for name, each in both:
+    for each in advice.known:
         terms = ", ".join(f"{term} {ms:.4g}" for term, ms in each.time.step_ms.items() if term != "total")
-        typer.echo(f"\n{name}, ms of a step: {terms}")
+        typer.echo(f"\n{each.name}, ms of a step: {terms}")
         typer.echo(_columns([("stage", "layers", "busy ms", "bytes", ""), *_stages(advice, each)]))
-    typer.echo(f"\nA prediction from the profile{_gain(advice, known)}. Nothing has been changed.")
+    typer.echo(f"\nA prediction from the profile{_gain(advice)}. Nothing has been changed.")
 
 
-def _gain(advice: Advice, known: list[tuple[str, Predicted]]) -> str:
+def _gain(advice: Advice) -> str:
     """Compare both, in words; nothing where there is no present layout, or it would not fit."""
-    if not known or max(each.total for each in known[0][1].stages) > advice.memory_bytes:
+    present, best = advice.present, advice.choices[0].time.seconds
+    if present is None or max(each.total for each in present.stages) > advice.memory_bytes:
         return ""
-    if not advice.proposed.time.seconds:
+    if not best:
         return ", in which nothing takes any time"
-    return f": {known[0][1].time.seconds / advice.proposed.time.seconds:.2f} × as fast as {known[0][0]}"
+    return f": {present.time.seconds / best:.2f} × as fast as {present.name}"
 
 
 def _row(each: Predicted) -> tuple[str, ...]:
     cut = "" if each.layout.boundaries is None else ",".join(map(str, each.layout.boundaries))
     time, axes = each.time, str(each.layout.replace(boundaries=None))
     figures = (f"{1e3 * time.seconds:.4g}", f"stage {time.bottleneck}", f"{time.efficiency:.2f}")
-    return (axes, cut, str(each.deal.micro_batches), *figures)
+    return (each.name, axes, cut, str(each.deal.micro_batches), *figures)
 
 
 def _stages(advice: Advice, each: Predicted) -> Iterator[tuple[str, ...]]:
@@ -195,14 +192,16 @@ def _columns(rows: Sequence[tuple[str, ...]]) -> str:
 
 def report(advice: Advice) -> str:
     """Return one object of JSON, whose keys are documented in docs/balance.md."""
-    choices = [_said(Predicted(each.layout, each.deal, each.time, ())) for each in advice.choices]
-    present = None if advice.present is None else _said(advice.present)
-    said = {"present": present, "proposed": _said(advice.proposed), "choices": choices}
+    present = None if advice.present is None else _with_bytes(advice.present)
+    said = {"present": present, "proposed": _with_bytes(advice.choices[0]), "choices": [*map(_said, advice.choices)]}
     return json.dumps(said, indent=2)
 
 
+def _with_bytes(each: Predicted) -> dict[str, Any]:
+    return {**_said(each), "stage_bytes": [stage.total for stage in each.stages]}
+
+
 def _said(each: Predicted) -> dict[str, Any]:
-    held = {"stage_bytes": [stage.total for stage in each.stages]} if each.stages else {}
     return {
         "layout": each.layout.to_dict(),
         "micro_batches": each.deal.micro_batches,
@@ -210,5 +209,4 @@ def _said(each: Predicted) -> dict[str, Any]:
         "busy_ms": [1e3 * seconds for seconds in each.time.busy],
         "bottleneck": each.time.bottleneck,
         "efficiency": each.time.efficiency,
-        **held,
     }

@@ -1,22 +1,33 @@
-"""From the passes of one window to what all ranks say of it: medians over micro-batches, one row for each layer.
+"""What ranks timed in one window, and the mean over windows.
 
-A rank has a row for each layer of its stage (`COLUMNS`, float64). The rows of all ranks make one window.
+A rank has a row for each layer of its stage (`COLUMNS`, float64): medians over micro-batches. The rows of all ranks
+make one window. Windows are averaged while costs stay what they are; the mean begins anew when two in a row say that
+they have changed.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import PlainSerializer, PlainValidator
 
-from ds_dynatrain.balance.decision import CERTAIN
-from ds_dynatrain.balance.profile import BESIDE, BYTES, ERRORS, SECONDS, Floats
+from ds_dynatrain.balance.decision import CERTAIN, REMEMBERED, costs_differ
+from ds_dynatrain.balance.profile import BESIDE, BYTES, ERRORS, SECONDS, Floats, LayerCost, Profile
 from ds_dynatrain.errors import ProfileError
 from ds_dynatrain.space.layout import Layout
 
+Rows = Annotated[
+    Floats,
+    PlainValidator(lambda said: np.array(said, dtype=np.float64)),
+    PlainSerializer(lambda held: held.tolist()),
+]
+"""An array, which records hold as nested lists."""
 COLUMNS = (*SECONDS, *ERRORS, *BYTES)
 """Of a row: the fields of `LayerCost` that are measured."""
 OF_MEDIAN = math.sqrt(math.pi / 2)
@@ -117,3 +128,164 @@ def _merged(found: Floats) -> tuple[Floats, Floats]:
     rows[:, ERROR_COLUMNS] = np.sqrt(((found[:, :, ERROR_COLUMNS] * scaled) ** 2).sum(axis=0)) / len(found)
     rows[:, len(SECONDS) + len(ERRORS) :] = found[:, :, len(SECONDS) + len(ERRORS) :].max(axis=0)
     return rows, speeds
+
+
+LAST_STEPS = 16
+"""Steps; what was before them may have had other costs."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds of a step, the middle one of `count`. error: its standard error, in seconds."""
+
+    seconds: float
+    error: float
+    count: int
+
+
+class StepSeconds:
+    """The last steps on one member, in one layout."""
+
+    def __init__(self) -> None:
+        self._seconds: deque[float] = deque(maxlen=LAST_STEPS)
+
+    def add(self, seconds: float) -> None:
+        """One more step."""
+        self._seconds.append(seconds)
+
+    def forget(self, but: int = 0) -> None:
+        """What follows is another layout, or other members; or other costs, which the newest so many steps had, too."""
+        while len(self._seconds) > but:
+            self._seconds.popleft()
+
+    def measured(self, newest: int | None = None) -> Measured:
+        """Of the newest so many; all by default. What spreads them is taken from all, as a share of the middle one.
+
+        A single step says nothing of its error, which is then all of it.
+        """
+        known = np.array(self._seconds, dtype=np.float64)
+        if not len(known):
+            return Measured(0.0, 0.0, 0)
+        used = known if newest is None else known[-newest:]
+        middle, whole = float(np.median(used)), float(np.median(known))
+        if len(known) == 1 or not whole:
+            return Measured(middle, middle, len(used))
+        spread = OF_DEVIATION * float(np.median(np.abs(known - whole))) / whole
+        return Measured(middle, OF_MEDIAN * spread * middle / math.sqrt(len(used)), len(used))
+
+
+NEW_SHARE = 0.25
+"""Of a window in the mean, once there are four; before that all windows count alike."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of a layer without measuring it; see `LayerCost`."""
+
+    name: str
+    kind_bytes: Mapping[str, int]
+    trained: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Doubted:
+    """A window that differs from those before it: [layers, COLUMNS], as of a step."""
+
+    rows: Rows
+    step: int
+
+
+@dataclass(frozen=True, eq=False)
+class Averaged:
+    """The mean over windows. batch: (samples of a step, of a micro-batch). since: see `decision.History`.
+
+    windows: how many it is of. speeds: of the last one. beside: [BESIDE]. doubted: the last one, where it is not in the
+    mean: layers that have not changed may take a third longer in all passes of one window, as where a core is shared,
+    so costs are others only once the next window says the same.
+    """
+
+    rows: Rows
+    speeds: tuple[float, ...]
+    beside: Rows
+    batch: tuple[int, int]
+    windows: int = 1
+    since: tuple[int, ...] = (0,)
+    doubted: Doubted | None = None
+
+    @classmethod
+    def after(
+        cls, before: Averaged | None, window: Window, batch: tuple[int, int], step: int, least: float, is_new: bool
+    ) -> Averaged:
+        """With one more window. least: share of all layers' seconds by which costs must differ to be others.
+
+        is_new: whether they are known to be others.
+        """
+        now = cls(window.rows, window.speeds, window.beside, batch, since=(step,))
+        if before is None or before.batch != batch or before.rows.shape != window.rows.shape:
+            return now
+        if is_new:
+            return before._begun_anew(window, step)
+        if not _differ(before.rows, window.rows, least):
+            return before._with(window)
+        doubted = before.doubted
+        if doubted is not None and _is_nearer(window.rows, doubted.rows, before.rows):
+            return before._begun_anew(window, doubted.step)
+        return replace(before, speeds=window.speeds, doubted=Doubted(window.rows, step))
+
+    def _begun_anew(self, window: Window, step: int) -> Averaged:
+        """Costs are others since a step. The window that was doubted stays out: it may have been noise all the same."""
+        since = (*self.since, step)[-REMEMBERED:]
+        return Averaged(window.rows, window.speeds, self._beside(window, 1.0), self.batch, since=since)
+
+    def _with(self, window: Window) -> Averaged:
+        share = max(NEW_SHARE, 1 / (self.windows + 1))
+        rows = (1 - share) * self.rows + share * window.rows
+        rows[:, ERROR_COLUMNS] = np.hypot(
+            (1 - share) * self.rows[:, ERROR_COLUMNS], share * window.rows[:, ERROR_COLUMNS]
+        )
+        return Averaged(rows, window.speeds, self._beside(window, share), self.batch, self.windows + 1, self.since)
+
+    def _beside(self, window: Window, share: float) -> Floats:
+        """What a window has not measured stays, and what it is the first to measure counts in full."""
+        mixed = np.where(self.beside > 0, (1 - share) * self.beside + share * window.beside, window.beside)
+        return np.where(window.beside > 0, mixed, self.beside)
+
+    def profile(self, layers: Sequence[Known], source: str = "") -> Profile:
+        """With what is known of the layers."""
+        costs = []
+        for known, row in zip(layers, self.rows.tolist(), strict=True):
+            measured = dict(zip(COLUMNS, row, strict=True))
+            counts = {name: round(measured.pop(name)) for name in BYTES}
+            own = LayerCost(
+                name=known.name,
+                forward_seconds=0.0,
+                backward_seconds=0.0,
+                kind_bytes=dict(known.kind_bytes),
+                trained=known.trained,
+            )
+            costs.append(replace(own, **measured, **counts))
+        train, micro = self.batch
+        return Profile(
+            layers=tuple(costs),
+            train_batch_size=train,
+            micro_batch_size=micro,
+            speeds=self.speeds,
+            source=source,
+            **dict(zip(BESIDE, self.beside.tolist(), strict=True)),
+        )
+
+
+def _differ(before: Floats, after: Floats, least: float) -> bool:
+    errors = [np.sqrt((rows[:, ERROR_COLUMNS][:, PASSES] ** 2).sum(axis=1)) for rows in (before, after)]
+    return costs_differ(_seconds(before), _seconds(after), np.hypot(errors[0], errors[1]), least)
+
+
+def _is_nearer(rows: Floats, one: Floats, other: Floats) -> bool:
+    """Whether layers take times that are nearer to those of the one than to those of the other."""
+    distances = [np.abs(_seconds(rows) - _seconds(each)).sum() for each in (one, other)]
+    return bool(distances[0] < distances[1])
+
+
+def _seconds(rows: Floats) -> Floats:
+    """[layers], of both passes."""
+    return np.asarray(rows[:, PASSES].sum(axis=1))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -20,11 +21,9 @@ import torch.distributed as td
 
 from ds_dynatrain.adapters.watched import is_lost_peer
 from ds_dynatrain.adapters.world import World
-from ds_dynatrain.buddies.keeper import GROUP, Keeper
 from ds_dynatrain.buddies.placement import buddies_of, memory_of_copies
-from ds_dynatrain.buddies.protection import Protection
 from ds_dynatrain.buddies.rows import IN_A_FIXED_LAUNCH
-from ds_dynatrain.buddies.shipping import Round
+from ds_dynatrain.buddies.shipping import GROUP, Keeper, Round
 from ds_dynatrain.buddies.taking import mark_of
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.engine.copies.copy import lacks_frozen
@@ -39,6 +38,30 @@ from ds_dynatrain.extension import Extension
 from ds_dynatrain.plan import has_single_holders, needs_copies, outlives_a_node
 from ds_dynatrain.report import logger
 from ds_dynatrain.space import Layout
+
+
+@dataclass(frozen=True)
+class Protection:
+    """How far an engine's state is protected, as this member sees it.
+
+    buddies: member -> the members that keep its copies. step: the newest of which all copies are known to be with all
+    who keep them; None if there is none. is_protected: whether the death of one member costs the steps after that one
+    alone. why: if not, or if there is nothing to copy. memory_bytes: of host memory, for copies. sent_bytes, take_ms,
+    ship_ms: of the last round: what was sent, how long the step waited for the copy, and how long it travelled. taken,
+    skipped: how many rounds there were, and how many were left out because the one before had not ended.
+    """
+
+    buddies: dict[int, tuple[int, ...]]
+    step: int | None
+    is_protected: bool
+    why: str
+    memory_bytes: int
+    sent_bytes: int
+    take_ms: float
+    ship_ms: float
+    taken: int
+    skipped: int
+
 
 MILLIONTHS = 1_000_000
 NEW_WORLD = "no copy of this world is whole yet"

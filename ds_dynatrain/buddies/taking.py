@@ -1,14 +1,21 @@
-"""Taking a copy, at a boundary: what a step waits for."""
+"""Taking a copy, at a boundary, which a step waits for; and its form in memory and on the way to a buddy.
+
+All tensors lie end to end, and a header in JSON says what they are.
+"""
 
 from __future__ import annotations
 
+import base64
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from ds_dynatrain.adapters.state import Buffers
-from ds_dynatrain.buddies.message import nbytes_of, rows_of, shapes_of, spread
 from ds_dynatrain.engine import streams
 from ds_dynatrain.engine.carry import rest_carry, shared_carry
 from ds_dynatrain.engine.checkpoints.snapshot import plain
@@ -16,8 +23,80 @@ from ds_dynatrain.engine.copies.copy import Copy, copied, digest_of_said, digest
 from ds_dynatrain.engine.copies.kept import Room
 from ds_dynatrain.engine.copies.whole import Mark
 from ds_dynatrain.engine.core import EngineCore
-from ds_dynatrain.engine.encoding import encode
-from ds_dynatrain.space import VirtualParameterSpace
+from ds_dynatrain.engine.encoding import announced, encode
+from ds_dynatrain.errors import DynatrainError, TransferError
+from ds_dynatrain.records import from_record, to_record
+from ds_dynatrain.space import BufferId, VirtualParameterSpace
+
+ALIGN = 64
+"""Each tensor begins at a multiple of so many bytes."""
+Shape = tuple[torch.dtype, tuple[int, ...]]
+
+
+Rows = Mapping[tuple[str, BufferId], Shape]
+"""(kind, buffer) -> what it is."""
+
+
+def rows_of(buffers: Buffers) -> Rows:
+    """Return the rows of buffers, in their order."""
+    return {key: (held.dtype, (held.numel(),)) for key, held in buffers.items()}
+
+
+def nbytes_of(rows: Rows, tensors: Iterable[Shape]) -> int:
+    """Return the bytes of buffers and further tensors as `spread` lays them out."""
+    return sum(map(_padded, [*rows.values(), *tensors]))
+
+
+def spread(memory: torch.Tensor, rows: Rows, tensors: Sequence[Shape]) -> tuple[Buffers, list[torch.Tensor]]:
+    """(buffers, further tensors) as views of `memory`, flat uint8; TransferError if they are not as long as that."""
+    if nbytes_of(rows, tensors) != memory.numel():
+        raise TransferError(f"a copy of {nbytes_of(rows, tensors)} bytes was announced, and {memory.numel()} came")
+    views, at = [], 0
+    for dtype, shape in [*rows.values(), *tensors]:
+        nbytes = math.prod(shape) * dtype.itemsize
+        views.append(memory[at : at + nbytes].view(dtype).view(shape))
+        at += _padded((dtype, shape))
+    return dict(zip(rows, views, strict=False)), views[len(rows) :]
+
+
+def header_of(copy: Copy) -> bytes:
+    """What has to be known of a copy besides its bytes."""
+    rows = [
+        [kind, name.place, name.index, str(held.dtype).partition(".")[2], held.numel()]
+        for (kind, name), held in copy.buffers.items()
+    ]
+    digests = {kind: base64.b64encode(held.tobytes()).decode() for kind, held in copy.digests.items()}
+    said = {"said": copy.said, "digests": digests, "said_digest": copy.said_digest}
+    return json.dumps({"mark": to_record(copy.mark), "rank": copy.rank, "rows": rows, **said}).encode()
+
+
+def copy_of(header: bytes, memory: torch.Tensor) -> Copy:
+    """The copy that was announced so, over `memory`; TransferError for what no header can say."""
+    try:
+        found = json.loads(header)
+        rows = dict(_row(*each) for each in found["rows"])
+        buffers, tensors = spread(memory, rows, shapes_of(found["said"]))
+        digests = {kind: np.frombuffer(base64.b64decode(held), np.uint64) for kind, held in found["digests"].items()}
+        mark, rank = from_record(Mark, found["mark"]), int(found["rank"])
+        return Copy(mark, rank, buffers, found["said"], tensors, digests, str(found["said_digest"]))
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, RecursionError, DynatrainError) as error:
+        raise TransferError(f"the header of a copy cannot be read ({type(error).__name__}: {error})") from error
+
+
+def shapes_of(said: dict[str, Any]) -> list[Shape]:
+    """Of the tensors that the encoded rest in `Copy.said` asks for, by their numbers."""
+    return [shape for _, shape in sorted(announced(said["rest"]).items())]
+
+
+def _row(kind: str, place: str, index: int, dtype: str, numel: int) -> tuple[tuple[str, BufferId], Shape]:
+    found = getattr(torch, dtype)
+    if not isinstance(found, torch.dtype) or numel < 0:
+        raise TransferError(f"a buffer of {numel} elements of {dtype!r} was announced")
+    return (str(kind), BufferId(str(place), int(index))), (found, (int(numel),))
+
+
+def _padded(shape: Shape) -> int:
+    return -(-math.prod(shape[1]) * shape[0].itemsize // ALIGN) * ALIGN
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ds_dynatrain.comparison.job import WAYS
-from ds_dynatrain.comparison.markdown import title
 from ds_dynatrain.comparison.results import PHASES, Comparison, Measure, way_of
 
 if TYPE_CHECKING:
@@ -116,8 +115,3 @@ def _svg(figure: Figure, name: str) -> str:
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     return re.sub(r'(\bid="|"#|url\(#)', rf"\g<1>{name}-", svg)
-
-
-def of_case(found: Comparison, size: str, change: str) -> str:
-    """How a case is called."""
-    return f"{title(size, found.of(size, change))}, {change}"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from ds_dynatrain.errors import ConfigError
+from ds_dynatrain.records import from_record, to_record
 
 BATCH, LENGTH = 12, 16
 """Samples of a global batch, whatever the world, and the length of a sample in bytes of text."""
@@ -101,6 +101,8 @@ WAYS: tuple[Way, ...] = (
 )
 SAVED, UNIVERSAL = "saved", "universal"
 """The folders of the two forms of DeepSpeed's checkpoint, inside that of a task."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""The state of AdamW, as torch and DeepSpeed call it."""
 YARD = "deepspeed"
 """The way that the live ones are held against."""
 
@@ -127,11 +129,9 @@ class Task:
 
     def to_json(self) -> str:
         """For a rank's command line."""
-        return json.dumps(asdict(self))
+        return json.dumps(to_record(self))
 
     @staticmethod
     def from_json(text: str) -> Task:
         """What `to_json` wrote."""
-        read: dict[str, Any] = json.loads(text)
-        change = read.pop("change")
-        return Task(change=Change(Side(**change["source"]), Side(**change["target"])), **read)
+        return from_record(Task, json.loads(text))

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
-import deepspeed  # noqa: F401  (its import is to be in the phase of that name)
-import torch
-
 import ds_dynatrain
-from ds_dynatrain.comparison.digests import of_deepspeed
-from ds_dynatrain.comparison.job import BATCH, Side, Task
+from ds_dynatrain.comparison.job import Side, Task
 from ds_dynatrain.comparison.notes import Notes
-from ds_dynatrain.comparison.workload import Samples, config, model_of
+from ds_dynatrain.comparison.stock import DeepSpeedTrainer
+from ds_dynatrain.comparison.workload import config, restarted
 from ds_dynatrain.report import SwitchEvent
 
 TAG = "moved"
@@ -37,11 +33,11 @@ IN_STEP = ("late", "commit")
 """Those of a late switch for which the first step waits."""
 
 
-class Trainer:
+class Trainer(DeepSpeedTrainer):
     """An engine in a layout, and the batches that it is given."""
 
     def __init__(self, task: Task, notes: Notes, side: Side) -> None:
-        self.notes = notes
+        super().__init__(task, notes)
         settings = config(side.zero_stage)
         settings["dynatrain"] = {
             "layout": {"data": side.data, "zero_stage": side.zero_stage},
@@ -51,22 +47,18 @@ class Trainer:
         }
         if task.safety == "lean":
             settings["dynatrain"] |= {"safety": "lean", "fallback": {"path": task.folder}}
-        model = model_of(task.size)
-        notes.write("model", parameters=sum(parameter.numel() for parameter in model.parameters()))
-        self.engine, *_ = ds_dynatrain.initialize(model=model, config=settings)
-        samples = Samples((task.before + task.after + 1) * BATCH)
-        self._batches: Iterator[Any] = iter(self.engine.loader(samples, num_workers=0, shuffle=False))
+        self.engine, *_ = ds_dynatrain.initialize(model=self.model_made(), config=settings)
+        self._batches: Iterator[Any] = iter(self.engine.loader(self.samples, num_workers=0, shuffle=False))
 
     def step(self) -> bool:
-        """One micro-batch, noted; False where none comes any more, because this member is idle until the end."""
+        """Train a micro-batch; return False where none comes any more, because this member is idle until the end."""
         batch = self.next()
-        if batch is None:
-            return False
-        self.train(batch)
-        return True
+        if batch is not None:
+            self.train_batch(batch)
+        return batch is not None
 
     def next(self) -> Any:
-        """The next batch; here a switch takes effect. None on a member that is idle until the others' scripts end."""
+        """Return the next batch; here a switch takes effect. None on a member that is idle until the scripts end."""
         try:
             return next(self._batches, None)
         except SystemExit as end:
@@ -74,31 +66,26 @@ class Trainer:
                 raise
             return None
 
-    def train(self, batch: Any) -> None:
-        """A micro-batch that came already; a step where no gradients are accumulated."""
-        tokens, numbers = batch
-        number, begin = int(self.engine.global_steps) + 1, time.monotonic()
-        loss = self.engine(tokens)
-        self.engine.backward(loss)
-        self.engine.step()
-        self.notes.write(
-            "step",
-            number=number,
-            seconds=time.monotonic() - begin,
-            loss=loss.item(),
-            samples=numbers.tolist(),
-        )
+    def train_batch(self, batch: Any) -> None:
+        """Train a micro-batch that came already."""
+        self.noted(batch[0], batch[1].tolist())
 
-    def digest(self, when: str) -> None:
-        """Note the digest of all state; a collective of the working members."""
-        self.notes.write("digest", when=when, value=of_deepspeed(self.engine.module))
+    def save(self) -> None:
+        """Save it all."""
+        self.engine.save(self.task.folder, TAG)
+
+    def load(self) -> None:
+        """Load it, in whatever layout."""
+        self.engine.load(self.task.folder, TAG)
 
 
 def run(task: Task, notes: Notes) -> None:
-    """See `PROGRAMS` of `worker`."""
-    torch.set_num_threads(1)
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    {"live": _live, "here": _here, "ours": _restarted}[task.program](task, notes)
+    """Run the program of the task."""
+    if task.program == "ours":
+        side = task.change.source if task.part == "old" else task.change.target
+        restarted(task, notes, partial(Trainer, side=side))
+    else:
+        {"live": _live, "here": _here}[task.program](task, notes)
 
 
 def _live(task: Task, notes: Notes) -> None:
@@ -145,60 +132,35 @@ def _here(task: Task, notes: Notes) -> None:
         notes.forget_memory()
         trainer.next()
     else:
-        _to_the_change(task, trainer)
+        while trainer.done < task.before:
+            trainer.step()
+        trainer.digest("before")
         notes.begin()
         with notes.phase("save"):
-            trainer.engine.save(task.folder, TAG)
+            trainer.save()
     with notes.phase("initialize"):
         trainer.engine.destroy()
         del trainer
         trainer = Trainer(task, notes, task.change.target)
-    _load(task, trainer)
-
-
-def _restarted(task: Task, notes: Notes) -> None:
-    if task.part == "old":
-        trainer = Trainer(task, notes, task.change.source)
-        _to_the_change(task, trainer)
-        notes.begin()
-        with notes.phase("save"):
-            trainer.engine.save(task.folder, TAG)
-        notes.stamp("saved")
-        notes.memory()
-        return
-    with notes.phase("initialize"):
-        trainer = Trainer(task, notes, task.change.target)
-    _load(task, trainer)
-
-
-def _to_the_change(task: Task, trainer: Trainer) -> None:
-    while trainer.engine.global_steps < task.before:
-        trainer.step()
-    trainer.digest("before")
-
-
-def _load(task: Task, trainer: Trainer) -> None:
-    """Load, and go on; a member that is idle afterwards waits for the end."""
     if trainer.engine.idle:
         trainer.next()
         return
-    with trainer.notes.phase("load"):
-        trainer.engine.load(task.folder, TAG)
-    batch = trainer.next()
-    _go_on(task, trainer, batch)
+    with notes.phase("load"):
+        trainer.load()
+    _go_on(task, trainer, trainer.next())
 
 
 def _go_on(task: Task, trainer: Trainer, batch: Any) -> None:
     notes = trainer.notes
     notes.stamp("ready")
-    notes.write("resumed", step=int(trainer.engine.global_steps))
+    notes.write("resumed", step=trainer.done)
     notes.memory()
     if not task.late:
         trainer.digest("after")
-    resumed = trainer.engine.global_steps
+    resumed = trainer.done
     with notes.first_step():
-        trainer.train(batch)
-        while trainer.engine.global_steps == resumed and trainer.step():
+        trainer.train_batch(batch)
+        while trainer.done == resumed and trainer.step():
             pass
-    while trainer.engine.global_steps < task.before + task.after:
+    while trainer.done < task.before + task.after:
         trainer.step()

@@ -45,7 +45,7 @@ def page(found: Comparison) -> str:
 
 def _case(found: Comparison, size: str, change: str, number: int) -> list[str]:
     measures = found.of(size, change)
-    body = [f"<h2>{escape(charts.of_case(found, size, change))}</h2>"]
+    body = [f"<h2>{escape(f'{markdown.title(size, measures)}, {change}')}</h2>"]
     body += [f'<p class="figure">{_sentence(line)}</p>' for line in markdown.verdicts(measures)]
     is_any_done = any(each.is_done for each in measures.values())
     if is_any_done:

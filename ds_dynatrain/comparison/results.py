@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
 from ds_dynatrain.comparison.job import WAYS, YARD, Way
-from ds_dynatrain.errors import ConfigError
+from ds_dynatrain.errors import ConfigError, TransferError
+from ds_dynatrain.records import from_record, to_record
 
 FORMAT = 1
 PHASES = (
@@ -99,7 +100,7 @@ class Comparison:
 
     def to_json(self) -> str:
         """The whole, for a file."""
-        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"
+        return json.dumps({"format": FORMAT, **to_record(self)}, indent=1) + "\n"
 
     @staticmethod
     def from_json(text: str) -> Comparison:
@@ -108,9 +109,8 @@ class Comparison:
             read: dict[str, Any] = json.loads(text)
             if read.pop("format") != FORMAT:
                 raise ValueError("another format")
-            measures = [_measure(each) for each in read.pop("measures")]
-            return Comparison(measures=tuple(measures), **read)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            return from_record(Comparison, read)
+        except (AttributeError, KeyError, TypeError, ValueError, TransferError) as error:
             raise ConfigError(
                 f"the text has no figures of `ds-dynatrain compare`: {error}; give a file that it has written"
             ) from error
@@ -149,8 +149,3 @@ def _middle(found: Sequence[Measure]) -> Measure:
         return found[0]
     centre = median(each.total for each in done)
     return min(done, key=lambda each: abs(each.total - centre))
-
-
-def _measure(read: dict[str, Any]) -> Measure:
-    losses = {int(step): float(loss) for step, loss in read.pop("losses").items()}
-    return Measure(losses=losses, **read)

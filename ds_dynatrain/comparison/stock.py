@@ -2,83 +2,67 @@
 
 from __future__ import annotations
 
-import logging
-import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import deepspeed
-import torch
 import torch.distributed as td
+from torch import Tensor
 
-from ds_dynatrain.comparison.digests import of_deepspeed
-from ds_dynatrain.comparison.job import BATCH, SAVED, UNIVERSAL, Side, Task
+from ds_dynatrain.comparison import workload
+from ds_dynatrain.comparison.job import MOMENTS, SAVED, UNIVERSAL, Task
 from ds_dynatrain.comparison.notes import Notes
-from ds_dynatrain.comparison.workload import Samples, config, model_of, share
 
 
-class Trainer:
-    """A DeepSpeed engine, and the batches that it is given by the number of the step."""
+class DeepSpeedTrainer(workload.Trainer):
+    """A DeepSpeed engine in training, stock or ours."""
 
-    def __init__(self, task: Task, notes: Notes, side: Side, loads: bool) -> None:
-        self.notes = notes
-        settings = config(side.zero_stage) | {"checkpoint": {"load_universal": loads}}
-        deepspeed.init_distributed(verbose=False)
-        model = model_of(task.size)
-        notes.write("model", parameters=sum(parameter.numel() for parameter in model.parameters()))
-        self.engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
-        self._samples = Samples((task.before + task.after + 1) * BATCH)
+    engine: Any
 
-    def step(self) -> None:
-        """One step, noted."""
-        tokens, numbers = share(self._samples, int(self.engine.global_steps), td.get_rank(), td.get_world_size())
-        begin = time.monotonic()
-        loss = self.engine(tokens)
+    @property
+    def done(self) -> int:  # type: ignore[override]
+        """Optimizer steps."""
+        return int(self.engine.global_steps)
+
+    def train(self, tokens: Tensor) -> Tensor:
+        """Train a micro-batch; a step where no gradients are accumulated."""
+        loss: Tensor = self.engine(tokens)
         self.engine.backward(loss)
         self.engine.step()
-        self.notes.write(
-            "step",
-            number=int(self.engine.global_steps),
-            seconds=time.monotonic() - begin,
-            loss=loss.item(),
-            samples=numbers,
-        )
+        return loss
 
-    def digest(self, when: str) -> None:
-        """Note the digest of all state; a collective."""
-        self.notes.write("digest", when=when, value=of_deepspeed(self.engine.module))
+    def state(self) -> Iterator[Tensor]:
+        """Yield all masters and moments, by DeepSpeed's own functions."""
+        for parameter in self.engine.module.parameters():
+            yield deepspeed.utils.safe_get_full_fp32_param(parameter)
+            for name in MOMENTS:
+                yield deepspeed.utils.safe_get_full_optimizer_state(parameter, name)
+
+
+class Trainer(DeepSpeedTrainer):
+    """An engine of stock DeepSpeed."""
+
+    def __init__(self, task: Task, notes: Notes) -> None:
+        super().__init__(task, notes)
+        is_new = task.part == "new"
+        side = task.change.target if is_new else task.change.source
+        settings = workload.config(side.zero_stage) | {"checkpoint": {"load_universal": is_new}}
+        deepspeed.init_distributed(verbose=False)
+        model = self.model_made()
+        self.engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
+
+    def save(self) -> None:
+        """Save it all, and wait for all."""
+        self.engine.save_checkpoint(str(Path(self.task.folder) / SAVED), tag="step")
+        td.barrier()
+
+    def load(self) -> None:
+        """Load what the converter made of it."""
+        self.engine.load_checkpoint(self.task.folder, tag=UNIVERSAL)
 
 
 def run(task: Task, notes: Notes) -> None:
-    """The old job or the new one."""
-    torch.set_num_threads(1)
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    (_old if task.part == "old" else _new)(task, notes)
+    """Run the old job or the new one."""
+    workload.restarted(task, notes, Trainer)
     td.destroy_process_group()
-
-
-def _old(task: Task, notes: Notes) -> None:
-    trainer = Trainer(task, notes, task.change.source, loads=False)
-    for _ in range(task.before):
-        trainer.step()
-    trainer.digest("before")
-    notes.begin()
-    with notes.phase("save"):
-        trainer.engine.save_checkpoint(str(Path(task.folder) / SAVED), tag="step")
-        td.barrier()
-    notes.stamp("saved")
-    notes.memory()
-
-
-def _new(task: Task, notes: Notes) -> None:
-    with notes.phase("initialize"):
-        trainer = Trainer(task, notes, task.change.target, loads=True)
-    with notes.phase("load"):
-        trainer.engine.load_checkpoint(task.folder, tag=UNIVERSAL)
-    notes.stamp("ready")
-    notes.write("resumed", step=int(trainer.engine.global_steps))
-    notes.memory()
-    trainer.digest("after")
-    with notes.first_step():
-        trainer.step()
-    for _ in range(task.after - 1):
-        trainer.step()

@@ -6,6 +6,7 @@ Its first line of code ends the phase "start"; nothing heavy is imported before 
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import sys
 import time
@@ -25,6 +26,10 @@ def main(folder: Path, task: Task) -> None:
     try:
         module = importlib.import_module(f"ds_dynatrain.comparison.{PROGRAMS[task.program]}")
         notes.write("phase", name="import", seconds=time.monotonic() - begin)
+        import torch  # which the module has
+
+        torch.set_num_threads(1)
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         module.run(task, notes)
     except Exception as error:
         notes.write("error", text=f"{type(error).__name__}: {error}".strip())

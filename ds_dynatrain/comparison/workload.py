@@ -1,16 +1,21 @@
-"""What is trained: a GPT over bytes, and text for it, the same in every rank and every way."""
+"""What is trained, a GPT over bytes with text for it, and how a rank trains it before and after a restart."""
 
 from __future__ import annotations
 
+import hashlib
 import sysconfig
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as td
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ds_dynatrain.comparison.job import BATCH, LENGTH, SHAPES
+from ds_dynatrain.comparison.job import BATCH, LENGTH, SHAPES, Task
+from ds_dynatrain.comparison.notes import Notes
 
 TEXT_BYTES = 400_000
 LEARNING_RATE = 5e-4
@@ -79,12 +84,84 @@ def model_of(size: str) -> GPT:
     return GPT(*SHAPES[size])
 
 
-def share(samples: Samples, step: int, rank: int, ranks: int) -> tuple[Tensor, list[int]]:
-    """A rank's part of the global batch of a step (from 0), and which samples these are."""
-    each = BATCH // ranks
-    begin = step * BATCH + rank * each
-    numbers = list(range(begin, begin + each))
-    return torch.stack([samples[number][0] for number in numbers]), numbers
+class Trainer:
+    """A model in training, by whichever framework. done: optimizer steps."""
+
+    done = 0
+
+    def __init__(self, task: Task, notes: Notes) -> None:
+        self.task, self.notes = task, notes
+        self.samples = Samples((task.before + task.after + 1) * BATCH)
+
+    def model_made(self) -> GPT:
+        """Return the model of the task, its size noted."""
+        model = model_of(self.task.size)
+        self.notes.write("model", parameters=sum(parameter.numel() for parameter in model.parameters()))
+        return model
+
+    def train(self, tokens: Tensor) -> Tensor:
+        """Train a micro-batch, and return its loss."""
+        raise NotImplementedError
+
+    def state(self) -> Iterable[Tensor]:
+        """Yield all masters and moments, whole; a collective of the working ranks."""
+        raise NotImplementedError
+
+    def save(self) -> None:
+        """Save all state into the folder of the task."""
+        raise NotImplementedError
+
+    def load(self) -> None:
+        """Take over what was saved, in whatever world."""
+        raise NotImplementedError
+
+    def step(self) -> Any:
+        """Train this rank's part of the next global batch."""
+        each = BATCH // td.get_world_size()
+        begin = self.done * BATCH + td.get_rank() * each
+        numbers = list(range(begin, begin + each))
+        self.noted(torch.stack([self.samples[number][0] for number in numbers]), numbers)
+
+    def noted(self, tokens: Tensor, numbers: list[int]) -> None:
+        """Train a micro-batch of these samples, and note what it took."""
+        number, begin = self.done + 1, time.monotonic()
+        loss = self.train(tokens)
+        seconds = time.monotonic() - begin
+        self.notes.write("step", number=number, seconds=seconds, loss=loss.item(), samples=numbers)
+
+    def digest(self, when: str) -> None:
+        """Note one digest of all state, which is the same however it is sharded."""
+        found = hashlib.sha256()
+        for value in self.state():
+            found.update(value.detach().contiguous().numpy().data)
+        self.notes.write("digest", when=when, value=found.hexdigest())
+
+
+def restarted(task: Task, notes: Notes, kind: Callable[[Task, Notes], Trainer]) -> None:
+    """Run the old job, which saves and ends, or the new one, which loads and goes on."""
+    if task.part == "old":
+        trainer = kind(task, notes)
+        for _ in range(task.before):
+            trainer.step()
+        trainer.digest("before")
+        notes.begin()
+        with notes.phase("save"):
+            trainer.save()
+        notes.stamp("saved")
+        notes.memory()
+        return
+    with notes.phase("initialize"):
+        trainer = kind(task, notes)
+    with notes.phase("load"):
+        trainer.load()
+    notes.stamp("ready")
+    notes.write("resumed", step=trainer.done)
+    notes.memory()
+    trainer.digest("after")
+    with notes.first_step():
+        trainer.step()
+    for _ in range(task.after - 1):
+        trainer.step()
 
 
 def config(stage: int) -> dict[str, Any]:

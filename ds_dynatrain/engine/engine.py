@@ -227,7 +227,7 @@ class DynatrainEngine(OverridingEngine):
         for nothing. Each has `layout` and `time.step_ms`, a prediction. Asks nobody and changes nothing. ProfileError
         for a profile of other batches, LayoutError if nothing fits.
         """
-        suggest = named("ds_dynatrain.balance.suggesting:suggest")
+        suggest = named("ds_dynatrain.balance.extension:suggest")
         return cast("tuple[Any, ...]", suggest(self._parts, profile, members, horizon_steps))
 
     def on_switch(self, function: OnSwitch) -> OnSwitch:

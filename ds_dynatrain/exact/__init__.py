@@ -7,5 +7,5 @@
 | `bits/sums`, `bits/squares` | arithmetic without an order: leaves added in pairs, a sum of squares in integers |
 | `bits/steps`, `records`, `difference` | what each step had, in bits; its lines in the report file; two runs compared |
 | `bits/rows` | what was tried, and what is refused |
-| `command`, `runs`, `machine`, `trial` | `ds-dynatrain compare-exact` and `doctor --exact` |
+| `command`, `machine`, `trial` | `ds-dynatrain compare-exact` and `doctor --exact` |
 """

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ds_dynatrain.exact import runs
+from ds_dynatrain.exact.bits.difference import compared, lines, report
 from ds_dynatrain.exits import REFUSED, saying
 
 
@@ -26,11 +26,11 @@ def compare_exact(
     Exit code: 0 they are in all steps that both have, 1 they are not, 2 a file cannot be read or they are of two jobs.
     """
     with saying("compare-exact"):
-        found = runs.compared(one, other)
+        runs, found = compared(one, other)
     if as_json:
-        typer.echo(json.dumps(found.to_json(), indent=2))
+        typer.echo(json.dumps(report(runs, found), indent=2))
     else:
-        for line in found.lines():
+        for line in lines(runs, found):
             typer.echo(line)
     if not found.is_identical:
         raise typer.Exit(REFUSED)

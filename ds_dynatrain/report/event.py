@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ds_dynatrain.errors import TransferError
+from ds_dynatrain.records import from_record, to_record
 
 Outcome = Literal["committed", "rolled_back", "cancelled"]
 """How a switch ends; "cancelled": the job ended before a boundary came for it."""
@@ -17,8 +20,8 @@ _KIND = "switch"
 class Side:
     """One side of a switch: a layout and the members that train under it, in the order of their ranks."""
 
-    layout: Mapping[str, int]
-    """Sizes of the axes by name, and `zero_stage`."""
+    layout: Mapping[str, Any]
+    """Sizes of the axes by name, and `zero_stage`; `boundaries` and `shares` where the layout has them."""
     members: tuple[int, ...]
 
     def describe(self) -> str:
@@ -99,28 +102,17 @@ class SwitchEvent:
 
     def to_json(self) -> str:
         """Return the event as one line of JSON without a line break; `from_json` reads it back, equal."""
-        return json.dumps({"event": _KIND, **asdict(self)}, separators=(",", ":"), default=dict)
+        return json.dumps({"event": _KIND, **to_record(self)}, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, line: str) -> SwitchEvent:
         """Return the event of a line that `to_json` wrote; raises `ValueError` for a line that is no switch."""
         read = json.loads(line)
-        if (
-            not isinstance(read, dict)
-            or read.pop("event", None) != _KIND
-            or read.get("outcome") not in get_args(Outcome)
-        ):
+        if not isinstance(read, dict) or read.pop("event", None) != _KIND:
             raise ValueError(f"not a line about a switch: {line[:80]!r}")
-        certificate = read.pop("certificate", None)
         try:
-            return cls(
-                source=_side(read.pop("source")),
-                target=_side(read.pop("target")),
-                certificate=None if certificate is None else _certificate(certificate),
-                warnings=tuple(read.pop("warnings", ())),
-                **read,
-            )
-        except (KeyError, TypeError) as error:
+            return from_record(cls, read)
+        except TransferError as error:
             raise ValueError(
                 f"a line about a switch that lacks or has unknown fields ({error}): {line[:80]!r}"
             ) from error
@@ -173,11 +165,3 @@ class SwitchEvent:
 def megabytes(count: int) -> str:
     """Return a number of bytes in units of 10^6 with one decimal."""
     return f"{count / 1e6:.1f}"
-
-
-def _side(read: Mapping[str, Any]) -> Side:
-    return Side(layout=dict(read["layout"]), members=tuple(read["members"]))
-
-
-def _certificate(read: Mapping[str, Any]) -> CertificateSummary:
-    return CertificateSummary(tensors=read["tensors"], kinds=tuple(read["kinds"]), digest=read["digest"])

@@ -20,7 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from ds_dynatrain.adapters.replaced import replaced
 from ds_dynatrain.adapters.versions import present
 from ds_dynatrain.balance.adapters.stage_timer import StageTimer
-from ds_dynatrain.balance.adapters.timing import Floats, StageTimes
+from ds_dynatrain.balance.adapters.timing import StageTimes
+from ds_dynatrain.balance.profile import Floats
 from tests.engine.pool import RankPool
 from tools import burning
 from tools.burning import Burn, Burning

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ds_dynatrain.balance.schedule import in_flight, step_count
+from ds_dynatrain.balance.cost import step_count
+from ds_dynatrain.balance.deal import in_flight
 
 
 class Command(NamedTuple):

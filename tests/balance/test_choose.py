@@ -13,10 +13,8 @@ import numpy as np
 import pytest
 
 from ds_dynatrain.balance.choose import Members, Search, choose, problem_of
-from ds_dynatrain.balance.cost import step_time
-from ds_dynatrain.balance.deal import Deal
-from ds_dynatrain.balance.links import Link, Links
-from ds_dynatrain.balance.memory import peak_bytes
+from ds_dynatrain.balance.cost import Link, Links, step_time
+from ds_dynatrain.balance.deal import Deal, peak_bytes
 from ds_dynatrain.balance.partition import partition
 from ds_dynatrain.balance.profile import Profile
 from ds_dynatrain.errors import LayoutError

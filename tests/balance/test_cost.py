@@ -10,10 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_dynatrain.balance.cost import step_time
-from ds_dynatrain.balance.deal import Deal, shares_of
-from ds_dynatrain.balance.links import Link, Links
-from ds_dynatrain.balance.memory import StageBytes, peak_bytes, taken_bytes
+from ds_dynatrain.balance.cost import Link, Links, step_time
+from ds_dynatrain.balance.deal import Deal, StageBytes, peak_bytes, shares_of, taken_bytes
 from ds_dynatrain.balance.profile import LayerCost, Profile
 from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.plan import state_bytes

@@ -11,11 +11,12 @@ import pytest
 
 from ds_dynatrain.balance.advice import Advice, Move, Situation, advise
 from ds_dynatrain.balance.course import Costs, Course, Wanted
-from ds_dynatrain.balance.decision import Answer, History, Rules, Verdict
+from ds_dynatrain.balance.decision import Answer, History, Slow, Verdict
 from ds_dynatrain.balance.profile import Profile
-from ds_dynatrain.balance.slow import Slow
-from ds_dynatrain.balance.steps import Measured, StepSeconds
+from ds_dynatrain.balance.window import Measured, StepSeconds
+from ds_dynatrain.config import BalanceConfig as Rules
 from ds_dynatrain.errors import LayoutError
+from ds_dynatrain.records import from_record, to_record
 from ds_dynatrain.space.layout import Layout
 from tests.balance.profiles import profile
 
@@ -142,9 +143,9 @@ def test_a_switch_of_somebody_else_leaves_nothing_to_judge() -> None:
 def test_every_digit_of_it_travels() -> None:
     for course in (Course.new(RULES), after(Course.new(RULES), 20, STEP, EVEN), moved()):
         course = course.at((0, 7), Slow({3: 17}))
-        assert Course.from_json(json.loads(json.dumps(course.to_json()))) == course
+        assert from_record(Course, json.loads(json.dumps(to_record(course)))) == course
     wanted = Wanted(FRONT, 0.1, "why", STEP, Costs((1 / 3,), (0.1,)), (2, 3), back=True)
-    assert Wanted.from_json(json.loads(json.dumps(wanted.to_json()))) == wanted
+    assert from_record(Wanted, json.loads(json.dumps(to_record(wanted)))) == wanted
 
 
 # ---- steps by the clock ----------------------------------------------------------------------------------------------

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from ds_dynatrain.balance.cost import step_time
+from ds_dynatrain.balance.cost import Link, Links, step_time
 from ds_dynatrain.balance.deal import Deal
-from ds_dynatrain.balance.links import Link, Links
 from ds_dynatrain.balance.profile import Profile
 from ds_dynatrain.cli.main import app
 from ds_dynatrain.space.layout import Layout

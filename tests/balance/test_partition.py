@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_dynatrain.balance.diffusion import diffuse
 from ds_dynatrain.balance.partition import Problem, partition
 from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.space.layout import Layout
 from tests.balance.cuts import allowed, by_brute_force, by_milp, every_cut, greedy, random_problem
+from tools.diffusion import diffuse
 
 CASES, MILP_CASES = 2400, 100
 

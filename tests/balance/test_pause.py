@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from scipy.optimize import nnls
 
-from ds_dynatrain.balance.pause import RECENT, Pause
-from ds_dynatrain.errors import ConfigError
+from ds_dynatrain.balance.decision import RECENT, Pause
 
 FIRST = Pause(0.1, 1e-9)
 
@@ -38,9 +37,3 @@ def test_several_are_fitted_as_a_solver_does() -> None:
 def test_old_ones_do_not_count() -> None:
     made = [(1, 100.0)] * 50 + [(size, 1.0) for size in range(RECENT)]
     assert FIRST.fitted(made) == Pause(1.0, 0.0)
-
-
-def test_bad_pauses() -> None:
-    for values in ((-1.0, 0.0), (0.0, float("nan")), (float("inf"), 0.0)):
-        with pytest.raises(ConfigError, match="not below 0"):
-            Pause(*values)

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from ds_dynatrain.balance.advice import Move, Situation, advise
-from ds_dynatrain.balance.averaged import Averaged, Known
-from ds_dynatrain.balance.decision import Answer, History, Rules
+from ds_dynatrain.balance.decision import Answer, History
 from ds_dynatrain.balance.partition import Problem, partition
-from ds_dynatrain.balance.window import COLUMNS, Window, rows_of
+from ds_dynatrain.balance.window import COLUMNS, Averaged, Known, Window, rows_of
+from ds_dynatrain.config import BalanceConfig as Rules
 from ds_dynatrain.errors import LayoutError, ProfileError
+from ds_dynatrain.records import from_record, to_record
 from ds_dynatrain.space import Columns, Layout
 
 TWO = Layout(zero_stage=1, pipe=2, boundaries=(0, 2, 4))
@@ -172,7 +173,7 @@ def test_every_digit_travels() -> None:
     state = averaged(1 / 3, 0.1, 1e-7, 2, noise=0.1)
     state = following(state, 1, 1, 0.1, 1e-7, 2, noise=0.1)
     assert state.doubted is not None and state.beside.tolist() == [0, 0, 0]
-    back = Averaged.from_json(json.loads(json.dumps(state.to_json())))
+    back = from_record(Averaged, json.loads(json.dumps(to_record(state))))
     assert back.doubted is not None and np.array_equal(back.doubted.rows, state.doubted.rows)
     assert np.array_equal(back.rows, state.rows) and (back.speeds, back.batch) == (state.speeds, state.batch)
     assert back.profile(layers()) == state.profile(layers())

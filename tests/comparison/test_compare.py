@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from ds_dynatrain.comparison.comparison import LaunchError, launch
 from ds_dynatrain.comparison.job import Change, Task
-from ds_dynatrain.comparison.launch import LaunchError, launch
 from ds_dynatrain.comparison.results import Comparison, Measure
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 
-from ds_dynatrain.balance.steps import StepSeconds
+from ds_dynatrain.balance.window import StepSeconds
 
 TICK = 1e-5
 """Seconds that each look at a counted clock takes."""

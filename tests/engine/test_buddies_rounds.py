@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from ds_dynatrain.buddies.message import copy_of, header_of, nbytes_of, rows_of, shapes_of, spread
 from ds_dynatrain.buddies.placement import buddies_of, wards_of
 from ds_dynatrain.buddies.shipping import Round, Ward
-from ds_dynatrain.buddies.taking import Taken
+from ds_dynatrain.buddies.taking import Taken, copy_of, header_of, nbytes_of, rows_of, shapes_of, spread
 from ds_dynatrain.engine.copies import kept as kept_module
 from ds_dynatrain.engine.copies.copy import Copy
 from ds_dynatrain.engine.copies.kept import Kept

@@ -1,25 +1,37 @@
-"""The clock by which passes and optimizer steps are timed, and what was timed on one rank.
+"""The clock by which layers are timed on one rank, and that of a model without stages.
 
-On a CPU it is the time of this thread: wall time on cores that others share says little. On an accelerator a moment is
-an event on the present stream, which is read once the device has reached it.
+On a CPU the clock is the time of this thread: wall time on cores that others share says little. On an accelerator a
+moment is an event on the present stream, which is read once the device has reached it.
+
+A pass is a row of marks: from this moment on, the time is that layer's. In a model without stages the layers are some
+modules, and behind them the rest. Forward, a module's time is that of its call. Backward it begins when the gradient of
+what the module gave arrives, and ends when that of what it was given does; a module whose inputs need no gradient has
+what is left of the pass, until another one's begins. Hooks are on the modules in the forward passes of a window alone.
+Where no module is named, the stream of an accelerator may wait for messages within a pass, and that counts.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from deepspeed.accelerator import get_accelerator
+from torch import nn
 
-from ds_dynatrain.adapters.device import is_accelerated
+from ds_dynatrain.adapters.compiled import compiled_by_wrapping, compiled_in_place
+from ds_dynatrain.adapters.device import is_accelerated, synchronize
+from ds_dynatrain.balance.profile import Floats
+from ds_dynatrain.errors import ConfigError
 
-Floats = npt.NDArray[np.float64]
+Mark = tuple[int, Any]
+"""A layer, and the moment from which on time is its; the last mark of a pass ends it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,15 +49,15 @@ class StageTimes:
     backward: Floats
     step_seconds: float
     stepped: int
-    output_bytes: tuple[int, ...]
-    kept_bytes: tuple[int, ...]
+    output_bytes: Sequence[int]
+    kept_bytes: Sequence[int]
     load_seconds: float = 0.0
     message_seconds: float = 0.0
     beside_seconds: float = 0.0
 
 
 def now() -> Any:
-    """A moment on this thread's clock, or on the device's."""
+    """Return a moment on this thread's clock, or on the device's."""
     if not is_accelerated():
         return time.thread_time()
     event = get_accelerator().Event(enable_timing=True)
@@ -54,40 +66,170 @@ def now() -> Any:
 
 
 def between(begin: Any, end: Any) -> float:
-    """Seconds; of events the device must have reached the second."""
+    """Return the seconds between two moments; of events the device must have reached the second."""
     return end - begin if isinstance(begin, float) else 1e-3 * float(begin.elapsed_time(end))
 
 
-class UpdateTimer:
-    """What an optimizer's steps take. optimizer: the one that steps the elements, without ZeRO."""
+class Timer:
+    """Base of the timers of this rank's layers, in the steps of a window.
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._took: list[tuple[Any, Any]] = []
+    optimizer: the one that steps the elements, without ZeRO. layers: how many there are.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, layers: int) -> None:
+        self._optimizer, self._layers = optimizer, layers
+        self._passes: tuple[list[tuple[list[Mark], float]], ...] = [], []
+        """Forward and backward passes: their marks, and their samples by those of a micro-batch."""
+        self._marks: list[Mark] | None = None
+        """The marks of the pass that is under way."""
+        self._updates: list[tuple[Any, Any]] = []
         self._began: Any = None
-        self.stepped = 0
-        """Elements, in all steps."""
+        self._stepped = 0
+        """Elements, in all steps of the optimizer."""
+
+    def timing(self) -> AbstractContextManager[None]:
+        """Time a whole step, where that is one call."""
+        return nullcontext()
+
+    def passing(self, is_backward: bool, share: float) -> AbstractContextManager[None]:
+        """Time a pass, where a step is several calls.
+
+        share: its samples, by those of a micro-batch as the profile counts them.
+        """
+        return nullcontext()
+
+    def updating(self) -> AbstractContextManager[None]:
+        """Time the optimizer's step, where that is a call of its own."""
+        return nullcontext()
+
+    def times(self) -> StageTimes:
+        """Return all that was timed, once the device has done it; of a model without stages no bytes."""
+        synchronize()
+        none = (0,) * self._layers
+        return StageTimes(self._seconds(False), self._seconds(True), self._update_seconds, self._stepped, none, none)
+
+    def _at(self, layer: int, _: Any = None) -> None:
+        """Count time for a layer from now on."""
+        if self._marks is not None:
+            self._marks.append((layer, now()))
+
+    def _seconds(self, is_backward: bool) -> Floats:
+        """[passes, layers] of a whole micro-batch each; passes without a sample of their own count nothing."""
+        counted = [(marks, share) for marks, share in self._passes[is_backward] if share]
+        found = np.zeros((len(counted), self._layers))
+        for row, (marks, share) in zip(found, counted, strict=True):
+            for (layer, begin), (_, end) in itertools.pairwise(marks):
+                row[layer] += between(begin, end) / share
+        return found
 
     @property
-    def seconds(self) -> float:
-        """The time of all steps; the device must have done them."""
-        return sum(between(*each) for each in self._took)
+    def _update_seconds(self) -> float:
+        return sum(between(*each) for each in self._updates)
 
     @contextmanager
-    def timing(self) -> Iterator[None]:
+    def _timed_updates(self) -> Iterator[None]:
         """Time the optimizer's steps in this block."""
         with ExitStack() as stack:
-            for handle in (
-                self._optimizer.register_step_pre_hook(self._before_step),
-                self._optimizer.register_step_post_hook(self._after_step),
-            ):
-                stack.callback(handle.remove)
+            stack.callback(self._optimizer.register_step_pre_hook(self._before_update).remove)
+            stack.callback(self._optimizer.register_step_post_hook(self._after_update).remove)
             yield
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _before_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         held = [each for group in optimizer.param_groups for each in group["params"]]
-        self.stepped += sum(each.numel() for each in held if each.grad is not None)
+        self._stepped += sum(each.numel() for each in held if each.grad is not None)
         self._began = now()
 
-    def _after_step(self, *_: Any) -> None:
-        self._took.append((self._began, now()))
+    def _after_update(self, *_: Any) -> None:
+        self._updates.append((self._began, now()))
+
+
+def children_of(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
+    """Return the modules of these names; ConfigError for one that is not there, is in another one, or is compiled."""
+    known = dict(model.named_modules(remove_duplicate=False))
+    found = {name: known[name] for name in names if name in known and name}
+    if not names or len(found) < len(names):
+        strange = next((name for name in names if name not in found or names.count(name) > 1), "")
+        raise ConfigError(
+            f"engine.meter: {strange!r} is no module of the model, or is named twice; name each "
+            f"once, of {', '.join(name for name in known if name)[:300]}"
+        )
+    parts = [(name, part) for name, module in found.items() for part in module.modules()]
+    for (one, part), (other, same) in itertools.combinations(parts, 2):
+        if part is same:
+            raise ConfigError(
+                f"engine.meter: {one!r} and {other!r} share a module, so time would count twice; name one of the two"
+            )
+    if compiled := compiled_in_place(model) or compiled_by_wrapping(model):
+        raise ConfigError(
+            f"engine.meter: {compiled[0]!r} is compiled, and hooks would compile it again; leave it out of "
+            "engine.meter, or do not compile it"
+        )
+    return found
+
+
+class ModuleTimer(Timer):
+    """The clock of some modules of a model without stages, and of the rest; without modules, of the whole model."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module]) -> None:
+        super().__init__(optimizer, len(modules) + 1)
+        self._modules, self._rest = modules, len(modules)
+        self._given: list[torch.Tensor] = []
+        """What the modules have given in the forward pass that is under way."""
+
+    @contextmanager
+    def passing(self, is_backward: bool, share: float) -> Iterator[None]:
+        """Time a pass."""
+        marks = self._marks = [(self._rest, now())]
+        try:
+            with nullcontext() if is_backward else self._hooked():
+                yield
+            self._at(self._rest)
+            self._passes[is_backward].append((marks, share))
+        finally:
+            self._marks, self._given = None, []
+
+    def updating(self) -> AbstractContextManager[None]:
+        """Time the optimizer's step."""
+        return self._timed_updates()
+
+    @contextmanager
+    def _hooked(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for number, module in enumerate(self._modules):
+                before = module.register_forward_pre_hook(partial(self._begin, number), with_kwargs=True)
+                after = module.register_forward_hook(partial(self._end, number))
+                stack.callback(before.remove)
+                stack.callback(after.remove)
+            yield
+
+    def _begin(self, number: int, module: nn.Module, inputs: Any, named: Any) -> None:
+        self._hook_gradients((inputs, named), self._rest)  # but where another one's begins with this gradient
+        self._at(number)
+
+    def _end(self, number: int, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        self._at(self._rest)
+        self._given += self._hook_gradients(outputs, number)
+
+    def _hook_gradients(self, tensors: Any, whose: int) -> list[torch.Tensor]:
+        """Hook the gradients of those tensors that no module has given so far, and return them."""
+        known = {id(each) for each in self._given}
+        found = [each for each in with_gradients(tensors) if id(each) not in known]
+        for tensor in found:
+            tensor.register_hook(partial(self._at, whose))
+        return found
+
+
+def with_gradients(given: Any) -> list[torch.Tensor]:
+    """Return those of `tensors_in` to which a gradient comes back and that are no parameters."""
+    return [each for each in tensors_in(given) if each.requires_grad and not isinstance(each, nn.Parameter)]
+
+
+def tensors_in(given: Any) -> Iterator[torch.Tensor]:
+    """Yield a tensor, or those in lists, tuples and dictionaries, such as the outputs of transformers."""
+    if isinstance(given, torch.Tensor):
+        yield given
+    elif isinstance(given, Mapping):
+        yield from tensors_in(tuple(given.values()))
+    elif isinstance(given, list | tuple):
+        for part in given:
+            yield from tensors_in(part)

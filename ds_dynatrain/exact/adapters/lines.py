@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import deepspeed.comm as dist
 import torch
@@ -56,32 +56,41 @@ class Chunk:
         return sum(self.splits)
 
 
-class Lines(Protocol):
-    """The gradients of one ZeRO optimizer."""
+class Lines:
+    """The gradients of one ZeRO optimizer, base of those of its stages.
 
-    is_eager: bool
-    """Whether chunks are sent while a backward pass still runs."""
+    is_eager: whether chunks are sent while a backward pass still runs. chunks: as they are sent: the layers that a
+    backward pass comes to first are the first. lengths: what this rank owns of each line, padding counted.
+    """
+
+    is_eager = True
     chunks: list[Chunk]
-    """As they are sent: the layers that a backward pass comes to first are the first."""
     lengths: list[int]
-    """What this rank owns of each line, padding counted."""
+
+    def __init__(self, zero: Any) -> None:
+        self._zero = zero
 
     @property
     def numel(self) -> int:
         """Elements of the whole model that have a gradient."""
+        raise NotImplementedError
 
     @property
     def sharing(self) -> list[Any]:
         """The process groups over which what `held` gives is the whole gradient, each element once."""
+        return [self._zero.dp_process_group]
 
     def group(self, line: int) -> Any:
-        """The process group whose ranks own a line."""
+        """Return the process group whose ranks own a line."""
+        return self._zero.dp_process_group
 
     def take(self, line: int, total: torch.Tensor) -> None:
-        """The sum of a whole global batch: DeepSpeed goes on with it."""
+        """Let DeepSpeed go on with the sum of a whole global batch."""
+        raise NotImplementedError
 
     def held(self) -> list[torch.Tensor]:
-        """The sums that DeepSpeed has, in fp32; padding is 0."""
+        """Return the sums that DeepSpeed has, in fp32; padding is 0."""
+        raise NotImplementedError
 
 
 def lines_of(zero: Any, order: Mapping[int, int]) -> Lines | None:
@@ -91,11 +100,11 @@ def lines_of(zero: Any, order: Mapping[int, int]) -> Lines | None:
     return CutLines(zero, order) if isinstance(zero, DeepSpeedZeroOptimizer_Stage3) else None
 
 
-class FlatLines:
+class FlatLines(Lines):
     """Stages 1 and 2: a group's parameters lie end to end, and are cut into equal parts, wherever one begins."""
 
     def __init__(self, zero: Any, order: Mapping[int, int]) -> None:
-        self._zero = zero
+        super().__init__(zero)
         self.is_eager = bool(zero.partition_gradients)
         self.lengths = [int(size) for size in zero.partition_size]
         lines = range(len(self.lengths))
@@ -106,11 +115,6 @@ class FlatLines:
     def numel(self) -> int:
         """See `Lines`."""
         return sum(stop - start for spans in self.spans for _, start, stop in spans)
-
-    @property
-    def sharing(self) -> list[Any]:
-        """See `Lines`."""
-        return [self._zero.dp_process_group]
 
     def group(self, line: int) -> Any:
         """See `Lines`."""
@@ -135,13 +139,11 @@ class FlatLines:
             yield Chunk(line, tuple(_pieces(spans, runs)), splits, begin)
 
 
-class CutLines:
+class CutLines(Lines):
     """Stage 3: each parameter is cut into equal parts, the last of them with padding; parts lie end to end."""
 
-    is_eager = True
-
     def __init__(self, zero: Any, order: Mapping[int, int]) -> None:
-        self._zero = zero
+        super().__init__(zero)
         self.lengths = [zero.grad_partitions_flat_buffer.numel()]
         self.chunks = in_order(list(self._all_chunks()), order)
 
@@ -149,15 +151,6 @@ class CutLines:
     def numel(self) -> int:
         """See `Lines`."""
         return sum(int(held.ds_numel) for parameters in self._zero.fp16_groups for held in parameters)
-
-    @property
-    def sharing(self) -> list[Any]:
-        """See `Lines`."""
-        return [self._zero.dp_process_group]
-
-    def group(self, line: int) -> Any:
-        """See `Lines`."""
-        return self._zero.dp_process_group
 
     def take(self, line: int, total: torch.Tensor) -> None:
         """See `Lines`. What a parameter got last is state here, and is this."""

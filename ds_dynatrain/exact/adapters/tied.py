@@ -105,7 +105,7 @@ class StageLines(FlatLines):
     def sharing(self) -> list[Any]:
         """See `Lines`: all stages, too."""
         zero = self._zero
-        return [zero.dp_process_group, *([zero.model_parallel_group] if zero.model_parallel_world_size > 1 else [])]
+        return [*super().sharing, *([zero.model_parallel_group] if zero.model_parallel_world_size > 1 else [])]
 
     def group(self, line: int) -> Any:
         """See `Lines`."""

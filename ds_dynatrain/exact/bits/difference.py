@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
-from ds_dynatrain.exact.bits.records import ExactRun, ExactStep
+from ds_dynatrain.errors import ConfigError
+from ds_dynatrain.exact.bits.records import ExactRun, ExactStep, read_exact
 
 LOSS, NORM = "loss", "norm"
+MOST_LINES = 10
+"""Of what differs in a step; the JSON has all."""
 _FIRST_KINDS = ("weight", "master")
 """Moments come after them: they are what is asked for last."""
 
@@ -102,3 +107,66 @@ def _differ(one: float | None, other: float | None) -> bool:
 
 def _range(run: ExactRun) -> str:
     return f"steps {min(run.steps)} to {max(run.steps)}"
+
+
+def compared(one: Path, other: Path) -> tuple[tuple[ExactRun, ExactRun], Comparison]:
+    """Read and compare two files; ConfigError for one without an exact job, a damaged one, and for two jobs."""
+    try:
+        runs = read_exact(one), read_exact(other)
+        return runs, compare(*runs)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def report(runs: Sequence[ExactRun], found: Comparison) -> dict[str, Any]:
+    """Return the object of JSON of docs/exact.md."""
+    return {
+        "identical": found.is_identical,
+        "runs": [{"path": run.path, "steps": len(run.steps), "last": max(run.steps)} for run in runs],
+        "identical_steps": len(found.steps),
+        "digested_steps": len(found.states),
+        "unknown": found.unknown,
+        "last_digested_step": max(found.states, default=None),
+        "step": found.step,
+        "differences": [asdict(each) for each in found.differences],
+    }
+
+
+def lines(runs: tuple[ExactRun, ExactRun], found: Comparison) -> Iterator[str]:
+    """Yield what a reader wants to know, the verdict first."""
+    if found.is_identical:
+        states, are_all = found.states, len(found.states) == len(found.steps)
+        digested = "each" if are_all else f"{len(states)} of them, the last of which is step {states[-1]}"
+        what = f"losses and norms of all, weights and moments after {digested}"
+        what += f"; {found.unknown} losses or norms are in one of them alone" if found.unknown else ""
+        yield f"{_steps(found.steps)} bit-identical: {what}"
+    else:
+        first, *others = found.differences
+        yield f"step {found.step} is the first that differs: {first}"
+        for each in others[: MOST_LINES - 1]:
+            yield f"  {each}"
+        if len(others) >= MOST_LINES:
+            yield f"  and {len(others) - MOST_LINES + 1} more"
+        yield _before(found)
+    for run, other in (runs, runs[::-1]):
+        alone = sorted(run.steps.keys() - other.steps.keys())
+        if alone:
+            yield f"Only in {run.path}: {len(alone)} steps, {alone[0]} to {alone[-1]}."
+
+
+def _before(found: Comparison) -> str:
+    """Return what was still equal: where to look for the reason."""
+    if not found.states:
+        return "No step before it has digests of weights and moments in both."
+    last = f"weights and moments were equal after step {found.states[-1]}"
+    if found.differences[0].kind == LOSS and found.states[-1] + 1 == found.step:
+        return f"Before, {last}: the leaf was computed otherwise, from other samples, draws, kernels or weights."
+    return f"Before, {last}, losses and norms of all steps until then."
+
+
+def _steps(steps: Sequence[int]) -> str:
+    """In words, with the verb that they need."""
+    if len(steps) == 1:
+        return f"step {steps[0]} is"
+    whole = len(steps) == steps[-1] - steps[0] + 1
+    return f"steps {steps[0]} to {steps[-1]} are" if whole else f"{len(steps)} steps of {steps[0]} to {steps[-1]} are"

@@ -8,70 +8,74 @@ from ds_dynatrain.support.row import Row, Verdict
 
 EXACT_STAGES = (1, 2, 3)
 """Of ZeRO."""
-ANY = ()
-"""Of the values of a key: all were tried, or none makes a difference."""
-TRIED: Mapping[str, tuple[object, ...]] = {
-    "train_batch_size": ANY,
-    "train_micro_batch_size_per_gpu": ANY,
-    "gradient_accumulation_steps": ANY,
-    "gradient_clipping": ANY,
-    "pipeline": ANY,
-    "pipeline.stages": ANY,
-    "pipeline.partition": ANY,
-    "pipeline.activation_checkpoint_interval": ANY,
-    "pipeline.use_reentrant": ANY,
-    "dataloader_drop_last": ANY,
-    "steps_per_print": ANY,
-    "wall_clock_breakdown": ANY,
-    "memory_breakdown": ANY,
-    "dump_state": ANY,
-    "log_level": ANY,
-    "disable_python_gc": ANY,
-    "zero_allow_untested_optimizer": ANY,
-    "optimizer": ANY,
-    "optimizer.type": ANY,
-    "optimizer.params": ANY,
-    "scheduler": ANY,
-    "scheduler.type": ANY,
-    "scheduler.params": ANY,
-    "bf16": ANY,
-    "bf16.enabled": ANY,
-    "bf16.check_grad_overflow": ANY,
-    "fp16": ANY,
-    "fp16.enabled": ANY,
-    "fp16.loss_scale": ANY,
-    "fp16.initial_scale_power": ANY,
-    "fp16.loss_scale_window": ANY,
-    "fp16.hysteresis": ANY,
-    "fp16.consecutive_hysteresis": ANY,
-    "fp16.min_loss_scale": ANY,
-    "data_types": ANY,
-    "data_types.grad_accum_dtype": ("fp32",),
-    "activation_checkpointing": ANY,
-    "activation_checkpointing.partition_activations": ANY,
-    "activation_checkpointing.contiguous_memory_optimization": ANY,
-    "activation_checkpointing.cpu_checkpointing": ANY,
-    "activation_checkpointing.number_checkpoints": ANY,
-    "activation_checkpointing.synchronize_checkpoint_boundary": ANY,
-    "activation_checkpointing.profile": ANY,
-    "zero_optimization": ANY,
-    "zero_optimization.stage": ANY,
-    "zero_optimization.reduce_bucket_size": ANY,
-    "zero_optimization.allgather_bucket_size": ANY,
-    "zero_optimization.allgather_partitions": ANY,
-    "zero_optimization.contiguous_gradients": ANY,
-    "zero_optimization.reduce_scatter": (True,),
-    "zero_optimization.round_robin_gradients": ANY,
-    "zero_optimization.memory_efficient_linear": (False,),
-    "zero_optimization.use_multi_rank_bucket_allreduce": ANY,
-    "zero_optimization.sub_group_size": ANY,
-    "zero_optimization.stage3_param_persistence_threshold": ANY,
-    "zero_optimization.stage3_prefetch_bucket_size": ANY,
-    "zero_optimization.stage3_max_live_parameters": ANY,
-    "zero_optimization.stage3_max_reuse_distance": ANY,
+TRIED = frozenset(
+    {
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+        "pipeline",
+        "pipeline.stages",
+        "pipeline.partition",
+        "pipeline.activation_checkpoint_interval",
+        "pipeline.use_reentrant",
+        "dataloader_drop_last",
+        "steps_per_print",
+        "wall_clock_breakdown",
+        "memory_breakdown",
+        "dump_state",
+        "log_level",
+        "disable_python_gc",
+        "zero_allow_untested_optimizer",
+        "optimizer",
+        "optimizer.type",
+        "optimizer.params",
+        "scheduler",
+        "scheduler.type",
+        "scheduler.params",
+        "bf16",
+        "bf16.enabled",
+        "bf16.check_grad_overflow",
+        "fp16",
+        "fp16.enabled",
+        "fp16.loss_scale",
+        "fp16.initial_scale_power",
+        "fp16.loss_scale_window",
+        "fp16.hysteresis",
+        "fp16.consecutive_hysteresis",
+        "fp16.min_loss_scale",
+        "data_types",
+        "activation_checkpointing",
+        "activation_checkpointing.partition_activations",
+        "activation_checkpointing.contiguous_memory_optimization",
+        "activation_checkpointing.cpu_checkpointing",
+        "activation_checkpointing.number_checkpoints",
+        "activation_checkpointing.synchronize_checkpoint_boundary",
+        "activation_checkpointing.profile",
+        "zero_optimization",
+        "zero_optimization.stage",
+        "zero_optimization.reduce_bucket_size",
+        "zero_optimization.allgather_bucket_size",
+        "zero_optimization.allgather_partitions",
+        "zero_optimization.contiguous_gradients",
+        "zero_optimization.round_robin_gradients",
+        "zero_optimization.use_multi_rank_bucket_allreduce",
+        "zero_optimization.sub_group_size",
+        "zero_optimization.stage3_param_persistence_threshold",
+        "zero_optimization.stage3_prefetch_bucket_size",
+        "zero_optimization.stage3_max_live_parameters",
+        "zero_optimization.stage3_max_reuse_distance",
+    }
+)
+"""Keys of DeepSpeed's configuration of which all values were tried, or none makes a difference."""
+TRIED_VALUES: Mapping[str, object] = {
+    "data_types.grad_accum_dtype": "fp32",
+    "zero_optimization.reduce_scatter": True,
+    "zero_optimization.memory_efficient_linear": False,
 }
-"""Key -> its values; of a section that is open (`optimizer.params`) all keys below."""
+"""The one value that was tried of other keys."""
 _OPEN = ("optimizer.params.", "scheduler.params.")
+"""Sections of which all keys are."""
 _TEST = "tests/engine/test_exact_refusals.py::test_"
 _OF_PIPELINES = "tests/engine/test_exact_pipeline.py::test_"
 
@@ -208,10 +212,10 @@ ROWS = (
 
 def refuse_inexact(key: str, value: object, is_off: bool) -> None:
     """UnsupportedError for a key of DeepSpeed's configuration that was not tried in an exact job."""
-    values = TRIED.get(key)
-    alike = [each for each in values or () if each == value and type(each) is type(value)]
-    is_tried = values is not None and bool(alike or not values)
-    if not is_off and not is_tried and not key.startswith(_OPEN):
+    tried = TRIED_VALUES.get(key)
+    is_tried_value = tried is not None and tried == value and type(tried) is type(value)
+    is_tried = key in TRIED or key.startswith(_OPEN) or is_tried_value
+    if not is_off and not is_tried:
         raise usage("exact: a key that was not tried").error(f"exact: {key}")
 
 
