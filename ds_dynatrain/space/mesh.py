@@ -15,11 +15,10 @@ from functools import cached_property
 import numpy as np
 
 from ds_dynatrain.space import interval
-from ds_dynatrain.space.axes import AxisCuts, Partition, check_partition
-from ds_dynatrain.space.box import Box, row_major
-from ds_dynatrain.space.cut import Placed, Shard
+from ds_dynatrain.space.cut import AxisCuts, Box, Partition, Placed, Shard, check_partition, row_major
+from ds_dynatrain.space.interval import Ints, join
 from ds_dynatrain.space.layout import Layout
-from ds_dynatrain.space.tensor import Ints, Line, LogicalTensor
+from ds_dynatrain.space.tensor import Line, LogicalTensor
 
 Place = tuple[int, int, int]
 """Indexes on the pipe, expert and tensor axes."""
@@ -39,8 +38,7 @@ class IndexMap:
         order = np.argsort(start, kind="stable")
         start, stop, local = start[order], stop[order], local[order]
         joined = (start[1:] == stop[:-1]) & (np.diff(local) == np.diff(start))
-        first = np.flatnonzero(np.append(True, ~joined)[: len(start)])
-        last = np.append(first[1:], len(start))[: len(first)] - 1
+        first, last = interval.chains(joined, len(start))
         return cls(start[first], stop[last], local[first])
 
     def without(self, start: Ints, stop: Ints) -> IndexMap:
@@ -93,16 +91,14 @@ class Mesh:
     layout: Layout
     partition: Partition
     shard_groups: tuple[ShardGroup, ...] = field(init=False)
-    _lines: dict[Place, Line] = field(init=False, repr=False)
-    _alike_lines: dict[tuple[tuple[int, ...], ...], Line] = field(init=False, repr=False)
-    _shards: dict[tuple[int, Place], Shard] = field(init=False, repr=False)
-    _runs: dict[tuple[int, Place], list[tuple[Ints, Ints, Ints]]] = field(init=False, repr=False)
+    _lines: dict[Place, Line] = field(init=False, repr=False, default_factory=dict)
+    _alike_lines: dict[tuple[tuple[int, ...], ...], Line] = field(init=False, repr=False, default_factory=dict)
+    _shards: dict[tuple[int, Place], Shard] = field(init=False, repr=False, default_factory=dict)
+    _runs: dict[tuple[int, Place], list[tuple[Ints, Ints, Ints]]] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         """Build the shard groups; LayoutError for cuts that do not fit the layout or a tensor."""
         check_partition(self.partition, self.line.tensors, self.layout)
-        for name in ("_lines", "_alike_lines", "_shards", "_runs"):
-            object.__setattr__(self, name, {})
         shard_groups: list[ShardGroup] = []
         nothing = np.empty(0, np.int64)
         taken = {False: (nothing, nothing), True: (nothing, nothing)}  # experts' tensors are nobody else's
@@ -199,7 +195,7 @@ class Mesh:
             if shapes not in self._alike_lines:
                 pairs = zip(self.line.tensors, self._alike, strict=True)
                 self._alike_lines[shapes] = Line(
-                    LogicalTensor(held.name, shapes[alike], held.group, held.expert) for held, alike in pairs
+                    tuple(LogicalTensor(held.name, shapes[alike], held.group, held.expert) for held, alike in pairs)
                 )
             self._lines[place] = self._alike_lines[shapes]
         return self._lines[place]
@@ -215,7 +211,7 @@ class Mesh:
             for start, stop, local in self._runs_at(place, first) if len(numbers) else ():
                 runs = start + bases, stop + bases, local + local_bases
                 parts.append((runs[0].reshape(-1), runs[1].reshape(-1), runs[2].reshape(-1)))
-        start, stop, local = (np.concatenate(column) for column in zip(*parts, strict=True))
+        start, stop, local = join(parts)
         return IndexMap.of(start, stop, local)
 
 

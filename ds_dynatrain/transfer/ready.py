@@ -12,7 +12,7 @@ import numpy as np
 
 from ds_dynatrain.plan import Exchange, MemberPlan, Moves
 from ds_dynatrain.space import BufferId
-from ds_dynatrain.space.tensor import Ints
+from ds_dynatrain.space.interval import Ints
 from ds_dynatrain.transfer.batched import Batches, Batching
 from ds_dynatrain.transfer.outline import Outline
 from ds_dynatrain.transfer.pulling import Pull, Sharing
