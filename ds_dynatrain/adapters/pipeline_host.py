@@ -16,7 +16,6 @@ from deepspeed.utils import RepeatingLoader as RepeatingLoader
 from torch import nn
 
 from ds_dynatrain.adapters.attributes import note
-from ds_dynatrain.adapters.bf16 import count_empty_experts, stage_without_gradients
 from ds_dynatrain.adapters.columns import ColumnEngine
 from ds_dynatrain.adapters.compiled import compile_layers
 from ds_dynatrain.adapters.frozen_prefix import FrozenPrefixEngine, frozen_layers
@@ -26,6 +25,7 @@ from ds_dynatrain.adapters.host_engine import COMPILE_BACKEND, NOTHING, HostEngi
 from ds_dynatrain.adapters.replaced import replaced
 from ds_dynatrain.adapters.stage0 import count_empty_groups
 from ds_dynatrain.adapters.stage_module import PipelineShaper, leave, place, take_stage
+from ds_dynatrain.adapters.stages import count_empty_experts, stage_without_gradients
 from ds_dynatrain.adapters.world import World
 from ds_dynatrain.space import Layout, LogicalTensor
 
