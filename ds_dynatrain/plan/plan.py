@@ -124,7 +124,8 @@ def plan_switch(
     weights are read from what masters were cast to. LayoutError if the members do not fill the world or an axis is not
     supported; SwitchRefused for a kind nobody holds.
     """
-    return SwitchPlan(Sides(vps, target_layout, tuple(target_members), kinds, held_as))
+    names = vps.present_kinds() if kinds is None else kinds
+    return SwitchPlan(Sides(vps, target_layout, tuple(target_members), tuple(map(vps.kind, names)), held_as))
 
 
 def _of(all_moves: Moves, peers: Ints, peer: int) -> Moves:

@@ -8,8 +8,9 @@ beginning with a different one for each receiver.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -34,39 +35,30 @@ class Sides:
     members: tuple[int, ...]
     kinds: tuple[Kind, ...]
     held_as: Mapping[str, str]
-    source_rank: dict[int, int] = field(init=False)
-    target_rank: dict[int, int] = field(init=False)
 
-    def __init__(
-        self,
-        vps: VirtualParameterSpace,
-        layout: Layout,
-        members: Iterable[int],
-        kinds: Iterable[str] | None = None,
-        held_as: Mapping[str, str] = AS_LAID_OUT,
-    ) -> None:
-        """Check both sides: LayoutError for members that do not fill the world, SwitchRefused for a kind not held."""
-        names = vps.present_kinds() if kinds is None else tuple(kinds)
-        object.__setattr__(self, "vps", vps)
-        object.__setattr__(self, "layout", layout)
-        object.__setattr__(self, "members", tuple(members))
-        object.__setattr__(self, "kinds", tuple(vps.kind(name) for name in names))
-        object.__setattr__(self, "held_as", dict(held_as))
-        object.__setattr__(self, "source_rank", {member: rank for rank, member in enumerate(vps.members)})
-        object.__setattr__(self, "target_rank", {member: rank for rank, member in enumerate(self.members)})
-        check_members(layout, self.members)
+    def __post_init__(self) -> None:
+        """LayoutError for members that do not fill the world, SwitchRefused for a kind that nobody has."""
+        check_members(self.layout, self.members)
+        names = [kind.name for kind in self.kinds]
         if len(set(names)) != len(names):
             raise LayoutError(f"a state kind is named twice in {names}; name each once")
-        self._check_present()
-
-    def _check_present(self) -> None:
         present = self.vps.present_kinds()
-        for kind in self.kinds:
-            if kind.name not in present and not self.target(kind.name).is_empty:
+        for name in names:
+            if name not in present and not self.target(name).is_empty:
                 raise SwitchRefused(
-                    f"{kind.name} is needed under {self.layout} and held by no rank under {self.vps.layout}",
+                    f"{name} is needed under {self.layout} and held by no rank under {self.vps.layout}",
                     "leave it out of the kinds of this switch",
                 )
+
+    @cached_property
+    def source_rank(self) -> dict[int, int]:
+        """The rank of each member at the source."""
+        return {member: rank for rank, member in enumerate(self.vps.members)}
+
+    @cached_property
+    def target_rank(self) -> dict[int, int]:
+        """The rank of each member at the target."""
+        return {member: rank for rank, member in enumerate(self.members)}
 
     @property
     def source_ranks(self) -> Ints:

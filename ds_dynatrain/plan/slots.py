@@ -16,6 +16,7 @@ import numpy.typing as npt
 from scipy.optimize import linear_sum_assignment
 
 from ds_dynatrain.errors import LayoutError
+from ds_dynatrain.plan.plan import plan_switch
 from ds_dynatrain.plan.sides import Sides
 from ds_dynatrain.space import (
     ABSENT,
@@ -64,7 +65,7 @@ def slot_costs(
 ) -> Ints:
     """Bytes that each candidate (row) would receive in each slot (column)."""
     slots = target_layout.world_size
-    sides = Sides(vps, target_layout, range(slots), kinds)
+    sides = plan_switch(vps, target_layout, range(slots), kinds).sides
     by_rank = np.zeros((vps.layout.world_size + 1, slots), dtype=np.int64)
     alike: dict[object, list[Kind]] = {}
     for kind in sides.kinds:

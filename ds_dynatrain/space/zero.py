@@ -79,7 +79,6 @@ def has_flat_groups(rules: ZeroRules, layout: Layout) -> bool:
 
 
 Table = tuple[BufferId, ...]
-_Segments = tuple[Ints, Ints, Ints, Ints, Ints, Ints]
 
 
 def buffer_table(line: Line, rules: ZeroRules, layout: Layout) -> Table:
@@ -117,9 +116,10 @@ def sharding(line: Line, rules: ZeroRules, layout: Layout, kind: str, experts: b
         cut = _parts(line, rules, layout, count, table, ranks)
     else:
         cut = _whole(line, count, table, ranks)
-    if not line.experts.any():
-        return cut
-    return cut.only(line.experts[np.searchsorted(line.bases[:-1], cut.start, side="right") - 1] == experts)
+    filled = cut.start < cut.stop
+    if line.experts.any():
+        filled &= line.experts[np.searchsorted(line.bases[:-1], cut.start, side="right") - 1] == experts
+    return cut.only(filled)
 
 
 def group_size(layout: Layout, experts: bool = False) -> int:
@@ -185,12 +185,10 @@ def partition_size(line: Line, rules: ZeroRules, layout: Layout, group: int) -> 
 
 
 def _whole(line: Line, count: int, table: Table, ranks: int) -> EvenSharding:
-    numbers = np.arange(count, dtype=np.int64)
+    numbers, bases = np.arange(count, dtype=np.int64), line.bases
+    nothing = np.zeros_like(numbers)
     return EvenSharding(
-        *_nonempty(line.bases[:count], line.bases[1 : count + 1], line.numels[:count], numbers, np.zeros_like(numbers)),
-        buffers=table,
-        ranks=ranks,
-        replicated=True,
+        bases[:count], bases[1 : count + 1], line.numels[:count], numbers, nothing, nothing, table, ranks, True
     )
 
 
@@ -220,9 +218,9 @@ def _flat_groups(
         buffer[first],
         position[first] if replicated else nothing,
         nothing if replicated else position[first],
-        buffers=table,
-        ranks=ranks,
-        replicated=replicated,
+        table,
+        ranks,
+        replicated,
     )
 
 
@@ -237,18 +235,8 @@ def _parts(line: Line, rules: ZeroRules, layout: Layout, count: int, table: Tabl
     at[:trainable] = before - np.maximum.accumulate(np.where(opens, before, 0))
     buffer = np.arange(count, dtype=np.int64)
     buffer[:trainable] = number + len(line.tensors)
-    return EvenSharding(
-        *_nonempty(line.bases[:count], line.bases[1 : count + 1], width, buffer, at),
-        buffers=table,
-        ranks=ranks,
-        replicated=False,
-    )
-
-
-def _nonempty(start: Ints, stop: Ints, width: Ints, buffer: Ints, at: Ints) -> _Segments:
-    """The segments that have an element, each with a lead of 0."""
-    keep = start < stop
-    return start[keep], stop[keep], width[keep], buffer[keep], at[keep], np.zeros_like(start[keep])
+    bases = line.bases
+    return EvenSharding(bases[:count], bases[1 : count + 1], width, buffer, at, np.zeros_like(at), table, ranks, False)
 
 
 class Buffer(NamedTuple):
