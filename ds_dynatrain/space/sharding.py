@@ -18,7 +18,7 @@ import numpy.typing as npt
 from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.space import interval
 from ds_dynatrain.space.interval import Columns, Ints, join
-from ds_dynatrain.space.mesh import IndexMap, Mesh, ShardGroup
+from ds_dynatrain.space.mesh import Mesh, ShardGroup
 from ds_dynatrain.space.tensor import BufferId, Line, Pieces
 
 Owned = tuple[Ints, Ints, Ints, Ints]
@@ -418,7 +418,7 @@ class GroupedSharding:
         return zip(self.mesh.shard_groups, self.cuts, strict=True)
 
     def _pieces(
-        self, rank: int, held: Callable[[Sharding, int], Pieces], index_map: Callable[[ShardGroup], IndexMap]
+        self, rank: int, held: Callable[[Sharding, int], Pieces], index_map: Callable[[ShardGroup], Pieces]
     ) -> Pieces:
         parts = [Pieces.empty(self.buffers)]
         for group, cut in self._pairs():
@@ -429,14 +429,12 @@ class GroupedSharding:
             row, first, start, stop = index_map(group).to_line(local.start, local.stop)
             offset = local.offset[row] + first - local.start[row]
             parts.append(Pieces(start, stop, self._code(cut)[local.buffer[row]], offset, self.buffers))
-        start, stop, buffer, offset = join([part.columns for part in parts])
-        order = np.argsort(start, kind="stable")
-        return Pieces(start[order], stop[order], buffer[order], offset[order], self.buffers).coalesce()
+        return Pieces(*join([part.columns for part in parts]), self.buffers).tidy()
 
     @staticmethod
     def _over(
         group: ShardGroup,
-        index_map: IndexMap,
+        index_map: Pieces,
         ask: Callable[[Ints, Ints], Owned],
         start: Ints,
         stop: Ints,

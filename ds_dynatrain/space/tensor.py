@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -199,7 +199,8 @@ class Pieces:
 
     def take(self, row: Ints, start: Ints, stop: Ints) -> Pieces:
         """The parts [start[i], stop[i]) of the pieces row[i], with the offsets of the parts."""
-        return Pieces(start, stop, self.buffer[row], self.offset[row] + start - self.start[row], self.buffers)
+        offset = self.offset[row] + start - self.start[row]
+        return replace(self, start=start, stop=stop, buffer=self.buffer[row], offset=offset)
 
     def intersect(self, other: Pieces) -> tuple[Pieces, Pieces]:
         """What both hold: equal runs, once with the own buffers and offsets, once with the other's."""
@@ -216,6 +217,11 @@ class Pieces:
         row, low, high = interval.subtract(self.start, self.stop, start, stop)
         return self.take(row, low, high)
 
+    def tidy(self) -> Pieces:
+        """The same elements sorted by start, in the fewest runs."""
+        order = np.argsort(self.start, kind="stable")
+        return self.take(order, self.start[order], self.stop[order]).coalesce()
+
     def coalesce(self) -> Pieces:
         """The same elements in the fewest runs: neighbors on the line and in the buffer become one."""
         joined = (
@@ -224,7 +230,27 @@ class Pieces:
             & (self.offset[1:] - self.offset[:-1] == self.start[1:] - self.start[:-1])
         )
         first, last = interval.chains(joined, len(self))
-        return Pieces(self.start[first], self.stop[last], self.buffer[first], self.offset[first], self.buffers)
+        return self.take(first, self.start[first], self.stop[last])
+
+    def to_local(self, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+        """(row, first coordinate, start, stop in the buffer) of the parts of runs that are in the one buffer."""
+        row, run, low, high = interval.intersect(start, stop, self.start, self.stop)
+        begin = self.offset[run] + low - self.start[run]
+        return row, low, begin, begin + high - low
+
+    def to_line(self, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+        """(row, first offset, start, stop on the line) of runs of the one buffer; padding is nowhere."""
+        local, end, origin = self._by_local
+        row, run, low, high = interval.intersect(start, stop, local, end)
+        begin = origin[run] + low - local[run]
+        return row, low, begin, begin + high - low
+
+    @cached_property
+    def _by_local(self) -> tuple[Ints, Ints, Ints]:
+        """The pieces in the order of the one buffer: start and stop there, start on the line."""
+        order = np.argsort(self.offset, kind="stable")
+        local = self.offset[order]
+        return local, local + (self.stop - self.start)[order], self.start[order]
 
 
 def split_by_tensor(line: Line, pieces: Pieces) -> tuple[Ints, Pieces]:
