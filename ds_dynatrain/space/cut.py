@@ -13,7 +13,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -134,17 +133,6 @@ class Shard:
         return sum(piece.box.numel for piece in self.pieces)
 
 
-class Cut(Protocol):
-    """A rule that deals the local tensor of a shape out to `count` ranks."""
-
-    @property
-    def count(self) -> int:
-        """Number of ranks that the cut deals to."""
-
-    def parts(self, shape: tuple[int, ...], index: int) -> tuple[tuple[int, ...], tuple[Placed, ...]]:
-        """The local shape of rank `index`, and the pieces of the tensor of `shape` that lie in it."""
-
-
 @dataclass(frozen=True)
 class Pick:
     """The whole tensor on some ranks and nothing on the others (an expert that is not stacked with others)."""
@@ -210,6 +198,11 @@ class DimCut:
                 pieces.append(Placed(part.shift(by), here * strides[self.dim], strides))
             base, here = base + sum(block), here + block[index]
         return local, tuple(pieces)
+
+
+Cut = Pick | DimCut
+"""A rule that deals the local tensor of a shape out to `count` ranks. `parts` gives the local shape of a rank, and the
+pieces of the tensor that lie in it."""
 
 
 def uneven(dim: int, sizes: Iterable[int]) -> DimCut:

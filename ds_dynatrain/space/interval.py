@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
-Columns = TypeVar("Columns", bound=tuple[Ints, ...])
+AnyRows = TypeVar("AnyRows", bound=tuple[Ints, ...])
 _LOW, _HIGH = np.iinfo(np.int64).min, np.iinfo(np.int64).max
 
 
@@ -23,9 +23,9 @@ def ints(values: object) -> Ints:
     return np.asarray(values, dtype=np.int64).reshape(-1)
 
 
-def join(parts: Sequence[Columns]) -> Columns:
+def join(parts: Sequence[AnyRows]) -> AnyRows:
     """Rows of several parts, each a tuple of columns, one part after the other; there must be one part."""
-    return cast("Columns", tuple(np.concatenate(column) for column in zip(*parts, strict=True)))
+    return cast("AnyRows", tuple(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
 def expand(counts: Ints) -> tuple[Ints, Ints]:

@@ -10,72 +10,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.space import interval
-from ds_dynatrain.space.interval import Columns, Ints, join
+from ds_dynatrain.space.interval import AnyRows, Ints, join
 from ds_dynatrain.space.mesh import Mesh, ShardGroup
 from ds_dynatrain.space.tensor import BufferId, Line, Pieces
 
 Owned = tuple[Ints, Ints, Ints, Ints]
 """(row, start, stop, rank) of runs."""
+Rows = tuple[Ints, Ints, Ints]
+"""(row, start, stop) of runs; or (ranks, start, stop) of what these ranks hold alike."""
 Placed = tuple[Ints, Ints, Ints, Ints, Ints]
 """(row, start, stop, buffer, offset) of runs."""
 
 ABSENT = -1
-"""In place of a rank: nobody."""
-
-
-class Sharding(Protocol):
-    """Who holds which element of a kind, and where."""
-
-    @property
-    def ranks(self) -> int:
-        """Number of ranks."""
-
-    @property
-    def buffers(self) -> tuple[BufferId, ...]:
-        """The buffers that a rank may have; pieces and places name them by their number here."""
-
-    @property
-    def replicated(self) -> bool:
-        """Whether every rank holds all of it."""
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nobody holds an element."""
-
-    @property
-    def shared(self) -> list[tuple[Ints, Ints, Ints]] | None:
-        """(ranks, start, stop) of what several ranks hold alike, if that is all there is; None if it is not."""
-
-    def holding(self, rank: int) -> Pieces:
-        """What a rank holds."""
-
-    def owned(self, rank: int) -> Pieces:
-        """The part of `holding` that the rank owns: over all ranks these tile the kind, whoever else holds it."""
-
-    def region(self) -> tuple[Ints, Ints]:
-        """The runs that the ranks hold together, touching ones joined."""
-
-    def owners(self, start: Ints, stop: Ints) -> Owned:
-        """Cut runs by the one rank that owns each element: (row, start, stop, rank); what nobody holds is left out."""
-
-    def holders(self, start: Ints, stop: Ints) -> Owned:
-        """Every rank that holds a part of a run: (row, start, stop, rank)."""
-
-    def lacking(self, start: Ints, stop: Ints, holder: Ints) -> tuple[Ints, Ints, Ints]:
-        """What of each row its `holder`, a rank or `ABSENT`, does not hold: (row, start, stop)."""
-
-    def place(self, start: Ints, stop: Ints, rank: Ints) -> Placed:
-        """Where runs lie in the buffers of the ranks that hold them: (row, start, stop, buffer, offset).
-
-        rank: one per row; each must hold its row. Rows are cut where the buffer or the step in it changes.
-        """
+"""Sentinel rank: no owner."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,7 +97,7 @@ class EvenSharding:
         return interval.union(self.start, self.stop)
 
     @cached_property
-    def shared(self) -> list[tuple[Ints, Ints, Ints]] | None:
+    def shared(self) -> list[Rows] | None:
         """(ranks, start, stop) of what all ranks hold alike; None if they hold parts of it."""
         return [(np.arange(self.ranks), *self.region())] if self.replicated else None
 
@@ -169,7 +123,7 @@ class EvenSharding:
         rank = np.repeat(np.arange(self.ranks, dtype=np.int64), len(row))
         return np.tile(row, self.ranks), np.tile(low, self.ranks), np.tile(high, self.ranks), rank
 
-    def lacking(self, start: Ints, stop: Ints, holder: Ints) -> tuple[Ints, Ints, Ints]:
+    def lacking(self, start: Ints, stop: Ints, holder: Ints) -> Rows:
         """What of each row its `holder`, a rank or `ABSENT`, does not hold: (row, start, stop)."""
         absent = holder == ABSENT
         row, low, high = interval.subtract(start, stop, *self.region())
@@ -280,7 +234,7 @@ class OverlappingSharding:
         again, nth = interval.expand((self.last - self.first + 1)[tensor])
         return row[again], low[again], high[again], self.first[tensor][again] + nth
 
-    def lacking(self, start: Ints, stop: Ints, holder: Ints) -> tuple[Ints, Ints, Ints]:
+    def lacking(self, start: Ints, stop: Ints, holder: Ints) -> Rows:
         """What of each row its `holder`, a rank or `ABSENT`, does not hold: (row, start, stop)."""
         beyond = interval.subtract(start, stop, *self.region())
         row, tensor, low, high = interval.intersect(start, stop, self.start, self.stop)
@@ -300,10 +254,6 @@ class OverlappingSharding:
         return self.at[tensor] - self.opening[np.searchsorted(self.reach, self.buffer[tensor] * self.ranks + rank)]
 
 
-Cutter = Callable[[ShardGroup], Sharding]
-"""The sharding of one kind on a shard group's local line, over the ranks of the shard group."""
-
-
 @dataclass(frozen=True, eq=False)
 class GroupedSharding:
     """How a layout of several axes holds a kind: a sharding for each shard group of its mesh, all on one line.
@@ -318,8 +268,8 @@ class GroupedSharding:
     replicated = False
 
     @staticmethod
-    def of(mesh: Mesh, cutter: Cutter) -> GroupedSharding:
-        """One kind, cut shard group by shard group."""
+    def of(mesh: Mesh, cutter: Callable[[ShardGroup], Sharding]) -> GroupedSharding:
+        """One kind, cut shard group by shard group, each on its local line and over its own ranks."""
         cuts = tuple(cutter(group) for group in mesh.shard_groups)
         different = {id(cut.buffers): cut.buffers for cut in cuts}  # most shard groups share one table
         table = tuple(dict.fromkeys(name for names in different.values() for name in names))
@@ -349,7 +299,7 @@ class GroupedSharding:
         return interval.union(*join(found))
 
     @cached_property
-    def shared(self) -> list[tuple[Ints, Ints, Ints]] | None:
+    def shared(self) -> list[Rows] | None:
         """(ranks, start, stop), group by group, of what all its ranks hold alike; None if they hold parts of it."""
         if not all(cut.replicated for cut in self.cuts):
             return None
@@ -369,7 +319,7 @@ class GroupedSharding:
         parts = [self._over(group, group.index_map, cut.holders, start, stop) for group, cut in self._pairs()]
         return _in_order(parts)
 
-    def lacking(self, start: Ints, stop: Ints, holder: Ints) -> tuple[Ints, Ints, Ints]:
+    def lacking(self, start: Ints, stop: Ints, holder: Ints) -> Rows:
         """What of each row its `holder`, a rank or `ABSENT`, does not hold: (row, start, stop)."""
         row = np.arange(len(start), dtype=np.int64)
         for group, cut in self._pairs():
@@ -446,6 +396,9 @@ class GroupedSharding:
         return row[part], begin, begin + last - first, group.ranks[index]
 
 
+Sharding = EvenSharding | OverlappingSharding | GroupedSharding
+
+
 def _index_in(ranks: Ints, rank: Ints) -> Ints:
     """Place of each rank among `ranks`, or ABSENT."""
     order = np.argsort(ranks)
@@ -453,8 +406,8 @@ def _index_in(ranks: Ints, rank: Ints) -> Ints:
     return np.where(ranks[order][at] == rank, order[at], ABSENT)
 
 
-def _in_order(parts: list[Columns]) -> Columns:
+def _in_order(parts: list[AnyRows]) -> AnyRows:
     """Rows (number, start, ...) of several parts, in the order of the numbers and then of the line."""
     columns = join(parts)
     order = np.lexsort((columns[1], columns[0]))
-    return cast("Columns", tuple(column[order] for column in columns))
+    return cast("AnyRows", tuple(column[order] for column in columns))
