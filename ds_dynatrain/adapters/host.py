@@ -18,19 +18,18 @@ from ds_dynatrain.adapters import scaler, sequence
 from ds_dynatrain.adapters.compiled import CompileWatch, compiled_in_place
 from ds_dynatrain.adapters.curriculum import CurriculumOrder
 from ds_dynatrain.adapters.device import synchronize
-from ds_dynatrain.adapters.flat import fill_empty_groups
 from ds_dynatrain.adapters.gradients import GradientWatch
 from ds_dynatrain.adapters.model import ModelMap
 from ds_dynatrain.adapters.module_state import forget
-from ds_dynatrain.adapters.native import forget_running_products
 from ds_dynatrain.adapters.no_alloc import no_alloc, stand_in
-from ds_dynatrain.adapters.optimizers import moment_types
+from ds_dynatrain.adapters.optimizers import forget_running_products, moment_types
 from ds_dynatrain.adapters.placement import ElementTypes, Memory, Placement
 from ds_dynatrain.adapters.shaper import Made, Shaper
 from ds_dynatrain.adapters.shaping import WHOLE_SHAPE, Children, Shape
+from ds_dynatrain.adapters.stage import fill_empty_groups
 from ds_dynatrain.adapters.stage3 import forget_traces, reset_counters, restore_linear
-from ds_dynatrain.adapters.stages import adapter_of
-from ds_dynatrain.adapters.state import Buffers, Found, Scalars, StageAdapter
+from ds_dynatrain.adapters.stages import stage_of
+from ds_dynatrain.adapters.state import Buffers, Found, Scalars
 from ds_dynatrain.adapters.windows import GatherWatch
 from ds_dynatrain.adapters.world import World
 from ds_dynatrain.space import IN_EMPTY_GROUP, Layout, LogicalTensor
@@ -187,11 +186,6 @@ class Host:
             self.optimizer._global_grad_norm = self.engine._global_grad_norm
 
     @property
-    def stage_adapter(self) -> StageAdapter:
-        """The adapter of the present optimizer."""
-        return adapter_of(self.optimizer)
-
-    @property
     def element_types(self) -> ElementTypes:
         """Of what type each state is: by the model and the configuration, the same in every layout."""
         weight = self.model_map.dtype
@@ -213,21 +207,21 @@ class Host:
         An accelerator has done by then all that was asked of it, on whichever stream.
         """
         synchronize()
-        return self.stage_adapter.describe(self.engine, self.model_map)
+        return stage_of(self.optimizer).describe(self.engine, self.model_map)
 
     def state_census(self) -> list[Found]:
         """Where DeepSpeed itself says that each element lies."""
-        return self.stage_adapter.census(self.engine, self.model_map)
+        return stage_of(self.optimizer).census(self.engine, self.model_map)
 
     def detach(self) -> None:
         """Take the ZeRO optimizer off the module. Buffers live on with whoever holds them; parameters keep no gradient.
 
         The module's parameters keep their data under stages 0 to 2 and are empty after stage 3.
         """
-        old, adapter = self.optimizer, self.stage_adapter
+        old, stage = self.optimizer, stage_of(self.optimizer)
         if hasattr(old, "destroy"):
             old.destroy()
-        adapter.release(self.engine, self.model_map)
+        stage.release(self.engine, self.model_map)
         self.basic_optimizer.state.clear()
         for group, parameters in zip(self.basic_optimizer.param_groups, self.model_map.groups, strict=True):
             group["params"] = list(parameters)
@@ -326,7 +320,7 @@ class Host:
         with no_alloc(self.basic_optimizer, keeps_zeros=self._has_gradients_of_its_own(layout)):
             self.engine._configure_zero(self.basic_optimizer)
         self.basic_optimizer.state.clear()
-        self.stage_adapter.refill(self.engine, self.model_map, buffers, scalars)
+        stage_of(self.optimizer).refill(self.engine, self.model_map, buffers, scalars)
         self._after_attach()
 
     def _has_gradients_of_its_own(self, layout: Layout) -> bool:

@@ -16,13 +16,13 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from torch import nn
 
 from ds_dynatrain.adapters import scaler
-from ds_dynatrain.adapters.fragments import correct_fragments
 from ds_dynatrain.adapters.host import Host
 from ds_dynatrain.adapters.moe import all_counted, ask_for_present_groups, refuse_mixed_groups
 from ds_dynatrain.adapters.moe import clip as clip_with_experts
 from ds_dynatrain.adapters.optimizers import check_optimizer
 from ds_dynatrain.adapters.replaced import replaced
 from ds_dynatrain.adapters.stage3 import reset_counters
+from ds_dynatrain.adapters.stages import correct_fragments
 from ds_dynatrain.adapters.tokens import divided_by_tokens
 from ds_dynatrain.adapters.versions import refuse_groups, refuse_optimizer, settle_flat_groups
 from ds_dynatrain.errors import DataError

@@ -79,16 +79,15 @@ def _masters_apart(target: Layout, kept: set[tuple[str, BufferId]], live: Buffer
     """
     pairs = [(live.get((WEIGHT, name)), live.get((MASTER, name))) for _, name in kept]
     apart = [
-        weight is not None and master is not None and weight.dtype == master.dtype and not _same(weight, master)
+        weight is not None
+        and master is not None
+        and weight.dtype == master.dtype
+        and weight.data_ptr() != master.data_ptr()
         for weight, master in pairs
     ]
     if not any(apart):
         return set()
     return {key for key in kept if key[0] in (WEIGHT, MASTER) and (MASTER, key[1]) in live}
-
-
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.data_ptr() == other.data_ptr()
 
 
 def provide(
@@ -112,7 +111,9 @@ def provide(
         names = [(name, size) for (held, name), size in wanted.items() if held == kind]
         slices = [(name, size) for name, size in names if name.place == "subgroup"]
         if slices and not all((kind, name) in keep for name, _ in slices):
-            _slice(buffers, kind, slices, allocate(sum(size for _, size in slices), made_of))
+            sizes = [size for _, size in slices]
+            parts = zip(slices, allocate(sum(sizes), made_of).split(sizes), strict=True)
+            buffers.update({(kind, name): part for (name, _), part in parts})
         for name, size in names:
             if (kind, name) in buffers:
                 continue
@@ -146,13 +147,6 @@ def bucket_bytes(engine: Any, zero_stage: int) -> int:
     if zero_stage != 3 or not is_accelerated() or not engine.zero_contiguous_gradients():
         return 0
     return int(engine.zero_reduce_bucket_size()) * int(engine.communication_data_type.itemsize)
-
-
-def _slice(buffers: Buffers, kind: str, names: list[tuple[BufferId, int]], memory: torch.Tensor) -> None:
-    position = 0
-    for name, size in names:
-        buffers[kind, name] = memory.narrow(0, position, size)
-        position += size
 
 
 def _capacity(buffer: torch.Tensor) -> int:

@@ -8,15 +8,15 @@ Everything else that offload keeps (`param_buffer_of_bit16_for_cpu_offload_group
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from ds_dynatrain.adapters.model import ModelMap
-from ds_dynatrain.adapters.state import Buffers, Found
-from ds_dynatrain.space import HOST_GRAD, BufferId, LocalSpace
+from ds_dynatrain.adapters.state import Found
+from ds_dynatrain.space import HOST_GRAD, LocalSpace
 from ds_dynatrain.space.zero import group_size
 from ds_dynatrain.support import usage
 
@@ -24,22 +24,6 @@ from ds_dynatrain.support import usage
 def keeps_gradients(zero: Any) -> bool:
     """Whether a ZeRO optimizer offloads: its masters then own their gradients."""
     return bool(getattr(zero, "cpu_offload", False) or getattr(zero, "offload_optimizer", False))
-
-
-def describe_gradients(zero: Any, masters: Iterable[torch.Tensor], place: str, buffers: Buffers) -> None:
-    """Add the gradient of each master, which are those of the buffers (place, 0), (place, 1), ..."""
-    if keeps_gradients(zero):
-        for number, master in enumerate(masters):
-            if master.grad is not None:  # `offload_states` drops it
-                buffers[HOST_GRAD, BufferId(place, number)] = master.grad.detach().view(-1)
-
-
-def refill_gradients(zero: Any, masters: Iterable[torch.Tensor], place: str, buffers: Buffers) -> None:
-    """The other way round; the masters must have their memory. A group that is empty here gets a gradient of zeros."""
-    if keeps_gradients(zero):
-        for number, master in enumerate(masters):
-            held = buffers[HOST_GRAD, BufferId(place, number)]
-            master.grad = held.view(master.shape) if held.numel() else torch.zeros_like(master)
 
 
 def flat_gradients_census(zero: Any, model: ModelMap) -> list[Found]:

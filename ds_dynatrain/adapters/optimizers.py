@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from deepspeed.ops.adam import FusedAdam
+from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 
 from ds_dynatrain.adapters.placement import ElementTypes
 from ds_dynatrain.errors import ConfigError, SwitchRefused, UnsupportedError
-from ds_dynatrain.space import HOST_GRAD, MASTER, STALE_GRAD, WEIGHT, Kind, Layout
+from ds_dynatrain.space import STATE, Kind, Layout
 from ds_dynatrain.support.checks import gradients_apart, is_low, offloads
 
 Group = Mapping[str, Any]
@@ -325,7 +326,7 @@ def _check_names(cls: type, moments: tuple[str, ...], scalars: Mapping[str, Numb
         raise ConfigError(
             f"optimizer {full_name(cls)}: a state is named twice in {names}; name each once, in moments or in scalars"
         )
-    taken = sorted({WEIGHT, MASTER, STALE_GRAD, HOST_GRAD} & set(moments))
+    taken = sorted(set(STATE) & set(moments))
     if taken:
         raise ConfigError(
             f"optimizer {full_name(cls)}: a state cannot be named {taken[0]!r}, which has a meaning here; give it "
@@ -339,3 +340,27 @@ def _check_names(cls: type, moments: tuple[str, ...], scalars: Mapping[str, Numb
                 f"optimizer {full_name(cls)}: scalar {name!r} is a tensor of shape {tuple(value.shape)}; give a "
                 "number, or name it in moments"
             )
+
+
+_NO_BETA = -1.0
+"""No optimizer's own: torch and DeepSpeed want 0 <= beta < 1."""
+
+
+def forget_running_products(optimizer: Any) -> None:
+    """Have a compiled optimizer compute its powers of the betas afresh at the next step; call it on all members alike.
+
+    `Adam_Optimizer` (csrc/includes/cpu_adam.h) multiplies them up from step to step, in float: a member that has
+    trained all along and one that has just woken correct their averages by numbers that differ in the last bit, and
+    replicas would drift apart. A call with other betas makes it compute the powers afresh. FusedAdam has one such
+    object per process and mode, DeepSpeedCPUAdam one of its own. Lion has none.
+    """
+    if full_name(type(optimizer)) == MUON and optimizer.aux_optimizer is not None:
+        optimizer = optimizer.aux_optimizer
+    parts = [torch.zeros(1) for _ in range(4)]
+    if isinstance(optimizer, DeepSpeedCPUAdam):
+        rest = 0.0, _NO_BETA, _NO_BETA, 1.0, 0.0, False, *parts
+        optimizer.ds_opt_adam.adam_update(optimizer.opt_id, 1, *rest)
+    elif isinstance(optimizer, FusedAdam) and get_accelerator().device_name() == "cpu":
+        lists = [[part] for part in parts]
+        settings = 0.0, _NO_BETA, _NO_BETA, 1.0, 1, optimizer.adam_w_mode, 0, 0.0
+        optimizer.multi_tensor_adam(1, optimizer._dummy_overflow_buf, lists, *settings)

@@ -32,7 +32,6 @@ from deepspeed.runtime.utils import clip_grad_norm_
 from deepspeed.utils import RepeatingLoader as RepeatingLoader
 from torch import nn
 
-from ds_dynatrain.adapters.bf16 import count_empty_experts, stage_without_gradients
 from ds_dynatrain.adapters.compiled import compile_layers
 from ds_dynatrain.adapters.grid import StageGrid
 from ds_dynatrain.adapters.host import Host
@@ -42,6 +41,7 @@ from ds_dynatrain.adapters.pipeline import layer_of
 from ds_dynatrain.adapters.replaced import replaced
 from ds_dynatrain.adapters.stage0 import count_empty_groups
 from ds_dynatrain.adapters.stage_module import PipelineShaper, place, take_stage
+from ds_dynatrain.adapters.stages import count_empty_experts, stage_without_gradients
 from ds_dynatrain.adapters.world import World
 from ds_dynatrain.data import EvaluationLoader
 from ds_dynatrain.space import Columns, Layout, LogicalTensor

@@ -14,7 +14,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from ds_dynatrain.adapters.device import HOST, compute_device
-from ds_dynatrain.space import HOST_GRAD, MASTER, STALE_GRAD, WEIGHT
+from ds_dynatrain.space import WEIGHT, row_of
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class ElementTypes:
 
     def of(self, kind: str) -> torch.dtype:
         """The type of one kind."""
-        fixed = {WEIGHT: self.weight, STALE_GRAD: self.gradient, MASTER: self.master}
-        return fixed.get(kind) or self.moments.get(kind, self.master)
+        of_job: torch.dtype = getattr(self, row_of(kind).element)
+        return self.moments.get(kind, of_job)
 
 
 class Place(NamedTuple):
@@ -101,8 +101,7 @@ class Placement:
         if kind == WEIGHT:
             on_host = zero_stage == 3 and self.parameters.device != self.device
             return Place(HOST, pinned=True) if on_host else Place(self.device)
-        is_pinned = kind in (HOST_GRAD, STALE_GRAD) or (kind == MASTER and zero_stage < 3)
-        return self.optimizer if is_pinned else Place(self.optimizer.device)
+        return self.optimizer if zero_stage in row_of(kind).pinned_in else Place(self.optimizer.device)
 
     def memory(self, types: ElementTypes, kinds: tuple[str, ...], zero_stage: int) -> dict[str, Memory]:
         """What the buffers of each of `kinds` are made of."""

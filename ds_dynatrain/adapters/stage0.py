@@ -9,15 +9,15 @@ which counts the group's steps.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-from torch import nn
 
-from ds_dynatrain.adapters.flat import is_empty_group, tensors_of
 from ds_dynatrain.adapters.model import ModelMap
-from ds_dynatrain.adapters.moments import fill_absent, held_moments, level_counts, read_state, write_state
+from ds_dynatrain.adapters.moments import fill_absent, level_counts
+from ds_dynatrain.adapters.stage import Stage, Stepped, is_empty_group
 from ds_dynatrain.adapters.state import Buffers, Found, Scalars
 from ds_dynatrain.space import MASTER, WEIGHT, BufferId
 
@@ -28,58 +28,35 @@ def count_empty_groups(optimizer: torch.optim.Optimizer, model: ModelMap) -> Non
         holder.grad = torch.zeros_like(holder)
 
 
-class ReplicatedStage:
+class ReplicatedStage(Stage):
     """Stage 0; see the module."""
 
-    def describe(self, engine: Any, model: ModelMap) -> tuple[Buffers, Scalars]:
-        """One buffer per tensor and state kind."""
-        buffers: Buffers = {}
-        scalars = Scalars()
-        groups = [tensor.group for tensor in model.tensors]
-        for number, parameter in enumerate(model.parameters):
-            buffers[WEIGHT, BufferId("tensor", number)] = parameter.data.view(-1)
+    def stepped(self, engine: Any, model: ModelMap) -> Iterator[Stepped]:
         for number, master in enumerate(_masters(engine, model)):
-            buffers[MASTER, BufferId("tensor", number)] = master.data.view(-1)
-            moments, steps = read_state(engine.basic_optimizer, master, groups[number])
-            for name, moment in moments.items():
-                buffers[name, BufferId("tensor", number)] = moment
-            for name, value in steps.items():
-                scalars.values.setdefault(name, {})[number] = value
+            group = model.tensors[number].group
+            yield Stepped(BufferId("tensor", number), group, [number], model.parameters[number], master)
         for group, holder in _holders_of_empty_groups(engine.basic_optimizer, model).items():
-            for name, value in read_state(engine.basic_optimizer, holder, group)[1].items():
-                scalars.values.setdefault(name, {}).update(dict.fromkeys(tensors_of(model, group), value))
-        level_counts(engine.basic_optimizer, scalars, groups)
+            tensors = [number for number, tensor in enumerate(model.tensors) if tensor.group == group]
+            yield Stepped(BufferId("tensor", tensors[0]), group, tensors, holder, holder, is_empty=True)
+
+    def put_weight(self, engine: Any, model: ModelMap, each: Stepped, buffers: Buffers) -> None:
+        model.parameters[each.name.index].data = buffers[WEIGHT, each.name].view(each.weight.shape)
+
+    def describe(self, engine: Any, model: ModelMap) -> tuple[Buffers, Scalars]:
+        buffers, scalars = super().describe(engine, model)
+        level_counts(engine.basic_optimizer, scalars, [tensor.group for tensor in model.tensors])
         fill_absent(engine.basic_optimizer, model, buffers, scalars)
         return buffers, scalars
 
     def census(self, engine: Any, model: ModelMap) -> list[Found]:
         """Whole tensors, at the parameters' and masters' own addresses."""
-        weights = [(WEIGHT, number, held) for number, held in enumerate(model.parameters)]
-        masters = [(MASTER, number, held) for number, held in enumerate(_masters(engine, model))]
-        return [Found(kind, number, 0, held.numel(), held.data_ptr()) for kind, number, held in weights + masters]
+        masters = enumerate(_masters(engine, model))
+        rows = [Found(MASTER, number, 0, held.numel(), held.data_ptr()) for number, held in masters]
+        return super().census(engine, model) + rows
 
-    def release(self, engine: Any, model: ModelMap) -> None:
-        """Drop the gradients; nothing else hangs on the module."""
-        for parameter in model.parameters:
-            parameter.grad = None
-
-    def refill(self, engine: Any, model: ModelMap, buffers: Buffers, scalars: Scalars) -> None:
-        """Parameters, masters and states become views of the buffers."""
-        for number, parameter in enumerate(model.parameters):
-            parameter.data = buffers[WEIGHT, BufferId("tensor", number)].view(model.tensors[number].shape)
-        for number, master in enumerate(_masters(engine, model)):
-            name, group = BufferId("tensor", number), model.tensors[number].group
-            master.data = buffers[MASTER, name].view(model.tensors[number].shape)
-            if not master.numel():
-                continue  # the optimizer would not count its steps
-            held = held_moments(engine.basic_optimizer, group, buffers, name)
-            write_state(engine.basic_optimizer, master, group, held, scalars.of(number))
-        for group, holder in _holders_of_empty_groups(engine.basic_optimizer, model).items():
-            first = tensors_of(model, group)[0]
-            held = held_moments(engine.basic_optimizer, group, buffers, BufferId("tensor", first))
-            size, where = holder.numel(), holder.device
-            moments = {name: torch.zeros(size, dtype=each.dtype, device=where) for name, each in held.items()}
-            write_state(engine.basic_optimizer, holder, group, moments, scalars.of(first))
+    def counts_of(self, each: Stepped, scalars: Scalars) -> dict[str, float]:
+        """Each tensor's own; those of a group that is empty here are the same as of any of its tensors."""
+        return scalars.of(each.tensors[0])
 
 
 def _holders_of_empty_groups(optimizer: torch.optim.Optimizer, model: ModelMap) -> dict[int, torch.Tensor]:
@@ -88,12 +65,13 @@ def _holders_of_empty_groups(optimizer: torch.optim.Optimizer, model: ModelMap) 
     return {number: group["params"][-1] for number, group in groups if is_empty_group(model, number)}
 
 
-def _masters(engine: Any, model: ModelMap) -> list[torch.Tensor] | list[nn.Parameter]:
+def _masters(engine: Any, model: ModelMap) -> list[torch.Tensor]:
     """The tensors that the basic optimizer steps, in the order of registration.
 
     FP16_UnfusedOptimizer has none for a parameter of no element, an expert of another rank's say.
     """
+    parameters = model.parameters[: model.trainable]
     if not isinstance(engine.optimizer, FP16_UnfusedOptimizer):
-        return list(model.parameters[: model.trainable])
+        return list(parameters)
     held = iter([master for group in engine.optimizer.fp32_groups for master in group])
-    return [next(held) if each.numel() else each.new_empty(0) for each in model.parameters[: model.trainable]]
+    return [next(held) if each.numel() else torch.empty_like(each) for each in parameters]

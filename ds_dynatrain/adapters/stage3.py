@@ -7,6 +7,7 @@ gradient in a step is stepped with the one it got last (measured on 0.19.8).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import deepspeed.comm as dist
@@ -17,8 +18,8 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedPara
 from torch import nn
 
 from ds_dynatrain.adapters.model import ModelMap
-from ds_dynatrain.adapters.moments import common_scalars, held_moments, read_state, write_state
-from ds_dynatrain.adapters.offload import describe_gradients, keeps_gradients, refill_gradients
+from ds_dynatrain.adapters.offload import keeps_gradients
+from ds_dynatrain.adapters.stage import Stage, Stepped, numbers_of
 from ds_dynatrain.adapters.state import Buffers, Found, Scalars
 from ds_dynatrain.space import HOST_GRAD, MASTER, STALE_GRAD, WEIGHT, BufferId
 
@@ -39,33 +40,39 @@ _RELEASES = "_PartitionedParameterCoordinator__params_to_release"
 _GRADIENT_PARTS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 
 
-class PartitionedStage:
+class PartitionedStage(Stage):
     """Stage 3; see the module."""
 
-    def describe(self, engine: Any, model: ModelMap) -> tuple[Buffers, Scalars]:
-        """Per sub-group: weight parts, master, moments and last gradients; frozen parts one by one."""
-        zero = engine.optimizer
-        number = {id(parameter): index for index, parameter in enumerate(model.parameters)}
-        buffers: Buffers = {}
-        scalars = Scalars()
-        position = 0
+    alone = "partition"
+
+    def stepped(self, engine: Any, model: ModelMap) -> Iterator[Stepped]:
+        zero, number = engine.optimizer, numbers_of(model)
         for index, master in enumerate(zero.fp32_partitioned_groups_flat):
-            name = BufferId("subgroup", index)
-            size = master.numel()
-            buffers[WEIGHT, name] = zero.fp16_partitioned_groups_flat[index].data
-            buffers[MASTER, name] = master.data
-            buffers[STALE_GRAD, name] = zero.grad_partitions_flat_buffer.narrow(0, position, size)
-            members = [number[id(parameter)] for parameter in zero.fp16_groups[index]]
-            moments, steps = read_state(engine.basic_optimizer, master, model.tensors[members[0]].group)
-            for kind, moment in moments.items():
-                buffers[kind, name] = moment
-            for kind, value in steps.items():
-                scalars.values.setdefault(kind, {}).update(dict.fromkeys(members, value))
+            tensors = [number[id(parameter)] for parameter in zero.fp16_groups[index]]
+            weight, group = zero.fp16_partitioned_groups_flat[index], model.tensors[tensors[0]].group
+            yield Stepped(BufferId("subgroup", index), group, tensors, weight, master)
+
+    def put_weight(self, engine: Any, model: ModelMap, each: Stepped, buffers: Buffers) -> None:
+        """Let the parts of parameters, and their last gradients, become views of the given buffers."""
+        zero, weight, position = engine.optimizer, buffers[WEIGHT, each.name], 0
+        each.weight.data = weight
+        for parameter in zero.fp16_groups[each.name.index]:
+            size = parameter.ds_tensor.ds_numel
+            parameter.ds_tensor.data = weight.narrow(0, position, size)
+            last = buffers[STALE_GRAD, each.name].narrow(0, position, size)
+            getattr(zero, _GRADIENT_PARTS)[parameter.ds_id] = last
             position += size
-        describe_gradients(zero, zero.fp32_partitioned_groups_flat, "subgroup", buffers)
-        held: Any
-        for index, held in model.frozen():
-            buffers[WEIGHT, BufferId("partition", index)] = held.ds_tensor.data
+
+    def own_part(self, parameter: Any) -> torch.Tensor:
+        part: torch.Tensor = parameter.ds_tensor
+        return part
+
+    def describe(self, engine: Any, model: ModelMap) -> tuple[Buffers, Scalars]:
+        buffers, scalars = super().describe(engine, model)
+        masters = engine.optimizer.fp32_partitioned_groups_flat
+        sizes = [master.numel() for master in masters]
+        gradients = engine.optimizer.grad_partitions_flat_buffer.split(sizes)
+        buffers.update({(STALE_GRAD, BufferId("subgroup", index)): last for index, last in enumerate(gradients)})
         return buffers, scalars
 
     def census(self, engine: Any, model: ModelMap) -> list[Found]:
@@ -83,13 +90,11 @@ class PartitionedStage:
             if index < model.trainable:
                 group, offset, _ = zero.grad_position[zero.get_param_id(parameter)]
                 master = zero.fp32_partitioned_groups_flat[group]
-                address = master.data_ptr() + offset * master.element_size()
-                rows.append(Found(MASTER, index, start, numel, address))
+                beside = {MASTER: master, **({HOST_GRAD: master.grad} if keeps_gradients(zero) else {})}
+                for kind, held in beside.items():
+                    rows.append(Found(kind, index, start, numel, held.data_ptr() + offset * held.element_size()))
                 last = getattr(zero, _GRADIENT_PARTS)[parameter.ds_id]
                 rows.append(Found(STALE_GRAD, index, start, numel, last.data_ptr()))
-                if keeps_gradients(zero):
-                    address = master.grad.data_ptr() + offset * master.grad.element_size()
-                    rows.append(Found(HOST_GRAD, index, start, numel, address))
         return rows
 
     def release(self, engine: Any, model: ModelMap) -> None:
@@ -112,34 +117,13 @@ class PartitionedStage:
         restore_linear()
 
     def refill(self, engine: Any, model: ModelMap, buffers: Buffers, scalars: Scalars) -> None:
-        """Every flat buffer and every part's view becomes the given memory."""
+        super().refill(engine, model, buffers, scalars)
         zero = engine.optimizer
-        number = {id(parameter): index for index, parameter in enumerate(model.parameters)}
-        gradients = getattr(zero, _GRADIENT_PARTS)
-        for index, master in enumerate(zero.fp32_partitioned_groups_flat):
-            name = BufferId("subgroup", index)
-            zero.fp16_partitioned_groups_flat[index].data = buffers[WEIGHT, name]
-            master.data = buffers[MASTER, name]
-            position = 0
-            for parameter in zero.fp16_groups[index]:
-                size = parameter.ds_tensor.ds_numel
-                parameter.ds_tensor.data = buffers[WEIGHT, name].narrow(0, position, size)
-                gradients[parameter.ds_id] = buffers[STALE_GRAD, name].narrow(0, position, size)
-                position += size
-            members = [number[id(parameter)] for parameter in zero.fp16_groups[index]]
-            group = model.tensors[members[0]].group
-            held = held_moments(engine.basic_optimizer, group, buffers, name)
-            steps = common_scalars(scalars, members, f"ZeRO-3 sub-group {index}")
-            write_state(engine.basic_optimizer, master, group, held, steps)
-        refill_gradients(zero, zero.fp32_partitioned_groups_flat, "subgroup", buffers)
         if zero.offload_param:
             _refill_host_memory(zero, buffers)
         else:
             zero.lp_param_buffer = whole(buffers, WEIGHT)
         zero.grad_partitions_flat_buffer = whole(buffers, STALE_GRAD)
-        frozen: Any
-        for index, frozen in model.frozen():
-            frozen.ds_tensor.data = buffers[WEIGHT, BufferId("partition", index)]
 
 
 def _refill_host_memory(zero: Any, buffers: Buffers) -> None:

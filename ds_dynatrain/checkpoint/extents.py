@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from ds_dynatrain.space import BufferId, Pieces
-from ds_dynatrain.space.pieces import split_by_tensor
-from ds_dynatrain.space.tensor import Ints, Line
+from ds_dynatrain.space.interval import Ints
+from ds_dynatrain.space.tensor import Line, split_by_tensor
 from ds_dynatrain.transfer import digest, digest_pieces
 from ds_dynatrain.transfer.series import series
 

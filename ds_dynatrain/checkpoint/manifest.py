@@ -19,7 +19,7 @@ from ds_dynatrain.checkpoint.elements import named
 from ds_dynatrain.checkpoint.extents import Extent, runs_of
 from ds_dynatrain.errors import CheckpointDamaged
 from ds_dynatrain.space import MASTER, WEIGHT
-from ds_dynatrain.space.tensor import Ints
+from ds_dynatrain.space.interval import Ints
 
 COLUMNS = {
     "tensor": "text",

@@ -23,8 +23,8 @@ from ds_dynatrain.checkpoint.manifest import Manifest, Row
 from ds_dynatrain.checkpoint.shares import Buffers, of_kind
 from ds_dynatrain.errors import CheckpointDamaged
 from ds_dynatrain.space import MASTER, WEIGHT, BufferId, Layout, Pieces, VirtualParameterSpace, interval
-from ds_dynatrain.space.pieces import split_by_tensor
-from ds_dynatrain.space.tensor import Ints
+from ds_dynatrain.space.interval import Ints
+from ds_dynatrain.space.tensor import split_by_tensor
 
 STAGE_BYTES = 4 << 20
 DIRECT_BYTES = 64 << 10

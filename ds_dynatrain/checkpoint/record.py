@@ -146,7 +146,7 @@ def check_tensors(tensors: Sequence[LogicalTensor]) -> None:
     if twice:
         raise CheckpointDamaged(f"two of {len(tensors)} tensors have one name, {twice[0]!r}")
     try:
-        Line(tensors)
+        Line(tuple(tensors))
     except LayoutError as error:
         raise CheckpointDamaged(f"its tensors: {error}") from None
 

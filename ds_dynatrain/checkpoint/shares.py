@@ -14,9 +14,8 @@ import torch
 from ds_dynatrain.checkpoint.extents import Placed, placed
 from ds_dynatrain.checkpoint.writing import Share
 from ds_dynatrain.space import FROZEN, MASTER, WEIGHT, BufferId, Layout, Pieces, VirtualParameterSpace
-from ds_dynatrain.space.grouped import GroupedSharding
-from ds_dynatrain.space.local import cut_kind
-from ds_dynatrain.space.zero import as_cut
+from ds_dynatrain.space.sharding import GroupedSharding
+from ds_dynatrain.space.zero import as_cut, cut_kind
 
 Buffers = Mapping[tuple[str, BufferId], torch.Tensor]
 """(state kind, buffer) -> the flat local tensor that holds it."""

@@ -14,11 +14,9 @@ from ds_dynatrain.adapters.memory import provide, zeros
 from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.errors import ConfigError
-from ds_dynatrain.space import HOST_GRAD, MASTER, STALE_GRAD, WEIGHT, VirtualParameterSpace
+from ds_dynatrain.space import VirtualParameterSpace, row_of
 from ds_dynatrain.transfer import digest
 
-FIRST_KINDS = (WEIGHT, MASTER, STALE_GRAD, HOST_GRAD)
-"""The state kinds that are there before the first step."""
 DRAW_SECONDS = 1800.0
 """Large models take their time; as long as DeepSpeed waits for a collective."""
 
@@ -59,7 +57,7 @@ def _fill(
                 drawn[engine.deepspeed.param_names[parameter]] = digest(value)
             yield parameter, value
 
-    memory = {kind: made_of for kind, made_of in engine.memory_in(engine.layout).items() if kind in FIRST_KINDS}
+    memory = {kind: made_of for kind, made_of in engine.memory_in(engine.layout).items() if not row_of(kind).is_moment}
     buffers = provide(engine.vps.local(engine.layout, engine.rank), memory, set(), {}, zeros)
     fill(buffers, engine.vps, engine.rank, noted(), numbers)
     return buffers, drawn

@@ -34,7 +34,7 @@ from ds_dynatrain.engine.transaction.session import Session
 from ds_dynatrain.engine.ways import POLL_SECONDS, Ways
 from ds_dynatrain.errors import DynatrainError, SwitchFailed, SwitchRefused
 from ds_dynatrain.plan import MemberPlan, SwitchPlan, estimate, plan_switch
-from ds_dynatrain.space import HOST_GRAD, MASTER, STALE_GRAD, WEIGHT, BufferId, Layout, VirtualParameterSpace
+from ds_dynatrain.space import MASTER, BufferId, Layout, VirtualParameterSpace, row_of
 from ds_dynatrain.transfer import ReadyPlan, allocate, prefault
 
 LIMITS = (*map(os.strerror, (errno.EMFILE, errno.ENFILE, errno.ENOMEM)), "can't allocate memory")
@@ -42,8 +42,6 @@ LIMITS = (*map(os.strerror, (errno.EMFILE, errno.ENFILE, errno.ENOMEM)), "can't 
 ABANDON_SECONDS = 5.0
 MOST_ERRORS = 4
 """Those of so many members are told to all."""
-IN_BACKWARD = frozenset({STALE_GRAD, HOST_GRAD})
-"""State kinds that a backward pass writes to."""
 SIDES_SHARE = 2
 """What is made ready of digests takes no more than one part in so many of the budget for staging."""
 
@@ -203,7 +201,7 @@ class Preparation:
         if not self.proposal.late:
             return ()
         masters = {MASTER} if is_one_memory(self.memory, self.proposal.layout) else set()
-        return tuple(kind for kind in kinds if kind not in {WEIGHT, *IN_BACKWARD, *masters})
+        return tuple(kind for kind in kinds if row_of(kind).needed_for == "step" and kind not in masters)
 
     def reusable(self, live: Buffers) -> set[tuple[str, BufferId]]:
         """Of this member's present buffers those that serve in the next layout as they lie.
@@ -215,7 +213,7 @@ class Preparation:
             return set()
         rank = vps.members.index(member) if member in vps.members else None
         kept = reusable(vps, rank, self.proposal.layout, target, live, self.memory)
-        return {key for key in kept if key[0] not in IN_BACKWARD} if self.proposal.late else kept
+        return {key for key in kept if not row_of(key[0]).is_gradient} if self.proposal.late else kept
 
     def figures(self, kinds: tuple[str, ...]) -> Figures:
         """Of the plan for these state kinds, whole: what rank 0 has posted, or else computed here."""

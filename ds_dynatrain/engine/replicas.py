@@ -19,7 +19,7 @@ import torch
 from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.errors import CertificateError
 from ds_dynatrain.space import VirtualParameterSpace
-from ds_dynatrain.space.tensor import Ints
+from ds_dynatrain.space.interval import Ints
 from ds_dynatrain.transfer import Transport
 
 TAG = 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ds_dynatrain.adapters.optimizers import moment_kinds
 from ds_dynatrain.adapters.shaping import partition_of, rules_of
 from ds_dynatrain.engine.core import EngineCore
-from ds_dynatrain.space import Layout, LogicalTensor, Partition, VirtualParameterSpace, standard_kinds
+from ds_dynatrain.space import STATE, Layout, LogicalTensor, Partition, VirtualParameterSpace, standard_kinds
 
 
 def space_of(
@@ -18,9 +18,10 @@ def space_of(
     tensors = tensors or engine.host.model_map.tensors
     names, shaper = tuple(tensor.name for tensor in tensors), engine.host.shaper
     types = engine.host.element_types
-    host_grad = types.master.itemsize if engine.deepspeed.zero_use_cpu_optimizer() else None
-    moments, grad = moment_kinds(engine.host.basic_optimizer, types), types.gradient.itemsize
-    kinds = standard_kinds(types.weight.itemsize, types.master.itemsize, moments, grad, host_grad)
+    moments, offloads = moment_kinds(engine.host.basic_optimizer, types), engine.deepspeed.zero_use_cpu_optimizer()
+    there = [name for name, row in STATE.items() if row.is_gradient and (offloads or not row.is_offloaded)]
+    gradients = {name: types.of(name).itemsize for name in there}
+    kinds = standard_kinds(types.weight.itemsize, types.master.itemsize, moments, **gradients)
 
     def partition(target: Layout) -> Partition:
         return partition_of(shaper, names, target)

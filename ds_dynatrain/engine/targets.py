@@ -21,7 +21,6 @@ from ds_dynatrain.engine.process import PROCESS, refuse_idle_target, refuse_targ
 from ds_dynatrain.errors import SwitchRefused
 from ds_dynatrain.plan import assign_slots
 from ds_dynatrain.space import Layout, LocalSpace
-from ds_dynatrain.space.overlapping import is_overlapping
 from ds_dynatrain.support import Target, refuse_layout, usage
 
 
@@ -125,7 +124,7 @@ def needs(engine: EngineCore, target: Layout, members: tuple[int, ...], late: bo
     """
     beside = Counter({compute_device().type: training_bytes()} if late else {})
     vps, budget = engine.vps, engine.settings.memory_budget_bytes
-    differ = any(is_overlapping(kind, layout) for kind in vps.kinds for layout in (target, vps.layout))
+    differ = any(kind.overlaps(layout) for kind in vps.kinds for layout in (target, vps.layout))
     known: dict[tuple[Layout, int, int], Counter[str]] = {}
 
     def held(layout: Layout, rank: int) -> Counter[str]:

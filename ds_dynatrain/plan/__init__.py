@@ -1,10 +1,10 @@
 """The plan of a switch: who takes which slot, who sends what to whom, in which order, and what it costs.
 
 `slots` assigns members to the ranks of the new world. `sides` puts source and target beside each other and finds what
-each member lacks, `senders` finds who sends it, from either end by the same arithmetic. `need` turns that into `Moves`,
-`rounds` orders the meetings, and `plan` is the whole as one member sees it; by `stand_in` a member carries out the
-parts of absent ones, too. `cost` estimates memory and time. `copies` says what a death takes away, and what a copy has
-of a rank's state. Nothing here talks to anyone: two layouts and two lists of members are all it knows.
+each member lacks and who sends it; `moves` makes moves of that. `plan` is the whole as one member sees it, with the
+order of meetings, an estimate of memory and time, and the parts of absent members that another one carries out.
+`copies` says what a death takes away, and what a copy has of a rank's state. Nothing here talks to anyone: two layouts
+and two lists of members are all it knows.
 """
 
 from ds_dynatrain.plan.copies import (
@@ -14,12 +14,20 @@ from ds_dynatrain.plan.copies import (
     needs_copies,
     outlives_a_node,
 )
-from ds_dynatrain.plan.cost import Cost, estimate, state_bytes
 from ds_dynatrain.plan.moves import Moves
-from ds_dynatrain.plan.plan import Exchange, MemberPlan, SwitchPlan, plan_switch
-from ds_dynatrain.plan.rounds import rounds
+from ds_dynatrain.plan.plan import (
+    Cost,
+    Exchange,
+    MemberPlan,
+    StandInPlan,
+    SwitchPlan,
+    estimate,
+    plan_switch,
+    rounds,
+    standing_in,
+    state_bytes,
+)
 from ds_dynatrain.plan.slots import assign_slots, slot_costs
-from ds_dynatrain.plan.stand_in import StandInPlan, standing_in
 
 __all__ = [
     "Cost",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ds_dynatrain.space import WEIGHT, BufferId, Layout, VirtualParameterSpace
+from ds_dynatrain.space import BufferId, Layout, VirtualParameterSpace, row_of
 from ds_dynatrain.space.zero import group_size
 
 
@@ -24,7 +24,7 @@ def has_one_holder(vps: VirtualParameterSpace, layout: Layout, kind: str) -> boo
 def is_trained_weight(vps: VirtualParameterSpace, kind: str, name: BufferId) -> bool:
     """Whether a buffer has trained weights, which need no copy: they are cast from their masters."""
     is_frozen = name.place == "partition" or (name.place == "tensor" and not vps.tensors[name.index].trainable)
-    return kind == WEIGHT and not is_frozen
+    return row_of(kind).is_cast and not is_frozen
 
 
 def has_single_holders(vps: VirtualParameterSpace, layout: Layout) -> bool:
@@ -52,5 +52,5 @@ def is_copied(vps: VirtualParameterSpace, layout: Layout, kind: str, name: Buffe
 
     everything: also what others hold, too, but for weights: the living have it, and not as it was at that moment.
     """
-    belongs = has_one_holder(vps, layout, kind) or (everything and kind != WEIGHT)
+    belongs = has_one_holder(vps, layout, kind) or (everything and not row_of(kind).is_cast)
     return belongs and not is_trained_weight(vps, kind, name)

@@ -1,20 +1,19 @@
-"""The plan of a switch: every move between two (layout, members), as each member sees it."""
+"""The plan of a switch: every move between two (layout, members), as each member sees it, and what it costs."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
-from ds_dynatrain.plan import need
+from ds_dynatrain.errors import LayoutError
+from ds_dynatrain.plan import moves
 from ds_dynatrain.plan.moves import Moves
-from ds_dynatrain.plan.rounds import rounds
-from ds_dynatrain.plan.senders import senders_of
-from ds_dynatrain.plan.sides import AS_LAID_OUT, Sides
-from ds_dynatrain.space import Layout, VirtualParameterSpace
-from ds_dynatrain.space.tensor import Ints
+from ds_dynatrain.plan.sides import AS_LAID_OUT, Sides, senders_of
+from ds_dynatrain.space import ABSENT, Layout, VirtualParameterSpace, row_of
+from ds_dynatrain.space.interval import Ints
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,10 +73,10 @@ class SwitchPlan:
 
     def for_member(self, member: int) -> MemberPlan:
         """The member's moves and rounds; nothing at all for one on neither side."""
-        local, derived = need.at_home(self.sides, member)
+        local, derived = moves.at_home(self.sides, member)
         if member not in self.members:
             return MemberPlan(member, local, derived, ())
-        sends, receives = need.sends(self.sides, member), need.receives(self.sides, member)
+        sends, receives = moves.sends(self.sides, member), moves.receives(self.sides, member)
         busy = {*sends.target.tolist(), *receives.source.tolist()}
         exchanges = tuple(
             Exchange(peer, _of(sends, sends.target, peer), _of(receives, receives.source, peer))
@@ -125,10 +124,141 @@ def plan_switch(
     weights are read from what masters were cast to. LayoutError if the members do not fill the world or an axis is not
     supported; SwitchRefused for a kind nobody holds.
     """
-    return SwitchPlan(Sides(vps, target_layout, tuple(target_members), kinds, held_as))
+    names = vps.present_kinds() if kinds is None else kinds
+    return SwitchPlan(Sides(vps, target_layout, tuple(target_members), tuple(map(vps.kind, names)), held_as))
 
 
-def _of(moves: Moves, peers: Ints, peer: int) -> Moves:
+def _of(all_moves: Moves, peers: Ints, peer: int) -> Moves:
     """The moves with one peer; `peers` is sorted."""
     first, last = np.searchsorted(peers, [peer, peer + 1])
-    return moves.select(slice(int(first), int(last)))
+    return all_moves.select(slice(int(first), int(last)))
+
+
+# ---- rounds ----------------------------------------------------------------------------------------------------------
+
+
+def rounds(members: Iterable[int], me: int) -> tuple[int | None, ...]:
+    """The peer of `me` in every round, None where it rests: each pair meets once, and nobody waits in a circle.
+
+    The round-robin tournament by the circle method (T. P. Kirkman, 1847): one member stands still, the others step
+    around it. All have a peer or rest in the same round, so an exchange in both directions at once never deadlocks.
+
+    n members need n - 1 rounds if n is even and n if it is odd; `members` in any order, all callers with the same set.
+    ValueError if `me` is none of them.
+    """
+    circle: list[int | None] = [*sorted(set(members))]
+    if me not in circle:
+        raise ValueError(f"member {me} is not among {circle}")
+    if len(circle) % 2:
+        circle.append(None)
+    count = len(circle) - 1
+    place = circle.index(me)
+    if place == count:
+        return tuple(circle[_opposite_fixed(round_number, count)] for round_number in range(count))
+    return tuple(circle[_opponent(place, round_number, count)] for round_number in range(count))
+
+
+def _opponent(place: int, round_number: int, count: int) -> int:
+    """In round r, moving places a and b meet if a + b = r modulo count; a = b meets the one that stands still."""
+    other = (round_number - place) % count
+    return count if other == place else other
+
+
+def _opposite_fixed(round_number: int, count: int) -> int:
+    """The place a with 2a = r modulo count (count is odd)."""
+    return round_number * (count + 1) // 2 % count
+
+
+# ---- stand-ins -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class StandInPlan:
+    """What one member carries out for itself and for absent ones, from what it holds of theirs.
+
+    A plan names who holds what at the source. Where somebody else has what an absent member held, the plan still names
+    the absent one, by a number that no living member has: shardings and rounds stay as they are, and only who acts is
+    another.
+
+    own: its own part. absent: the part of each member that it stands in for; what such a one sends to the stand-in is
+    among its local moves, which write the stand-in's target buffers.
+    """
+
+    own: MemberPlan
+    absent: Mapping[int, MemberPlan]
+
+
+def standing_in(plan: SwitchPlan, member: int, absent: Iterable[int]) -> StandInPlan:
+    """The parts of a member and of those that it stands in for, who are in the source alone.
+
+    LayoutError for one that is in the target, where nobody can stand in for it.
+    """
+    played = tuple(absent)
+    wrong = sorted(set(played) & set(plan.target_members))
+    if wrong:
+        raise LayoutError(
+            f"member {wrong[0]} is in the target, so member {member} cannot stand in for it; name members that are "
+            "not in the target"
+        )
+    own = plan.for_member(member)
+    own = replace(own, rounds=tuple(each for each in own.rounds if each.peer not in played))
+    return StandInPlan(own, {one: _part(plan.for_member(one), member) for one in played})
+
+
+def _part(part: MemberPlan, member: int) -> MemberPlan:
+    """With what goes to `member` as local moves."""
+    to_member = [each.sends for each in part.rounds if each.peer == member]
+    away = tuple(each for each in part.rounds if each.peer != member)
+    return replace(part, local=Moves.concatenate(to_member, part.local), rounds=away)
+
+
+# ---- cost ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cost:
+    """An estimate. bytes_sent: over all members. peak_bytes: by member, state of both sides and the budget.
+
+    seconds: of the busiest direction of the busiest member at the bandwidth given.
+    """
+
+    bytes_sent: int
+    peak_bytes: dict[int, int]
+    seconds: float
+
+    @property
+    def highest_peak_bytes(self) -> int:
+        """Peak of the member with the most."""
+        return max(self.peak_bytes.values(), default=0)
+
+
+def estimate(plan: SwitchPlan, budget_bytes: int, bytes_per_second: float) -> Cost:
+    """Cost with at most `budget_bytes` packed in flight on a member, over links of `bytes_per_second` each way."""
+    sides = plan.sides
+    fresh = {kind for kind in sides.vps.present_kinds(sides.layout) if row_of(kind).is_gradient}
+    kinds = (*plan.kinds, *sorted(fresh - set(plan.kinds)))  # made there, if none moves
+    peak = {}
+    for member in plan.members:
+        busy = sum(plan.traffic[member])
+        before = state_bytes(sides.vps, sides.vps.layout, sides.source_rank.get(member, ABSENT), plan.kinds)
+        after = state_bytes(sides.vps, sides.layout, sides.target_rank.get(member, ABSENT), kinds)
+        peak[member] = before + after + min(budget_bytes, busy)
+    return Cost(plan.bytes_sent, peak, plan.bytes_busiest / bytes_per_second)
+
+
+def state_bytes(vps: VirtualParameterSpace, layout: Layout, rank: int, kinds: tuple[str, ...]) -> int:
+    """Bytes of the kinds on a rank (none if ABSENT), without padding.
+
+    A weight that has the bytes of its master is counted once where both have the same buffer (stages 0 and 3 in fp32).
+    """
+    if rank == ABSENT:
+        return 0
+    total = 0
+    for name in kinds:
+        kind = vps.kind(name)
+        pieces = vps.holding(layout, rank, name)
+        if kind.derived_from in kind.sources and kind.derived_from in kinds and layout.zero_stage in (0, 3):
+            shared = vps.holding(layout, rank, str(kind.derived_from))
+            pieces = pieces.subtract(shared.start, shared.stop)
+        total += pieces.numel * kind.itemsize
+    return total

@@ -16,20 +16,18 @@ import numpy.typing as npt
 from scipy.optimize import linear_sum_assignment
 
 from ds_dynatrain.errors import LayoutError
+from ds_dynatrain.plan.plan import plan_switch
 from ds_dynatrain.plan.sides import Sides
 from ds_dynatrain.space import (
     ABSENT,
-    HOST_GRAD,
-    STALE_GRAD,
-    WEIGHT,
     Kind,
     Layout,
     Sharding,
     VirtualParameterSpace,
     interval,
+    row_of,
 )
-from ds_dynatrain.space.even import EvenSharding
-from ds_dynatrain.space.tensor import Ints
+from ds_dynatrain.space.interval import Ints
 
 
 def assign_slots(
@@ -67,7 +65,7 @@ def slot_costs(
 ) -> Ints:
     """Bytes that each candidate (row) would receive in each slot (column)."""
     slots = target_layout.world_size
-    sides = Sides(vps, target_layout, range(slots), kinds)
+    sides = plan_switch(vps, target_layout, range(slots), kinds).sides
     by_rank = np.zeros((vps.layout.world_size + 1, slots), dtype=np.int64)
     alike: dict[object, list[Kind]] = {}
     for kind in sides.kinds:
@@ -80,7 +78,8 @@ def slot_costs(
 
 def _cut_like(kind: Kind) -> object:
     """Equal for kinds whose elements lie alike under every layout, such as a master and its moments."""
-    own = kind.name if kind.name in (WEIGHT, STALE_GRAD, HOST_GRAD) else ""
+    row = row_of(kind.name)
+    own = row.stages, row.whole_in, row.of_frozen
     return own, kind.groups, kind.whole_tensors, kind.sources[1:], kind.derived_from
 
 
@@ -106,43 +105,24 @@ def _missing(sides: Sides, kind: Kind, start: Ints, stop: Ints) -> Ints:
     """Elements of tidy runs of a kind that a member lacks: at each source rank, and last one that was at none."""
     ranks = sides.vps.layout.world_size
     result = np.full(ranks + 1, int((stop - start).sum()), dtype=np.int64)
-    cuts = [sides.source(name) for name in sides.sources(kind)]
-    for cut in cuts:
+    cuts = [cut for cut in map(sides.source, sides.sources(kind)) if not cut.is_empty]
+    earlier: list[Sharding] = []
+    for cut in sorted(cuts, key=lambda each: not each.replicated):
         if cut.replicated:
             _, start, stop = interval.subtract(start, stop, *cut.region())
-    result[:ranks] = int((stop - start).sum())
-    if not all(isinstance(cut, EvenSharding) for cut in cuts):
-        return _missing_by_holder(cuts, start, stop, result)
-    seen: list[Ints] = []
-    for cut in cuts:
-        if not cut.replicated and len(start):
-            row, start, stop, owner = cut.owners(start, stop)
-            seen = [earlier[row] for earlier in seen]
-            fresh = np.all([owner != earlier for earlier in seen], axis=0) if seen else np.ones(len(owner), dtype=bool)
-            np.subtract.at(result, owner[fresh], (stop - start)[fresh])
-            seen.append(owner)
-    return result
-
-
-def _missing_by_holder(cuts: list[Sharding], start: Ints, stop: Ints, result: Ints) -> Ints:
-    """The same where an element may have several holders, each of which lacks it no more."""
-    earlier: list[Sharding] = []
-    for cut in cuts:
-        if cut.is_empty:
-            continue
-        shared = None if earlier else cut.shared
-        if shared is not None:
-            for ranks, first, last in shared:
+            result[:ranks] = int((stop - start).sum())
+        elif cut.shared is not None and not earlier:
+            for some, first, last in cut.shared:
                 _, _, low, high = interval.intersect(start, stop, first, last)
-                result[ranks] -= int((high - low).sum())
+                result[some] -= int((high - low).sum())
             earlier.append(cut)
-            continue
-        _, low, high, rank = cut.holders(start, stop)
-        for before in earlier:  # what a rank holds twice counts once
-            row, low, high = before.lacking(low, high, rank)
-            rank = rank[row]
-        np.subtract.at(result, rank, high - low)
-        earlier.append(cut)
+        else:
+            _, low, high, rank = cut.holders(start, stop)
+            for before in earlier:  # what a rank holds twice counts once
+                row, low, high = before.lacking(low, high, rank)
+                rank = rank[row]
+            np.subtract.at(result, rank, high - low)
+            earlier.append(cut)
     return result
 
 

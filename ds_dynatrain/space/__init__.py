@@ -2,29 +2,33 @@
 
 A model is a list of logical tensors (`tensor`), laid one after another on a line of integer coordinates. A `Layout`
 says how many ranks there are on which axis, and how much ZeRO cuts; `zero` turns it into a `Sharding`: arithmetic
-that gives, for any coordinate and any state kind, the owner and the place in the owner's buffers. What a rank holds
-are `Pieces`, sorted runs of the line, and all questions about them (what do two ranks share, what does one lack) are
-set operations on runs (`interval`). Where ZeRO keeps whole tensors on several ranks, a sharding is `overlapping`.
-`VirtualParameterSpace` holds it all together for one model.
+that gives, for any coordinate and any state kind (`kind`), the owner and the place in the owner's buffers. What a rank
+holds are `Pieces`, sorted runs of the line, and all questions about them (what do two ranks share, what does one lack)
+are set operations on runs (`interval`). `VirtualParameterSpace` holds it all together for one model.
 
-Cuts along several dims at once (tensor parallelism, experts) are the second half: a `Box` is a block of a tensor
-(`box`), and `cut` composes the cuts of several axes. `AxisCuts` says how these axes deal one tensor out (`axes`); a
-`Mesh` puts ranks that are dealt the same into shard groups, each with a line of its own that ZeRO cuts, and an index
-map back to the logical line; `grouped` answers a sharding's questions there.
+Tensor parallelism, pipelines and experts cut tensors before ZeRO does (`cut`). A `Mesh` puts ranks that are dealt the
+same into shard groups, each with a line of its own that ZeRO cuts, and an index map back to the logical line.
 
 Numpy is all that is needed here: no torch, no DeepSpeed, no process.
 """
 
-from ds_dynatrain.space.axes import WHOLE, AxisCuts, Partition, Partitioner, is_partitioned, shared_stages
-from ds_dynatrain.space.box import Box, row_major, runs_of_box
 from ds_dynatrain.space.columns import Columns
 from ds_dynatrain.space.cut import (
+    WHOLE,
+    AxisCuts,
+    Box,
     Cut,
     DimCut,
+    Partition,
+    Partitioner,
     Pick,
     Placed,
     Shard,
     compose,
+    is_partitioned,
+    row_major,
+    runs_of_box,
+    shared_stages,
     uneven,
 )
 from ds_dynatrain.space.kind import (
@@ -33,18 +37,18 @@ from ds_dynatrain.space.kind import (
     HOST_GRAD,
     MASTER,
     STALE_GRAD,
+    STATE,
     WEIGHT,
     Kind,
+    row_of,
     standard_kinds,
 )
 from ds_dynatrain.space.layout import Layout
-from ds_dynatrain.space.local import LocalSpace
 from ds_dynatrain.space.mesh import Mesh
-from ds_dynatrain.space.pieces import BufferId, Piece, Pieces
 from ds_dynatrain.space.sharding import ABSENT, Sharding
-from ds_dynatrain.space.tensor import FROZEN, IN_EMPTY_GROUP, Line, LogicalTensor
+from ds_dynatrain.space.tensor import FROZEN, IN_EMPTY_GROUP, BufferId, Line, LogicalTensor, Piece, Pieces
 from ds_dynatrain.space.vps import VirtualParameterSpace
-from ds_dynatrain.space.zero import ZeroRules
+from ds_dynatrain.space.zero import LocalSpace, ZeroRules
 
 __all__ = [
     "ABSENT",
@@ -55,6 +59,7 @@ __all__ = [
     "IN_EMPTY_GROUP",
     "MASTER",
     "STALE_GRAD",
+    "STATE",
     "WEIGHT",
     "WHOLE",
     "AxisCuts",
@@ -82,6 +87,7 @@ __all__ = [
     "compose",
     "is_partitioned",
     "row_major",
+    "row_of",
     "runs_of_box",
     "shared_stages",
     "standard_kinds",

@@ -1,20 +1,100 @@
-"""Cuts that compose: how an axis deals a tensor out, each on top of the one before.
+"""How the pipe, expert and tensor axes deal out logical tensors, before ZeRO cuts what is left on a rank.
 
-A *shard* is a list of pieces: a piece is a box of the logical tensor and where its elements lie in the rank's local
-buffer (`offset` and `strides`, in elements). A cut looks at the local tensor that the cuts before it have left and
-keeps a part of it, so the cuts of several axes are applied one after another: `compose(shape, [(cut, index), ...])`.
-ZeRO is none of them: it cuts the line of what they leave (`zero`).
+A `Box` is an axis-aligned block of a tensor, in any number of dims (none for a scalar). A *shard* is a list of pieces:
+a piece is a box of the logical tensor and where its elements lie in the rank's local buffer (`offset` and `strides`, in
+elements). A cut looks at the local tensor that the cuts before it have left and keeps a part of it, so the cuts of
+several axes are applied one after another: `compose(shape, [(cut, index), ...])`. `AxisCuts` says how all axes of a
+layout deal one tensor out.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+
+import numpy as np
 
 from ds_dynatrain.errors import LayoutError
-from ds_dynatrain.space.box import Box, row_major
+from ds_dynatrain.space import interval
+from ds_dynatrain.space.interval import Ints
+from ds_dynatrain.space.layout import Layout
+from ds_dynatrain.space.tensor import LogicalTensor
+
+
+@dataclass(frozen=True, order=True)
+class Box:
+    """The elements whose index lies in [start[d], stop[d]) in every dim d. A box of no dims is one element."""
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        """Raise LayoutError for ends of different length, below 0, or in the wrong order."""
+        if len(self.start) != len(self.stop):
+            raise LayoutError(
+                f"a box has {len(self.start)} starts and {len(self.stop)} stops; give one of each for every dim"
+            )
+        if any(not 0 <= low <= high for low, high in zip(self.start, self.stop, strict=True)):
+            raise LayoutError(f"box {self.start} to {self.stop}; give 0 <= start <= stop in every dim")
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Box:
+        """All of a tensor."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Length in every dim."""
+        return tuple(high - low for low, high in zip(self.start, self.stop, strict=True))
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def intersect(self, other: Box) -> Box | None:
+        """The elements in both, or None if there are none; LayoutError for different numbers of dims."""
+        if len(self.start) != len(other.start):
+            raise LayoutError(
+                f"a box of {len(self.start)} dims meets one of {len(other.start)}; give boxes of one tensor"
+            )
+        low = tuple(map(max, self.start, other.start))
+        high = tuple(map(min, self.stop, other.stop))
+        return Box(low, high) if all(map(int.__lt__, low, high)) else None
+
+    def contains(self, other: Box) -> bool:
+        """Whether every element of the other is in this one."""
+        return other.numel == 0 or self.intersect(other) == other
+
+    def shift(self, by: tuple[int, ...]) -> Box:
+        """The same block, moved."""
+        low = tuple(a + b for a, b in zip(self.start, by, strict=True))
+        return Box(low, tuple(a + b for a, b in zip(low, self.shape, strict=True)))
+
+
+def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a dense tensor, in elements."""
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def runs_of_box(shape: tuple[int, ...], box: Box) -> tuple[Ints, Ints]:
+    """The fewest row-major runs (starts, stops) of a box of a tensor; LayoutError if it is not in the tensor."""
+    if not Box.whole(shape).contains(box):
+        raise LayoutError(f"box {box.start} to {box.stop} is not in a tensor of shape {shape}; give a box inside of it")
+    if not box.numel:
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    strides = row_major(shape)
+    inner = len(shape)
+    while inner and box.shape[inner - 1] == shape[inner - 1]:
+        inner -= 1
+    outer = range(max(inner - 1, 0))
+    length = math.prod(box.shape[len(outer) :])
+    base = sum(low * stride for low, stride in zip(box.start, strides, strict=True))
+    steps = [np.arange(box.shape[dim], dtype=np.int64) * strides[dim] for dim in outer]
+    start = np.array([base + sum(step) for step in itertools.product(*steps)], dtype=np.int64)
+    return interval.union(start, start + length)
 
 
 @dataclass(frozen=True)
@@ -51,17 +131,6 @@ class Shard:
     def numel(self) -> int:
         """Number of elements of the tensor, without padding."""
         return sum(piece.box.numel for piece in self.pieces)
-
-
-class Cut(Protocol):
-    """A rule that deals the local tensor of a shape out to `count` ranks."""
-
-    @property
-    def count(self) -> int:
-        """Number of ranks that the cut deals to."""
-
-    def parts(self, shape: tuple[int, ...], index: int) -> tuple[tuple[int, ...], tuple[Placed, ...]]:
-        """The local shape of rank `index`, and the pieces of the tensor of `shape` that lie in it."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +200,11 @@ class DimCut:
         return local, tuple(pieces)
 
 
+Cut = Pick | DimCut
+"""A rule that deals the local tensor of a shape out to `count` ranks. `parts` gives the local shape of a rank, and the
+pieces of the tensor that lie in it."""
+
+
 def uneven(dim: int, sizes: Iterable[int]) -> DimCut:
     """A dim cut in parts of the sizes given, in rank order."""
     return DimCut(dim, (tuple(sizes),))
@@ -168,3 +242,64 @@ def _dim(shape: tuple[int, ...], dim: int) -> int:
 def _check_index(cut: Cut, index: int) -> None:
     if not 0 <= index < cut.count:
         raise LayoutError(f"index {index} of a cut in {cut.count}; give 0 to {cut.count - 1}")
+
+
+@dataclass(frozen=True)
+class AxisCuts:
+    """One logical tensor under one layout.
+
+    stages: the pipeline stages that hold it, ascending; several for a tied weight. expert: how the expert axis cuts
+    it, None if it belongs to no expert. tensor: how the tensor axis cuts it, None if all ranks of that axis hold the
+    same, as they do of an expert: whatever places on the tensor axis the ranks of an expert index have.
+    """
+
+    stages: tuple[int, ...] = (0,)
+    expert: Cut | None = None
+    tensor: Cut | None = None
+
+    def shard(self, shape: tuple[int, ...], pipe: int, expert: int, tensor: int) -> Shard:
+        """What of a tensor of `shape` is at a place on the three axes; of shape (0,) where there is nothing."""
+        if pipe not in self.stages:
+            return NOTHING
+        cuts = [(cut, index) for cut, index in ((self.expert, expert), (self.tensor, tensor)) if cut is not None]
+        return compose(shape, cuts)
+
+
+NOTHING = Shard((0,), ())
+WHOLE = AxisCuts()
+
+Partition = tuple[AxisCuts, ...]
+"""One entry for each logical tensor, in the order of registration."""
+Partitioner = Callable[[Layout], Partition]
+
+
+def is_partitioned(layout: Layout) -> bool:
+    """Whether ranks of the layout hold different parts of the model before ZeRO cuts anything."""
+    return layout.pipe > 1 or layout.expert > 1 or layout.tensor > 1
+
+
+def shared_stages(cuts: Iterable[AxisCuts]) -> tuple[tuple[int, ...], ...]:
+    """The sets of stages that share a tensor."""
+    return tuple(sorted({each.stages for each in cuts if len(each.stages) > 1}))
+
+
+def check_partition(partition: Partition, tensors: Iterable[LogicalTensor], layout: Layout) -> None:
+    """LayoutError, naming the tensor, for cuts that do not fit the sizes of the layout."""
+    for tensor, cuts in zip(tensors, partition, strict=True):
+        name = tensor.name
+        if not cuts.stages or not all(0 <= stage < layout.pipe for stage in cuts.stages):
+            raise LayoutError(
+                f"{name!r} lies on stages {cuts.stages}, and {layout} has {layout.pipe}; give stages below "
+                f"{layout.pipe}, or a larger pipe"
+            )
+        for axis in ("expert", "tensor"):
+            cut, size = getattr(cuts, axis), getattr(layout, axis)
+            if cut is not None and cut.count != size:
+                raise LayoutError(
+                    f"{name!r} is dealt out in {cut.count} by the {axis} axis, and {layout} has {size}; give "
+                    f"{axis}={cut.count}"
+                )
+        if tensor.expert and cuts.tensor is not None and layout.tensor > 1:
+            raise LayoutError(
+                f"{name!r} belongs to experts and is cut by the tensor axis, too; {layout} has it whole: give tensor=1"
+            )

@@ -7,10 +7,14 @@ the rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TypeVar, cast
+
 import numpy as np
+import numpy.typing as npt
 
-from ds_dynatrain.space.tensor import Ints
-
+Ints = npt.NDArray[np.int64]
+AnyRows = TypeVar("AnyRows", bound=tuple[Ints, ...])
 _LOW, _HIGH = np.iinfo(np.int64).min, np.iinfo(np.int64).max
 
 
@@ -19,10 +23,21 @@ def ints(values: object) -> Ints:
     return np.asarray(values, dtype=np.int64).reshape(-1)
 
 
+def join(parts: Sequence[AnyRows]) -> AnyRows:
+    """Rows of several parts, each a tuple of columns, one part after the other; there must be one part."""
+    return cast("AnyRows", tuple(np.concatenate(column) for column in zip(*parts, strict=True)))
+
+
 def expand(counts: Ints) -> tuple[Ints, Ints]:
     """Row i repeated counts[i] times, and the number 0, 1, ... of each repetition in its row."""
     rows = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
     return rows, np.arange(len(rows), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def chains(joined: npt.NDArray[np.bool_], count: int) -> tuple[Ints, Ints]:
+    """The first and the last of `count` rows in each chain: joined[i] says that row i + 1 goes on where row i ends."""
+    first = np.flatnonzero(np.append(True, ~joined))[:count]
+    return first, np.append(first[1:], count)[: len(first)] - 1
 
 
 def intersect(start: Ints, stop: Ints, other_start: Ints, other_stop: Ints) -> tuple[Ints, Ints, Ints, Ints]:

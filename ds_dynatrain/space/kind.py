@@ -1,11 +1,18 @@
-"""State kinds: what is held of a logical tensor, and from which other kind a rank could make it."""
+"""The table of state: what is held of a logical tensor, where and when; and the kinds that a job has.
+
+Every question about a kind by its name is answered by its row in `STATE`. A further kind is a further row, and what
+reads it from DeepSpeed's optimizers and puts it back (`adapters/stages`). What an optimizer keeps for each element are
+*moments*: one row serves them all, and their names come from the optimizer's rule (`adapters/optimizers`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from ds_dynatrain.errors import LayoutError
+from ds_dynatrain.space.layout import Layout
 
 WEIGHT = "weight"
 MASTER = "master"
@@ -13,12 +20,62 @@ EXP_AVG = "exp_avg"
 EXP_AVG_SQ = "exp_avg_sq"
 STALE_GRAD = "stale_grad"
 HOST_GRAD = "host_grad"
-"""The gradient of a master part under CPU offload: kept from step to step, and stepped with again by what got none."""
+
+
+@dataclass(frozen=True)
+class StateRow:
+    """What is known of a state kind in all jobs.
+
+    element: which of a job's types its elements have. needed_for: the first part of a step that reads or writes it; a
+    late switch moves what a step alone needs during the first batch. stages: the ZeRO stages that hold it. whole_in:
+    those of them in which every rank that ZeRO deals a tensor to has all of it. of_frozen: whether tensors that are not
+    trained have it, too. is_cast: whether that of a trained tensor can be cast from its master; copies leave it out.
+    is_offloaded: whether CPU offload alone has it. pinned_in: the stages in which DeepSpeed pins the memory of an
+    offloaded one. is_moment: whether it comes with the optimizer's first step; all others are there from the start.
+    """
+
+    element: Literal["weight", "gradient", "master"] = "master"
+    needed_for: Literal["forward", "backward", "step"] = "step"
+    stages: frozenset[int] = frozenset({0, 1, 2, 3})
+    whole_in: frozenset[int] = frozenset({0})
+    of_frozen: bool = False
+    is_cast: bool = False
+    is_offloaded: bool = False
+    pinned_in: frozenset[int] = frozenset()
+    is_moment: bool = False
+
+    @property
+    def is_gradient(self) -> bool:
+        """Whether a backward pass leaves it for the next step; checkpoints of other tools leave it out."""
+        return self.needed_for == "backward"
+
+
+MOMENT = StateRow(is_moment=True)
+STATE: Mapping[str, StateRow] = {
+    WEIGHT: StateRow("weight", "forward", whole_in=frozenset({0, 1, 2}), of_frozen=True, is_cast=True),
+    MASTER: StateRow(pinned_in=frozenset({1, 2})),
+    # ZeRO-3 steps a parameter that got no gradient with the one that it got last.
+    STALE_GRAD: StateRow("gradient", "backward", stages=frozenset({3}), whole_in=frozenset(), pinned_in=frozenset({3})),
+    # CPU offload steps it with what its last one has left in the gradient of the master part.
+    HOST_GRAD: StateRow(
+        needed_for="backward",
+        stages=frozenset({1, 2, 3}),
+        whole_in=frozenset(),
+        is_offloaded=True,
+        pinned_in=frozenset({1, 2, 3}),
+    ),
+}
+"""All kinds but moments, by name; a moment cannot have one of these names."""
+
+
+def row_of(kind: str) -> StateRow:
+    """The row of a kind in the table; every name that is not in it is that of a moment."""
+    return STATE.get(kind, MOMENT)
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One per-element state.
+    """A state kind of one job.
 
     itemsize: bytes of an element.
     sources: the kinds whose bytes are equal to this one's, itself first; any of them may be read for it.
@@ -45,6 +102,10 @@ class Kind:
         """Whether the trainable tensors of an optimizer group have it."""
         return self.groups is None or group in self.groups
 
+    def overlaps(self, layout: Layout) -> bool:
+        """Whether several ranks of a layout hold whole tensors of it, of which each owns a part."""
+        return self.whole_tensors and layout.zero_stage in (1, 2)
+
 
 def kind_of(kinds: Iterable[Kind], name: str) -> Kind:
     """The kind of that name; LayoutError if there is none."""
@@ -55,23 +116,15 @@ def kind_of(kinds: Iterable[Kind], name: str) -> Kind:
 
 
 def standard_kinds(
-    weight: int,
-    master: int = 4,
-    moments: Iterable[str | Kind] = (EXP_AVG, EXP_AVG_SQ),
-    stale_grad: int | None = None,
-    host_grad: int | None = None,
+    weight: int, master: int = 4, moments: Iterable[str | Kind] = (EXP_AVG, EXP_AVG_SQ), **gradients: int
 ) -> tuple[Kind, ...]:
     """The kinds of a training, by bytes per element.
 
     weight, master: where they are equal a weight and its master are the same bytes (fp32), else a weight is cast from
-    its master. moments: what an optimizer keeps; a mere name is of 4 bytes and of all groups. stale_grad: of ZeRO-3's
-    last gradients, host_grad: of those that CPU offload keeps; None leaves the kind out. LayoutError for an item
-    size below one byte.
+    its master. moments: what an optimizer keeps; a mere name is of 4 bytes and of all groups. gradients: the size of
+    each further kind, such as `stale_grad=4`. LayoutError for an item size below one byte.
     """
-    if weight == master:
-        first = (Kind(WEIGHT, weight, (WEIGHT, MASTER), MASTER), Kind(MASTER, master, (MASTER, WEIGHT)))
-    else:
-        first = (Kind(WEIGHT, weight, (WEIGHT,), MASTER), Kind(MASTER, master))
-    stale = () if stale_grad is None else (Kind(STALE_GRAD, stale_grad),)
-    host = () if host_grad is None else (Kind(HOST_GRAD, host_grad),)
-    return (*first, *(held if isinstance(held, Kind) else Kind(held, 4) for held in moments), *stale, *host)
+    same = (WEIGHT, MASTER) if weight == master else ()
+    first = Kind(WEIGHT, weight, same, MASTER), Kind(MASTER, master, same)
+    kept = (held if isinstance(held, Kind) else Kind(held, 4) for held in moments)
+    return *first, *kept, *(Kind(name, size) for name, size in gradients.items())

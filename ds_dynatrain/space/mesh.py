@@ -15,58 +15,13 @@ from functools import cached_property
 import numpy as np
 
 from ds_dynatrain.space import interval
-from ds_dynatrain.space.axes import AxisCuts, Partition, check_partition
-from ds_dynatrain.space.box import Box, row_major
-from ds_dynatrain.space.cut import Placed, Shard
+from ds_dynatrain.space.cut import AxisCuts, Box, Partition, Placed, Shard, check_partition, row_major
+from ds_dynatrain.space.interval import Ints, join
 from ds_dynatrain.space.layout import Layout
-from ds_dynatrain.space.tensor import Ints, Line, LogicalTensor
+from ds_dynatrain.space.tensor import Line, LogicalTensor, Pieces
 
 Place = tuple[int, int, int]
 """Indexes on the pipe, expert and tensor axes."""
-
-
-@dataclass(frozen=True, eq=False)
-class IndexMap:
-    """Runs of equal length on two lines, tidy on the logical one: local[i] + k is the coordinate start[i] + k."""
-
-    start: Ints
-    stop: Ints
-    local: Ints
-
-    @classmethod
-    def of(cls, start: Ints, stop: Ints, local: Ints) -> IndexMap:
-        """Sorted by coordinate, neighbors on both lines joined."""
-        order = np.argsort(start, kind="stable")
-        start, stop, local = start[order], stop[order], local[order]
-        joined = (start[1:] == stop[:-1]) & (np.diff(local) == np.diff(start))
-        first = np.flatnonzero(np.append(True, ~joined)[: len(start)])
-        last = np.append(first[1:], len(start))[: len(first)] - 1
-        return cls(start[first], stop[last], local[first])
-
-    def without(self, start: Ints, stop: Ints) -> IndexMap:
-        """Less the tidy runs [start[i], stop[i]) of coordinates."""
-        row, low, high = interval.subtract(self.start, self.stop, start, stop)
-        return IndexMap(low, high, self.local[row] + low - self.start[row])
-
-    def to_local(self, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-        """(row, first coordinate, local start, local stop) of the parts of runs that are here."""
-        row, run, low, high = interval.intersect(start, stop, self.start, self.stop)
-        begin = self.local[run] + low - self.start[run]
-        return row, low, begin, begin + high - low
-
-    def to_line(self, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-        """(row, first local coordinate, start, stop on the line) of runs of the local line; padding is nowhere."""
-        local, end, origin = self._by_local
-        row, run, low, high = interval.intersect(start, stop, local, end)
-        begin = origin[run] + low - local[run]
-        return row, low, begin, begin + high - low
-
-    @cached_property
-    def _by_local(self) -> tuple[Ints, Ints, Ints]:
-        """The runs in the order of the local line: start and stop there, start on the line."""
-        order = np.argsort(self.local, kind="stable")
-        local = self.local[order]
-        return local, local + (self.stop - self.start)[order], self.start[order]
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,15 +29,16 @@ class ShardGroup:
     """Ranks that ZeRO deals the same local tensors to.
 
     ranks: in their order in the group. line: of the local tensors of the first of them; those that are not of this
-    group are on it, too, and may be others on the next rank. index_map: of this group's tensors. primary: the part of
-    it that no group before this one holds.
+    group are on it, too, and may be others on the next rank. index_map: where elements of this group's tensors lie on
+    that line, which stands for the one buffer of these pieces. primary: the part of it that no group before this one
+    holds.
     """
 
     ranks: Ints
     line: Line
     experts: bool
-    index_map: IndexMap
-    primary: IndexMap
+    index_map: Pieces
+    primary: Pieces
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,16 +49,14 @@ class Mesh:
     layout: Layout
     partition: Partition
     shard_groups: tuple[ShardGroup, ...] = field(init=False)
-    _lines: dict[Place, Line] = field(init=False, repr=False)
-    _alike_lines: dict[tuple[tuple[int, ...], ...], Line] = field(init=False, repr=False)
-    _shards: dict[tuple[int, Place], Shard] = field(init=False, repr=False)
-    _runs: dict[tuple[int, Place], list[tuple[Ints, Ints, Ints]]] = field(init=False, repr=False)
+    _lines: dict[Place, Line] = field(init=False, repr=False, default_factory=dict)
+    _alike_lines: dict[tuple[tuple[int, ...], ...], Line] = field(init=False, repr=False, default_factory=dict)
+    _shards: dict[tuple[int, Place], Shard] = field(init=False, repr=False, default_factory=dict)
+    _runs: dict[tuple[int, Place], list[tuple[Ints, Ints, Ints]]] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         """Build the shard groups; LayoutError for cuts that do not fit the layout or a tensor."""
         check_partition(self.partition, self.line.tensors, self.layout)
-        for name in ("_lines", "_alike_lines", "_shards", "_runs"):
-            object.__setattr__(self, name, {})
         shard_groups: list[ShardGroup] = []
         nothing = np.empty(0, np.int64)
         taken = {False: (nothing, nothing), True: (nothing, nothing)}  # experts' tensors are nobody else's
@@ -110,7 +64,7 @@ class Mesh:
             place = self.place(int(ranks[0]))
             index_map = self._index_map(place, experts)
             start, stop = taken[experts]
-            primary = index_map.without(start, stop)
+            primary = index_map.subtract(start, stop)
             taken[experts] = interval.union(np.append(start, index_map.start), np.append(stop, index_map.stop))
             shard_groups.append(ShardGroup(ranks, self._local_line(place), experts, index_map, primary))
         object.__setattr__(self, "shard_groups", tuple(shard_groups))
@@ -199,12 +153,12 @@ class Mesh:
             if shapes not in self._alike_lines:
                 pairs = zip(self.line.tensors, self._alike, strict=True)
                 self._alike_lines[shapes] = Line(
-                    LogicalTensor(held.name, shapes[alike], held.group, held.expert) for held, alike in pairs
+                    tuple(LogicalTensor(held.name, shapes[alike], held.group, held.expert) for held, alike in pairs)
                 )
             self._lines[place] = self._alike_lines[shapes]
         return self._lines[place]
 
-    def _index_map(self, place: Place, experts: bool) -> IndexMap:
+    def _index_map(self, place: Place, experts: bool) -> Pieces:
         """Where the elements of a place's dense or expert tensors lie."""
         line, alike = self._local_line(place), np.array(self._alike)
         nothing = np.empty(0, np.int64)
@@ -215,8 +169,8 @@ class Mesh:
             for start, stop, local in self._runs_at(place, first) if len(numbers) else ():
                 runs = start + bases, stop + bases, local + local_bases
                 parts.append((runs[0].reshape(-1), runs[1].reshape(-1), runs[2].reshape(-1)))
-        start, stop, local = (np.concatenate(column) for column in zip(*parts, strict=True))
-        return IndexMap.of(start, stop, local)
+        start, stop, local = join(parts)
+        return Pieces(start, stop, np.zeros_like(start), local).tidy()
 
 
 def _runs(piece: Placed, shape: tuple[int, ...]) -> tuple[Ints, Ints, Ints]:

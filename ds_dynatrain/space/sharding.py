@@ -1,64 +1,413 @@
 """A sharding: how one layout holds one state kind, as answers that hold for every rank at once.
 
-Three ways of holding give them: equal parts or all of it (`even`), whole tensors on several ranks (`overlapping`), and
-one of these for each group of ranks that other axes have dealt the same to (`grouped`). Runs are given and answered as
-arrays: a *row* is one of the runs asked about, and every answer names the row that it is of.
+Three ways of holding give them: `EvenSharding`, equal parts or all of it; `OverlappingSharding`, whole tensors on
+several ranks; and `GroupedSharding`, one of these for each group of ranks that other axes have dealt the same to. Runs
+are given and answered as arrays: a *row* is one of the runs asked about, and every answer names the row that it is of.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any, cast
 
-from ds_dynatrain.space.pieces import BufferId, Pieces
-from ds_dynatrain.space.tensor import Ints
+import numpy as np
+import numpy.typing as npt
+
+from ds_dynatrain.errors import LayoutError
+from ds_dynatrain.space import interval
+from ds_dynatrain.space.interval import AnyRows, Ints, join
+from ds_dynatrain.space.mesh import Mesh, ShardGroup
+from ds_dynatrain.space.tensor import BufferId, Line, Pieces
+
+Owned = tuple[Ints, Ints, Ints, Ints]
+"""(row, start, stop, rank) of runs."""
+Rows = tuple[Ints, Ints, Ints]
+"""(row, start, stop) of runs; or (ranks, start, stop) of what these ranks hold alike."""
+Placed = tuple[Ints, Ints, Ints, Ints, Ints]
+"""(row, start, stop, buffer, offset) of runs."""
 
 ABSENT = -1
-"""In place of a rank: nobody."""
+"""Sentinel rank: no owner."""
 
 
-class Sharding(Protocol):
-    """Who holds which element of a kind, and where."""
+@dataclass(frozen=True, eq=False)
+class EvenSharding:
+    """The usual sharding of a world of `ranks` ranks: equal parts, or all of it on every rank.
 
-    @property
-    def ranks(self) -> int:
-        """Number of ranks."""
+    The line falls into segments (a run of a flat buffer of ZeRO-1/2, a tensor of ZeRO-3, a whole tensor). A segment
+    lies in one piece somewhere in a flat order, its first element at position `lead`; that order is cut in parts of a
+    fixed `width`, and rank r holds the positions [r * width, (r + 1) * width), the first of them at `at` elements into
+    its buffer. Where the kind is replicated, each rank holds the whole segment, from `at` on. Owner and address of any
+    coordinate follow by integer division, so a rank finds its peers without walking over all of them.
 
-    @property
-    def buffers(self) -> tuple[BufferId, ...]:
-        """The buffers that a rank may have; pieces and places name them by their number here."""
+    All arrays have one entry per segment, sorted by start and disjoint.
 
-    @property
-    def replicated(self) -> bool:
-        """Whether every rank holds all of it."""
+    start, stop: coordinates. width: elements of a rank's part (the segment's length if replicated). buffer: index into
+    `buffers`. at: where a rank's part begins in the buffer, in elements (the segment itself, if replicated). lead: the
+    segment's first position in the order that is cut, 0 if replicated. The buffers are the same on every rank.
+    """
+
+    start: Ints
+    stop: Ints
+    width: Ints
+    buffer: Ints
+    at: Ints
+    lead: Ints
+    buffers: tuple[BufferId, ...]
+    ranks: int
+    replicated: bool
 
     @property
     def is_empty(self) -> bool:
         """Whether nobody holds an element."""
-
-    @property
-    def shared(self) -> list[tuple[Ints, Ints, Ints]] | None:
-        """(ranks, start, stop) of what several ranks hold alike, if that is all there is; None if it is not."""
+        return not len(self.start)
 
     def holding(self, rank: int) -> Pieces:
-        """What a rank holds."""
+        """What a rank holds; LayoutError for a rank outside of the world."""
+        if not 0 <= rank < self.ranks:
+            raise LayoutError(f"rank {rank} is not in a world of {self.ranks}; give 0 to {self.ranks - 1}")
+        if self.replicated:
+            start, stop, offset = self.start, self.stop, self.at
+        else:
+            first = self.start - self.lead + rank * self.width
+            start, stop = np.maximum(first, self.start), np.minimum(first + self.width, self.stop)
+            offset = self.at + start - first
+        keep = start < stop
+        return Pieces(start[keep], stop[keep], self.buffer[keep], offset[keep], self.buffers).coalesce()
 
     def owned(self, rank: int) -> Pieces:
-        """The part of `holding` that the rank owns: over all ranks these tile the kind, whoever else holds it."""
+        """The part of `holding` that the rank owns: over all ranks these tile the kind, replicated or not."""
+        held = self.holding(rank)
+        if not self.replicated:
+            return held
+        row, low, high, owner = self.owners(held.start, held.stop)
+        mine = owner == rank
+        return held.take(row[mine], low[mine], high[mine])
+
+    def only(self, rows: npt.NDArray[np.bool_]) -> EvenSharding:
+        """Some of the segments; a replicated kind's owners are then an even split of what is left."""
+        columns = {column.name: getattr(self, column.name) for column in fields(self)}
+        cut: dict[str, Any] = {name: held[rows] for name, held in columns.items() if isinstance(held, np.ndarray)}
+        return replace(self, **cut)
 
     def region(self) -> tuple[Ints, Ints]:
         """The runs that the ranks hold together, touching ones joined."""
+        return interval.union(self.start, self.stop)
 
-    def owners(self, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-        """Cut runs by the one rank that owns each element: (row, start, stop, rank); what nobody holds is left out."""
+    @cached_property
+    def shared(self) -> list[Rows] | None:
+        """(ranks, start, stop) of what all ranks hold alike; None if they hold parts of it."""
+        return [(np.arange(self.ranks), *self.region())] if self.replicated else None
 
-    def holders(self, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+    def owners(self, start: Ints, stop: Ints) -> Owned:
+        """Cut runs by the rank that owns each element: (row, start, stop, rank); what nobody holds is left out.
+
+        Of a replicated kind every rank is a holder; its owners are an even split of the segments' span over the ranks.
+        """
+        row, segment, low, high = interval.intersect(start, stop, self.start, self.stop)
+        if self.replicated:
+            base = np.zeros(len(low), np.int64) + (self.start[0] if len(self.start) else 0)
+            width = np.full(len(low), self._even_width())
+        else:
+            base, width = (self.start - self.lead)[segment], self.width[segment]
+        part, low, high, rank = interval.cut_every(low - base, high - base, width)
+        return row[part], low + base[part], high + base[part], rank
+
+    def holders(self, start: Ints, stop: Ints) -> Owned:
         """Every rank that holds a part of a run: (row, start, stop, rank)."""
+        if not self.replicated:
+            return self.owners(start, stop)
+        row, _, low, high = interval.intersect(start, stop, *self.region())
+        rank = np.repeat(np.arange(self.ranks, dtype=np.int64), len(row))
+        return np.tile(row, self.ranks), np.tile(low, self.ranks), np.tile(high, self.ranks), rank
 
-    def lacking(self, start: Ints, stop: Ints, holder: Ints) -> tuple[Ints, Ints, Ints]:
+    def lacking(self, start: Ints, stop: Ints, holder: Ints) -> Rows:
         """What of each row its `holder`, a rank or `ABSENT`, does not hold: (row, start, stop)."""
+        absent = holder == ABSENT
+        row, low, high = interval.subtract(start, stop, *self.region())
+        beyond = ~absent[row]
+        parts = [(np.flatnonzero(absent), start[absent], stop[absent]), (row[beyond], low[beyond], high[beyond])]
+        if not self.replicated:
+            row, low, high, owner = self.owners(start, stop)
+            others = ~absent[row] & (owner != holder[row])
+            parts.append((row[others], low[others], high[others]))
+        return join(parts)
 
-    def place(self, start: Ints, stop: Ints, rank: Ints) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+    def _even_width(self) -> int:
+        span = int(self.stop[-1] - self.start[0]) if len(self.start) else 0
+        return max(1, -(-span // self.ranks))
+
+    def place(self, start: Ints, stop: Ints, rank: Ints) -> Placed:
         """Where runs lie in the buffers of the ranks that hold them: (row, start, stop, buffer, offset).
 
         rank: one per row; each must hold its row. Rows are cut where the buffer or the step in it changes.
         """
+        row, segment, low, high = interval.intersect(start, stop, self.start, self.stop)
+        offset = (self.at + self.lead - self.start)[segment] + low
+        if not self.replicated:
+            offset = offset - rank[row] * self.width[segment]
+        return row, low, high, self.buffer[segment], offset
+
+
+@dataclass(frozen=True, eq=False)
+class OverlappingSharding:
+    """How ZeRO stages 1 and 2 hold a kind that keeps tensors whole: a rank's part of a group, widened at both ends.
+
+    DeepSpeed's Muon orthogonalizes whole matrices, so every rank that has a part of a matrix keeps the whole momentum
+    of it (0.19.8: `runtime/zero/stage_1_and_2.py` `get_flat_partition`). What a rank keeps of a group lies end to end
+    from the start of its buffer, in the order of the flat group, without the room that alignment leaves there; a rank
+    without a part of the group has no such buffer. The owner of an element is the rank whose ordinary part has it.
+
+    part: the ordinary sharding, of flat groups. The other arrays have one entry per tensor, sorted by start. start,
+    stop: its coordinates. buffer: index into `buffers`. at: elements of all tensors before it, in the flat order of one
+    group after the other. first, last: the ranks that hold it, and all between them do. reach: buffer x ranks + last,
+    ascending in that order; opening: `at` in that order.
+    """
+
+    part: EvenSharding
+    start: Ints
+    stop: Ints
+    buffer: Ints
+    at: Ints
+    first: Ints
+    last: Ints
+    reach: Ints
+    opening: Ints
+
+    replicated = False
+    shared = None
+
+    @staticmethod
+    def of(line: Line, part: EvenSharding) -> OverlappingSharding:
+        """The tensors of `line` that `part` cuts, which is over the flat groups of stage 1 or 2."""
+        filled = np.flatnonzero(line.numels)
+        row, _, start, stop = interval.intersect(part.start, part.stop, line.bases[filled], line.bases[filled + 1])
+        position, width, buffer = part.lead[row] + start - part.start[row], part.width[row], part.buffer[row]
+        first, last = position // width, (position + stop - start - 1) // width
+        order = np.lexsort((position, buffer))
+        opening = np.cumsum((stop - start)[order]) - (stop - start)[order]
+        at = np.empty_like(opening)
+        at[order] = opening
+        return OverlappingSharding(
+            part, start, stop, buffer, at, first, last, (buffer * part.ranks + last)[order], opening
+        )
+
+    @property
+    def buffers(self) -> tuple[BufferId, ...]:
+        """The buffers that a rank may have."""
+        return self.part.buffers
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return self.part.ranks
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nobody holds an element."""
+        return not len(self.start)
+
+    def holding(self, rank: int) -> Pieces:
+        """What a rank holds."""
+        held = np.flatnonzero((self.first <= rank) & (rank <= self.last))
+        offset = self._offset(held, np.full_like(held, rank))
+        return Pieces(self.start[held], self.stop[held], self.buffer[held], offset, self.buffers).coalesce()
+
+    def owned(self, rank: int) -> Pieces:
+        """The part of `holding` that the rank owns: over all ranks these tile the kind."""
+        own = self.part.owned(rank)
+        return self.holding(rank).restrict(own.start, own.stop)
+
+    def region(self) -> tuple[Ints, Ints]:
+        """The runs that the ranks hold together, touching ones joined."""
+        return self.part.region()
+
+    def owners(self, start: Ints, stop: Ints) -> Owned:
+        """Cut runs by the rank that owns each element: (row, start, stop, rank); what nobody holds is left out."""
+        return self.part.owners(start, stop)
+
+    def holders(self, start: Ints, stop: Ints) -> Owned:
+        """Every rank that holds a part of a run: (row, start, stop, rank)."""
+        row, tensor, low, high = interval.intersect(start, stop, self.start, self.stop)
+        again, nth = interval.expand((self.last - self.first + 1)[tensor])
+        return row[again], low[again], high[again], self.first[tensor][again] + nth
+
+    def lacking(self, start: Ints, stop: Ints, holder: Ints) -> Rows:
+        """What of each row its `holder`, a rank or `ABSENT`, does not hold: (row, start, stop)."""
+        beyond = interval.subtract(start, stop, *self.region())
+        row, tensor, low, high = interval.intersect(start, stop, self.start, self.stop)
+        others = (holder[row] < self.first[tensor]) | (holder[row] > self.last[tensor])  # ABSENT is below every rank
+        return join([beyond, (row[others], low[others], high[others])])
+
+    def place(self, start: Ints, stop: Ints, rank: Ints) -> Placed:
+        """Where runs lie in the buffers of the ranks that hold them: (row, start, stop, buffer, offset).
+
+        rank: one per row; each must hold its row.
+        """
+        row, tensor, low, high = interval.intersect(start, stop, self.start, self.stop)
+        return row, low, high, self.buffer[tensor], self._offset(tensor, rank[row]) + low - self.start[tensor]
+
+    def _offset(self, tensor: Ints, rank: Ints) -> Ints:
+        """Where tensors begin in the buffers of ranks that hold them: behind the first tensor that reaches the rank."""
+        return self.at[tensor] - self.opening[np.searchsorted(self.reach, self.buffer[tensor] * self.ranks + rank)]
+
+
+@dataclass(frozen=True, eq=False)
+class GroupedSharding:
+    """How a layout of several axes holds a kind: a sharding for each shard group of its mesh, all on one line.
+
+    cuts: of each shard group of the mesh. buffers: of all ranks, by the numbers of the local buffers.
+    """
+
+    mesh: Mesh
+    cuts: tuple[Sharding, ...]
+    buffers: tuple[BufferId, ...]
+
+    replicated = False
+
+    @staticmethod
+    def of(mesh: Mesh, cutter: Callable[[ShardGroup], Sharding]) -> GroupedSharding:
+        """One kind, cut shard group by shard group, each on its local line and over its own ranks."""
+        cuts = tuple(cutter(group) for group in mesh.shard_groups)
+        different = {id(cut.buffers): cut.buffers for cut in cuts}  # most shard groups share one table
+        table = tuple(dict.fromkeys(name for names in different.values() for name in names))
+        return GroupedSharding(mesh, cuts, table)
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return self.mesh.layout.world_size
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nobody holds an element."""
+        return all(cut.is_empty for cut in self.cuts)
+
+    def holding(self, rank: int) -> Pieces:
+        """What a rank holds."""
+        return self._pieces(rank, lambda cut, index: cut.holding(index), lambda group: group.index_map)
+
+    def owned(self, rank: int) -> Pieces:
+        """The part of `holding` that the rank owns: over all ranks these tile the kind."""
+        return self._pieces(rank, lambda cut, index: cut.owned(index), lambda group: group.primary)
+
+    def region(self) -> tuple[Ints, Ints]:
+        """The runs that the ranks hold together, touching ones joined."""
+        found = [group.index_map.to_line(*cut.region())[2:] for group, cut in self._pairs()]
+        return interval.union(*join(found))
+
+    @cached_property
+    def shared(self) -> list[Rows] | None:
+        """(ranks, start, stop), group by group, of what all its ranks hold alike; None if they hold parts of it."""
+        if not all(cut.replicated for cut in self.cuts):
+            return None
+        runs = [group.index_map.to_line(*cut.region())[2:] for group, cut in self._pairs()]
+        return [(group.ranks, *interval.union(*each)) for group, each in zip(self.mesh.shard_groups, runs, strict=True)]
+
+    def owners(self, start: Ints, stop: Ints) -> Owned:
+        """Cut runs by the one rank that owns each element: (row, start, stop, rank), in the order of the rows.
+
+        Of several shard groups that hold it the first, and of its ranks the one that its own sharding names.
+        """
+        parts = [self._over(group, group.primary, cut.owners, start, stop) for group, cut in self._pairs()]
+        return _in_order(parts)
+
+    def holders(self, start: Ints, stop: Ints) -> Owned:
+        """Every rank that holds a part of a run: (row, start, stop, rank), in the order of the rows."""
+        parts = [self._over(group, group.index_map, cut.holders, start, stop) for group, cut in self._pairs()]
+        return _in_order(parts)
+
+    def lacking(self, start: Ints, stop: Ints, holder: Ints) -> Rows:
+        """What of each row its `holder`, a rank or `ABSENT`, does not hold: (row, start, stop)."""
+        row = np.arange(len(start), dtype=np.int64)
+        for group, cut in self._pairs():
+            index = _index_in(group.ranks, holder[row])
+            away, here = np.flatnonzero(index == ABSENT), np.flatnonzero(index != ABSENT)
+            if not len(here):
+                continue
+            beyond, low, high = interval.subtract(start[here], stop[here], group.index_map.start, group.index_map.stop)
+            part, line, first, last = group.index_map.to_local(start[here], stop[here])
+            left, begin, end = cut.lacking(first, last, index[here][part])
+            at = line[left] + begin - first[left]
+            known, lost = (row[away], start[away], stop[away]), (row[here[beyond]], low, high)
+            row, start, stop = join([known, lost, (row[here[part[left]]], at, at + end - begin)])
+        order = np.lexsort((start, row))
+        return row[order], start[order], stop[order]
+
+    def place(self, start: Ints, stop: Ints, rank: Ints) -> Placed:
+        """Where runs lie in the buffers of the ranks that hold them: (row, start, stop, buffer, offset), row by row.
+
+        rank: one per row; each must hold its row.
+        """
+        nothing = np.empty(0, np.int64)
+        parts = [(nothing, nothing, nothing, nothing, nothing)]
+        for group, cut in self._pairs():
+            index = _index_in(group.ranks, rank)
+            rows = np.flatnonzero(index != ABSENT)
+            if not len(rows):
+                continue
+            row, line, low, high = group.index_map.to_local(start[rows], stop[rows])
+            part, first, last, buffer, offset = cut.place(low, high, index[rows][row])
+            begin = line[part] + first - low[part]
+            parts.append((rows[row][part], begin, begin + last - first, self._code(cut)[buffer], offset))
+        return _in_order(parts)
+
+    @cached_property
+    def _codes(self) -> dict[int, Ints]:
+        """The numbers of a cut's buffers in `buffers`, by the identity of its table."""
+        number = {name: index for index, name in enumerate(self.buffers)}
+        tables = {id(cut.buffers): cut.buffers for cut in self.cuts}
+        return {key: np.array([number[name] for name in names] or [0], np.int64) for key, names in tables.items()}
+
+    def _code(self, cut: Sharding) -> Ints:
+        return self._codes[id(cut.buffers)]
+
+    def _pairs(self) -> Iterator[tuple[ShardGroup, Sharding]]:
+        return zip(self.mesh.shard_groups, self.cuts, strict=True)
+
+    def _pieces(
+        self, rank: int, held: Callable[[Sharding, int], Pieces], index_map: Callable[[ShardGroup], Pieces]
+    ) -> Pieces:
+        parts = [Pieces.empty(self.buffers)]
+        for group, cut in self._pairs():
+            index = np.flatnonzero(group.ranks == rank)
+            if not len(index):
+                continue
+            local = held(cut, int(index[0]))
+            row, first, start, stop = index_map(group).to_line(local.start, local.stop)
+            offset = local.offset[row] + first - local.start[row]
+            parts.append(Pieces(start, stop, self._code(cut)[local.buffer[row]], offset, self.buffers))
+        return Pieces(*join([part.columns for part in parts]), self.buffers).tidy()
+
+    @staticmethod
+    def _over(
+        group: ShardGroup,
+        index_map: Pieces,
+        ask: Callable[[Ints, Ints], Owned],
+        start: Ints,
+        stop: Ints,
+    ) -> Owned:
+        """What a shard group's sharding answers of runs, in coordinates of the logical line and ranks of the layout."""
+        row, line, low, high = index_map.to_local(start, stop)
+        part, first, last, index = ask(low, high)
+        begin = line[part] + first - low[part]
+        return row[part], begin, begin + last - first, group.ranks[index]
+
+
+Sharding = EvenSharding | OverlappingSharding | GroupedSharding
+
+
+def _index_in(ranks: Ints, rank: Ints) -> Ints:
+    """Place of each rank among `ranks`, or ABSENT."""
+    order = np.argsort(ranks)
+    at = np.minimum(np.searchsorted(ranks[order], rank), len(ranks) - 1)
+    return np.where(ranks[order][at] == rank, order[at], ABSENT)
+
+
+def _in_order(parts: list[AnyRows]) -> AnyRows:
+    """Rows (number, start, ...) of several parts, in the order of the numbers and then of the line."""
+    columns = join(parts)
+    order = np.lexsort((columns[1], columns[0]))
+    return cast("AnyRows", tuple(column[order] for column in columns))

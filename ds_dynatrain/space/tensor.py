@@ -1,4 +1,4 @@
-"""Logical tensors, and the one line of integer coordinates on which all of their elements lie.
+"""Logical tensors, the one line of integer coordinates on which all of their elements lie, and pieces of it.
 
 The line is the Virtual Parameter Space of one state kind: tensor after tensor in the order of registration, row-major
 inside a tensor. Registration follows the optimizer (group 0's trainable tensors in order, group 1's, ..., then the
@@ -9,16 +9,17 @@ single run.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ds_dynatrain.errors import LayoutError
-
-Ints = npt.NDArray[np.int64]
-Flags = npt.NDArray[np.bool_]
+from ds_dynatrain.space import interval
+from ds_dynatrain.space.interval import Ints
 
 FROZEN = -1
 IN_EMPTY_GROUP = "no tensor of group "
@@ -66,32 +67,12 @@ class LogicalTensor:
 
 @dataclass(frozen=True, eq=False)
 class Line:
-    """The coordinates of all tensors: element i (row-major) of tensor t is coordinate `bases[t] + i`.
-
-    `bases` has one entry more than there are tensors; the last is the length of the line.
-    """
+    """The coordinates of all tensors: element i (row-major) of tensor t is coordinate `bases[t] + i`."""
 
     tensors: tuple[LogicalTensor, ...]
-    bases: Ints = field(init=False)
-    numels: Ints = field(init=False)
-    groups: Ints = field(init=False)
-    experts: Flags = field(init=False)
-    _index: dict[str, int] = field(init=False, repr=False)
 
-    def __init__(self, tensors: Iterable[LogicalTensor]) -> None:
-        """Lay the tensors out in the order given; LayoutError for a double name or an order that splits a group."""
-        ordered = tuple(tensors)
-        numels = np.array([tensor.numel for tensor in ordered], dtype=np.int64)
-        groups = np.array([tensor.group for tensor in ordered], dtype=np.int64)
-        object.__setattr__(self, "tensors", ordered)
-        object.__setattr__(self, "numels", numels)
-        object.__setattr__(self, "groups", groups)
-        object.__setattr__(self, "experts", np.array([tensor.expert for tensor in ordered], dtype=bool))
-        object.__setattr__(self, "bases", np.concatenate([np.zeros(1, np.int64), np.cumsum(numels)]))
-        object.__setattr__(self, "_index", {tensor.name: index for index, tensor in enumerate(ordered)})
-        self._check()
-
-    def _check(self) -> None:
+    def __post_init__(self) -> None:
+        """LayoutError for a double name or an order that splits a group."""
         if len(self._index) != len(self.tensors):
             names = [tensor.name for tensor in self.tensors]
             twice = sorted({name for name in names if names.count(name) > 1})
@@ -107,6 +88,30 @@ class Line:
                 f"tensor {after.name!r} of group {after.group} is registered after {before.name!r} of group "
                 f"{before.group}; register group 0, 1, ... in order and frozen tensors last"
             )
+
+    @cached_property
+    def numels(self) -> Ints:
+        """Elements of each tensor."""
+        return interval.ints([tensor.numel for tensor in self.tensors])
+
+    @cached_property
+    def groups(self) -> Ints:
+        """The optimizer group of each tensor, or FROZEN."""
+        return interval.ints([tensor.group for tensor in self.tensors])
+
+    @cached_property
+    def experts(self) -> npt.NDArray[np.bool_]:
+        """Whether each tensor belongs to an expert."""
+        return np.array([tensor.expert for tensor in self.tensors], dtype=bool)
+
+    @cached_property
+    def bases(self) -> Ints:
+        """Coordinate of each tensor's first element, and the length of the line."""
+        return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.numels)])
+
+    @cached_property
+    def _index(self) -> dict[str, int]:
+        return {tensor.name: index for index, tensor in enumerate(self.tensors)}
 
     def __len__(self) -> int:
         """Number of coordinates."""
@@ -130,3 +135,127 @@ class Line:
                 f"there is no tensor {name!r} among the {len(self.tensors)} that are registered; give the name of a "
                 "parameter of the model"
             ) from None
+
+
+class BufferId(NamedTuple):
+    """Name of a one-dimensional local buffer of one state kind.
+
+    place: "tensor" (a whole tensor), "partition" (a rank's part of a frozen tensor), "group" (the flat buffer of an
+    optimizer group) or "subgroup" (of a ZeRO-3 sub-group); index: the tensor's, group's or sub-group's number.
+    """
+
+    place: str
+    index: int  # type: ignore[assignment]  # the field hides tuple.index
+
+
+class Piece(NamedTuple):
+    """One run [start, stop) of coordinates, at `offset` elements into a buffer."""
+
+    start: int
+    stop: int
+    buffer: BufferId
+    offset: int
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """Runs of coordinates as a struct of int64 arrays, sorted by start and disjoint.
+
+    start, stop: coordinates, half open. buffer: index into `buffers`. offset: elements into that buffer.
+    """
+
+    start: Ints
+    stop: Ints
+    buffer: Ints
+    offset: Ints
+    buffers: tuple[BufferId, ...] = ()
+
+    @classmethod
+    def empty(cls, buffers: tuple[BufferId, ...] = ()) -> Pieces:
+        """No piece at all."""
+        nothing = np.empty(0, np.int64)
+        return cls(nothing, nothing, nothing, nothing, buffers)
+
+    def __len__(self) -> int:
+        """Number of runs."""
+        return len(self.start)
+
+    def __iter__(self) -> Iterator[Piece]:
+        """The runs one by one."""
+        for start, stop, buffer, offset in zip(
+            self.start.tolist(), self.stop.tolist(), self.buffer.tolist(), self.offset.tolist(), strict=True
+        ):
+            yield Piece(start, stop, self.buffers[buffer], offset)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return int((self.stop - self.start).sum())
+
+    @property
+    def columns(self) -> tuple[Ints, Ints, Ints, Ints]:
+        """The four arrays, in the order of the fields."""
+        return self.start, self.stop, self.buffer, self.offset
+
+    def take(self, row: Ints, start: Ints, stop: Ints) -> Pieces:
+        """The parts [start[i], stop[i]) of the pieces row[i], with the offsets of the parts."""
+        offset = self.offset[row] + start - self.start[row]
+        return replace(self, start=start, stop=stop, buffer=self.buffer[row], offset=offset)
+
+    def intersect(self, other: Pieces) -> tuple[Pieces, Pieces]:
+        """What both hold: equal runs, once with the own buffers and offsets, once with the other's."""
+        row, run, start, stop = interval.intersect(self.start, self.stop, other.start, other.stop)
+        return self.take(row, start, stop), other.take(run, start, stop)
+
+    def restrict(self, start: Ints, stop: Ints) -> Pieces:
+        """What lies within the sorted, disjoint runs [start[i], stop[i])."""
+        row, _, low, high = interval.intersect(self.start, self.stop, start, stop)
+        return self.take(row, low, high)
+
+    def subtract(self, start: Ints, stop: Ints) -> Pieces:
+        """What lies outside of the sorted, disjoint runs [start[i], stop[i])."""
+        row, low, high = interval.subtract(self.start, self.stop, start, stop)
+        return self.take(row, low, high)
+
+    def tidy(self) -> Pieces:
+        """The same elements sorted by start, in the fewest runs."""
+        order = np.argsort(self.start, kind="stable")
+        return self.take(order, self.start[order], self.stop[order]).coalesce()
+
+    def coalesce(self) -> Pieces:
+        """The same elements in the fewest runs: neighbors on the line and in the buffer become one."""
+        joined = (
+            (self.start[1:] == self.stop[:-1])
+            & (self.buffer[1:] == self.buffer[:-1])
+            & (self.offset[1:] - self.offset[:-1] == self.start[1:] - self.start[:-1])
+        )
+        first, last = interval.chains(joined, len(self))
+        return self.take(first, self.start[first], self.stop[last])
+
+    def to_local(self, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+        """(row, first coordinate, start, stop in the buffer) of the parts of runs that are in the one buffer."""
+        row, run, low, high = interval.intersect(start, stop, self.start, self.stop)
+        begin = self.offset[run] + low - self.start[run]
+        return row, low, begin, begin + high - low
+
+    def to_line(self, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+        """(row, first offset, start, stop on the line) of runs of the one buffer; padding is nowhere."""
+        local, end, origin = self._by_local
+        row, run, low, high = interval.intersect(start, stop, local, end)
+        begin = origin[run] + low - local[run]
+        return row, low, begin, begin + high - low
+
+    @cached_property
+    def _by_local(self) -> tuple[Ints, Ints, Ints]:
+        """The pieces in the order of the one buffer: start and stop there, start on the line."""
+        order = np.argsort(self.offset, kind="stable")
+        local = self.offset[order]
+        return local, local + (self.stop - self.start)[order], self.start[order]
+
+
+def split_by_tensor(line: Line, pieces: Pieces) -> tuple[Ints, Pieces]:
+    """Pieces cut where one tensor of the line ends and the next begins, and the tensor number of each."""
+    filled = np.flatnonzero(line.numels)
+    start, stop = line.bases[filled], line.bases[filled + 1]
+    row, tensor, low, high = interval.intersect(pieces.start, pieces.stop, start, stop)
+    return filled[tensor], pieces.take(row, low, high)

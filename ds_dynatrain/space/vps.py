@@ -7,15 +7,14 @@ from dataclasses import dataclass, field, replace
 
 from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.space import zero
-from ds_dynatrain.space.axes import WHOLE, Partitioner, is_partitioned, shared_stages
-from ds_dynatrain.space.grouped import GroupedSharding
+from ds_dynatrain.space.cut import WHOLE, Partitioner, is_partitioned, shared_stages
+from ds_dynatrain.space.interval import Ints
 from ds_dynatrain.space.kind import Kind, kind_of
 from ds_dynatrain.space.layout import Layout
-from ds_dynatrain.space.local import LocalSpace, cut_kind
 from ds_dynatrain.space.mesh import Mesh
-from ds_dynatrain.space.pieces import BufferId, Pieces, split_by_tensor
-from ds_dynatrain.space.sharding import Sharding
-from ds_dynatrain.space.tensor import Ints, Line, LogicalTensor
+from ds_dynatrain.space.sharding import GroupedSharding, Sharding
+from ds_dynatrain.space.tensor import BufferId, Line, LogicalTensor, Pieces, split_by_tensor
+from ds_dynatrain.space.zero import LocalSpace, cut_kind
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +45,7 @@ class VirtualParameterSpace:
         partitioner: Partitioner | None = None,
     ) -> VirtualParameterSpace:
         """Register the tensors; LayoutError as for a space, and as `Line`."""
-        return VirtualParameterSpace(Line(tensors), rules, tuple(kinds), layout, tuple(members), partitioner)
+        return VirtualParameterSpace(Line(tuple(tensors)), rules, tuple(kinds), layout, tuple(members), partitioner)
 
     def __post_init__(self) -> None:
         """LayoutError if the members do not fill the world or a kind is unknown to another."""

@@ -15,7 +15,7 @@ The world of a layout is one ZeRO group here, of data x sequence ranks; what els
 | stale_grad               | not held     | not held                         | subgroup, the rank's parts in order|
 | host_grad                | not held     | group, the rank's part of it     | subgroup, the rank's parts in order|
 
-A moment of whole tensors is cut like a master here; in stages 1 and 2 it overlaps afterwards (`overlapping`).
+A moment of whole tensors is cut like a master here; in stages 1 and 2 it overlaps afterwards (`OverlappingSharding`).
 
 A flat group lies in the order of registration, its tensors end to end. `round_robin_gradients` deals its tensors to
 the ranks in turn: first those at places 0, data, 2 data, ..., then 1, data + 1, ... With `parameter_alignment` each
@@ -26,14 +26,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
-from ds_dynatrain.space.even import EvenSharding
-from ds_dynatrain.space.kind import HOST_GRAD, STALE_GRAD, WEIGHT
+from ds_dynatrain.space.interval import Ints, chains, join
+from ds_dynatrain.space.kind import Kind, kind_of, row_of
 from ds_dynatrain.space.layout import Layout
-from ds_dynatrain.space.pieces import BufferId
-from ds_dynatrain.space.tensor import Ints, Line
+from ds_dynatrain.space.sharding import EvenSharding, OverlappingSharding, Sharding
+from ds_dynatrain.space.tensor import FROZEN, BufferId, Line, LogicalTensor, Pieces, split_by_tensor
 
 
 @dataclass(frozen=True)
@@ -64,16 +65,12 @@ def as_cut(rules: ZeroRules, layout: Layout) -> Layout:
 
 def is_held(layout: Layout, kind: str) -> bool:
     """Whether the ranks of the layout hold the kind at all."""
-    if kind == STALE_GRAD:
-        return layout.zero_stage == 3
-    return kind != HOST_GRAD or layout.zero_stage > 0
+    return layout.zero_stage in row_of(kind).stages
 
 
 def is_replicated(layout: Layout, kind: str) -> bool:
     """Whether every rank of the layout holds the whole of the kind."""
-    if kind in (STALE_GRAD, HOST_GRAD):
-        return False
-    return layout.zero_stage == 0 or (kind == WEIGHT and layout.zero_stage < 3)
+    return layout.zero_stage in row_of(kind).whole_in
 
 
 def has_flat_groups(rules: ZeroRules, layout: Layout) -> bool:
@@ -82,7 +79,6 @@ def has_flat_groups(rules: ZeroRules, layout: Layout) -> bool:
 
 
 Table = tuple[BufferId, ...]
-_Segments = tuple[Ints, Ints, Ints, Ints, Ints, Ints]
 
 
 def buffer_table(line: Line, rules: ZeroRules, layout: Layout) -> Table:
@@ -111,7 +107,7 @@ def sharding(line: Line, rules: ZeroRules, layout: Layout, kind: str, experts: b
     """
     table = buffer_table(line, rules, layout)
     count = len(line.tensors) if is_held(layout, kind) else 0
-    if kind != WEIGHT:
+    if not row_of(kind).of_frozen:
         count = min(count, line.trainable_count)
     ranks = group_size(layout, experts)
     if has_flat_groups(rules, layout):
@@ -120,9 +116,10 @@ def sharding(line: Line, rules: ZeroRules, layout: Layout, kind: str, experts: b
         cut = _parts(line, rules, layout, count, table, ranks)
     else:
         cut = _whole(line, count, table, ranks)
-    if not line.experts.any():
-        return cut
-    return cut.only(line.experts[np.searchsorted(line.bases[:-1], cut.start, side="right") - 1] == experts)
+    filled = cut.start < cut.stop
+    if line.experts.any():
+        filled &= line.experts[np.searchsorted(line.bases[:-1], cut.start, side="right") - 1] == experts
+    return cut.only(filled)
 
 
 def group_size(layout: Layout, experts: bool = False) -> int:
@@ -188,12 +185,10 @@ def partition_size(line: Line, rules: ZeroRules, layout: Layout, group: int) -> 
 
 
 def _whole(line: Line, count: int, table: Table, ranks: int) -> EvenSharding:
-    numbers = np.arange(count, dtype=np.int64)
+    numbers, bases = np.arange(count, dtype=np.int64), line.bases
+    nothing = np.zeros_like(numbers)
     return EvenSharding(
-        *_nonempty(line.bases[:count], line.bases[1 : count + 1], line.numels[:count], numbers, np.zeros_like(numbers)),
-        buffers=table,
-        ranks=ranks,
-        replicated=True,
+        bases[:count], bases[1 : count + 1], line.numels[:count], numbers, nothing, nothing, table, ranks, True
     )
 
 
@@ -213,8 +208,7 @@ def _flat_groups(
     filled = np.flatnonzero(line.numels[:count])
     ends, position, buffer = line.bases[filled], position[filled], buffer[filled]
     joined = (np.diff(buffer) == 0) & (np.diff(position) == np.diff(ends))
-    first = np.flatnonzero(np.append(True, ~joined))[: len(filled)]
-    last = np.append(first[1:], len(filled))[: len(first)] - 1
+    first, last = chains(joined, len(filled))
     start, stop = line.bases[filled[first]], line.bases[filled[last] + 1]
     nothing = np.zeros_like(first)
     return EvenSharding(
@@ -224,9 +218,9 @@ def _flat_groups(
         buffer[first],
         position[first] if replicated else nothing,
         nothing if replicated else position[first],
-        buffers=table,
-        ranks=ranks,
-        replicated=replicated,
+        table,
+        ranks,
+        replicated,
     )
 
 
@@ -241,15 +235,105 @@ def _parts(line: Line, rules: ZeroRules, layout: Layout, count: int, table: Tabl
     at[:trainable] = before - np.maximum.accumulate(np.where(opens, before, 0))
     buffer = np.arange(count, dtype=np.int64)
     buffer[:trainable] = number + len(line.tensors)
-    return EvenSharding(
-        *_nonempty(line.bases[:count], line.bases[1 : count + 1], width, buffer, at),
-        buffers=table,
-        ranks=ranks,
-        replicated=False,
-    )
+    bases = line.bases
+    return EvenSharding(bases[:count], bases[1 : count + 1], width, buffer, at, np.zeros_like(at), table, ranks, False)
 
 
-def _nonempty(start: Ints, stop: Ints, width: Ints, buffer: Ints, at: Ints) -> _Segments:
-    """The segments that have an element, each with a lead of 0."""
-    keep = start < stop
-    return start[keep], stop[keep], width[keep], buffer[keep], at[keep], np.zeros_like(start[keep])
+class Buffer(NamedTuple):
+    """A buffer of a rank, and the optimizer group of what is in it (FROZEN: weights alone).
+
+    numel: elements that it has, padding included; whole: where every rank has all parts of it.
+    """
+
+    name: BufferId
+    group: int
+    numel: int
+    whole: int
+
+
+def buffers_of(line: Line, rules: ZeroRules, layout: Layout) -> list[Buffer]:
+    """The buffers that a rank has under a layout: of tensors that lie alone, and of those that lie together."""
+    trainable, together = line.trainable_count, list[Buffer]()
+    parts = -(-line.numels // group_sizes(line, layout))
+    if layout.zero_stage == 3:
+        numbers = subgroups(line, rules, layout)
+        group_of = dict(zip(numbers.tolist(), line.groups.tolist(), strict=False))
+        for number, numel in enumerate(np.bincount(numbers, weights=parts[:trainable]).astype(np.int64).tolist()):
+            together.append(Buffer(BufferId("subgroup", number), group_of[number], numel, numel))
+    elif has_flat_groups(rules, layout):
+        for group in np.unique(line.groups[:trainable]).tolist():
+            numel = partition_size(line, rules, layout, group)
+            ranks = int(group_sizes(line, layout)[np.argmax(line.groups == group)]) if layout.zero_stage else 1
+            together.append(Buffer(BufferId("group", group), group, numel, numel * ranks))
+    place, numels = ("partition", parts) if layout.zero_stage == 3 else ("tensor", line.numels)
+    rows = zip(line.groups.tolist(), numels.tolist(), strict=True)
+    alone = [Buffer(BufferId(place, number), group, numel, numel) for number, (group, numel) in enumerate(rows)]
+    return [*alone[trainable if together else 0 :], *together]
+
+
+def cut_kind(line: Line, rules: ZeroRules, layout: Layout, kind: Kind, experts: bool = False) -> Sharding:
+    """How ZeRO cuts a kind of local tensors, of all groups that have it; `experts` as in `sharding`."""
+    cut = sharding(line, rules, layout, kind.name, experts)
+    if kind.groups is not None:
+        cut = cut.only(np.isin(line.groups_at(cut.start), sorted(kind.groups)))
+    return OverlappingSharding.of(line, cut) if kind.overlaps(layout) else cut
+
+
+@dataclass(frozen=True, eq=False)
+class LocalSpace:
+    """What one rank holds. Coordinates are those of its own line, on which a tensor has its local shape.
+
+    layout: the whole one. zero_rank: place among the data x sequence ranks of ZeRO's group. expert_rank: among those
+    that hold the same experts.
+    """
+
+    line: Line
+    rules: ZeroRules
+    kinds: tuple[Kind, ...]
+    layout: Layout
+    zero_rank: int
+    expert_rank: int = 0
+
+    @property
+    def tensors(self) -> tuple[LogicalTensor, ...]:
+        """The local tensors, under the numbers of the logical ones."""
+        return self.line.tensors
+
+    def holding(self, kind: str) -> list[Pieces]:
+        """The pieces of a kind on this rank, disjoint: of most tensors, and of those of experts."""
+        held = kind_of(self.kinds, kind)
+        found = [cut_kind(self.line, self.rules, self.layout, held).holding(self.zero_rank)]
+        if self.line.experts.any():
+            found.append(cut_kind(self.line, self.rules, self.layout, held, experts=True).holding(self.expert_rank))
+        return found
+
+    def sizes(self) -> dict[tuple[str, BufferId], int]:
+        """Elements of every buffer of this rank, by (kind, buffer), padding included."""
+        found: dict[tuple[str, BufferId], int] = {}
+        buffers = buffers_of(self.line, self.rules, self.layout)
+        for kind in self.kinds:
+            if not is_held(self.layout, kind.name):
+                continue
+            if kind.overlaps(self.layout):
+                found.update(self._overlapping_sizes(kind.name))
+                continue
+            is_whole = is_replicated(self.layout, kind.name)
+            for name, group, numel, whole in buffers:
+                if row_of(kind.name).of_frozen or (group != FROZEN and kind.is_of(group)):
+                    found[kind.name, name] = whole if is_whole else numel
+        return found
+
+    def _overlapping_sizes(self, kind: str) -> dict[tuple[str, BufferId], int]:
+        """Of the buffers that hold whole tensors: those alone, and no buffer where there is none."""
+        found: dict[tuple[str, BufferId], int] = {}
+        for pieces in self.holding(kind):
+            for piece in pieces:
+                key = kind, piece.buffer
+                found[key] = found.get(key, 0) + piece.stop - piece.start
+        return found
+
+    def rows(self, kind: str) -> tuple[Ints, Pieces]:
+        """(tensor number, piece) of all that `holding` gives, cut where tensors end."""
+        parts = [split_by_tensor(self.line, pieces) for pieces in self.holding(kind)]
+        numbers = np.concatenate([number for number, _ in parts])
+        return numbers, Pieces(*join([part.columns for _, part in parts]), parts[0][1].buffers)

@@ -13,7 +13,7 @@ import numpy as np
 from ds_dynatrain.errors import TransferError
 from ds_dynatrain.plan import Exchange, MemberPlan, Moves
 from ds_dynatrain.space import BufferId
-from ds_dynatrain.space.tensor import Ints
+from ds_dynatrain.space.interval import Ints
 from ds_dynatrain.transfer.batched import Batches, Batching
 from ds_dynatrain.transfer.pulling import Pull, Sharing
 from ds_dynatrain.transfer.regions import Places

@@ -17,7 +17,7 @@ import torch
 from ds_dynatrain.errors import TransferError
 from ds_dynatrain.plan.moves import Moves
 from ds_dynatrain.space import BufferId, interval
-from ds_dynatrain.space.tensor import Ints
+from ds_dynatrain.space.interval import Ints
 from ds_dynatrain.transfer.series import Bytes, Matrix, matrices, rows_of
 
 Buffers = Mapping[tuple[str, BufferId], torch.Tensor]

@@ -21,16 +21,16 @@ TENSORS = [LogicalTensor("a", (7, 5), 0), LogicalTensor("b", (11,), 0), LogicalT
 LAYOUTS = [Layout(data=data, zero_stage=stage) for data in (1, 2, 3) for stage in range(4)]
 
 
-def space(layout: Layout, host_grad: int | None = 4) -> VirtualParameterSpace:
-    kinds = standard_kinds(2, 4, host_grad=host_grad)
+def space(layout: Layout, **gradients: int) -> VirtualParameterSpace:
+    kinds = standard_kinds(2, 4, ("exp_avg", "exp_avg_sq"), **gradients)
     return VirtualParameterSpace.of(TENSORS, ZeroRules(sub_group_size=20), kinds, layout, range(layout.data))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_beside_the_masters(layout: Layout) -> None:
-    vps = space(layout)
+    vps = space(layout, host_grad=4)
     assert vps.is_held(layout, HOST_GRAD) == (HOST_GRAD in vps.present_kinds()) == (layout.zero_stage > 0)
-    assert HOST_GRAD not in space(layout, None).present_kinds()
+    assert HOST_GRAD not in space(layout).present_kinds()
     for rank in range(layout.data):
         held, masters = vps.holding(layout, rank, HOST_GRAD), vps.holding(layout, rank, MASTER)
         if layout.zero_stage == 0:
@@ -42,7 +42,7 @@ def test_beside_the_masters(layout: Layout) -> None:
 
 @pytest.mark.parametrize("target", LAYOUTS, ids=str)
 def test_moves_to_where_it_is_held_and_is_left_out_at_stage_0(target: Layout) -> None:
-    vps = space(Layout(data=2, zero_stage=1))
+    vps = space(Layout(data=2, zero_stage=1), host_grad=4)
     plan = plan_switch(vps, target, tuple(range(target.data)), vps.present_kinds())
     moved = 0
     for member in plan.members:

@@ -19,7 +19,7 @@ from ds_dynatrain.checkpoint.hidden import appearing
 from ds_dynatrain.checkpoint.names import check_names
 from ds_dynatrain.checkpoint.reading import Reader
 from ds_dynatrain.checkpoint.record import Saved
-from ds_dynatrain.space import HOST_GRAD, MASTER, STALE_GRAD, WEIGHT, LogicalTensor
+from ds_dynatrain.space import MASTER, WEIGHT, LogicalTensor, row_of
 
 DATA = "__0_0.distcp"
 """What torch calls the first file of rank 0."""
@@ -123,7 +123,7 @@ def _wanted(saved: Saved, dtype: torch.dtype | None) -> dict[Keys, tuple[Logical
         found["model", tensor.name] = tensor, kind, dtype or named(rows[tensor.name, kind][0].dtype)
         for moment in saved.record.kinds:
             held = rows.get((tensor.name, moment))
-            if moment not in (WEIGHT, MASTER, STALE_GRAD, HOST_GRAD) and held:
+            if row_of(moment).is_moment and held:
                 found["optim", "state", tensor.name, moment] = tensor, moment, named(held[0].dtype)
     return found
 

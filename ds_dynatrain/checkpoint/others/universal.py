@@ -27,10 +27,9 @@ from ds_dynatrain.checkpoint.others.torch_files import read_tree
 from ds_dynatrain.checkpoint.reading import Reader
 from ds_dynatrain.checkpoint.record import Saved
 from ds_dynatrain.errors import CheckpointError
-from ds_dynatrain.space import HOST_GRAD, MASTER, STALE_GRAD, WEIGHT
+from ds_dynatrain.space import MASTER, WEIGHT, row_of
 
 LATEST = "latest_universal"
-NO_STATES = (WEIGHT, STALE_GRAD, HOST_GRAD)
 MASTERS, STEP, OPTIMIZER = "fp32", "step", "optimizer_state.pt"
 MODELS = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 """Where DeepSpeed looks in stages 1 and 2, and in stage 3."""
@@ -86,7 +85,7 @@ def _check(saved: Saved, carry: Mapping[str, Any], buffers: Mapping[str, torch.T
 
 
 def _moments(saved: Saved) -> list[str]:
-    return [kind for kind in saved.record.kinds if kind not in (*NO_STATES, MASTER)]
+    return [kind for kind in saved.record.kinds if row_of(kind).is_moment]
 
 
 def _write_states(saved: Saved, carry: Mapping[str, Any], reader: Reader, folder: Path, progress: Progress) -> None:

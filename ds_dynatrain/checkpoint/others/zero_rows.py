@@ -21,26 +21,22 @@ from ds_dynatrain.checkpoint.others.torch_files import Stored
 from ds_dynatrain.checkpoint.others.zero_files import OptimizerFile, ZeroFolder
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError, LayoutError
 from ds_dynatrain.space import (
-    HOST_GRAD,
     MASTER,
-    STALE_GRAD,
     WEIGHT,
     BufferId,
     Layout,
     Pieces,
     VirtualParameterSpace,
     ZeroRules,
+    row_of,
 )
-from ds_dynatrain.space.local import LocalSpace
-from ds_dynatrain.space.overlapping import is_overlapping
 from ds_dynatrain.space.tensor import Line
-from ds_dynatrain.space.zero import flat_order
+from ds_dynatrain.space.zero import LocalSpace, flat_order
 
 SUB_GROUP_SIZE = 10**9
 """DeepSpeed's own default."""
 ALIGNED_BYTES = 16
 """What `parameter_alignment` rounds the start of a tensor up to."""
-NOT_SAVED = (WEIGHT, STALE_GRAD, HOST_GRAD)
 Held = dict[tuple[str, BufferId], Stored]
 
 
@@ -116,7 +112,7 @@ def then(folder: ZeroFolder, vps: VirtualParameterSpace) -> VirtualParameterSpac
     folder.check_ranks()
     layout = layout_of(folder)
     rules, members = rules_then(folder, vps.rules), tuple(range(layout.world_size))
-    if any(is_overlapping(kind, layout) for kind in vps.kinds):
+    if any(kind.overlaps(layout) for kind in vps.kinds):
         raise CheckpointError(
             "states of whole tensors (Muon's) are not read from a checkpoint of DeepSpeed's; load it with DeepSpeed "
             "in the layout that wrote it, and save it with engine.save"
@@ -195,7 +191,7 @@ def held_by(folder: ZeroFolder, part: int, local: LocalSpace) -> Held:
             "and groups"
         )
     found: Held = {(MASTER, name): held for name, held in zip(names, masters, strict=True)}
-    known = {kind.name for kind in local.kinds} - {MASTER, *NOT_SAVED}
+    known = {kind.name for kind in local.kinds if row_of(kind.name).is_moment}
     for name, state in zip(names, _in_order(file, len(names)), strict=True):
         found.update({(kind, name): state[kind] for kind in known if isinstance(state.get(kind), Stored)})
     return {**found, **frozen}

@@ -24,7 +24,7 @@ from ds_dynatrain.engine.checkpoints.shared import shared_of
 from ds_dynatrain.engine.checkpoints.sources import Universal
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
-from ds_dynatrain.space import MASTER, WEIGHT, Layout, LogicalTensor
+from ds_dynatrain.space import MASTER, WEIGHT, Layout, LogicalTensor, row_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +105,7 @@ class Converted(Universal):
         said = shared_of(self.saved)
         if "groups" in said:
             said["groups"] = self._groups(said["groups"])
-        scalars, moments = said.get("scalars", {}), set(self.kinds) - {WEIGHT, MASTER}
+        scalars, moments = said.get("scalars", {}), {kind for kind in self.kinds if row_of(kind).is_moment}
 
         def find(name: str, number: int) -> float | None:
             return scalars.get(name, {}).get(str(self.there[self.names[self.tensors[number].name]][0]))  # type: ignore[no-any-return]

@@ -18,14 +18,14 @@ from ds_dynatrain.checkpoint.elements import name_of
 from ds_dynatrain.checkpoint.files import naming
 from ds_dynatrain.engine import streams
 from ds_dynatrain.engine.checkpoints.opening import opened
-from ds_dynatrain.engine.checkpoints.restoration import ALWAYS, Goal, Opener, StateSource
+from ds_dynatrain.engine.checkpoints.restoration import Goal, Opener, StateSource
 from ds_dynatrain.engine.checkpoints.sources import Source, damaged_rows
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.digests import side_digests, state_digest
 from ds_dynatrain.engine.transaction.shares import agreed
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 from ds_dynatrain.report import logger
-from ds_dynatrain.space import WEIGHT, Pieces, VirtualParameterSpace
+from ds_dynatrain.space import WEIGHT, Pieces, VirtualParameterSpace, row_of
 
 
 class Part(NamedTuple):
@@ -95,14 +95,16 @@ class FromCheckpoint:
     def memory(self, memory: Mapping[str, Memory]) -> dict[str, Memory]:
         self._numbers = self._checked_tensors()
         self._check_kept()
-        there = [kind for kind in self._source.kinds if kind not in ALWAYS]
-        here = [kind for kind in memory if kind not in ALWAYS]
+        there = [kind for kind in self._source.kinds if row_of(kind).is_moment]
+        here = [kind for kind in memory if row_of(kind).is_moment]
         if there and set(there) != set(here):
             raise CheckpointError(
                 f"its optimizer keeps {', '.join(sorted(there))}, and this one "
                 f"{', '.join(sorted(here)) or 'nothing'}; use the optimizer of the job that saved it"
             )
-        self._memory = {kind: made_of for kind, made_of in memory.items() if kind in ALWAYS or kind in there}
+        self._memory = {
+            kind: made_of for kind, made_of in memory.items() if kind in there or not row_of(kind).is_moment
+        }
         for row in self._source.manifest:
             made_of = self._memory.get(row.kind)
             if made_of is not None and row.kind != WEIGHT and row.dtype != name_of(made_of.dtype):

@@ -32,10 +32,8 @@ from ds_dynatrain.engine.targets import needs
 from ds_dynatrain.engine.transaction.session import Session
 from ds_dynatrain.engine.transaction.swap import Swap
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError, OutcomeUnknown
-from ds_dynatrain.space import HOST_GRAD, MASTER, STALE_GRAD, WEIGHT, Layout, VirtualParameterSpace
+from ds_dynatrain.space import Layout, VirtualParameterSpace
 
-ALWAYS = (WEIGHT, MASTER, STALE_GRAD, HOST_GRAD)
-"""State kinds that a layout has or has not; the others, moments, begin with the first step."""
 SAME = ("counters", "windows", "epoch", "groups", "scalars", "scaling", "scheduler")
 """Parts of the carry that must be as they were saved once they are taken over."""
 

@@ -35,7 +35,7 @@ from ds_dynatrain.engine.checkpoints.shared import shared_of
 from ds_dynatrain.engine.core import COUNTERS, EngineCore
 from ds_dynatrain.errors import CheckpointError
 from ds_dynatrain.report import logger
-from ds_dynatrain.space import MASTER, WEIGHT, Layout, LogicalTensor, VirtualParameterSpace
+from ds_dynatrain.space import MASTER, WEIGHT, Layout, LogicalTensor, VirtualParameterSpace, row_of
 
 Key = tuple[str, str]
 """(tensor, state kind)."""
@@ -226,7 +226,7 @@ class Stock:
     def _scalars(self) -> dict[str, dict[str, float]]:
         with naming(self.path):
             there, tensors = scalars_of(self.folder, self.space), self.space.tensors
-        moments = [kind for kind in self.kinds if kind not in (WEIGHT, MASTER)]
+        moments = [kind for kind in self.kinds if row_of(kind).is_moment]
 
         def find(name: str, number: int) -> float | None:
             value = there.get(name, {}).get(number)

@@ -22,7 +22,7 @@ from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.adapters.world import World
 from ds_dynatrain.engine import streams
 from ds_dynatrain.engine.checkpoints.extra_state import merged_rest, rest_ranks
-from ds_dynatrain.engine.checkpoints.restoration import ALWAYS, Goal, Opener, StateSource
+from ds_dynatrain.engine.checkpoints.restoration import Goal, Opener, StateSource
 from ds_dynatrain.engine.copies.copy import Copy
 from ds_dynatrain.engine.copies.kept import Kept
 from ds_dynatrain.engine.copies.whole import Frozen, WholeCopies
@@ -35,7 +35,7 @@ from ds_dynatrain.engine.transaction.session import Session
 from ds_dynatrain.engine.transaction.shares import Shares, joined, shares
 from ds_dynatrain.errors import CheckpointDamaged, TransferError
 from ds_dynatrain.plan import SwitchPlan, has_one_holder, plan_switch, standing_in
-from ds_dynatrain.space import FROZEN, MASTER, WEIGHT, BufferId
+from ds_dynatrain.space import FROZEN, MASTER, WEIGHT, BufferId, row_of
 from ds_dynatrain.transfer import GroupTransport, digest_pieces, execute_standing_in
 
 REST_TAG = 2
@@ -108,7 +108,7 @@ class FromCopies:
         return [kind for kind in self._target.present_kinds(self._layout) if kind in there]
 
     def memory(self, memory: Mapping[str, Memory]) -> dict[str, Memory]:
-        return {kind: made_of for kind, made_of in memory.items() if kind in ALWAYS or kind in self.kinds}
+        return {kind: made_of for kind, made_of in memory.items() if kind in self.kinds or not row_of(kind).is_moment}
 
     def fill(self, rank: int, buffers: Buffers) -> None:
         self.give(buffers)

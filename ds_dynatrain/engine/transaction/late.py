@@ -24,11 +24,11 @@ from ds_dynatrain.adapters.device import beside, start_thread, synchronize
 from ds_dynatrain.adapters.world import World
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.digests import SideDigests, side_digests
-from ds_dynatrain.engine.preparation import ABANDON_SECONDS, IN_BACKWARD, Preparation
+from ds_dynatrain.engine.preparation import ABANDON_SECONDS, Preparation
 from ds_dynatrain.engine.transaction.meeting import Outcome
 from ds_dynatrain.engine.transaction.session import Decision, Session
 from ds_dynatrain.engine.transaction.switch import Transaction
-from ds_dynatrain.space import Layout
+from ds_dynatrain.space import Layout, row_of
 
 POLL_SECONDS = 0.02
 Place = tuple[World | None, Layout, tuple[int, ...]]
@@ -117,13 +117,13 @@ class LateTransaction(Transaction):
     @property
     def proved_at_once(self) -> tuple[str, ...]:
         """What a backward pass writes to: after it there would be nothing to compare."""
-        return tuple(kind for kind in self.kinds if kind in IN_BACKWARD)
+        return tuple(kind for kind in self.kinds if row_of(kind).is_gradient)
 
     def _digest_late(self) -> None:
         """Add those of all other kinds to those of the pause."""
         preparation, proposal = self.preparation, self.proposal
         vps, share = preparation.vps, None
-        kinds = tuple(kind for kind in self.kinds if kind not in IN_BACKWARD)
+        kinds = tuple(kind for kind in self.kinds if not row_of(kind).is_gradient)
         if self.source_rank is not None and self.source_digests is not None:
             side = proposal.source_layout, self.source_rank, self.source
             ready = preparation.sides.get(side[:2])

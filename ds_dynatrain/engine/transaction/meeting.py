@@ -19,7 +19,7 @@ from ds_dynatrain.engine.preparation import Preparation
 from ds_dynatrain.engine.transaction.connecting import connect
 from ds_dynatrain.engine.transaction.session import Session
 from ds_dynatrain.errors import DynatrainError
-from ds_dynatrain.space import HOST_GRAD, STALE_GRAD
+from ds_dynatrain.space import row_of
 from ds_dynatrain.transfer import TransferStats
 
 SUMS = frozenset({"kept", "local", "sent", "late_bytes", "layers"})
@@ -110,9 +110,10 @@ class Meeting:
     def warn_of_last_gradients(self) -> None:
         """ZeRO-3, and offload in stages 1 to 3, step a parameter without a gradient with its last one; others not."""
         names, vps = self.engine.host.without_gradient, self.engine.vps
-        offloads = any(kind.name == HOST_GRAD for kind in vps.kinds)
-        kept = HOST_GRAD if offloads else STALE_GRAD
-        sides = {vps.is_held(layout, kept) for layout in (self.proposal.source_layout, self.proposal.layout)}
+        rows = [row_of(kind.name) for kind in vps.kinds]
+        offloads = any(row.is_offloaded for row in rows)
+        keeping = {stage for row in rows if row.is_gradient for stage in row.stages}
+        sides = {layout.zero_stage in keeping for layout in (self.proposal.source_layout, self.proposal.layout)}
         if names and len(sides) > 1:
             where = "stages 1 to 3 re-use their last gradient under CPU offload, stage 0 does"
             where = where if offloads else "stage 3 re-uses their last gradient, the other stages do"

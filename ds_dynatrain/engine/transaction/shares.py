@@ -23,8 +23,7 @@ from ds_dynatrain.engine.digests import Digests, SideDigests, hint
 from ds_dynatrain.engine.transaction.session import Session
 from ds_dynatrain.errors import CertificateError
 from ds_dynatrain.space import Layout, VirtualParameterSpace
-from ds_dynatrain.space.overlapping import is_overlapping
-from ds_dynatrain.space.tensor import Ints
+from ds_dynatrain.space.interval import Ints
 
 Doubts = dict[str, list[int]]
 """Kind -> numbers of tensors whose copies are not equal."""
@@ -199,7 +198,7 @@ def _groups(vps: VirtualParameterSpace, layout: Layout) -> list[tuple[Ints, Ints
 
 def _holders(vps: VirtualParameterSpace, layout: Layout, kind: str, number: int, ranks: Ints) -> list[int]:
     """The ranks of a group that hold a tensor whole; none where each holds a part."""
-    if is_overlapping(vps.kind(kind), layout):
+    if vps.kind(kind).overlaps(layout):
         return [rank for rank in ranks.tolist() if number in vps.local(layout, rank).rows(kind)[0]]
     return ranks.tolist() if vps.is_replicated(layout, kind) else []
 
@@ -242,7 +241,7 @@ def _in_group(
 ) -> tuple[Ints, Digests]:
     """(whether a rank gives its digests for its ZeRO group, its weight in `copies`), by tensor; rows: the group's."""
     nothing, mine = np.zeros(len(rows), np.uint64), int(np.flatnonzero(ranks == rank)[0])
-    if is_overlapping(vps.kind(kind), layout):
+    if vps.kind(kind).overlaps(layout):
         holds = np.zeros((len(ranks), len(rows)), bool)
         for place, other in enumerate(ranks.tolist()):
             holds[place, np.unique(vps.local(layout, other).rows(kind)[0])] = True

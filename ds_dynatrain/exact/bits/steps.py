@@ -23,10 +23,8 @@ from ds_dynatrain.engine.digests import Digests, side_digests
 from ds_dynatrain.engine.transaction.shares import shares
 from ds_dynatrain.exact.bits.records import ExactJob, ExactStep
 from ds_dynatrain.report import EventWriter
-from ds_dynatrain.space.kind import HOST_GRAD, STALE_GRAD
+from ds_dynatrain.space import row_of
 
-OF_A_STAGE = (STALE_GRAD, HOST_GRAD)
-"""State kinds that some ZeRO stages have, and others do not."""
 _LOW = 0xFFFFFFFF
 
 Int64s = npt.NDArray[np.int64]
@@ -108,7 +106,7 @@ class ExactSteps:
         engine = self._engine
         vps, layout, rank = engine.vps, engine.layout, engine.rank
         buffers = engine.host.state_buffers()[0]
-        held = tuple(sorted({kind for kind, _ in buffers} - {*OF_A_STAGE}))
+        held = tuple(sorted({kind for kind, _ in buffers if not row_of(kind).is_gradient}))
         side, _ = side_digests(vps, layout, rank, buffers, held, set())
         mine = shares(vps, layout, engine.members, rank, side)
         found = {kind: np.zeros(len(vps.tensors), np.uint64) for kind in _kinds(engine)}
@@ -167,7 +165,7 @@ def _norm(engine: EngineCore) -> float | None:
 
 
 def _kinds(engine: EngineCore) -> tuple[str, ...]:
-    return tuple(sorted(kind for kind in engine.vps.present_kinds() if kind not in OF_A_STAGE))
+    return tuple(sorted(kind for kind in engine.vps.present_kinds() if not row_of(kind).is_gradient))
 
 
 def _by_name(engine: EngineCore) -> Int64s:

@@ -1,0 +1,136 @@
+"""A state kind of a test's own, added by one definition: it goes wherever the rest of the state goes."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer as split
+
+import ds_dynatrain
+from ds_dynatrain.space import Layout
+from tests.engine import axis_walks, jobs, oracle
+from tests.engine.axis_walks import Subject
+from tests.engine.pool import RankPool
+from tests.engine.subjects import SUBJECTS
+from tests.engine.test_axis_chains import arrivals
+from tests.engine.test_conversions import converted
+from tests.engine.test_converted import ours
+from tests.engine.transitions import layout
+
+STEPS = 2
+
+
+class Tired(torch.optim.Optimizer):
+    """Descent that slows down: for each element it keeps the way gone, for each parameter the sum of its rates."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for held in group["params"]:
+                if held.grad is None:
+                    continue
+                state = self.state[held]
+                if not state:
+                    state.update(way=torch.zeros_like(held), rates=0.0)
+                state["rates"] += group["lr"]
+                state["way"].add_(held.grad.abs(), alpha=group["lr"])
+                held.sub_(held.grad * (1 - state["rates"]) / (1 + state["way"]), alpha=group["lr"])
+
+
+ds_dynatrain.register_optimizer(Tired, moments=("way",), scalars={"rates": 0.0})
+
+
+def started(subject: Subject, dtype: str, at: Layout) -> Any:
+    """A job in a layout, with this optimizer."""
+    settings = {**axis_walks.configured(subject, dtype, at), "zero_allow_untested_optimizer": True}
+    del settings["optimizer"]
+
+    def tired(parameters: Any) -> torch.optim.Optimizer:
+        return Tired(split({"params": parameters, "name": "all"}) if subject.probe else parameters, lr=1e-2)
+
+    return jobs.job(settings, subject.build(), subject.data(240), groups=False, optimizer=tired)
+
+
+def kept(engine: Any, subject: Subject) -> oracle.State:
+    """The whole state, in which every trained parameter has both kinds, and neither is nothing."""
+    state = oracle.gather(engine, subject.places)
+    trained = {name for name, kind in state.tensors if kind == "master"}
+    assert trained and {name for name, kind in state.tensors if kind == "way"} == trained == set(state.steps)
+    assert all(state.tensors[name, "way"].any() for name in trained)
+    assert all(scalars["rates"] > 0 for scalars in state.steps.values())
+    return state
+
+
+# ---- switches -------------------------------------------------------------------------------------------------------
+
+
+def walk_case(kind: str, dtype: str, path: list[Layout]) -> int:
+    """Train at each place of a path; returns how many arrivals this rank has compared with what it left."""
+    subject, left, compared = SUBJECTS[kind](), None, 0
+    with started(subject, dtype, path[0]) as made:
+        for number, batch in arrivals(made.engine, made.loader, path):
+            arrived = kept(made.engine, subject) if number else None
+            if arrived is not None and left is not None and left[0] == number - 1:
+                assert oracle.differences(left[1], arrived, counters=False) == []
+                compared += 1
+            subject.step(made.engine, batch)
+            left = number, kept(made.engine, subject)
+    return compared
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "dtype"),
+    [
+        ("module", "d2z1 > d4z3 > d3z0 > d4z2", "bf16"),
+        ("module", "d2z0 > d4z3 > d1z1 > d2z3", "fp32"),
+        ("AutoTP", "d2t2z1 > t4z3 > d4z2", "fp32"),
+        ("deepspeed.moe", "d4e2z1 > d4e4z2 > d4z1", "fp32"),
+        ("PipelineModule", "p2d2z1 > p4z1 > d4z0", "fp32"),
+    ],
+)
+def test_survives_switches_of_every_axis(pool: RankPool, kind: str, path: str, dtype: str) -> None:
+    places = [layout(short) for short in path.split(" > ")]
+    compared = pool.run(walk_case, kind=kind, dtype=dtype, path=places, seconds=240)
+    assert compared[0] == len(list(pairwise(places)))
+
+
+# ---- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def saving_case(dtype: str, at: Layout, folder: Path) -> oracle.State | None:
+    subject = SUBJECTS["module"]()
+    with started(subject, dtype, at) as made:
+        if made.engine.idle:
+            return None
+        for _, batch in zip(range(STEPS), made.loader, strict=False):
+            subject.step(made.engine, batch)
+        made.engine.save(folder)
+        return kept(made.engine, subject)
+    return None
+
+
+def loading_case(dtype: str, at: Layout, folder: Path) -> oracle.State | None:
+    subject = SUBJECTS["module"]()
+    with started(subject, dtype, at) as made:
+        if made.engine.idle:
+            return None
+        made.engine.load(folder)
+        return kept(made.engine, subject)
+    return None
+
+
+def test_survives_a_checkpoint_and_torchs_format_in_other_layouts(pool: RankPool, tmp_path: Path) -> None:
+    state = pool.run(saving_case, dtype="bf16", at=layout("d3z3"), folder=tmp_path / "first", seconds=120)[0]
+    for found in pool.run(loading_case, dtype="bf16", at=layout("d2z1"), folder=tmp_path / "first", seconds=120)[:2]:
+        assert oracle.differences(state, found) == []
+    converted(tmp_path / "first", str(tmp_path / "theirs"), "--to", "dcp")
+    assert "left out" not in ours(tmp_path / "theirs", tmp_path / "ours")
+    for found in pool.run(loading_case, dtype="bf16", at=layout("d4z2"), folder=tmp_path / "ours", seconds=120):
+        assert oracle.differences(state, found, counters=False) == []
