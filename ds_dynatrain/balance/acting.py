@@ -23,7 +23,7 @@ class Acting:
         """What is on its way: what was wanted, the switch, and the layout before it."""
         self._open: SwitchEvent | None = None
         """The move that waits to be judged."""
-        engine.attempts.listeners.append(self._note_switch)
+        engine.switcher.listeners.append(self._note_switch)
 
     @property
     def is_open(self) -> bool:
@@ -35,7 +35,7 @@ class Acting:
         self.course = course
         logger.debug("balance: step %d: %s", self._engine.global_steps, course.why or "nothing was decided")
         if course.gain is not None and self._open is not None:
-            self._engine.attempts.note_gain(self._open, course.gain)
+            self._engine.switcher.note_gain(self._open, course.gain)
         if course.verdict is not None:
             self._open = None
         if course.wanted is not None and self._asked is None:

@@ -77,7 +77,7 @@ class Balancer:
         """Whether costs are known to be others than those of the windows so far."""
         self._noted: tuple[str, int] = ("", 0)
         """Where `note` was called last, and how often there."""
-        engine.attempts.listeners.append(self._note_switch)
+        engine.switcher.listeners.append(self._note_switch)
 
     # ---- what a user calls -------------------------------------------------------------------------------------------
 
@@ -282,7 +282,7 @@ class Balancer:
         window = Window.of(by_rank, engine.layout, self._model.cut, beside)
         batch = engine.host.global_batch_size, int(engine.deepspeed.train_micro_batch_size_per_gpu())
         averaged = Averaged.after(self._averaged, window, batch, step, settings.least_gain, self._are_new)
-        self._pause = Pause(ASSUMED_PAUSE_SECONDS, 1 / engine.attempts.bytes_per_second).fitted(self._switches)
+        self._pause = Pause(ASSUMED_PAUSE_SECONDS, 1 / engine.switcher.bytes_per_second).fitted(self._switches)
         has_changed = self._averaged is not None and averaged.since != self._averaged.since
         steps = (Measured(*each["newest" if has_changed else "steps"]) for each in said.values())
         measured = max(steps, key=lambda each: each.seconds)

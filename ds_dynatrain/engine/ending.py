@@ -23,14 +23,14 @@ def open_for_work(engine: EngineParts, space: VirtualParameterSpace) -> None:
         enter_sequence(engine.deepspeed, engine.world, engine.layout)
         for extension in engine.extensions:
             extension.on_start()
-    engine.attempts.tell_of_batch()
+    engine.switcher.tell_of_batch()
     if engine.idle:  # pay first imports now, not in a pause
         others = set() if compiled_by_wrapping(engine.host.module) else {3}
         for stage in sorted({engine.layout.zero_stage} | others):
             layout = engine.layout.replace(zero_stage=stage)
             with suppress(SwitchRefused):  # it will never be asked to go there
                 engine.targets.check_features(layout)
-                engine.attempts.rehearse(layout, 0)
+                engine.switcher.rehearse(layout, 0)
     PROCESS.membership.add(engine)
     PROCESS.add(engine)
     engine.changes.begin()
@@ -53,8 +53,8 @@ def end_job(engine: EngineParts) -> bool:
         return False
     engine.is_open = False
     try:
-        engine.attempts.give_up_late("its script has ended")
-        engine.attempts.cancel()
+        engine.switcher.give_up_late("its script has ended")
+        engine.switcher.cancel()
         engine.saver.settle()
         PROCESS.membership.say_end(engine)
         engine.close_loaders()

@@ -35,12 +35,17 @@ from ds_dynatrain.engine.construction import Construction
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.engine import DynatrainEngine
 from ds_dynatrain.engine.first_layout import first_layout
-from ds_dynatrain.engine.introduction import introduce, lists_of, of_running_job, refuse_without_values, rows_of
+from ds_dynatrain.engine.introduction import (
+    described,
+    introduce,
+    lists_of,
+    of_running_job,
+    refuse_without_values,
+    rows_of,
+)
 from ds_dynatrain.engine.job import Job, OnIdle
-from ds_dynatrain.engine.members.description import described
 from ds_dynatrain.engine.members.destinations import rule_of
-from ds_dynatrain.engine.members.early import Early, begin
-from ds_dynatrain.engine.members.entry import Entry, beside, start_alone, with_launch, with_members
+from ds_dynatrain.engine.members.entry import Early, Entry, begin, beside, start_alone, with_launch, with_members
 from ds_dynatrain.engine.process import PROCESS, refuse_beside_plain, refuse_idle, refuse_module_of_another
 from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.extension import Extension, check, made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,10 +12,13 @@ from torch import nn
 
 from ds_dynatrain.adapters.incoming import Incoming, Row
 from ds_dynatrain.adapters.settings import BatchSizes
-from ds_dynatrain.engine.members.description import differing_key, differing_machine, differing_parameter
+from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.engine.members.entry import Entry
 from ds_dynatrain.errors import ConfigError, ElasticError
 from ds_dynatrain.space import Layout
+
+FREE = ("dynatrain.report.", "dynatrain.timeout_seconds")
+"""Keys that may differ from process to process."""
 
 
 def of_running_job(record: dict[str, Any], said: dict[str, str]) -> tuple[Layout, BatchSizes]:
@@ -82,3 +86,59 @@ def introduce(entry: Entry, rows: Sequence[Row], machine: dict[str, str]) -> dic
                 differs or f"the model of member {member} differs from that of member 0: build the same one on both"
             )
     return records
+
+
+# ---- what must be equal on all processes -----------------------------------------------------------------------------
+
+
+def described(own: Mapping[str, Any], settings: DynatrainConfig) -> dict[str, str]:
+    """Every value of a configuration by its path, such as {"optimizer.params.lr": "0.1"}."""
+    found: dict[str, str] = {}
+    _flatten({**own, "dynatrain": settings.model_dump()}, "", found)
+    return {path: value for path, value in found.items() if not path.startswith(FREE)}
+
+
+def differing_key(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str:
+    """The first key that differs between a newcomer and the running job, in words; empty if none does."""
+    for path in sorted({*mine, *theirs}):
+        if mine.get(path) != theirs.get(path):
+            here, there = mine.get(path, "not given"), theirs.get(path, "not given")
+            return f"{path} is {here} here and {there} in the running job: start it with the same configuration"
+    return ""
+
+
+def differing_parameter(
+    first: Sequence[Any], other: Sequence[Any], of_first: str = "on member 0", of_other: str = "here"
+) -> str:
+    """The first parameter that differs between two models, in words; empty if none does."""
+    first, other = plain(first), plain(other)
+    for place in range(max(len(first), len(other))):
+        theirs = first[place] if place < len(first) else None
+        mine = other[place] if place < len(other) else None
+        if mine != theirs:
+            return (
+                f"parameter {place} is {theirs} {of_first} and {mine} {of_other} (name, shape, type, form, "
+                "requires_grad): build the same model on every process"
+            )
+    return ""
+
+
+def differing_machine(first: Mapping[str, str], other: Mapping[str, str], of_first: str, of_other: str = "here") -> str:
+    """Return the first thing that an extension wants to be equal and that differs, in words; "" if nothing does."""
+    for name, value in first.items():
+        if other[name] != value:
+            return f"{name} is {value} {of_first} and {other[name]} {of_other}: make them equal"
+    return ""
+
+
+def plain(value: Any) -> Any:
+    """A value as it comes back from JSON; TypeError for what JSON has no word for."""
+    return json.loads(json.dumps(value))
+
+
+def _flatten(value: Any, path: str, found: dict[str, str]) -> None:
+    if isinstance(value, Mapping) and value:
+        for key, part in value.items():
+            _flatten(part, f"{path}.{key}" if path else str(key), found)
+    else:
+        found[path] = json.dumps(value, default=str)

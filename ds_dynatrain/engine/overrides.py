@@ -170,8 +170,8 @@ class OverridingEngine(HostEngine):
 
         Who did not work in that one waits here until it does.
         """
-        parts, place = self._parts, self._parts.attempts.entered_at
-        if parts.attempts.settle():
+        parts, place = self._parts, self._parts.switcher.entered_at
+        if parts.switcher.settle():
             return True
         logger.warning("this global batch is void: it trains nothing, and the world before the switch deals it again")
         if parts.idle:
@@ -192,7 +192,7 @@ class OverridingEngine(HostEngine):
     def _end_window(self, samples: int) -> None:
         """After the optimizer's step; samples: `global_samples` before it."""
         parts = self._parts
-        parts.attempts.note_first_step()
+        parts.switcher.note_first_step()
         parts.switcher.note_step()
         if parts.open_batch.samples is not None:
             self.global_samples = samples + parts.open_batch.samples

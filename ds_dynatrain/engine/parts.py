@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ds_dynatrain.adapters.worlds import drop
-from ds_dynatrain.engine.attempts import Attempts
 from ds_dynatrain.engine.changes import Changes
 from ds_dynatrain.engine.checkpoints.calls import Checkpoints
 from ds_dynatrain.engine.checkpoints.fallback import Fallback
@@ -33,7 +32,6 @@ class EngineParts(EngineCore):
     saver: Saver = field(init=False)
     window: Window = field(init=False)
     targets: Targets = field(init=False)
-    attempts: Attempts = field(init=False)
     changes: Changes = field(init=False)
     fallback: Fallback = field(init=False)
     switcher: Switcher = field(init=False)
@@ -45,10 +43,10 @@ class EngineParts(EngineCore):
     def __post_init__(self) -> None:
         self.stream_seed = self.job.job_seed
         self.saver, self.window, self.targets = Saver(self), Window(self), Targets(self)
-        self.attempts = Attempts(self, self.saver, self.window.note, self.discard_window)
         self.fallback = Fallback(self, self.saver, lambda: [one.fallback for one in self.others])
         self.changes = Changes(self)
-        self.switcher = Switcher(self, self.targets, self.attempts, self.saver, self.fallback, self.changes)
+        around = self.saver, self.fallback, self.changes, self.window.note, self.discard_window
+        self.switcher = Switcher(self, self.targets, *around)
         self.loaders = Loaders(self, self.switcher, self.window)
         self.checkpoints = Checkpoints(self, self.switcher, self.saver, self.window)
         self.own_groups = OwnGroups(each.group for each in self.extensions if each.group)

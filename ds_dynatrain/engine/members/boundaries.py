@@ -126,7 +126,7 @@ class Boundaries:
             return  # what is prepared for a change of members begins where the first engine stands
         if self.driver.on_board(engine.switcher.is_due):
             engine.before_leaving_world()
-            engine.attempts.transact(place)
+            engine.switcher.transact(place)
 
     def _busy_others(self) -> str:
         """Return, in words, which other engine is in a global batch: the same on all members, who run one script."""
@@ -215,7 +215,7 @@ class Boundaries:
                 return  # nobody makes the step in which the late kinds would follow
             if not machine.proposals and driver.on_board(lambda: self.first.switcher.is_due(ahead)):
                 self.first.before_leaving_world()
-                self.first.attempts.transact(self._place)
+                self.first.switcher.transact(self._place)
         elif machine.world is None:
             for engine in self.engines:
                 with engine.turn():
@@ -250,7 +250,7 @@ class Boundaries:
         """
         for engine in self.engines:
             with engine.turn():  # what all hold then is that of one world, the old one or the new one
-                engine.attempts.give_up_late("the world was aborted")
+                engine.switcher.give_up_late("the world was aborted")
         for engine in self.engines:
             if not engine.idle:
                 with engine.turn():

@@ -156,7 +156,7 @@ class Driver:
         for engine in self.engines:
             if engine.is_switching:
                 with engine.turn():
-                    engine.attempts.give_up(action.reason)
+                    engine.switcher.give_up(action.reason)
 
     @_do.register
     def _open(self, action: Open) -> None:
@@ -239,10 +239,10 @@ class Driver:
         refusals = dict[int, SwitchRefused | None]()
         for engine, proposal in moving:  # all of them before a thread begins, which asks each what it needs
             with engine.turn():
-                engine.attempts.settle_meshes(proposal)
+                engine.switcher.settle_meshes(proposal)
                 if engine.idle:
                     rank = proposal.members.index(mine)
-                    refusals[engine.job.number] = engine.attempts.rehearse(proposal.layout, rank)
+                    refusals[engine.job.number] = engine.switcher.rehearse(proposal.layout, rank)
         wanted = [
             partial(needs, engine, proposal.layout, proposal.members, proposal.late) for engine, proposal in moving
         ]
@@ -252,7 +252,7 @@ class Driver:
                 if proposal.moves_nothing:
                     agreement.say_prepared(its[0], proposal)
                 else:
-                    engine.attempts.prepare(proposal, its, memory.check, nodes, refusals.get(engine.job.number))
+                    engine.switcher.prepare(proposal, its, memory.check, nodes, refusals.get(engine.job.number))
 
     @_do.register
     def _transact(self, action: Transact) -> None:
@@ -275,7 +275,7 @@ class Driver:
         if engine.preparation is not None:
             self._own_error = engine.preparation.own_error or self._own_error
         with engine.turn():
-            engine.attempts.transact(self._place)
+            engine.switcher.transact(self._place)
 
     def entered(self, engine: EngineParts) -> None:
         """All train in the new world of a late switch: if it is one of a change of members, on its board."""

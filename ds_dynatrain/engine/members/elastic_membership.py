@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import json
 import threading
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch import nn
@@ -23,7 +24,6 @@ from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.job import Job
 from ds_dynatrain.engine.liveness import Watch, ended_in_error, post_end
 from ds_dynatrain.engine.members.boundaries import Boundaries
-from ds_dynatrain.engine.members.description import plain_part
 from ds_dynatrain.engine.members.destinations import Registry
 from ds_dynatrain.engine.members.discarded import guarded
 from ds_dynatrain.engine.members.elastic import Elastic
@@ -274,3 +274,14 @@ class ElasticMembership(Elastic):
     def remember_load(self, engine: int, result: Sequence[Any]) -> None:
         """What JSON has a word for."""
         self.loads[engine] = [plain_part(part) for part in result]
+
+
+def plain_part(value: Any) -> Any:
+    """What of a value JSON has a word for; the rest of a dictionary is left out, anything else is None."""
+    if isinstance(value, Mapping):
+        parts = {str(key): plain_part(part) for key, part in value.items()}
+        return {key: part for key, part in parts.items() if part is not None}
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError):
+        return None
