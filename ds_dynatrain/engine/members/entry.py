@@ -64,11 +64,11 @@ class Entry:
 
     @property
     def joins(self) -> bool:
-        """Whether it comes into a job that runs."""
+        """Whether the process comes into a job that runs."""
         return self.record is not None
 
     def exchange(self, key: str, mine: Any) -> dict[int, Any]:
-        """What each process that starts has posted under a key."""
+        """Post something under a key, and return what each process that starts has posted."""
         if self.joins:
             return {self.mine: mine}
         self.control.post(f"{key}/{self.mine}", mine)
@@ -78,7 +78,7 @@ class Entry:
             return self.control.gather(key, range(self.size), what, deadline, self.stop)
 
     def context(self, records: Mapping[int, Mapping[str, Any]]) -> Context:
-        """Those of the start. records: what all have posted of themselves."""
+        """Return the context of the start. records: what all have posted of themselves."""
         nodes = {member: str(record["node"]) for member, record in records.items()}
         return Context(self.launch, Candidates(self.mine, nodes), self.control, self.background)
 
@@ -91,12 +91,12 @@ class Entry:
         return 0 if self.world is None else self.world.generation
 
     def stop(self) -> None:
-        """WorldChanged where what is being made will not come about."""
+        """Raise WorldChanged where what is being made will not come about."""
         self.membership.stop_if_over(self._generation)
 
 
 def with_launch(seconds: float, known: Membership | None) -> Entry:
-    """With all processes of a launch, each of which makes its engines in the same order. known: of those before."""
+    """Start with all processes of a launch, which make their engines in one order. known: of engines before."""
     launch, store = LaunchWorld.current(), connected(launch_store, seconds)
     serve_host(launch.group, store, seconds)
     number = Control(store, "dynatrain", launch.member, seconds).count(f"engines/{launch.member}")
@@ -105,7 +105,7 @@ def with_launch(seconds: float, known: Membership | None) -> Entry:
 
 
 def with_members(place: WorkerPlace, settings: DynatrainConfig, known: ElasticMembership | None = None) -> Entry:
-    """Into an elastic job, once the coordinator lets this process in: as one that starts it, or as a newcomer.
+    """Come into an elastic job, once the coordinator lets this process in: as one that starts it, or as a newcomer.
 
     known: this process as a member, if the coordinator knows it. SystemExit(0) if the job ends before that.
     TimeoutError, PeerRefused: see `Member.start`.
@@ -127,7 +127,7 @@ def with_members(place: WorkerPlace, settings: DynatrainConfig, known: ElasticMe
 
 
 def beside(membership: Membership, settings: DynatrainConfig, number: int) -> Entry:
-    """With one more engine of a process that has some in an elastic job. number: of this engine, from 1.
+    """Come in with one more engine of a process that has some in an elastic job. number: of this engine, from 1.
 
     ConfigError in one that joins a job with fewer engines. ElasticError if a member is lost meanwhile. SystemExit(0)
     if the job ends.
@@ -166,7 +166,7 @@ def _to_the_end_of_the_job(elastic: Elastic) -> Iterator[None]:
 
 
 def into(elastic: ElasticMembership, world: World, alone: LaunchWorld, seconds: float, engine: int = 1) -> Entry | None:
-    """Into one generation; None if another one is to be waited for. engine: the number of the one that is made."""
+    """Come into one generation; None if another one is to be waited for. engine: the number of the one that is made."""
     if elastic.member.id not in world.members:
         _stay_outside(elastic, world, engine)
         return None
@@ -199,7 +199,7 @@ def into(elastic: ElasticMembership, world: World, alone: LaunchWorld, seconds: 
 
 
 def _stay_outside(elastic: Elastic, world: World, engine: int) -> None:
-    """Of a generation without this member, which joins a later one unless it was told to leave: JobFinished then.
+    """Stay out of a generation without this member, to join a later one. JobFinished if it was told to leave.
 
     After a failure those that stay ask all that leave what they hold, also one that has not come to join.
     ElasticError for a further engine: what it is made like is on the board of the generation before.
@@ -245,7 +245,7 @@ def _all_start(elastic: Elastic, world: World, boards: Boards, engine: int) -> b
 
 
 def _job_record(elastic: Elastic, world: World, boards: Boards) -> dict[str, Any] | None:
-    """What rank 0 says of the running job; None if a later generation comes first."""
+    """Return what rank 0 says of the running job; None if a later generation comes first."""
     return _wait_on(elastic, world, "rank 0 of the running job to say what it trains", lambda: boards[0].read("job"))
 
 
@@ -314,7 +314,7 @@ class Early:
             self.launch.connect(self.membership.timeout_seconds, self.entry.stop)
 
     def take_over(self, settings: DynatrainConfig) -> Entry:
-        """On into the job, with an engine; as `with_members`."""
+        """Go on into the job with an engine; as `with_members`."""
         entry, launch = self.entry, self.launch
         self.is_taken = True
         self.entry, self.launch = None, self.alone  # the group is to go soon, and this object lives to the end
@@ -330,13 +330,13 @@ class Early:
         return with_members(elastic.member.place, settings, self.membership)
 
     def end(self) -> None:
-        """The script has ended; without an engine nobody else says so."""
+        """Tell the coordinator that the script has ended: without an engine nobody else does."""
         if not self.is_taken:
             self.membership.member.stop(has_ended=not ended_in_error())
 
 
 def begin(place: WorkerPlace) -> Early:
-    """Into the job of an elastic launch, without an engine. SystemExit(0) if it ends before that."""
+    """Come into the job of an elastic launch without an engine. SystemExit(0) if it ends before that."""
     settings = DynatrainConfig()
     elastic = ElasticMembership(place, settings)
     start_alone()
@@ -351,7 +351,7 @@ def begin(place: WorkerPlace) -> Early:
 
 
 def _start(elastic: ElasticMembership, alone: LaunchWorld, seconds: float) -> Entry | None:
-    """With all that start a job; None if one runs meanwhile that goes on without this process."""
+    """Start a job with all others that do; None if one runs meanwhile that goes on without this process."""
     member, generation = elastic.member, 0
     warm()
     member.ready()
@@ -381,7 +381,7 @@ def _is_running(elastic: Elastic) -> bool:
 
 
 def _node_of(elastic: Elastic) -> LaunchWorld:
-    """The world of this process's node; its workers wait for each other."""
+    """Return the world of this process's node; its workers wait for each other."""
     place = elastic.member.place
     store = elastic.member.node_store(START_SECONDS)
     return LaunchWorld.formed(store, "node", place.local_rank, place.local_size, START_SECONDS, GroupStatus())
