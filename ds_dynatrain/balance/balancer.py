@@ -44,7 +44,7 @@ class Acting:
         """What is on its way: what was wanted, the switch, and the layout before it."""
         self._open: SwitchEvent | None = None
         """The move that waits to be judged."""
-        engine.attempts.listeners.append(self._note_switch)
+        engine.switcher.listeners.append(self._note_switch)
 
     @property
     def is_open(self) -> bool:
@@ -56,7 +56,7 @@ class Acting:
         self.course = course
         logger.debug("balance: step %d: %s", self._engine.global_steps, course.why or "nothing was decided")
         if course.gain is not None and self._open is not None:
-            self._engine.attempts.note_gain(self._open, course.gain)
+            self._engine.switcher.note_gain(self._open, course.gain)
         if course.verdict is not None:
             self._open = None
         if course.wanted is not None and self._asked is None:
@@ -135,7 +135,7 @@ class Balancer:
         """Whether costs are known to be others than those of the windows so far."""
         self._noted: tuple[str, int] = ("", 0)
         """Where `note` was called last, and how often there."""
-        engine.attempts.listeners.append(self._note_switch)
+        engine.switcher.listeners.append(self._note_switch)
 
     # ---- what a user calls -------------------------------------------------------------------------------------------
 
@@ -340,7 +340,7 @@ class Balancer:
         window = Window.of(rows, engine.layout, self._model.cut, beside)
         batch = engine.host.global_batch_size, int(engine.deepspeed.train_micro_batch_size_per_gpu())
         averaged = Averaged.after(self._averaged, window, batch, step, settings.least_gain, self._are_new)
-        self._pause = Pause(ASSUMED_PAUSE_SECONDS, 1 / engine.attempts.bytes_per_second).fitted(self._switches)
+        self._pause = Pause(ASSUMED_PAUSE_SECONDS, 1 / engine.switcher.bytes_per_second).fitted(self._switches)
         has_changed = self._averaged is not None and averaged.since != self._averaged.since
         steps = (each.newest if has_changed else each.steps for each in timed.values())
         measured = max(steps, key=lambda each: each.seconds)

@@ -12,7 +12,6 @@ import torch
 
 from ds_dynatrain.adapters.worlds import add_groups
 from ds_dynatrain.data import BatchArithmetic, EvaluationLoader, MicroBatch, TrainLoader
-from ds_dynatrain.engine.attempts import OnSwitch
 from ds_dynatrain.engine.changes import OnChange
 from ds_dynatrain.engine.checkpoints.restoration import Restored
 from ds_dynatrain.engine.checkpoints.saving import PendingSave
@@ -21,6 +20,7 @@ from ds_dynatrain.engine.loaders import Shuffling
 from ds_dynatrain.engine.overrides import OverridingEngine, in_turn
 from ds_dynatrain.engine.pending import PendingSwitch, SwitchEstimate
 from ds_dynatrain.engine.process import PROCESS
+from ds_dynatrain.engine.switcher import OnSwitch
 from ds_dynatrain.errors import ConfigError, DataError, SwitchRefused
 from ds_dynatrain.extension import named
 from ds_dynatrain.report import SwitchEvent
@@ -232,7 +232,7 @@ class DynatrainEngine(OverridingEngine):
 
     def on_switch(self, function: OnSwitch) -> OnSwitch:
         """Call `function(event)` on this member after every committed switch; usable as a decorator."""
-        self._parts.attempts.listeners.append(function)
+        self._parts.switcher.listeners.append(function)
         return function
 
     def on_change(self, function: OnChange) -> OnChange:

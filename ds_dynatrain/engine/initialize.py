@@ -49,14 +49,13 @@ from ds_dynatrain.elastic.process import at_exit
 from ds_dynatrain.engine.checkpoints.resume import first_state
 from ds_dynatrain.engine.context import Context, Job, OnIdle, OwnGroups
 from ds_dynatrain.engine.core import EngineCore
+from ds_dynatrain.engine.description import described, differing_key, differing_machine, differing_parameter
 from ds_dynatrain.engine.engine import DynatrainEngine
 from ds_dynatrain.engine.feasible import dealt
 from ds_dynatrain.engine.first import take_in
 from ds_dynatrain.engine.first_layout import check_axes, check_start, first_layout
-from ds_dynatrain.engine.members.description import described, differing_key, differing_machine, differing_parameter
 from ds_dynatrain.engine.members.destinations import rule_of
-from ds_dynatrain.engine.members.early import Early, begin
-from ds_dynatrain.engine.members.entry import Entry, beside, start_alone, with_launch, with_members
+from ds_dynatrain.engine.members.entry import Early, Entry, begin, beside, start_alone, with_launch, with_members
 from ds_dynatrain.engine.parts import EngineParts
 from ds_dynatrain.engine.pipeline import DynatrainPipelineEngine
 from ds_dynatrain.engine.process import PROCESS, refuse_beside_plain, refuse_idle, refuse_module_of_another

@@ -150,8 +150,8 @@ class OverridingEngine(HostEngine):
             raise usage("set_gradient_accumulation_boundary").error(
                 f"a boundary set by hand in the middle of a global batch of {steps} micro-batches"
             )
-        is_last, place = by_hand or self.is_gradient_accumulation_boundary(), parts.attempts.entered_at
-        if is_last and not parts.attempts.settle():  # late kinds are not all there
+        is_last, place = by_hand or self.is_gradient_accumulation_boundary(), parts.switcher.entered_at
+        if is_last and not parts.switcher.settle():  # late kinds are not all there
             logger.warning(
                 "this global batch is void: it trains nothing, and the world before the switch deals it again"
             )
@@ -179,7 +179,7 @@ class OverridingEngine(HostEngine):
     def _end_window(self, samples: int) -> None:
         """After the optimizer's step; samples: `global_samples` before it."""
         parts = self._parts
-        parts.attempts.note_first_step()
+        parts.switcher.note_first_step()
         parts.switcher.note_step()
         if parts.open_batch.samples is not None:
             self.global_samples = samples + parts.open_batch.samples

@@ -12,7 +12,6 @@ from ds_dynatrain.adapters.compiled import compiled_by_wrapping
 from ds_dynatrain.adapters.process_groups import is_known
 from ds_dynatrain.adapters.sequence import enter as enter_sequence
 from ds_dynatrain.adapters.worlds import drop
-from ds_dynatrain.engine.attempts import Attempts
 from ds_dynatrain.engine.changes import Changes
 from ds_dynatrain.engine.checkpoints.calls import Checkpoints
 from ds_dynatrain.engine.checkpoints.fallback import Fallback
@@ -43,10 +42,10 @@ class EngineParts(EngineCore):
     def __post_init__(self) -> None:
         self.stream_seed = self.job.job_seed
         self.saver, self.window, self.targets = Saver(self), Window(self), Targets(self)
-        self.attempts = Attempts(self, self.saver, self.window.note, self.discard_window)
         self.fallback = Fallback(self, self.saver, lambda: [one.fallback for one in self.others])
         self.changes = Changes(self)
-        self.switcher = Switcher(self, self.targets, self.attempts, self.saver, self.fallback, self.changes)
+        around = self.saver, self.fallback, self.changes, self.window.note, self.discard_window
+        self.switcher = Switcher(self, self.targets, *around)
         self.loaders = Loaders(self, self.switcher, self.window)
         self.checkpoints = Checkpoints(self, self.switcher, self.saver, self.window)
         self.own_groups = OwnGroups(each.group for each in self.extensions if each.group)
@@ -103,14 +102,14 @@ class EngineParts(EngineCore):
             enter_sequence(self.deepspeed, self.world, self.layout)
             for extension in self.extensions:
                 extension.on_start()
-        self.attempts.tell_of_batch()
+        self.switcher.tell_of_batch()
         if self.idle:  # pay first imports now, not in a pause
             others = set() if compiled_by_wrapping(self.host.module) else {3}
             for stage in sorted({self.layout.zero_stage} | others):
                 layout = self.layout.replace(zero_stage=stage)
                 with suppress(SwitchRefused):  # it will never be asked to go there
                     self.targets.check_features(layout)
-                    self.attempts.rehearse(layout, 0)
+                    self.switcher.rehearse(layout, 0)
         PROCESS.membership.add(self)
         PROCESS.add(self)
         self.changes.begin()
@@ -131,8 +130,8 @@ class EngineParts(EngineCore):
             return False
         self.is_open = False
         try:
-            self.attempts.give_up_late("its script has ended")
-            self.attempts.cancel()
+            self.switcher.give_up_late("its script has ended")
+            self.switcher.cancel()
             self.saver.settle()
             PROCESS.membership.say_end(self)
             self.close_loaders()

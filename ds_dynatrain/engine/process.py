@@ -36,7 +36,7 @@ class Process:
 
     The engines that are open, in the order in which they were made, and whose turn it is; the `sync_points` of the
     script; who trains together with this process (`membership`); and what `init_distributed` has left for `initialize`
-    (`early`, a `members.early.Early`, which stands above this file).
+    (`early`, a `members.entry.Early`, which stands above this file).
     """
 
     def __init__(self) -> None:

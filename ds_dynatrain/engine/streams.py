@@ -32,31 +32,9 @@ Streams = dict[str, Any]
 """Name of a generator -> its state as plain JSON."""
 
 
-def capture() -> Streams:
-    """The states of torch's, numpy's and Python's default generators, and of those that DeepSpeed keeps."""
-    name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
-    version, words, spare = random.getstate()
-    return {
-        "torch": _text(torch.get_rng_state().numpy()),
-        "numpy": [name, _text(np.asarray(keys)), int(position), int(has_gauss), float(gauss)],
-        "python": [version, _text(np.array(words, dtype=np.uint32)), spare],
-        "further": {stream: _text(state) for stream, state in sorted(further_streams().items())},
-    }
-
-
-def restore(streams: Streams) -> None:
-    """Put captured states back."""
-    torch.set_rng_state(torch.from_numpy(_array(streams["torch"], np.uint8)))
-    name, keys, position, has_gauss, gauss = streams["numpy"]
-    np.random.set_state((name, _array(keys, np.uint32), position, has_gauss, gauss))
-    version, words, spare = streams["python"]
-    random.setstate((version, tuple(_array(words, np.uint32).tolist()), spare))
-    restore_further_streams({name: _array(state, np.uint8) for name, state in streams["further"].items()})
-
-
 @dataclass(frozen=True)
 class Held:
-    """The states of all generators as they are: what `capture` has, for this process alone, and sooner."""
+    """The states of all generators as they are, for this process alone; `capture` has them for others."""
 
     torch: torch.Tensor
     numpy: Any
@@ -74,6 +52,31 @@ class Held:
         np.random.set_state(self.numpy)
         random.setstate(self.python)
         restore_further_streams(self.further)
+
+
+def capture() -> Streams:
+    """The states of torch's, numpy's and Python's default generators, and of those that DeepSpeed keeps."""
+    held = Held.now()
+    name, keys, position, has_gauss, gauss = held.numpy
+    version, words, spare = held.python
+    return {
+        "torch": _text(held.torch.numpy()),
+        "numpy": [name, _text(np.asarray(keys)), int(position), int(has_gauss), float(gauss)],
+        "python": [version, _text(np.array(words, dtype=np.uint32)), spare],
+        "further": {stream: _text(state) for stream, state in sorted(held.further.items())},
+    }
+
+
+def restore(streams: Streams) -> None:
+    """Put captured states back."""
+    name, keys, position, has_gauss, gauss = streams["numpy"]
+    version, words, spare = streams["python"]
+    Held(
+        torch.from_numpy(_array(streams["torch"], np.uint8)),
+        (name, _array(keys, np.uint32), position, has_gauss, gauss),
+        (version, tuple(_array(words, np.uint32).tolist()), spare),
+        {stream: _array(state, np.uint8) for stream, state in streams["further"].items()},
+    ).put()
 
 
 def origin(source: Layout, target: Layout, rank: int) -> int | None:

@@ -1,71 +1,97 @@
-"""Where events of an engine go: on rank 0 to the log, the report file, DeepSpeed's monitors and the coordinator."""
+"""What is told of a switch: to the log, the report file, DeepSpeed's monitors and the coordinator."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from ds_dynatrain.engine.core import EngineCore
+from ds_dynatrain.engine.preparation import Preparation
 from ds_dynatrain.engine.process import PROCESS
-from ds_dynatrain.report import EventWriter, SwitchEvent, log_event, log_gain, log_recompile, logger
+from ds_dynatrain.engine.transaction.meeting import SUMS
+from ds_dynatrain.engine.transaction.meeting import Outcome as Measured
+from ds_dynatrain.report import CertificateSummary, EventWriter, Outcome, Side, SwitchEvent, log_event, logger
 from ds_dynatrain.report.monitors import rows
+from ds_dynatrain.space import Layout
 
 
-class Telling:
-    """Of one engine; on other ranks nothing happens."""
+def event_of(
+    engine: EngineCore,
+    preparation: Preparation,
+    measured: Measured,
+    was: tuple[Layout, tuple[int, ...]],
+    pause_ms: float,
+) -> SwitchEvent:
+    """The event as this member reports it: bytes are sums over all members, phases its own."""
+    proposal = preparation.proposal
+    everyone = measured.over_all or {**measured.measured(), **dict.fromkeys(SUMS, 0)}
+    kinds = measured.kinds
+    figures = preparation.figures(kinds) if measured.stats is not None else None
+    outcome: Outcome = "committed" if measured.committed else "rolled_back"
+    certificate = None
+    if measured.digest:
+        certificate = CertificateSummary(len(engine.host.model_map.tensors), tuple(kinds), measured.digest)
+    return SwitchEvent(
+        outcome=outcome,
+        generation=proposal.generation,
+        step=engine.global_steps,
+        source=Side(was[0].to_dict(), was[1]),
+        target=Side(proposal.layout.to_dict(), proposal.members),
+        bytes_kept=everyone["kept"],
+        bytes_local=everyone["local"],
+        bytes_sent=everyone["sent"],
+        bytes_minimum=figures.bytes_sent + everyone["layers"] if figures is not None else 0,
+        phases_ms=measured.phases_ms,
+        pause_ms=pause_ms,
+        late_bytes=everyone["late_bytes"],
+        late_ms=everyone["late_ms"],
+        late_wait_ms=measured.late_wait_ms,
+        certificate_ms=everyone["certificate_ms"],
+        peak_memory_bytes=everyone["peak_memory"],
+        communicators_built=everyone["communicators_built"],
+        communicators_kept=everyone["communicators_kept"],
+        connect_ms=everyone["connect_ms"],
+        connect_pause_ms=everyone["connect_pause_ms"],
+        memory_bound_bytes=figures.peak_bytes if figures is not None else 0,
+        cause=proposal.cause,
+        predicted_gain=proposal.predicted_gain,
+        certificate=certificate,
+        reason=measured.reason,
+        warnings=tuple(measured.warnings),
+    )
 
-    def __init__(self, engine: EngineCore) -> None:
-        self._engine = engine
 
-    def switched(self, event: SwitchEvent) -> None:
-        """A switch was carried out, whichever way it ended."""
-        if self._engine.rank != 0:
-            return
-        log_event(event)
-        if self._writer is not None:
-            self._writer.write(event)
-        if self._engine.settings.report.monitor:
-            self._write_to_monitors(event)
-        PROCESS.membership.tell(self._engine, event)
+def tell(
+    engine: EngineCore,
+    event: SwitchEvent,
+    log: Callable[[SwitchEvent], None] = log_event,
+    write: Callable[[EventWriter, SwitchEvent], None] | None = EventWriter.write,
+) -> None:
+    """On rank 0, let people know of an event. write: its line in the report file; None for what gets none."""
+    if engine.rank != 0:
+        return
+    log(event)
+    path = engine.settings.report.jsonl
+    if write is not None and path is not None:
+        write(EventWriter(Path(path)), event)
 
-    def given_up(self, event: SwitchEvent) -> None:
-        """A switch was let go of before it was carried out."""
-        if self._engine.rank == 0:
-            log_event(event)
 
-    def cancelled(self, event: SwitchEvent) -> None:
-        """The job has ended before a switch that was asked for."""
-        if self._engine.rank == 0:
-            log_event(event)
-            if self._writer is not None:
-                self._writer.write(event)
+def tell_of_switch(engine: EngineCore, event: SwitchEvent) -> None:
+    """On rank 0, let all who watch know that a switch was carried out, whichever way it ended."""
+    tell(engine, event)
+    if engine.rank == 0:
+        if engine.settings.report.monitor:
+            _write_to_monitors(engine.deepspeed, event)
+        PROCESS.membership.tell(engine, event)
 
-    def recompiled(self, event: SwitchEvent) -> None:
-        """What the first step after a switch has compiled again is known now."""
-        if self._engine.rank == 0:
-            log_recompile(event)
-            if self._writer is not None:
-                self._writer.write_recompile(event)
 
-    def gained(self, event: SwitchEvent) -> None:
-        """What a switch was worth is known now."""
-        if self._engine.rank == 0:
-            log_gain(event)
-            if self._writer is not None:
-                self._writer.write_gain(event)
-
-    def _write_to_monitors(self, event: SwitchEvent) -> None:
-        """No monitor may end a switch that all others have committed."""
-        engine = self._engine.deepspeed
-        try:
-            engine.monitor.write_events(rows(event, int(engine.global_samples)))
-        except Exception as error:  # whatever a monitor's own library raises
-            logger.warning(
-                "switch %d was not written to DeepSpeed's monitors (%r); check the monitors that the configuration "
-                "enables",
-                *(event.generation, error),
-            )
-
-    @property
-    def _writer(self) -> EventWriter | None:
-        path = self._engine.settings.report.jsonl
-        return None if path is None else EventWriter(Path(path))
+def _write_to_monitors(engine: Any, event: SwitchEvent) -> None:
+    """No monitor may end a switch that all others have committed."""
+    try:
+        engine.monitor.write_events(rows(event, int(engine.global_samples)))
+    except Exception as error:  # whatever a monitor's own library raises
+        logger.warning(
+            "switch %d was not written to DeepSpeed's monitors (%r); check the monitors that the configuration enables",
+            *(event.generation, error),
+        )

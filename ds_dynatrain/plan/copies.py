@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ds_dynatrain.space import BufferId, Layout, VirtualParameterSpace, row_of
+from ds_dynatrain.space.layout import whole_replicas
 from ds_dynatrain.space.zero import group_size
 
 
@@ -44,7 +45,7 @@ def outlives_a_node(layout: Layout, nodes: Sequence[str]) -> bool:
     """
     names = nodes if len(set(nodes)) > 1 else [str(rank) for rank in range(len(nodes))]
     left = [{rank for rank, name in enumerate(names) if name != lost} for lost in set(names)]
-    return all(layout.whole_replicas(alive) for alive in left)
+    return all(whole_replicas(layout, alive) for alive in left)
 
 
 def is_copied(vps: VirtualParameterSpace, layout: Layout, kind: str, name: BufferId, everything: bool = False) -> bool:

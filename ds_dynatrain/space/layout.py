@@ -130,22 +130,6 @@ class Layout:
             rank = rank * size + index
         return rank
 
-    def whole_replicas(self, alive: Collection[int]) -> list[int]:
-        """Return the data indices all of whose ranks are alive, in whole blocks of experts; with ZeRO all or none.
-
-        Where there are any, these ranks have all of the state.
-        """
-        if len(alive) == self.world_size:
-            return list(range(self.data))
-        if self.zero_stage > 0:
-            return []
-        block = self.expert
-        if self.data % block:  # the expert axis runs over other axes, too
-            return []
-        lost = {self.coordinate(rank)["data"] for rank in range(self.world_size) if rank not in alive}
-        blocks = [range(start, start + block) for start in range(0, self.data, block)]
-        return [index for each in blocks if not lost & {*each} for index in each]
-
     def to_dict(self) -> dict[str, Any]:
         """All sizes, the stage, and the boundaries and shares if there are any, by name; plain JSON."""
         given = {name: list(getattr(self, name)) for name in OF_AXES.values() if getattr(self, name) is not None}
@@ -201,3 +185,20 @@ def _check_shares(shares: tuple[int, ...], data: int) -> None:
     if min(shares) < 1:
         index = shares.index(min(shares))
         raise LayoutError(f"shares={shares} leave data index {index} without a sample; use fewer data ranks")
+
+
+def whole_replicas(layout: Layout, alive: Collection[int]) -> list[int]:
+    """Return the data indices all of whose ranks are alive, in whole blocks of experts; with ZeRO all or none.
+
+    Where there are any, these ranks have all of the state.
+    """
+    if len(alive) == layout.world_size:
+        return list(range(layout.data))
+    if layout.zero_stage > 0:
+        return []
+    block = layout.expert
+    if layout.data % block:  # the expert axis runs over other axes, too
+        return []
+    lost = {layout.coordinate(rank)["data"] for rank in range(layout.world_size) if rank not in alive}
+    blocks = [range(start, start + block) for start in range(0, layout.data, block)]
+    return [index for each in blocks if not lost & {*each} for index in each]

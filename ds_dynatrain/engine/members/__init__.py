@@ -4,7 +4,7 @@
 |---|---|
 | `membership` | what engines ask of it; in the base nobody comes or goes |
 | `fixed_launch`, `elastic_membership` | the two kinds of it |
-| `early`, `entry`, `description` | how a process comes into a job, with an engine or before; what is alike on all |
+| `entry` | how a process comes into a job, with an engine or before |
 | `elastic` | what a member hears of the others |
 | `boundaries`, `discarded` | at a boundary, and after a call that lost its world; in a discarded global batch |
 | `change` | what is decided about a generation, without engines or boards: what goes in, what comes out |

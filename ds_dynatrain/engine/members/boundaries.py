@@ -44,7 +44,7 @@ SPARE = 1000
 
 
 class Boundaries:
-    """Of the engines of one process, in the order in which they were made."""
+    """When the engines of one process take part in what is due, wait for work, or form a new world."""
 
     def __init__(self, elastic: Elastic) -> None:
         self.elastic = elastic
@@ -56,7 +56,7 @@ class Boundaries:
 
     @property
     def engines(self) -> list[EngineParts]:
-        """All of them."""
+        """Open engines, in the order in which they were made."""
         return open_engines()
 
     @property
@@ -101,7 +101,7 @@ class Boundaries:
         return obstacle
 
     def _tell(self) -> None:
-        """For whoever watches: what this member goes on with."""
+        """Report to the coordinator what this member goes on with."""
         first, last = self.first, self.first.last_switch
         self._clock.depart(first.global_steps, int(first.deepspeed.global_samples))
         pause_ms = 0.0 if last is None else last.pause_ms
@@ -111,7 +111,7 @@ class Boundaries:
         self.elastic.member.progress(first.global_steps, str(first.layout), pause_ms, kept, self._clock.tally)
 
     def _at_boundary_of_another(self, engine: EngineParts, place: str) -> None:
-        """A boundary of another engine than the first: switches that the user asked of it take place here.
+        """Take part, at a boundary of another engine than the first, in a switch that the user asked of it.
 
         ConfigError if the script comes here before it has come to one of the first: newcomers would wait here.
         WorldChanged if it comes here for ever.
@@ -129,7 +129,7 @@ class Boundaries:
             return  # what is prepared for a change of members begins where the first engine stands
         if self.driver.on_board(engine.switcher.is_due):
             engine.before_leaving_world()
-            engine.attempts.transact(place)
+            engine.switcher.transact(place)
 
     def _busy_others(self) -> str:
         """Return, in words, which other engine is in a global batch: the same on all members, who run one script."""
@@ -142,7 +142,7 @@ class Boundaries:
         )
 
     def _work(self) -> None:
-        """On a working member; below MIN it makes no step, until others come or it is too long.
+        """Do all that is due on a working member. Below MIN it stays here until others come, or it is too long.
 
         It holds the state, and saves it at once: the last nodes may go without a word, too.
         """
@@ -179,7 +179,7 @@ class Boundaries:
             time.sleep(WAIT_SECONDS)
 
     def _wait_for_work(self) -> None:
-        """On an idle member: until it works; SystemExit(0) when the job has ended, or this member was told to go."""
+        """Wait, as an idle member, until it works; SystemExit(0) when the job has ended, or it was told to go."""
         for engine in self.engines:
             engine.close_loaders()  # their processes must not outlive the world that they fetched for
         watch = Watch(self.first.control, by_hearts=False)
@@ -207,7 +207,7 @@ class Boundaries:
             return False
 
     def _advance(self, has_waited: bool = True) -> None:
-        """What is due: of a change of members, or of a switch that the user asked for."""
+        """Take the next step of a change of members, or of a switch that the user asked for."""
         driver, machine = self.driver, self.driver.machine
         if self.elastic.ending:
             raise ElasticError(self.elastic.ending)
@@ -218,7 +218,7 @@ class Boundaries:
                 return  # nobody makes the step in which the late kinds would follow
             if not machine.proposals and driver.on_board(lambda: self.first.switcher.is_due(ahead)):
                 self.first.before_leaving_world()
-                self.first.attempts.transact(self._place)
+                self.first.switcher.transact(self._place)
         elif machine.world is None:
             for engine in self.engines:
                 with engine.turn():
@@ -253,7 +253,7 @@ class Boundaries:
         """
         for engine in self.engines:
             with engine.turn():  # what all hold then is that of one world, the old one or the new one
-                engine.attempts.give_up_late("the world was aborted")
+                engine.switcher.give_up_late("the world was aborted")
         for engine in self.engines:
             if not engine.idle:
                 with engine.turn():
@@ -275,7 +275,7 @@ class Boundaries:
     # ---- saving, and leaving -----------------------------------------------------------------------------------------
 
     def _save(self, how: Callable[[], None]) -> None:
-        """The fallback checkpoint; without a coordinator it is put off."""
+        """Save the fallback checkpoint; without a coordinator it is put off."""
         try:
             with self._clock.saving():
                 how()
@@ -294,7 +294,7 @@ class Boundaries:
                 )
 
     def _leave(self, must_save: bool) -> None:
-        """This process ends. must_save: all members were told to go, and stand at one step."""
+        """End this process. must_save: all members were told to go, and stand at one step."""
         name = self.elastic.member.id
         if not must_save:
             self.elastic.member.left()
@@ -340,7 +340,7 @@ def _loses_by_a_death(engine: EngineParts) -> bool:
 
 
 class Losses:
-    """Of the worlds of this process's engines."""
+    """Failures of the worlds in which this process's engines train."""
 
     def __init__(self, elastic: Elastic) -> None:
         self._elastic = elastic
@@ -348,17 +348,17 @@ class Losses:
 
     @property
     def failure(self) -> RuntimeError | None:
-        """How a collective of the present worlds has failed, if one has: of the library's, or of the script's own."""
+        """Error of a collective of the present worlds, the library's or the script's own; None if none has failed."""
         return next((status.failure for status in self.statuses if status.failure is not None), None)
 
     @property
     def statuses(self) -> list[GroupStatus]:
-        """Of the present worlds."""
+        """Statuses of the groups of all present worlds."""
         worlds = [engine.world for engine in PROCESS.engines if engine.world is not None]
         return [world.status for world in worlds if world.status is not None]
 
     def check(self) -> None:
-        """WorldChanged if a collective has failed already, of whosoever's, or been aborted, which is not seen of it."""
+        """Raise WorldChanged if any collective has failed before, or was aborted, which itself does not show it."""
         failure = self.failure
         if failure is not None:
             raise WorldChanged("a collective of this world has failed before") from failure
@@ -367,7 +367,7 @@ class Losses:
                 status.gate.check()
 
     def close_worlds(self, is_closed: bool) -> None:
-        """Until the boundary there are no collectives: where the others are in their scripts, nobody knows."""
+        """Refuse collectives until the next boundary: nobody knows where the others are in their scripts."""
         for status in self.statuses:
             status.is_closed = is_closed
 
@@ -389,7 +389,7 @@ class Losses:
         return True
 
     def _await_failure(self) -> None:
-        """Until a failure is published; if the coordinator knows of none, it is told of one."""
+        """Wait until a failure is published; if the coordinator knows of none, tell it of one."""
         end, has_told = time.monotonic() + NOTICE_SECONDS, False
         while not self._elastic.is_aborted:
             if time.monotonic() > end and not has_told:
@@ -400,7 +400,7 @@ class Losses:
             time.sleep(POLL_SECONDS)
 
     def _count(self, members: tuple[str, ...], error: RuntimeError) -> None:
-        """A step that always fails would be tried for ever."""
+        """Raise ElasticError for a step that fails again and again: it would be tried for ever."""
         now = tuple(engine.global_steps for engine in PROCESS.engines), members
         tries = 1 + (self._failed[1] if self._failed[0] == now else 0)
         self._failed = now, tries
@@ -413,7 +413,7 @@ class Losses:
 
 
 class Rounds:
-    """How long a loop stays with the other engines between two global batches of the first one.
+    """Count of batches that a loop takes of other engines between two global batches of the first one.
 
     After a death all of them are discarded until the first one begins its next batch. A loop that counts batches comes
     there; one that goes on until another engine has made its steps never does, since a discarded batch makes none. It
@@ -425,12 +425,12 @@ class Rounds:
         self._most: Counter[int] = Counter()
 
     def begin(self) -> None:
-        """The first engine stands at a boundary."""
+        """Note that the first engine stands at a boundary."""
         self._most |= self._now
         self._now.clear()
 
     def stay(self, engine: int, is_discarded: bool) -> None:
-        """Another one does. is_discarded: whether nothing is trained before the first engine's next batch.
+        """Note that another engine does. is_discarded: nothing is trained before the first engine's next batch.
 
         WorldChanged where the loop has stayed far longer than ever before, and nothing was trained.
         """

@@ -278,7 +278,7 @@ class Stage(Enum):
 
 
 class ChangeMachine:
-    """One process's decisions. destinations: where to go, if this member leads; None if there is no way.
+    """Decisions of one process. destinations: where to go, if this member leads; None if there is no way.
 
     world: the generation that it is on its way to, None while it is in the newest. proposals: what is tried just now.
     """
@@ -307,7 +307,7 @@ class ChangeMachine:
     # ---- events ------------------------------------------------------------------------------------------------------
 
     def advance(self, own: Own, newest: World | None, boards: Sequence[Board]) -> list[Action]:
-        """What is to be done next; ask again until it is nothing, and then from time to time.
+        """Return what is to be done next; ask again until it is nothing, and then from time to time.
 
         newest: the last generation that was published. boards: those of `world`, one for each engine
         of the process, none while they are not open.
@@ -329,13 +329,13 @@ class ChangeMachine:
         return any(one is proposal for one in self.proposals)
 
     def transacted(self, own: Own, is_committed: bool, reason: str) -> list[Action]:
-        """`Transact` has ended, on all members alike."""
+        """Take in that `Transact` has ended, on all members alike, and return what follows."""
         if self.world is None:
             return []
         return self._enter(own, self.world) if is_committed else self._failed(self.proposals, reason)
 
     def restored(self, own: Own, is_whole: bool) -> list[Action]:
-        """`Restore` has ended. is_whole: else somebody has died meanwhile, and a later generation will come."""
+        """Take in that `Restore` has ended. is_whole: else somebody has died, and a later generation will come."""
         if self.world is None:
             return []
         if not is_whole:
@@ -352,7 +352,7 @@ class ChangeMachine:
         return given_up if self.world is None else [*given_up, Open(self.world)]
 
     def waits_for(self, boards: Sequence[Board]) -> str:
-        """What keeps a member from its next action, in words. boards: as in `advance`."""
+        """Return, in words, what keeps this member from its next action. boards: as in `advance`."""
         world = self.world
         if world is None:
             return "the coordinator to publish a generation"
@@ -372,7 +372,7 @@ class ChangeMachine:
         return f"generation {world.generation}: {', '.join(missing) or 'nobody'} {what}"
 
     def forget(self) -> None:
-        """Be on no way."""
+        """Forget the generation that it was on its way to."""
         self.world, self.proposals, self.stage = None, (), Stage.LEARN
         self.registry, self.tries, self.restores, self._leader, self._said = Registry(), 0, False, "", set()
         self._copies, self._survivors, self._proofs, self.meets_at = (), [], 0, None
@@ -448,7 +448,7 @@ class ChangeMachine:
         return [*([Void(since)] if since else []), *self._go_on_from(of_engines)]
 
     def _answers(self, stay: Sequence[str], world: World, boards: Sequence[Board]) -> dict[str, Any] | None:
-        """What each of those has said who may hold state; None until all have.
+        """Return what each member that may hold state has said; None until all have.
 
         Who has handed over before this ends, and answers nobody: those who took it say that.
         """
@@ -462,18 +462,18 @@ class ChangeMachine:
         return found | {one: boards[0].read(f"survivor/{one}") or {} for one in leaving}
 
     def _be_left_out(self, own: Own) -> list[Action]:
-        """Nobody asks what this member holds: it is a newcomer, or the coordinator had not heard of its share yet.
+        """Let go of a share that nobody asks for: of a newcomer, or one that the coordinator had not heard of yet.
 
-        The others go on without that; also without the member, if it is in no place of theirs.
+        The others continue without it, and without this member if the new generation does not list it.
         """
         if self.world is not None and own.member not in self.world.members:
             return [LetGo(), Leave()]
         return [LetGo()] if own.is_all_idle or own.is_aborted else []
 
     def _go_on_from(self, of_engines: list[dict[str, Survivor]]) -> list[Action]:
-        """From what the living hold; all from copies or a checkpoint if one engine has lost state.
+        """Go on from what the living hold; with all engines from copies or a checkpoint if one of them has lost state.
 
-        They have one history.
+        Engines of a process have one history.
         """
         sources = [whole_state(of_engine) for of_engine in of_engines]
         whole = tuple(source for source in sources if source is not None)
@@ -516,7 +516,7 @@ class ChangeMachine:
             self._survivors[engine] = without(self._survivors[engine], whole.mark, damaged)
 
     def _go_back(self, own: Own, world: World, number: int, gone: str) -> list[Action]:
-        """All from a checkpoint, since an engine has lost state. gone: whose joint loss it was, in words."""
+        """Go back to a checkpoint with all engines, since one lost state. gone: whose joint loss it was, in words."""
         lost = own.engines[number]
         if self._leader and lost.can_restore:
             self.restores = True
@@ -535,7 +535,7 @@ class ChangeMachine:
     # ---- what the job is doing, and what it is to do -----------------------------------------------------------------
 
     def _leads(self, own: Own) -> bool:
-        """Rank 0 of those that hold the state does; if nobody does, the first member that has made its engines."""
+        """Return whether this member leads: rank 0 of the holders, or the first that made its engines."""
         return own.member == self._leader if self.restores else own.engines[0].rank == 0
 
     def _learn(self, own: Own, world: World, boards: Sequence[Board]) -> list[Action]:
@@ -606,7 +606,7 @@ class ChangeMachine:
     # ---- the meeting -------------------------------------------------------------------------------------------------
 
     def _meet(self, own: Own, world: World, boards: Sequence[Board]) -> list[Action]:
-        """On a working member, at a boundary. Rank 0 names its next step, which nobody can be past: see `agreement`."""
+        """Meet, as a working member, at the step that rank 0 names: its next one, which nobody can be past."""
         first, step = self.proposals[0], own.engines[0].step
         if not first.source_members:  # restored, and the board was lost before the record was written
             return self.restored(own, is_whole=True)
@@ -624,7 +624,7 @@ class ChangeMachine:
         return [self._record(), *self._enter(own, world)]
 
     def _meet_to_end(self, own: Own, boards: Sequence[Board]) -> list[Action]:
-        """All were told to go, and time is short: where all happen to stand at one boundary they meet there.
+        """Meet where all were told to go and time is short: at the boundary at which all happen to stand.
 
         Who has waited for the others names its next step, which nobody can be past; the first word counts.
         """
@@ -641,7 +641,7 @@ class ChangeMachine:
         return all(proposal.is_prepared(board) for board, proposal in zip(boards, self.proposals, strict=True))
 
     def _meet_idle(self, own: Own, world: World, boards: Sequence[Board]) -> list[Action]:
-        """On a member without work: take part in what begins, or see how that without it has ended."""
+        """Take part, as an idle member, in what begins, or see how a switch without it has ended."""
         first = self.proposals[0]
         if not first.source_members and "restored" not in self._said:
             mine = self.registry.numbers[own.member]
@@ -682,19 +682,19 @@ class ChangeMachine:
 
 
 def who_is_asked(world: World) -> tuple[str, ...]:
-    """The members that say after a failure what they hold: those who may hold state; if nobody may, all of them."""
+    """Return the members that say after a failure what they hold: those who may hold state, or all if nobody may."""
     return world.members[: world.survivors] or world.members
 
 
 def _name(own: Own, engine: int, mark: Mark, rank: int) -> str:
-    """Of the member that had a rank at a moment; nothing if that was in a world before the present one."""
+    """Return the id of the member that had a rank at a moment; "" if that was in an earlier world."""
     here, ids = own.engines[engine], {number: one for one, number in own.registry.numbers.items()}
     is_this = (mark.generation, mark.layout) == (here.generation, here.layout)
     return ids.get(here.members[rank], "") if is_this else ""
 
 
 def _survivor(own: Own, held: Held, gives: bool) -> Survivor:
-    """gives: whether it stays until others have what they want of its copies."""
+    """Return what an engine holds, for others. gives: it stays until they have what they want of its copies."""
     return Survivor(
         number=held.number,
         rank=held.rank,

@@ -37,7 +37,7 @@ class Registry:
     following: int = 0
 
     def extended(self, members: Iterable[str]) -> Registry:
-        """With a number for each of these members, new ones in their order."""
+        """Return a registry with a number for each of these members, new ones in their order."""
         numbers, following = dict(self.numbers), self.following
         for member in members:
             if member not in numbers:
@@ -45,11 +45,11 @@ class Registry:
         return Registry(numbers, following)
 
     def only(self, members: Iterable[str]) -> Registry:
-        """Without those that have gone, whose numbers are not given again. KeyError for a member without one."""
+        """Return a registry of these alone; numbers of others are not given again. KeyError for an unknown one."""
         return Registry({member: self.numbers[member] for member in members}, self.following)
 
     def ids_of(self, numbers: Iterable[int]) -> frozenset[str]:
-        """The ids of several members."""
+        """Return the ids of members by their numbers."""
         wanted = set(numbers)
         return frozenset(member for member, its in self.numbers.items() if its in wanted)
 
@@ -75,14 +75,14 @@ class Question:
 
 @dataclass(frozen=True)
 class Rules:
-    """An engine's own. choose: the layout for so many members; assign: who of them gets which rank of a layout."""
+    """Rules of one engine. choose: the layout for so many members; assign: who of them gets which rank of a layout."""
 
     choose: Callable[[int], Choice]
     assign: Callable[[Layout, tuple[int, ...]], tuple[int, ...]]
 
 
 def destinations(asked: Question, engines: Sequence[Rules], say: Callable[[str], None]) -> list[Destination] | None:
-    """Of each engine; the present places if nothing has to move, None if there is no way. say: to people."""
+    """Return where each engine goes: where it is if nothing has to move; None if there is no way. say: to people."""
     world, present = asked.world, list(asked.present)
     if not world.members:  # all go: they meet as they are, to save and end at one step
         return present
@@ -138,7 +138,7 @@ def _of_restoring(asked: Question, engines: Sequence[Rules], say: Callable[[str]
 
 
 def _choices(engines: Sequence[Rules], members: int) -> list[Choice]:
-    """Each engine's layout for so many members, or for fewer, but of all engines for the same number."""
+    """Return each engine's layout for so many members, or for fewer, but of all engines for the same number."""
     while True:
         choices = [engine.choose(members) for engine in engines]
         sizes = {0 if choice.layout is None else choice.layout.world_size for choice in choices}
@@ -164,7 +164,7 @@ class Choice:
 
 
 def rule_of(layouts: str | Mapping[str, Mapping[str, Any]], best: Rule | None = None) -> Rule:
-    """The rule that `dynatrain.layouts` describes; ConfigError if it describes none. best: that of an engine."""
+    """Return the rule that `dynatrain.layouts` describes; ConfigError if it describes none. best: an engine's own."""
     if layouts == BEST:
         return best or growing
     if isinstance(layouts, str):
@@ -173,7 +173,7 @@ def rule_of(layouts: str | Mapping[str, Mapping[str, Any]], best: Rule | None = 
 
 
 def choose(rule: Rule, members: int, present: Layout, check: Callable[[Layout], None]) -> Choice:
-    """The first layout of a rule that has a rank for no more than `members`, and that `check` does not refuse.
+    """Return the first layout of a rule that has no more ranks than `members`, and that `check` does not refuse.
 
     check: raises SwitchRefused for a layout in which this model cannot be trained.
     """
@@ -200,7 +200,7 @@ def choose(rule: Rule, members: int, present: Layout, check: Callable[[Layout], 
 
 
 def growing(members: int, present: Layout) -> Iterator[Layout]:
-    """As many data ranks as there can be."""
+    """Yield layouts with as many data ranks as there can be, the largest first."""
     for data in range(members // (present.world_size // present.data), 0, -1):
         try:
             yield present.replace(data=data)

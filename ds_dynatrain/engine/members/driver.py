@@ -80,7 +80,7 @@ class Driver:
 
     @property
     def engines(self) -> list[EngineParts]:
-        """In the order in which they were made."""
+        """Open engines of the process, in the order in which they were made."""
         return open_engines()
 
     def advance(self, place: str, has_waited: bool = True) -> None:
@@ -91,24 +91,24 @@ class Driver:
             self.on_board(partial(self._carry_out, actions))
 
     def waits_for(self) -> str:
-        """Whom the next action waits for."""
+        """Return, in words, whom the next action waits for."""
         boards = () if self._boards is None else self._boards.fronts
         return self.on_board(lambda: self.machine.waits_for(boards)) or "the board"
 
     def forget(self) -> None:
-        """An engine has ended, or a later generation is gone."""
+        """Forget a change that is under way: an engine has ended."""
         self._give_up(GiveUp("an engine has ended"))
         self.machine.forget()
         self._close_boards()
 
     def say_once(self, what: str) -> None:
-        """A warning that is the same at every boundary."""
+        """Warn, once, of what is the same at every boundary."""
         if what != self._said:
             self._said = what
             logger.warning("%s", what)
 
     def on_board(self, read: Callable[[], T]) -> T | None:
-        """What `read` returns; None where the board has gone, which is opened again then."""
+        """Return what `read` returns; None where the board has gone, which is opened again then."""
         try:
             return read()
         except td.DistError as error:
@@ -118,7 +118,7 @@ class Driver:
 
     @property
     def trains_in(self) -> World | None:
-        """The generation that this process is in; in the window of a late change that which is to come."""
+        """Generation that this process is in; in the window of a late change the one to come."""
         return self.elastic.world if self._before is None else self._open_boards.world
 
     # ---- what goes in ------------------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ class Driver:
         for engine in self.engines:
             if engine.is_switching:
                 with engine.turn():
-                    engine.attempts.give_up(action.reason)
+                    engine.switcher.give_up(action.reason)
 
     @_do.register
     def _open(self, action: Open) -> None:
@@ -165,8 +165,7 @@ class Driver:
 
     @_do.register
     def _know(self, action: Know) -> None:
-        """Who holds nothing, and was passed over once, may have another number than before; it learns who trains, in
-        what, and what was registered."""
+        """Take numbers over: an idle member may get another one. It also learns what is trained."""
         self._open_boards.know(action.registry)
         for engine in self.engines:
             if engine.idle:
@@ -186,7 +185,7 @@ class Driver:
 
     @_do.register
     def _post_job(self, action: PostJob) -> None:
-        """All that a newcomer has to know to make each of the engines; plain JSON."""
+        """Post what a newcomer has to know to make each of the engines; plain JSON."""
         for place, engine in enumerate(self.engines):
             job = engine.job
             record = {
@@ -239,10 +238,10 @@ class Driver:
         refusals = dict[int, SwitchRefused | None]()
         for engine, proposal in moving:  # all of them before a thread begins, which asks each what it needs
             with engine.turn():
-                engine.attempts.settle_meshes(proposal)
+                engine.switcher.settle_meshes(proposal)
                 if engine.idle:
                     rank = proposal.members.index(mine)
-                    refusals[engine.job.number] = engine.attempts.rehearse(proposal.layout, rank)
+                    refusals[engine.job.number] = engine.switcher.rehearse(proposal.layout, rank)
         wanted = [
             partial(needs, engine, proposal.layout, proposal.members, proposal.late) for engine, proposal in moving
         ]
@@ -252,7 +251,7 @@ class Driver:
                 if proposal.moves_nothing:
                     agreement.say_prepared(its[0], proposal)
                 else:
-                    engine.attempts.prepare(proposal, its, memory.check, nodes, refusals.get(engine.job.number))
+                    engine.switcher.prepare(proposal, its, memory.check, nodes, refusals.get(engine.job.number))
 
     @_do.register
     def _transact(self, action: Transact) -> None:
@@ -271,21 +270,21 @@ class Driver:
         joint.end()
 
     def _transact_late(self, engine: EngineParts) -> None:
-        """The first vote, and `entered` where it is a yes; the record, and `ended`, may come later."""
+        """Vote for the first time. `entered` follows where it is a yes; the record, and `ended`, may come later."""
         if engine.preparation is not None:
             self._own_error = engine.preparation.own_error or self._own_error
         with engine.turn():
-            engine.attempts.transact(self._place)
+            engine.switcher.transact(self._place)
 
     def entered(self, engine: EngineParts) -> None:
-        """All train in the new world of a late switch: if it is one of a change of members, on its board."""
+        """Move to the boards of a change of members whose new world trains, before its record is written."""
         machine = self.machine
         if engine.preparation is not None and machine.tries_now(engine.preparation.proposal):
             self._before, boards = engine.context, self._open_boards
             boards.adopt(engine, 0, self.elastic.candidates(boards.world, machine.registry))
 
     def ended(self, engines: Sequence[EngineParts], outcome: Outcome) -> None:
-        """A change of members has its record, or was rolled back."""
+        """Follow the record of a change of members, or its roll-back."""
         if outcome.is_uncertain:
             self.elastic.abort()
         for engine in engines:
@@ -390,7 +389,7 @@ def held_by(engine: EngineParts, say: Callable[[str], None], replaced: Callable[
 
 
 def _goes_late(engine: EngineParts, say: Callable[[str], None], layout: Layout) -> bool:
-    """As the configuration asks, where it can be."""
+    """Return whether the configuration asks for a late switch, and it can be one."""
     if not engine.settings.late:
         return False
     try:
@@ -419,7 +418,7 @@ def _since(engine: EngineParts, replaced: Callable[[], tuple[int, ...] | None]) 
 
 
 def _copies(engine: EngineParts) -> tuple[Had, ...]:
-    """What is there; nothing of it is read."""
+    """Return the copies that this process has, without reading them."""
     kept, mine = engine.kept, engine.control.member
     rank = engine.members.index(mine) if mine in engine.members else None
     return tuple(
@@ -434,7 +433,7 @@ def _copies(engine: EngineParts) -> tuple[Had, ...]:
 
 
 def _damaged(engine: EngineParts, whole: WholeCopies) -> tuple[int, ...]:
-    """Of which ranks the copy that this member is to give is damaged."""
+    """Return the ranks whose copy this member is to give and is damaged."""
     kept, mine, found = engine.kept, engine.control.member, list[int]()
     for rank in [rank for rank, holder in enumerate(whole.holders) if holder == mine]:
         copy = None if kept is None else kept.find(whole.mark, rank)

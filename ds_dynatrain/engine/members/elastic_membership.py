@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import json
 import threading
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch import nn
@@ -23,7 +24,6 @@ from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.liveness import Watch, ended_in_error, post_end
 from ds_dynatrain.engine.members.boundaries import Boundaries
-from ds_dynatrain.engine.members.description import plain_part
 from ds_dynatrain.engine.members.destinations import Registry
 from ds_dynatrain.engine.members.discarded import guarded
 from ds_dynatrain.engine.members.elastic import Elastic
@@ -56,51 +56,51 @@ class ElasticMembership(Elastic):
 
     @property
     def node(self) -> str:
-        """As the agent calls it."""
+        """Name of the node, as its agent gives it."""
         return self.member.place.node
 
     @property
     def formed(self) -> tuple[int, str]:
-        """As the coordinator has published it."""
+        """Number of the generation that trains here, and the coordinator's reason for it."""
         world = self._boundaries.driver.trains_in
         return (0, "") if world is None else (world.generation, world.reason)
 
     # ---- an engine is made, and ends ---------------------------------------------------------------------------------
 
     def refuse(self, settings: DynatrainConfig, model: nn.Module) -> None:
-        """UnsupportedError for a model that is cut already, and for lean switches."""
+        """Raise UnsupportedError for a model that is cut already, and for lean switches."""
         refuse_cut(model, beside=bool(self._jobs))
         if settings.safety == "lean":
             raise usage("lean switches where members come and go").error()
 
     def new_status(self) -> GroupStatus:
-        """One that makes WorldChanged of a lost peer."""
+        """Return a status that makes WorldChanged of a lost peer."""
         made = GroupStatus()
         self._first.add(made)
         return made
 
     def could_not_build(self) -> None:
-        """To the others it is lost."""
+        """Let the others count this member as lost."""
         self.member.stop(has_ended=False)
 
     def add(self, engine: EngineCore) -> None:
-        """It ends by this member."""
+        """Remember the engine's job: with the last one the member goes."""
         self._jobs.append(engine.job)
 
     def begin(self, world: World, members: tuple[int, ...]) -> None:
-        """All have a number from here on."""
+        """Enter the generation in which the job starts: all have a number from here on."""
         if self.world is None:
             registry = Registry().extended(world.members)
             self.enter(world, registry, registry.ids_of(members))
         self._first.clear()
 
     def say_end(self, engine: EngineCore) -> None:
-        """On the board, unless this process leaves and the job goes on."""
+        """Say it on the board, unless this process leaves and the job goes on."""
         if not self.member.is_leaving:
             post_end(engine.control)
 
     def remove(self, engine: EngineCore) -> None:
-        """With the last engine the member goes. One that ends late, of a job before in this process, is none of its."""
+        """End the member with its last engine. An engine of an earlier job of this process does not count."""
         left = [job for job in self._jobs if job is not engine.job]
         if len(left) == len(self._jobs):
             return
@@ -110,22 +110,21 @@ class ElasticMembership(Elastic):
             self.member.stop(has_ended=not ended_in_error())
 
     def end_script(self, engine: EngineCore) -> None:
-        """Nobody waits; what is left of torch and DeepSpeed is not visited: that is 0.8 s of a core, and a node that
-        was told to go has little time."""
+        """Spare the last garbage collection: it takes 0.8 s, and a node that was told to go has little time."""
         gc.freeze()
 
     def watch(self, board: Control) -> Watch:
-        """The coordinator sees to the dead."""
+        """Look for ended scripts alone: the coordinator sees to the dead."""
         return Watch(board, by_hearts=False)
 
     def activate_between(self, engine: EngineCore) -> None:
-        """The first engine's world."""
+        """Let `torch.distributed` speak of the first engine's world."""
         engine.activate()
 
     # ---- a loss, in any thread ---------------------------------------------------------------------------------------
 
     def lose(self, known: Collection[str], there: Collection[int]) -> frozenset[str]:
-        """See `Lose`. Communicators of an accelerator are aborted at once.
+        """See `Elastic.lose`. Communicators of an accelerator are aborted at once.
 
         No group may stay where a switch is prepared or carried out: this thread does not know which groups are whose
         then. Nor of several engines, whose groups may have been built side by side.
@@ -139,7 +138,7 @@ class ElasticMembership(Elastic):
         return frozenset[str]().union(*(world.lose(known if is_clear else (), there) for world in worlds))
 
     def abandon(self) -> None:
-        """A failure has overtaken a world in which an engine is being made."""
+        """End what is under way in worlds in which engines are being made."""
         self._tear(list(self._first))
 
     def waits(self, blocked_seconds: float) -> tuple[str, float]:
@@ -171,11 +170,11 @@ class ElasticMembership(Elastic):
         return f"generation {newest.generation}: {newest.reason}"
 
     def open_window(self, engine: EngineCore) -> None:
-        """Remember where it begins, in case that it is discarded."""
+        """Remember where the global batch begins, in case that it is discarded."""
         parts_of(engine).window.open(stays_discarded=self.stays_discarded(engine))
 
     def stays_discarded(self, engine: EngineCore) -> bool:
-        """The first engine's batch, in which the world was aborted, is not over."""
+        """Return whether the first engine is still in the batch in which the world was aborted."""
         first = self._boundaries.first
         return engine is not first and first.is_discarded
 
@@ -187,7 +186,7 @@ class ElasticMembership(Elastic):
             self._boundaries.see_failure()
 
     def surviving(self, engine: EngineCore, call: Callable[[], T], again: Callable[[], T]) -> T:
-        """The world is formed anew in between."""
+        """Form the world anew if `call` has lost it, and return what `again` does then."""
         boundaries, losses, was = self._boundaries, self._boundaries.losses, self._is_in_call
         try:
             self._is_in_call = True
@@ -205,17 +204,17 @@ class ElasticMembership(Elastic):
         return again()
 
     def returned(self, engine: EngineCore, output: Any) -> Any:
-        """With losses whose `backward` survives a death, too."""
+        """Return the output with losses whose `backward` survives a death, too."""
         return guarded(parts_of(engine).window.remember(output), engine, self)
 
     # ---- switches ----------------------------------------------------------------------------------------------------
 
     def reopen(self, engine: EngineCore) -> None:
-        """The coordinator may have been started again."""
+        """Connect to the board again if the coordinator was started again."""
         self._boundaries.reopen(engine)
 
     def able(self, engine: EngineCore) -> tuple[int, ...]:
-        """All; of several engines, only those that work: the engines share their members."""
+        """Return all members; of several engines only those that work, since the engines share them."""
         return engine.members if PROCESS.is_shared else engine.candidates.members
 
     def guard(self, preparation: Preparation) -> None:
@@ -231,7 +230,7 @@ class ElasticMembership(Elastic):
 
     @property
     def _generation_ahead(self) -> int:
-        """That which this member is on its way to, or is in."""
+        """Number of the generation that this member is on its way to, or is in."""
         machine = self._boundaries.driver.machine
         world = self.world if machine.world is None else machine.world
         return 0 if world is None else world.generation
@@ -243,12 +242,12 @@ class ElasticMembership(Elastic):
             member.enter(machine.world)
 
     def entered(self, engine: EngineCore) -> None:
-        """Until it has ended nobody may be lost, in neither world."""
+        """Take any loss in either world for a failure until the late switch has ended."""
         self.enter_window(self._generation_ahead)
         self._boundaries.driver.entered(parts_of(engine))
 
     def ended(self, engine: EngineCore, proposal: Proposal, outcome: Outcome) -> None:
-        """If this member cannot know how, all have to say what they hold."""
+        """Follow the end of a switch. If this member cannot know how it ended, all have to say what they hold."""
         driver = self._boundaries.driver
         if driver.machine.tries_now(proposal):
             driver.ended([parts_of(engine)], outcome)
@@ -262,15 +261,26 @@ class ElasticMembership(Elastic):
             self.let_go(engine.job.number)
 
     def tell(self, engine: EngineCore, event: SwitchEvent) -> None:
-        """The coordinator keeps it for them."""
+        """Send the event to the coordinator, which keeps it for them."""
         self.member.switched(told(engine.job.number, event))
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def loaded(self, engine: int) -> tuple[Any, ...] | None:
-        """On a newcomer, whose state comes in the switch."""
+        """Return the job's own result on a newcomer, whose state comes in the switch."""
         return tuple(self.loads.get(engine) or (None, {})) if self.is_newcomer else None
 
     def remember_load(self, engine: int, result: Sequence[Any]) -> None:
-        """What JSON has a word for."""
+        """Keep the parts of the result that JSON has a word for."""
         self.loads[engine] = [plain_part(part) for part in result]
+
+
+def plain_part(value: Any) -> Any:
+    """Return what of a value JSON has a word for; the rest of a dictionary is left out, anything else is None."""
+    if isinstance(value, Mapping):
+        parts = {str(key): plain_part(part) for key, part in value.items()}
+        return {key: part for key, part in parts.items() if part is not None}
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError):
+        return None

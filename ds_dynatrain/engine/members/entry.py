@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch.distributed as td
 from torch._C._distributed_c10d import HashStore
@@ -14,16 +14,19 @@ from torch._C._distributed_c10d import HashStore
 from ds_dynatrain.adapters.device import warm
 from ds_dynatrain.adapters.launch_world import LaunchWorld, launch_store
 from ds_dynatrain.adapters.process_groups import serve_host
+from ds_dynatrain.adapters.watched import GroupStatus
 from ds_dynatrain.adapters.worlds import Note
 from ds_dynatrain.config import DynatrainConfig
-from ds_dynatrain.elastic.environment import WorkerPlace
+from ds_dynatrain.elastic.connection import ask_status
+from ds_dynatrain.elastic.environment import WorkerPlace, job_token
+from ds_dynatrain.elastic.process import at_exit
 from ds_dynatrain.elastic.store import connected
 from ds_dynatrain.elastic.world import World
 from ds_dynatrain.engine.context import Boards, Candidates, Context
 from ds_dynatrain.engine.control import Control
-from ds_dynatrain.engine.liveness import Wait
+from ds_dynatrain.engine.liveness import Wait, ended_in_error
 from ds_dynatrain.engine.members.destinations import Registry
-from ds_dynatrain.engine.members.elastic import Elastic
+from ds_dynatrain.engine.members.elastic import CONNECT_SECONDS, Elastic
 from ds_dynatrain.engine.members.elastic_membership import ElasticMembership
 from ds_dynatrain.engine.members.fixed_launch import FixedLaunch
 from ds_dynatrain.engine.members.membership import Membership
@@ -34,6 +37,9 @@ from ds_dynatrain.report import logger, telling_if_long
 START_SECONDS = 1800.0
 """Processes of one launch may build their models at different speeds: as long as DeepSpeed itself waits."""
 POLL_SECONDS = 0.02
+LOOK_SECONDS = 0.5
+"""Between two looks whether a job runs already, of a process that waits for one to start."""
+T = TypeVar("T")
 
 
 @dataclass
@@ -58,11 +64,11 @@ class Entry:
 
     @property
     def joins(self) -> bool:
-        """Whether it comes into a job that runs."""
+        """Whether the process comes into a job that runs."""
         return self.record is not None
 
     def exchange(self, key: str, mine: Any) -> dict[int, Any]:
-        """What each process that starts has posted under a key."""
+        """Post something under a key, and return what each process that starts has posted."""
         if self.joins:
             return {self.mine: mine}
         self.control.post(f"{key}/{self.mine}", mine)
@@ -72,7 +78,7 @@ class Entry:
             return self.control.gather(key, range(self.size), what, deadline, self.stop)
 
     def context(self, records: Mapping[int, Mapping[str, Any]]) -> Context:
-        """Those of the start. records: what all have posted of themselves."""
+        """Return the context of the start. records: what all have posted of themselves."""
         nodes = {member: str(record["node"]) for member, record in records.items()}
         return Context(self.launch, Candidates(self.mine, nodes), self.control, self.background)
 
@@ -85,12 +91,12 @@ class Entry:
         return 0 if self.world is None else self.world.generation
 
     def stop(self) -> None:
-        """WorldChanged where what is being made will not come about."""
+        """Raise WorldChanged where what is being made will not come about."""
         self.membership.stop_if_over(self._generation)
 
 
 def with_launch(seconds: float, known: Membership | None) -> Entry:
-    """With all processes of a launch, each of which makes its engines in the same order. known: of those before."""
+    """Start with all processes of a launch, which make their engines in one order. known: of engines before."""
     launch, store = LaunchWorld.current(), connected(launch_store, seconds)
     serve_host(launch.group, store, seconds)
     number = Control(store, "dynatrain", launch.member, seconds).count(f"engines/{launch.member}")
@@ -99,50 +105,45 @@ def with_launch(seconds: float, known: Membership | None) -> Entry:
 
 
 def with_members(place: WorkerPlace, settings: DynatrainConfig, known: ElasticMembership | None = None) -> Entry:
-    """Into an elastic job, once the coordinator lets this process in: as one that starts it, or as a newcomer.
+    """Come into an elastic job, once the coordinator lets this process in: as one that starts it, or as a newcomer.
 
     known: this process as a member, if the coordinator knows it. SystemExit(0) if the job ends before that.
     TimeoutError, PeerRefused: see `Member.start`.
     """
     elastic, alone = known or ElasticMembership(place, settings), LaunchWorld.current()
-    try:
+    with _to_the_end_of_the_job(elastic):
         if known is None:
             elastic.member.start()
             warm()
         elastic.member.ready()
-        generation = 0
         with telling_if_long(start_of_job(elastic)):
-            while True:
+            entry: Entry | None = None
+            generation = 0
+            while entry is None:
                 world = elastic.member.wait_for_world(generation)
                 generation = world.generation
                 entry = into(elastic, world, alone, settings.timeout_seconds)
-                if entry is not None:
-                    return entry
-    except JobFinished as end:
-        logger.info("%s: %s", elastic.member.id, end)
-        elastic.member.stop()
-        raise SystemExit(0) from end
+    return entry
 
 
 def beside(membership: Membership, settings: DynatrainConfig, number: int) -> Entry:
-    """With one more engine of a process that has some in an elastic job. number: of this engine, from 1.
+    """Come in with one more engine of a process that has some in an elastic job. number: of this engine, from 1.
 
     ConfigError in one that joins a job with fewer engines. ElasticError if a member is lost meanwhile. SystemExit(0)
     if the job ends.
     """
-    alone, generation = LaunchWorld.current(), 0
-    if not isinstance(membership, ElasticMembership):
+    elastic, alone, generation = membership, LaunchWorld.current(), 0
+    if not isinstance(elastic, ElasticMembership):
         raise ConfigError(
             f"engine {number}: the others of this process were made in a launch of fixed size; make all engines after "
             "the process has joined the job (ds_dynatrain.init_distributed)"
         )
-    elastic = membership
     if elastic.is_newcomer and number > elastic.engine_count:
         raise ConfigError(
             f"this process cannot join the job: it makes engine {number}, and the job's processes have "
             f"{elastic.engine_count}; start it with the script of the others, which makes {elastic.engine_count}"
         )
-    try:
+    with _to_the_end_of_the_job(elastic):
         while True:
             world = elastic.world or elastic.member.wait_for_world(generation)
             generation = world.generation
@@ -151,6 +152,13 @@ def beside(membership: Membership, settings: DynatrainConfig, number: int) -> En
                 return entry
             if elastic.world is not None:
                 raise ElasticError(f"engine {number}: a member was lost while it was made; start the job again")
+
+
+@contextmanager
+def _to_the_end_of_the_job(elastic: Elastic) -> Iterator[None]:
+    """Raise SystemExit(0) if the job ends before this process is in it."""
+    try:
+        yield
     except JobFinished as end:
         logger.info("%s: %s", elastic.member.id, end)
         elastic.member.stop()
@@ -158,7 +166,7 @@ def beside(membership: Membership, settings: DynatrainConfig, number: int) -> En
 
 
 def into(elastic: ElasticMembership, world: World, alone: LaunchWorld, seconds: float, engine: int = 1) -> Entry | None:
-    """Into one generation; None if another one is to be waited for. engine: the number of the one that is made."""
+    """Come into one generation; None if another one is to be waited for. engine: the number of the one that is made."""
     if elastic.member.id not in world.members:
         _stay_outside(elastic, world, engine)
         return None
@@ -191,7 +199,7 @@ def into(elastic: ElasticMembership, world: World, alone: LaunchWorld, seconds: 
 
 
 def _stay_outside(elastic: Elastic, world: World, engine: int) -> None:
-    """Of a generation without this member, which joins a later one unless it was told to leave: JobFinished then.
+    """Stay out of a generation without this member, to join a later one. JobFinished if it was told to leave.
 
     After a failure those that stay ask all that leave what they hold, also one that has not come to join.
     ElasticError for a further engine: what it is made like is on the board of the generation before.
@@ -230,27 +238,24 @@ def _all_start(elastic: Elastic, world: World, boards: Boards, engine: int) -> b
         )
     _say_nothing_is_held(elastic, boards[0])
     asked = (*world.members, *world.leaving)
-    whom = f"one of {', '.join(asked)} to say what it holds, in generation {world.generation}"
-    with Wait(lambda: whom, elastic.member.waits_for) as wait:
-        while elastic.member.is_newest(world):
-            wait.look()
-            if boards[0].all_posted("survivor", asked):
-                return not any(boards[0].value(f"survivor/{one}")["holds"] for one in asked)
-            if elastic.member.is_finished:
-                raise JobFinished("the job has finished")
-            time.sleep(POLL_SECONDS)
-    return False
+    whom = f"one of {', '.join(asked)} to say what it holds"
+    if not _wait_on(elastic, world, whom, lambda: boards[0].all_posted("survivor", asked)):
+        return False
+    return not any(boards[0].value(f"survivor/{one}")["holds"] for one in asked)
 
 
 def _job_record(elastic: Elastic, world: World, boards: Boards) -> dict[str, Any] | None:
-    """What rank 0 says of the running job; None if a later generation comes first."""
-    whom = f"rank 0 of the running job, to say in generation {world.generation} what it trains"
-    with Wait(lambda: whom, elastic.member.waits_for) as wait:
+    """Return what rank 0 says of the running job; None if a later generation comes first."""
+    return _wait_on(elastic, world, "rank 0 of the running job to say what it trains", lambda: boards[0].read("job"))
+
+
+def _wait_on(elastic: Elastic, world: World, whom: str, look: Callable[[], T]) -> T | None:
+    """Return what `look` finds in the end; None if a later generation comes first. JobFinished if the job ends."""
+    with Wait(lambda: f"{whom}, in generation {world.generation}", elastic.member.waits_for) as wait:
         while elastic.member.is_newest(world):
             wait.look()
-            record: dict[str, Any] | None = boards[0].read("job")
-            if record is not None:
-                return record
+            if found := look():
+                return found
             if elastic.member.is_finished:
                 raise JobFinished("the job has finished")
             time.sleep(POLL_SECONDS)
@@ -272,3 +277,111 @@ def start_alone() -> None:
         td.destroy_process_group()
     store = HashStore()
     td.init_process_group("gloo", store=store, rank=0, world_size=1)
+
+
+# ---- before there is an engine ---------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Early:
+    """A member without an engine; `PROCESS` has it until `initialize` comes.
+
+    launch: the group that it stands in. entry: where the process starts a job; None where it joins one. joins: whether
+    a job ran already when it came.
+    """
+
+    membership: ElasticMembership
+    alone: LaunchWorld
+    launch: LaunchWorld
+    entry: Entry | None
+    is_taken: bool = False
+    joins: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.joins = self.entry is None
+
+    def install(self) -> None:
+        """Let `torch.distributed`, DeepSpeed and the environment variables speak of its group."""
+        self.launch.install()
+        at_exit(self.end)
+
+    def connect(self) -> None:
+        """Let tensors of an accelerator go over the group of those that start a job: all of them call it.
+
+        WorldChanged where one of them is lost meanwhile.
+        """
+        if self.entry is not None:
+            self.launch.connect(self.membership.timeout_seconds, self.entry.stop)
+
+    def take_over(self, settings: DynatrainConfig) -> Entry:
+        """Go on into the job with an engine; as `with_members`."""
+        entry, launch = self.entry, self.launch
+        self.is_taken = True
+        self.entry, self.launch = None, self.alone  # the group is to go soon, and this object lives to the end
+        elastic = self.membership
+        elastic.configure(settings)
+        if entry is not None and entry.world is not None:
+            seconds = settings.timeout_seconds
+            entry.control, entry.background = elastic.open_boards(entry.world, entry.mine, seconds)
+            return entry
+        self.alone.install()
+        launch.retire()
+        del launch
+        return with_members(elastic.member.place, settings, self.membership)
+
+    def end(self) -> None:
+        """Tell the coordinator that the script has ended: without an engine nobody else does."""
+        if not self.is_taken:
+            self.membership.member.stop(has_ended=not ended_in_error())
+
+
+def begin(place: WorkerPlace) -> Early:
+    """Come into the job of an elastic launch without an engine. SystemExit(0) if it ends before that."""
+    settings = DynatrainConfig()
+    elastic = ElasticMembership(place, settings)
+    start_alone()
+    alone = LaunchWorld.current()
+    with _to_the_end_of_the_job(elastic):
+        elastic.member.start()
+        with telling_if_long(start_of_job(elastic)):
+            entry = None if _is_running(elastic) else _start(elastic, alone, settings.timeout_seconds)
+    early = Early(elastic, alone, _node_of(elastic) if entry is None else entry.launch, entry)
+    early.install()
+    return early
+
+
+def _start(elastic: ElasticMembership, alone: LaunchWorld, seconds: float) -> Entry | None:
+    """Start a job with all others that do; None if one runs meanwhile that goes on without this process."""
+    member, generation = elastic.member, 0
+    warm()
+    member.ready()
+    while True:
+        try:
+            world = member.wait_for_world(generation, LOOK_SECONDS)
+        except TimeoutError:
+            if _is_running(elastic):
+                return None
+            continue
+        generation = world.generation
+        if world.survivors:
+            return None
+        entry = into(elastic, world, alone, seconds)
+        if entry is not None:
+            return None if entry.joins else entry
+
+
+def _is_running(elastic: Elastic) -> bool:
+    """Whether the coordinator has a world already, without this process."""
+    try:
+        where = elastic.member.place.coordinator
+        status = ask_status(where, job_token(where)[0], CONNECT_SECONDS)
+    except OSError:
+        return False
+    return status.generation > 0 and elastic.member.id not in status.ranks
+
+
+def _node_of(elastic: Elastic) -> LaunchWorld:
+    """Return the world of this process's node; its workers wait for each other."""
+    place = elastic.member.place
+    store = elastic.member.node_store(START_SECONDS)
+    return LaunchWorld.formed(store, "node", place.local_rank, place.local_size, START_SECONDS, GroupStatus())

@@ -52,10 +52,10 @@ class FixedLaunch(Membership):
                 return parts.window_in_words
             parts.fallback.at_boundary()
             if parts.switcher.connects_ahead():
-                parts.attempts.connect_ahead()
+                parts.switcher.connect_ahead()
             if not parts.switcher.is_due():
                 return ""
-            parts.attempts.transact(place)
+            parts.switcher.transact(place)
         if parts.idle:
             self._wait_for_work(parts, place)
             parts.settle_fallback()
@@ -70,7 +70,7 @@ class FixedLaunch(Membership):
             if engine.idle:
                 engine.changes.look()
                 if watch.look(engine.members):
-                    engine.attempts.cancel()
+                    engine.switcher.cancel()
                     engine.control.post(f"left/{engine.control.member}", True)
                     raise SystemExit(0)
                 switcher.pass_time(IDLE_POLL_SECONDS)

@@ -44,7 +44,7 @@ class JointSwitch:
         for engine in engines:
             if engine.is_switching:
                 with engine.turn():
-                    transaction = engine.attempts.transaction(place, is_part=len(engines) > 1)
+                    transaction = Transaction(engine, engine.switcher.prepared(), place, is_part=len(engines) > 1)
                 self._parts.append(_Part(engine, transaction, (engine.layout, engine.members)))
 
     @property
@@ -93,7 +93,7 @@ class JointSwitch:
     def _conclude(self, part: _Part, decision: Decision) -> None:
         transaction = part.transaction
         outcome = transaction.conclude(decision)
-        part.engine.attempts.note(transaction.preparation, outcome, part.was, self._begin)
+        part.engine.switcher.note(transaction.preparation, outcome, part.was, self._begin)
 
 
 class NodeMemory:

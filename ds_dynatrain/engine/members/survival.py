@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ds_dynatrain.engine.copies.whole import Frozen, Had, Mark, WholeCopies, missing, newest_whole
-from ds_dynatrain.space.layout import Layout
+from ds_dynatrain.space.layout import Layout, whole_replicas
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def _complete(layout: Layout, alive: Mapping[int, int]) -> tuple[Layout, tuple[i
 
     alive: rank -> member.
     """
-    replicas = layout.whole_replicas(alive)
+    replicas = whole_replicas(layout, alive)
     if not replicas:
         return None
     smaller = layout.replace(data=len(replicas))

@@ -1,4 +1,4 @@
-"""What must be equal on all processes of a job, as plain JSON, and how to name the first thing that differs."""
+"""What must be equal on all processes: their configurations, their models, and what extensions want."""
 
 from __future__ import annotations
 
@@ -55,17 +55,6 @@ def differing_machine(first: Mapping[str, str], other: Mapping[str, str], of_fir
 def plain(value: Any) -> Any:
     """A value as it comes back from JSON; TypeError for what JSON has no word for."""
     return json.loads(json.dumps(value))
-
-
-def plain_part(value: Any) -> Any:
-    """What of a value JSON has a word for; the rest of a dictionary is left out, anything else is None."""
-    if isinstance(value, Mapping):
-        parts = {str(key): plain_part(part) for key, part in value.items()}
-        return {key: part for key, part in parts.items() if part is not None}
-    try:
-        return plain(value)
-    except (TypeError, ValueError):
-        return None
 
 
 def _flatten(value: Any, path: str, found: dict[str, str]) -> None:
