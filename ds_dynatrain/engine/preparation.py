@@ -29,7 +29,7 @@ from ds_dynatrain.elastic.main_thread import OWN_WAITS
 from ds_dynatrain.engine import agreement
 from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.control import Control
-from ds_dynatrain.engine.sides import Side
+from ds_dynatrain.engine.digests import Side
 from ds_dynatrain.engine.transaction.session import Session
 from ds_dynatrain.engine.ways import POLL_SECONDS, Ways
 from ds_dynatrain.errors import DynatrainError, SwitchFailed, SwitchRefused

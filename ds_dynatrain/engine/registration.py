@@ -33,8 +33,8 @@ from ds_dynatrain.engine.digests import Digests, SideDigests, side_digests
 from ds_dynatrain.engine.encoding import fingerprint
 from ds_dynatrain.engine.requires_grad import with_others
 from ds_dynatrain.engine.space import space_of
+from ds_dynatrain.engine.transaction.certificate import agreed
 from ds_dynatrain.engine.transaction.session import Request, Session
-from ds_dynatrain.engine.transaction.shares import agreed
 from ds_dynatrain.engine.transaction.swap import Swap
 from ds_dynatrain.errors import CertificateError, CheckpointError, OutcomeUnknown, SwitchFailed, SwitchRefused
 from ds_dynatrain.space import MASTER, WEIGHT, LogicalTensor, VirtualParameterSpace, is_partitioned
@@ -286,7 +286,7 @@ class _Registration:
         engine, host, old = self.engine, self.engine.host, self.old
         self.kinds = self._kinds_held()
         check_census(host, old.vps, engine.rank, old.buffers, "before registering")
-        digests, _ = side_digests(old.vps, self.layout, engine.rank, old.buffers, self.kinds, set())
+        digests, _ = side_digests(old.vps, self.layout, engine.rank, old.buffers, self.kinds)
         model = _model_after(engine, self.asked)
         groups = self.asked.groups_of(host.basic_optimizer.param_groups, model.named)
         with replaced(host.basic_optimizer, "param_groups", groups):
@@ -308,7 +308,7 @@ class _Registration:
         lost = [part for part in STAYS if fingerprint(shared[part]) != fingerprint(old.shared[part])]
         if lost:
             raise CertificateError(f"{', '.join(lost)}: not the same after registering")
-        after, _ = side_digests(vps, self.layout, engine.rank, held, self.new_kinds, set())
+        after, _ = side_digests(vps, self.layout, engine.rank, held, self.new_kinds)
         self._verify(digests, after, expected, fingerprint(shared))
 
     def _kinds_held(self) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from ds_dynatrain.engine.checkpoints.restoration import ALWAYS, Goal, Opener, St
 from ds_dynatrain.engine.checkpoints.sources import Source, damaged_rows
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.digests import side_digests, state_digest
-from ds_dynatrain.engine.transaction.shares import agreed
+from ds_dynatrain.engine.transaction.certificate import agreed
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 from ds_dynatrain.report import logger
 from ds_dynatrain.space import WEIGHT, Pieces, VirtualParameterSpace
@@ -181,7 +181,7 @@ class FromCheckpoint:
     def prove(self, rank: int, buffers: Buffers, kinds: Sequence[str]) -> str:
         source, vps, session = self._source, self._vps, self._goal.session(self._engine.control)
         places = len(self._goal.members)
-        mine, _ = side_digests(vps, self._goal.layout, rank, buffers, tuple(kinds), set())
+        mine, _ = side_digests(vps, self._goal.layout, rank, buffers, tuple(kinds))
         whole = agreed(session, "digests", vps, self._goal.layout, rank, mine, "loaded")
         there = source.digests(self._reader, rank, places, session.all)
         wrong = []

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cached_property, reduce
 from typing import Any
 
@@ -27,12 +26,10 @@ from ds_dynatrain.engine.copies.copy import Copy
 from ds_dynatrain.engine.copies.kept import Kept
 from ds_dynatrain.engine.copies.whole import Frozen, WholeCopies
 from ds_dynatrain.engine.core import EngineCore
-from ds_dynatrain.engine.digests import Digests, SideDigests, side_digests
+from ds_dynatrain.engine.digests import SideDigests, of_kind, only, side_digests
 from ds_dynatrain.engine.encoding import blank_tensors, decode
-from ds_dynatrain.engine.sides import of_kind, only
-from ds_dynatrain.engine.transaction.certify import certify, joined_sides
+from ds_dynatrain.engine.transaction.certificate import Shares, certify, joined, joined_sides, shares
 from ds_dynatrain.engine.transaction.session import Session
-from ds_dynatrain.engine.transaction.shares import Shares, joined, shares
 from ds_dynatrain.errors import CheckpointDamaged, TransferError
 from ds_dynatrain.plan import SwitchPlan, has_one_holder, plan_switch, standing_in
 from ds_dynatrain.space import FROZEN, MASTER, WEIGHT, BufferId
@@ -131,7 +128,7 @@ class FromCopies:
 
     def prove(self, rank: int, buffers: Buffers, kinds: Sequence[str]) -> str:
         vps, layout = self._target, self._goal.layout
-        mine, _ = side_digests(vps, layout, rank, buffers, tuple(kinds), set())
+        mine, _ = side_digests(vps, layout, rank, buffers, tuple(kinds))
         return self.report(shares(vps, layout, self._goal.members, rank, mine))
 
     # ---- the moves ---------------------------------------------------------------------------------------------------
@@ -207,7 +204,7 @@ class FromCopies:
             before.append(self._shares_of_frozen(self._whole.frozen))
         mine = {
             "source": reduce(joined, before) if before else None,
-            "target": None if after is None else after.to_json(),
+            "target": after,
         }
         said = self._session.reduce("digests", mine, joined_sides, self._judge)
         if "digest" not in said:
@@ -217,33 +214,34 @@ class FromCopies:
         return str(said["digest"])
 
     def _judge(self, found: dict[str, Any]) -> dict[str, Any]:
-        before, after = (Shares.from_json(found[side]) for side in ("source", "target"))
-        return certify(self._target, self._layout, self._goal.layout, before, after)
+        return certify(self._target, self._layout, self._goal.layout, found)
 
-    def _shares_of(self, rank: int, copy: Copy) -> dict[str, Any]:
+    def _shares_of(self, rank: int, copy: Copy) -> Shares:
         """Of what a copy gives: its own digests, those of the weights that were cast, and of frozen ones."""
         vps = self._target.with_layout(self._layout, self._names)
         cast, pieces = self._cast[rank], vps.holding(self._layout, rank, MASTER)
-        whole, copies, places = dict[str, Digests](), dict[str, Digests](), dict[str, Digests]()
+        total = Shares(kinds=[(self._names[rank], sorted(self.kinds))], whole={}, copies={}, places={})
         parts = [(kind, kind, copy.digests[kind]) for kind in self.kinds if kind != WEIGHT and kind in copy.digests]
         parts.append((WEIGHT, MASTER, digest_pieces(only(pieces, tuple(cast)), cast, vps.bases)))
         if has_one_holder(vps, self._layout, WEIGHT) and WEIGHT in copy.digests:
             parts.append((WEIGHT, WEIGHT, copy.digests[WEIGHT]))
         for kind, as_cut, digests in parts:
             sums = shares(vps, self._layout, self._names, rank, SideDigests({as_cut: digests}))
-            for total, part in ((whole, sums.whole), (copies, sums.copies), (places, sums.places)):
+            for all_of, part in (
+                (total["whole"], sums["whole"]),
+                (total["copies"], sums["copies"]),
+                (total["places"], sums["places"]),
+            ):
                 if as_cut in part:
-                    total[kind] = part[as_cut] + total[kind] if kind in total else part[as_cut]
-        return Shares([(self._names[rank], sorted(self.kinds))], whole, copies, places).to_json()
+                    all_of[kind] = part[as_cut] + all_of[kind] if kind in all_of else part[as_cut]
+        return total
 
-    def _shares_of_frozen(self, frozen: Frozen) -> dict[str, Any]:
+    def _shares_of_frozen(self, frozen: Frozen) -> Shares:
         """Of frozen weights that are in no copy."""
         vps, rank = self._target.with_layout(frozen.layout, frozen.members), frozen.members.index(self._me)
         held, pieces = of_kind(self._frozen, WEIGHT), vps.holding(frozen.layout, rank, WEIGHT)
         mine = SideDigests({WEIGHT: digest_pieces(only(pieces, tuple(held)), held, vps.bases)})
-        return replace(
-            shares(vps, frozen.layout, frozen.members, rank, mine), kinds=[(self._me, sorted(self.kinds))]
-        ).to_json()
+        return {**shares(vps, frozen.layout, frozen.members, rank, mine), "kinds": [(self._me, sorted(self.kinds))]}
 
 
 def _session(engine: EngineCore, goal: Goal, whole: WholeCopies) -> Session:

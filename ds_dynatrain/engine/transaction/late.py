@@ -172,7 +172,7 @@ class LateTransaction(Transaction):
 
 
 def _together(one: SideDigests, other: SideDigests) -> SideDigests:
-    return SideDigests({**one.of, **other.of})
+    return {**one, **other}
 
 
 def _put_back(held: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -36,17 +36,24 @@ from ds_dynatrain.engine.carry import (
 )
 from ds_dynatrain.engine.census import check_census
 from ds_dynatrain.engine.core import EngineCore
-from ds_dynatrain.engine.digests import Digests, SideDigests, side_digests
+from ds_dynatrain.engine.digests import SideDigests, side_digests
 from ds_dynatrain.engine.encoding import blank_tensors, decode, encode, fingerprint
 from ds_dynatrain.engine.preparation import Preparation
 from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.engine.replicas import Settlement, furthest
 from ds_dynatrain.engine.replicas import judge as judge_replicas
-from ds_dynatrain.engine.transaction.certify import SIDES, certify, joined_sides
+from ds_dynatrain.engine.transaction.certificate import (
+    SIDES,
+    Doubts,
+    certify,
+    differing,
+    explained,
+    joined_sides,
+    shares,
+)
 from ds_dynatrain.engine.transaction.layers import LayerStates
 from ds_dynatrain.engine.transaction.meeting import Meeting, Outcome
 from ds_dynatrain.engine.transaction.session import Decision, Session
-from ds_dynatrain.engine.transaction.shares import Doubts, Shares, differing, explained, shares
 from ds_dynatrain.engine.transaction.swap import Swap
 from ds_dynatrain.errors import CensusError, CertificateError, DynatrainError, OutcomeUnknown, SwitchFailed
 from ds_dynatrain.plan import MemberPlan
@@ -71,7 +78,7 @@ class Transaction(Meeting):
         self.new_streams: streams.Streams | None = None
         self.source_digests: SideDigests | None = None
         self.target_digests: SideDigests | None = None
-        self.kept_share: dict[str, Digests] = {}
+        self.kept_share: SideDigests = {}
         self.old_config = engine.host.present_config
         self.settlement = Settlement()
         self.layers = LayerStates(engine, self.control, self.proposal)
@@ -367,9 +374,9 @@ class Transaction(Meeting):
         report: dict[str, Any] = {"source": None, "target": None}
         if source is not None and self.source_digests is not None:
             before = self.proposal.source_layout, self.proposal.source_members
-            report["source"] = shares(vps, *before, source, self.source_digests).to_json()
+            report["source"] = shares(vps, *before, source, self.source_digests)
         if target is not None and self.target_digests is not None:
-            report["target"] = shares(vps, layout, members, target, self.target_digests).to_json()
+            report["target"] = shares(vps, layout, members, target, self.target_digests)
         return report
 
     def _check_target(self, rank: int) -> None:
@@ -391,9 +398,8 @@ class Transaction(Meeting):
     def _judge(self, report: dict[str, Any]) -> Decision:
         """On the first member: the certificate, from what all say."""
         vps, layouts = self.preparation.vps, (self.proposal.source_layout, self.proposal.layout)
-        before, after = (Shares.from_json(report[side]) for side in SIDES)
         try:
-            said = certify(vps, *layouts, before, after)
+            said = certify(vps, *layouts, report)
         except CertificateError as error:
             return Decision(False, f"CertificateError: {error}")
         return Decision("digest" in said, "copies of one state differ" if "doubts" in said else "", said=said)
