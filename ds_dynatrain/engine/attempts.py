@@ -23,12 +23,9 @@ from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.pending import PendingSwitch
 from ds_dynatrain.engine.preparation import Preparation
 from ds_dynatrain.engine.process import PROCESS
-from ds_dynatrain.engine.summary import event_of
 from ds_dynatrain.engine.telling import Telling
-from ds_dynatrain.engine.transaction.connecting import connect_ahead
-from ds_dynatrain.engine.transaction.late import LateTransaction
 from ds_dynatrain.engine.transaction.lean import LeanTransaction
-from ds_dynatrain.engine.transaction.meeting import Outcome
+from ds_dynatrain.engine.transaction.meeting import Outcome, connect_ahead, event_of
 from ds_dynatrain.engine.transaction.switch import Transaction
 from ds_dynatrain.errors import SwitchRefused
 from ds_dynatrain.report import Outcome as HowItEnded
@@ -64,7 +61,7 @@ def parts_in_use(engine: EngineCore, proposal: Proposal) -> list[str]:
 class _Entered:
     """A late switch between its two votes. was: layout and members before it; begin: in seconds."""
 
-    transaction: LateTransaction
+    transaction: Transaction
     was: tuple[Layout, tuple[int, ...]]
     begin: float
 
@@ -191,7 +188,7 @@ class Attempts:
         begin, engine, preparation = time.perf_counter(), self.engine, self._prepared()
         was = engine.layout, engine.members
         if preparation.proposal.late:
-            self._enter(_Entered(LateTransaction(engine, preparation, place), was, begin))
+            self._enter(_Entered(Transaction(engine, preparation, place), was, begin))
             return
         with without_collection():
             if engine.is_lean:

@@ -17,7 +17,7 @@ from ds_dynatrain.adapters.shaper import Shaper
 from ds_dynatrain.adapters.world import World
 from ds_dynatrain.data.cursor import Cursor
 from ds_dynatrain.engine import ending
-from ds_dynatrain.engine.checkpoints.from_checkpoint import Part
+from ds_dynatrain.engine.checkpoints.restore import Part
 from ds_dynatrain.engine.context import Context
 from ds_dynatrain.engine.job import Job
 from ds_dynatrain.engine.members.discarded import needs_peers, plain

@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as td
 
 from ds_dynatrain.adapters.device import is_accelerated, synchronize
-from ds_dynatrain.engine import agreement, feasible, registration
+from ds_dynatrain.engine import agreement, feasible, registration, regrouping
 from ds_dynatrain.engine.agreement import Proposal, SwitchRequest
 from ds_dynatrain.engine.attempts import Attempts
 from ds_dynatrain.engine.changes import Changes
@@ -169,7 +169,7 @@ class Switcher:
 
     def register(self, groups: list[Mapping[str, Any]]) -> bool:
         """See `DynatrainEngine.update_param_groups`."""
-        return registration.register(self.engine, self.place_in_training(), groups, self.in_the_way())
+        return regrouping.register(self.engine, self.place_in_training(), groups, self.in_the_way())
 
     def in_the_way(self, of_reading: bool = False) -> str:
         """Why what wants the state to itself cannot be now, in words; nothing if it can.

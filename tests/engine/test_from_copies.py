@@ -14,8 +14,7 @@ import torch.distributed as td
 from ds_dynatrain.adapters.worlds import WorldSpec, build_world, drop
 from ds_dynatrain.buddies.message import copy_of, header_of
 from ds_dynatrain.buddies.taking import take
-from ds_dynatrain.engine.checkpoints.restoration import Goal, Restoration
-from ds_dynatrain.engine.checkpoints.restore import let_go
+from ds_dynatrain.engine.checkpoints.restoration import Goal, Restoration, let_go
 from ds_dynatrain.engine.copies.from_copies import from_copies, serve
 from ds_dynatrain.engine.copies.kept import Kept, Room
 from ds_dynatrain.engine.copies.whole import Had, WholeCopies

@@ -7,7 +7,7 @@ one under its own number, of the others as a stand-in. Who holds a copy and has 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, reduce
 from typing import Any
@@ -15,13 +15,11 @@ from typing import Any
 import torch
 
 from ds_dynatrain.adapters.device import is_accelerated
-from ds_dynatrain.adapters.placement import Memory
-from ds_dynatrain.adapters.regroup import Regrouping
 from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.adapters.world import World
 from ds_dynatrain.engine import streams
 from ds_dynatrain.engine.checkpoints.extra_state import merged_rest, rest_ranks
-from ds_dynatrain.engine.checkpoints.restoration import ALWAYS, Goal, Opener, StateSource
+from ds_dynatrain.engine.checkpoints.restoration import Goal, Opener, StateSource
 from ds_dynatrain.engine.copies.copy import Copy
 from ds_dynatrain.engine.copies.kept import Kept
 from ds_dynatrain.engine.copies.whole import Frozen, WholeCopies
@@ -62,7 +60,7 @@ def serve(engine: EngineCore, goal: Goal, whole: WholeCopies, kept: Kept | None,
         raise
 
 
-class FromCopies:
+class FromCopies(StateSource):
     """See `StateSource`."""
 
     def __init__(self, engine: EngineCore, goal: Goal, whole: WholeCopies, kept: Kept | None, world: World) -> None:
@@ -77,8 +75,6 @@ class FromCopies:
         self._frozen: Buffers = {} if kept is None else kept.frozen
         self._target = engine.vps.with_layout(goal.layout, goal.members)
         self._rests: dict[int, dict[str, Any]] = {}
-        self.client_state: dict[str, Any] = {}
-        self.registration: Regrouping | None = None
         for rank, copy in self._copies.items():
             self._session.say(f"said/{rank}", copy.said)
 
@@ -103,9 +99,6 @@ class FromCopies:
     def kinds(self) -> Sequence[str]:
         there = self._said(0)["kinds"]
         return [kind for kind in self._target.present_kinds(self._layout) if kind in there]
-
-    def memory(self, memory: Mapping[str, Memory]) -> dict[str, Memory]:
-        return {kind: made_of for kind, made_of in memory.items() if kind in ALWAYS or kind in self.kinds}
 
     def fill(self, rank: int, buffers: Buffers) -> None:
         self.give(buffers)

@@ -10,9 +10,9 @@ from ds_dynatrain.adapters.world import World as GroupsOfWorld
 from ds_dynatrain.adapters.worlds import WorldSpec, build_world, drop
 from ds_dynatrain.elastic.world import World
 from ds_dynatrain.engine.agreement import Proposal
-from ds_dynatrain.engine.checkpoints import restore as checkpoint
 from ds_dynatrain.engine.checkpoints.joint import restore_all
 from ds_dynatrain.engine.checkpoints.restoration import Goal, Restoration
+from ds_dynatrain.engine.checkpoints.restoration import let_go as empty
 from ds_dynatrain.engine.copies.from_copies import from_copies
 from ds_dynatrain.engine.copies.from_copies import serve as serve_from
 from ds_dynatrain.engine.copies.whole import WholeCopies
@@ -80,7 +80,7 @@ def _are_restored(
         for engine, proposal, whole in parts:
             world, where = worlds[engine.job.number], f"copies of step {whole.mark.step}"
             with engine.turn():
-                checkpoint.let_go(engine)
+                empty(engine)
                 opener = from_copies(whole, engine.kept, world)
                 Restoration(engine, _goal(proposal, world), opener, where, None).run()
                 engine.control.track_teardown(world.retire_transfer())
