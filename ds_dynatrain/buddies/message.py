@@ -16,6 +16,7 @@ from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.engine.copies.copy import Copy, Mark
 from ds_dynatrain.engine.encoding import announced
 from ds_dynatrain.errors import DynatrainError, TransferError
+from ds_dynatrain.records import from_record, to_record
 from ds_dynatrain.space import BufferId
 
 ALIGN = 64
@@ -61,7 +62,7 @@ def header_of(copy: Copy) -> bytes:
     rows = [[row.kind, row.name.place, row.name.index, _name(row.dtype), row.numel] for row in rows_of(copy.buffers)]
     digests = {kind: base64.b64encode(held.tobytes()).decode() for kind, held in copy.digests.items()}
     said = {"said": copy.said, "digests": digests, "said_digest": copy.said_digest}
-    return json.dumps({"mark": copy.mark.to_dict(), "rank": copy.rank, "rows": rows, **said}).encode()
+    return json.dumps({"mark": to_record(copy.mark), "rank": copy.rank, "rows": rows, **said}).encode()
 
 
 def copy_of(header: bytes, memory: torch.Tensor) -> Copy:
@@ -71,7 +72,7 @@ def copy_of(header: bytes, memory: torch.Tensor) -> Copy:
         rows = [_row(*each) for each in found["rows"]]
         buffers, tensors = spread(memory, rows, shapes_of(found["said"]))
         digests = {kind: np.frombuffer(base64.b64decode(held), np.uint64) for kind, held in found["digests"].items()}
-        mark, rank = Mark.from_dict(found["mark"]), int(found["rank"])
+        mark, rank = from_record(Mark, found["mark"]), int(found["rank"])
         return Copy(mark, rank, buffers, found["said"], tensors, digests, str(found["said_digest"]))
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, RecursionError, DynatrainError) as error:
         raise TransferError(f"the header of a copy cannot be read ({type(error).__name__}: {error})") from error

@@ -9,9 +9,8 @@ called (`registration.catch_up`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import zip_longest
 from typing import Any
 
@@ -80,10 +79,7 @@ def _carry_out(engine: EngineCore, key: str, asked: Regrouping, begun: bool) -> 
     before = Before.of(engine)
     side = engine.layout, engine.members, before.world
     goal = Goal(*side, key, f"{key}/record", what="update_param_groups", is_patient=False)
-
-    def opener(engine: EngineCore, goal: Goal, _: Any) -> AbstractContextManager[StateSource]:
-        return nullcontext(FromGroups(engine, goal, asked, begun, before))
-
+    opener = partial(FromGroups, engine, goal, asked, begun, before)
     try:
         decision = Restoration(engine, goal, opener, "new parameter groups", before).vote()
     finally:
@@ -242,11 +238,12 @@ class FromGroups(StateSource):
         scalars: dict[str, dict[str, float]] = {}
         for number, tensor in enumerate(model.tensors[: model.trainable]):
             before = old.line.index(tensor.name)
-            held: Mapping[str, Any] = self._before.scalars.of(before)
+            held: Mapping[str, float] = self._before.scalars.of(before)
             if self._begun and not old.tensors[before].trainable:
-                held = rule_of(optimizer).scalars_of(optimizer.param_groups[tensor.group])
+                first = rule_of(optimizer).scalars_of(optimizer.param_groups[tensor.group])
+                held = {name: float(value) for name, value in first.items()}
             for name, value in held.items():
-                scalars.setdefault(name, {})[str(number)] = float(value)
+                scalars.setdefault(name, {})[str(number)] = value
         return {**self._before.shared, "scalars": scalars}
 
     def prove(self, rank: int, buffers: Buffers, kinds: Sequence[str]) -> str:

@@ -20,6 +20,7 @@ from ds_dynatrain.engine.copies.copy import Copy, Mark
 from ds_dynatrain.engine.copies.kept import Kept
 from ds_dynatrain.engine.encoding import encode
 from ds_dynatrain.errors import TransferError
+from ds_dynatrain.records import from_record, to_record
 from ds_dynatrain.space import EXP_AVG, MASTER, BufferId, Layout
 
 SECONDS = 20.0
@@ -275,4 +276,4 @@ def test_marks_are_ordered_by_age() -> None:
         replace(MARK, generation=4, segment="4.0", step=0),
     ]
     assert sorted(ages, key=lambda mark: mark.moment) == ages
-    assert [Mark.from_dict(mark.to_dict()) for mark in ages] == ages
+    assert [from_record(Mark, to_record(mark)) for mark in ages] == ages

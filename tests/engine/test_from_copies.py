@@ -6,6 +6,7 @@ Whoever is dead plays a newcomer. Ranks that have copies and no place in the new
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,11 +16,12 @@ from ds_dynatrain.adapters.worlds import WorldSpec, build_world, drop
 from ds_dynatrain.buddies.message import copy_of, header_of
 from ds_dynatrain.buddies.taking import take
 from ds_dynatrain.engine.checkpoints.restoration import Goal, Restoration, let_go
-from ds_dynatrain.engine.copies.from_copies import from_copies, serve
+from ds_dynatrain.engine.copies.from_copies import FromCopies, serve
 from ds_dynatrain.engine.copies.kept import Kept, Room
 from ds_dynatrain.engine.copies.whole import Had, WholeCopies
 from ds_dynatrain.engine.members.survival import Survivor, whole_copies
 from ds_dynatrain.engine.transaction.session import Session
+from ds_dynatrain.records import from_record, to_record
 from ds_dynatrain.space import Layout
 from tests.engine import axis_walks, oracle
 from tests.engine.axis_walks import Subject
@@ -55,7 +57,7 @@ def kept_by(engine: Any, dead: int) -> tuple[Kept, WholeCopies | None]:
             True,
             True,
             laid_out,
-            tuple(Had(mine.mark, each, each == rank).to_json() for each in had[rank]),
+            tuple(to_record(Had(mine.mark, each, each == rank)) for each in had[rank]),
             (laid_out, rank) if told[rank][2] else None,
         )
         for rank in range(size)
@@ -79,9 +81,9 @@ def case(find: Callable[[], Subject], dtype: str, at: Layout, target: Layout, de
                 subject.step(engine, next(batches))
             kept, whole = kept_by(engine, dead)
             if parts.rank == 0 and whole is not None:
-                session.say("whole", whole.to_json())
+                session.say("whole", to_record(whole))
             before = oracle.gather(engine, subject.places), [subject.step(engine, next(batches)) for _ in range(MORE)]
-        whole = WholeCopies.from_json(session.said_by(session.members[0], "whole", "a test"))
+        whole = from_record(WholeCopies, session.said_by(session.members[0], "whole", "a test"))
         mine, members = control.member, tuple(range(4 - target.world_size, 4))
         after, seconds, ties = None, control.timeout_seconds, parts.vps.ties(target)
         if mine in members or mine in whole.members:
@@ -91,10 +93,11 @@ def case(find: Callable[[], Subject], dtype: str, at: Layout, target: Layout, de
             goal = Goal(target, members, world, KEY, f"{KEY}/record")
             let_go(parts)
             if mine in members:
-                Restoration(parts, goal, from_copies(whole, kept, world), "copies", None).run()
+                source = partial(FromCopies, parts, goal, whole, kept)
+                Restoration(parts, goal, source, "copies", None).run()
                 control.track_teardown(world.retire_transfer())
             else:
-                serve(parts, goal, whole, kept, world)
+                serve(parts, goal, whole, kept)
                 control.track_teardown(drop(world))
         if old is not None:
             control.track_teardown(drop(old))

@@ -10,6 +10,7 @@ import pytest
 from ds_dynatrain.engine.copies.copy import Mark
 from ds_dynatrain.engine.copies.whole import Frozen, Had, WholeCopies, newest_whole
 from ds_dynatrain.engine.members.survival import Source, Survivor, joint_loss, whole_copies, whole_state
+from ds_dynatrain.records import from_record, to_record
 from ds_dynatrain.space import Layout
 
 
@@ -130,7 +131,7 @@ class TestCopies:
         (found,) = newest_whole([self.had(*(rank for rank in range(4) if rank != dead))])
         holders = tuple(10 + (self.buddy[dead] if rank == dead else rank) for rank in range(4))
         assert found == WholeCopies(self.mark(5), holders)
-        assert WholeCopies.from_json(found.to_json()) == found
+        assert from_record(WholeCopies, to_record(found)) == found
 
     def test_two_deaths(self) -> None:
         """All is there unless they are each other's buddies."""
@@ -160,7 +161,7 @@ class TestCopies:
         said = alive(self.layout, steps(0, 1))
         had = self.had(0, 1)
         for one in said:
-            copies = tuple(each.to_json() for each in had[said[one].number])
+            copies = tuple(to_record(each) for each in had[said[one].number])
             said[one] = Survivor(**replace(said[one], copies=copies).to_json())
         assert whole_copies([said]) == ()
         assert joint_loss([said]) == (
@@ -170,7 +171,7 @@ class TestCopies:
 
     def idle(self, since: tuple[int, ...] | None = (), registered: int = 0) -> dict[str, Survivor]:
         """One that has whole copies of step 5, of a moment before any load."""
-        copies = tuple(Had(self.mark(5), rank).to_json() for rank in range(4))
+        copies = tuple(to_record(Had(self.mark(5), rank)) for rank in range(4))
         of_it = Survivor(10, None, 3, 5, True, False, self.layout.to_dict(), copies, None, registered, since)
         return {"a/0": Survivor(**of_it.to_json())}
 
@@ -203,17 +204,17 @@ class TestCopies:
     def test_frozen_weights_come_from_a_replica_that_lives(self) -> None:
         said, had = alive(self.layout, steps(0, 1, 2)), self.had(0, 1, 2)
         for name, one in said.items():
-            copies = tuple(each.to_json() for each in had[one.number])
+            copies = tuple(to_record(each) for each in had[one.number])
             said[name] = replace(one, copies=copies, frozen=(self.layout.to_dict(), one.number - 10))
         (found,) = whole_copies([said])
         assert found.members == (10, 11, 12)
         assert found.frozen == Frozen(Layout(data=3, zero_stage=0), (10, 11, 12))
-        assert WholeCopies.from_json(found.to_json()) == found
+        assert from_record(WholeCopies, to_record(found)) == found
 
     def test_frozen_weights_of_which_a_stage_is_gone(self) -> None:
         layout = Layout(data=1, pipe=2, zero_stage=1)
         mark = Mark(3, "3.0", 0, 5, layout)
-        copies = tuple(Had(mark, rank).to_json() for rank in range(2))
+        copies = tuple(to_record(Had(mark, rank)) for rank in range(2))
         one = Survivor(10, 0, 3, 5, True, True, layout.to_dict(), copies, (layout.to_dict(), 0))
         assert whole_copies([{"a/0": one}]) == ()
         assert "of frozen weights at step 5 nobody has all any more" in joint_loss([{"a/0": one}])
@@ -224,7 +225,7 @@ class TestCopies:
         layout = Layout(data=2, zero_stage=1)
         mark = Mark(3, "3.0", 0, 5, layout)
         had = {
-            lacks: tuple(Had(mark, rank, lacks_frozen=lacks).to_json() for rank in range(2)) for lacks in (True, False)
+            lacks: tuple(to_record(Had(mark, rank, lacks_frozen=lacks)) for rank in range(2)) for lacks in (True, False)
         }
         idle = Survivor(10, None, 3, 5, True, False, layout.to_dict(), had[True])
         assert whole_copies([{"a/0": idle}]) == ()
@@ -235,7 +236,7 @@ class TestCopies:
         assert whole_copies([{"a/0": replace(idle, copies=had[False])}]) == (WholeCopies(mark, (10, 10)),)
         for alone in (Layout(data=1, zero_stage=1), Layout(data=2, zero_stage=3)):  # which have them in the copies
             ranks = range(alone.world_size)
-            copies = tuple(Had(Mark(3, "3.0", 0, 5, alone), rank).to_json() for rank in ranks)
+            copies = tuple(to_record(Had(Mark(3, "3.0", 0, 5, alone), rank)) for rank in ranks)
             stale = replace(idle, copies=copies, frozen=(layout.to_dict(), 0))
             (found,) = whole_copies([{"a/0": stale}])
             assert found.frozen is None
@@ -261,7 +262,7 @@ class TestCopiesOfSeveralEngines:
 
     def test_all_are_at_one_boundary(self) -> None:
         first, other = self.marks(5)
-        assert first.moment == other.moment and Mark.from_dict(other.to_dict()) == other
+        assert first.moment == other.moment and from_record(Mark, to_record(other)) == other
         assert newest_whole(self.had(4, 5)) == (WholeCopies(first, (10, 10)), WholeCopies(other, (10, 10)))
 
     def test_a_newer_one_of_one_engine_does_not_count(self) -> None:
@@ -276,7 +277,7 @@ class TestCopiesOfSeveralEngines:
         said = [alive(layout, steps(0)) for layout in (self.first, self.other)]
         for each, had in enumerate(self.had(5)):
             kept = had[10] if each == 0 else had[10][:1]
-            said[each]["n0/0"] = replace(said[each]["n0/0"], copies=tuple(one.to_json() for one in kept))
+            said[each]["n0/0"] = replace(said[each]["n0/0"], copies=tuple(to_record(one) for one in kept))
         assert whole_copies(said) == ()
         found = joint_loss(said, lambda engine, mark, rank: f"of engine {engine}")
         assert found.startswith("of rank 1 (of engine 1) at step 10 nobody has a sound copy any more")

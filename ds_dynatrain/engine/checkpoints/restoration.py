@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from ds_dynatrain.adapters.memory import provide, release, zeros
 from ds_dynatrain.adapters.placement import Memory
@@ -83,6 +83,12 @@ class StateSource:
     compared: Sequence[str] = ("counters", "windows", "epoch", "groups", "scalars", "scaling", "scheduler")
     is_proved_at_the_end = False
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing is open by default."""
+
     @property
     def kinds(self) -> Sequence[str]:
         raise NotImplementedError
@@ -124,8 +130,8 @@ class StateSource:
         raise NotImplementedError
 
 
-Opener = Callable[[EngineCore, Goal, dict[str, Any] | None], AbstractContextManager[StateSource]]
-"""Opens a source for a goal; given, too, the shared carry of now, if there is one."""
+Opener = Callable[[], AbstractContextManager[StateSource]]
+"""Opens a source, within the vote: it may fail."""
 
 
 class Restoration:
@@ -178,9 +184,8 @@ class Restoration:
         return decision
 
     def _carry_out(self) -> None:
-        present = None if self.old is None else self.old.shared
         what = f"{'restoring' if self.old is None else 'loading'} {self.where}"
-        with OWN_WAITS.waiting(what), self._opener(self.engine, self.goal, present) as source:
+        with OWN_WAITS.waiting(what), self._opener() as source:
             self._register(source)
             self._read(source)
             if not source.is_proved_at_the_end:

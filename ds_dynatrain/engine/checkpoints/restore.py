@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ from ds_dynatrain.engine import streams
 from ds_dynatrain.engine.agreement import Proposal
 from ds_dynatrain.engine.checkpoints.asking import ask, refusal_of
 from ds_dynatrain.engine.checkpoints.opening import opened
-from ds_dynatrain.engine.checkpoints.restoration import ALWAYS, Goal, Opener, Restoration, Restored, StateSource, let_go
+from ds_dynatrain.engine.checkpoints.restoration import ALWAYS, Goal, Restoration, Restored, StateSource, let_go
 from ds_dynatrain.engine.checkpoints.sources import Source, damaged_rows
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.digests import side_digests, state_digest
@@ -62,21 +62,19 @@ ALL = Part()
 """What `engine.load` asks for."""
 
 
-def from_checkpoint(path: Path, trust_pickle: bool = False, part: Part = ALL) -> Opener:
-    """What opens the checkpoint in a folder; see `opening.opened`.
+@contextmanager
+def from_checkpoint(
+    engine: EngineCore, goal: Goal, path: Path, present: dict[str, Any] | None, trust_pickle: bool, part: Part
+) -> Iterator[StateSource]:
+    """Open the checkpoint in a folder; see `opening.opened`. present: the shared carry of now, if there is one.
 
     part: of what `is_read_here`. What it leaves out stays as it is: frozen weights that it was saved without, which are
     else refused, and the schedule.
     """
-
-    @contextmanager
-    def opener(engine: EngineCore, goal: Goal, present: dict[str, Any] | None) -> Iterator[StateSource]:
-        with naming(path):
-            source = opened(path, engine, present, trust_pickle)
-            with Reader(path, source.manifest, engine.settings.memory_budget_bytes) as reader:
-                yield FromCheckpoint(engine, goal, source, reader, present, part)
-
-    return opener
+    with naming(path):
+        source = opened(path, engine, present, trust_pickle)
+        with Reader(path, source.manifest, engine.settings.memory_budget_bytes) as reader:
+            yield FromCheckpoint(engine, goal, source, reader, present, part)
 
 
 class FromCheckpoint(StateSource):
@@ -246,7 +244,7 @@ def load(
 ) -> Restored:
     """See `DynatrainEngine.load`. generation: the number that the load uses up, as a switch does.
 
-    place, is_open: as for `registration.register`. part: as for `from_checkpoint`.
+    place, is_open: as for `regrouping.register`. part: as for `from_checkpoint`.
     """
     control, members, where = engine.control, engine.members, Path(path).absolute()
     request = Request(
@@ -260,7 +258,7 @@ def load(
         raise RuntimeError("an idle member has nothing to load")
     goal = Goal(engine.layout, members, engine.world, f"load/{place}", f"record/{generation}")
     found = _chosen(engine, goal, lambda: _named(where, tag))
-    return _restored(engine, goal, found, Before.of(engine, has_rest=True), trust_pickle, part)
+    return restored(engine, goal, found, Before.of(engine, has_rest=True), trust_pickle, part)
 
 
 def restore(
@@ -287,8 +285,7 @@ def restore(
     0. left_out: damaged ones that are known; with it, another one is the end: CheckpointDamaged on all members alike.
 
     CheckpointError, on all members alike, if none is whole, none fits the model, or a member does not take part: the
-    engine then holds no state and no world (`engine.idle`), and `world` stays installed. MemberMissing if it is rank 0
-    that does not take part.
+    engine then holds no state and no world (`engine.idle`). MemberMissing if it is rank 0 that does not take part.
     """
     where, known = Path(path).absolute(), list(left_out or ())
     let_go(engine)
@@ -297,7 +294,7 @@ def restore(
         goal = Goal(layout, members, world, key, f"{key}/record")
         found = _chosen(engine, goal, lambda: _newest(where, known, is_wanted).path)
         try:
-            return _restored(engine, goal, found)
+            return restored(engine, goal, found)
         except CheckpointDamaged:
             if left_out is not None:
                 left_out.append(found.name)
@@ -305,16 +302,7 @@ def restore(
             known.append(found.name)
 
 
-def take_back(engine: EngineCore, goal: Goal, path: str | os.PathLike[str]) -> Restored:
-    """Restore everything from this very checkpoint, on members that have let go of what they held.
-
-    As `restore`, but a damaged checkpoint is the end. CheckpointError, on all members alike, if it cannot be: then the
-    engine is as empty as before.
-    """
-    return _restored(engine, goal, Path(path))
-
-
-def _restored(
+def restored(
     engine: EngineCore,
     goal: Goal,
     path: Path,
@@ -322,7 +310,14 @@ def _restored(
     trust_pickle: bool = False,
     part: Part = ALL,
 ) -> Restored:
-    restoration = Restoration(engine, goal, from_checkpoint(path, trust_pickle, part), str(path), old)
+    """Restore everything from this very checkpoint; a damaged one is the end.
+
+    old: what the engine goes back to; without it members have let go of what they held. CheckpointError, on all members
+    alike, if it cannot be: the engine is then as before.
+    """
+    present = None if old is None else old.shared
+    opener = partial(from_checkpoint, engine, goal, path, present, trust_pickle, part)
+    restoration = Restoration(engine, goal, opener, str(path), old)
     restoration.run()
     return Restored(path, engine.global_steps, restoration.client_state, restoration.kinds, restoration.digest)
 

@@ -51,24 +51,6 @@ class Mark:
         """Of its moment, what a load makes larger: what is of a smaller one is of a state that was replaced."""
         return self.moment[:2]
 
-    def to_dict(self) -> dict[str, Any]:
-        """As plain JSON."""
-        return {
-            "generation": self.generation,
-            "segment": self.segment,
-            "registered": self.registered,
-            "step": self.step,
-            "layout": self.layout.to_dict(),
-            "first": self.first,
-        }
-
-    @staticmethod
-    def from_dict(record: Mapping[str, Any]) -> Mark:
-        """The inverse."""
-        layout = Layout.from_dict(record["layout"])
-        when = record["generation"], record["segment"], record["registered"], record["step"]
-        return Mark(*when, layout, tuple(record["first"]))
-
 
 @dataclass(frozen=True, eq=False)
 class Copy:

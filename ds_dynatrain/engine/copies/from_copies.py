@@ -7,8 +7,7 @@ one under its own number, of the others as a stand-in. Who holds a copy and has 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cached_property, reduce
 from typing import Any
 
@@ -19,7 +18,7 @@ from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.adapters.world import World
 from ds_dynatrain.engine import streams
 from ds_dynatrain.engine.checkpoints.extra_state import merged_rest, rest_ranks
-from ds_dynatrain.engine.checkpoints.restoration import Goal, Opener, StateSource
+from ds_dynatrain.engine.checkpoints.restoration import Goal, StateSource
 from ds_dynatrain.engine.copies.copy import Copy
 from ds_dynatrain.engine.copies.kept import Kept
 from ds_dynatrain.engine.copies.whole import Frozen, WholeCopies
@@ -37,22 +36,10 @@ REST_TAG = 2
 DOING = "restoring from copies"
 
 
-def from_copies(whole: WholeCopies, kept: Kept | None, world: World) -> Opener:
-    """What opens them for a member of the goal. kept: what this process has. world: the goal's, whose group for the
-    moves spans the holders, too.
-    """
-
-    @contextmanager
-    def opener(engine: EngineCore, goal: Goal, present: dict[str, Any] | None) -> Iterator[StateSource]:
-        yield FromCopies(engine, goal, whole, kept, world)
-
-    return opener
-
-
-def serve(engine: EngineCore, goal: Goal, whole: WholeCopies, kept: Kept | None, world: World) -> None:
+def serve(engine: EngineCore, goal: Goal, whole: WholeCopies, kept: Kept | None) -> None:
     """On a holder without a place in the goal: give what it has, until all have it. CheckpointError if they fail."""
     try:
-        source = FromCopies(engine, goal, whole, kept, world)
+        source = FromCopies(engine, goal, whole, kept)
         source.give()
         source.report(None)
     except BaseException as error:
@@ -61,10 +48,10 @@ def serve(engine: EngineCore, goal: Goal, whole: WholeCopies, kept: Kept | None,
 
 
 class FromCopies(StateSource):
-    """See `StateSource`."""
+    """See `StateSource`. kept: what this process has. The group for the moves of the goal's world spans the holders."""
 
-    def __init__(self, engine: EngineCore, goal: Goal, whole: WholeCopies, kept: Kept | None, world: World) -> None:
-        self._engine, self._goal, self._whole, self._world = engine, goal, whole, world
+    def __init__(self, engine: EngineCore, goal: Goal, whole: WholeCopies, kept: Kept | None) -> None:
+        self._engine, self._goal, self._whole = engine, goal, whole
         self._layout, self._me = whole.mark.layout, engine.control.member
         self._session = _session(engine, goal, whole)
         self._names = _names(whole.holders, above=max(self._session.members))
@@ -128,7 +115,7 @@ class FromCopies(StateSource):
 
     def give(self, target: Buffers | None = None) -> None:
         """Carry out this member's parts of the plans, and its own if it has a place in the goal."""
-        transport = GroupTransport(*_transfer_group(self._world), self._engine.control.watch)
+        transport = GroupTransport(*_transfer_group(self._goal.world), self._engine.control.watch)
         seconds, budget = self._engine.control.timeout_seconds, self._engine.settings.memory_budget_bytes
         played = [name for rank, name in enumerate(self._names) if rank in self._copies and name != self._me]
         sources = {

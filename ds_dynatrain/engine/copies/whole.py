@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ds_dynatrain.engine.copies.copy import Mark
 from ds_dynatrain.space import Layout
@@ -21,17 +20,6 @@ class Had:
     rank: int
     is_own: bool = False
     lacks_frozen: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON."""
-        of_copy = {"rank": self.rank, "is_own": self.is_own, "lacks_frozen": self.lacks_frozen}
-        return {"mark": self.mark.to_dict(), **of_copy}
-
-    @staticmethod
-    def from_json(record: Mapping[str, Any]) -> Had:
-        """The inverse."""
-        mark, rank = Mark.from_dict(record["mark"]), int(record["rank"])
-        return Had(mark, rank, bool(record["is_own"]), bool(record["lacks_frozen"]))
 
 
 @dataclass(frozen=True)
@@ -55,18 +43,6 @@ class WholeCopies:
     def members(self) -> tuple[int, ...]:
         """All that give something, ascending."""
         return tuple(sorted({*self.holders, *(() if self.frozen is None else self.frozen.members)}))
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON."""
-        frozen = None if self.frozen is None else [self.frozen.layout.to_dict(), self.frozen.members]
-        return {"mark": self.mark.to_dict(), "holders": self.holders, "frozen": frozen}
-
-    @staticmethod
-    def from_json(record: Mapping[str, Any]) -> WholeCopies:
-        """The inverse."""
-        said = record["frozen"]
-        frozen = None if said is None else Frozen(Layout.from_dict(said[0]), tuple(said[1]))
-        return WholeCopies(Mark.from_dict(record["mark"]), tuple(record["holders"]), frozen)
 
 
 def newest_whole(engines: Sequence[Mapping[int, Iterable[Had]]]) -> tuple[WholeCopies, ...]:

@@ -67,6 +67,7 @@ from ds_dynatrain.engine.members.survival import (
     without,
 )
 from ds_dynatrain.errors import ConfigError, ElasticError
+from ds_dynatrain.records import from_record, to_record
 
 
 class Stage(Enum):
@@ -403,7 +404,7 @@ class ChangeMachine:
             )
             for engine, target in zip(own.engines, targets, strict=True)
         ]
-        copies = [Post("copies", [whole.to_json() for whole in self._copies])] if self._copies else []
+        copies = [Post("copies", [to_record(whole) for whole in self._copies])] if self._copies else []
         return [*copies, Post(f"change/{self.tries + 1}", [proposal.to_json() for proposal in proposals])]
 
     # ---- the meeting -------------------------------------------------------------------------------------------------
@@ -450,7 +451,7 @@ class ChangeMachine:
         first = self.proposals[0]
         if not first.source_members and "restored" not in self._said:
             mine = self.registry.numbers[own.member]
-            copies = tuple(WholeCopies.from_json(record) for record in boards[0].read("copies") or ())
+            copies = tuple(from_record(WholeCopies, record) for record in boards[0].read("copies") or ())
             if mine in first.members:
                 return [Restore(self.proposals, copies)]
             if any(mine in whole.members for whole in copies):
@@ -509,7 +510,7 @@ def _survivor(own: Own, held: Held, gives: bool) -> Survivor:
         is_aborted=own.is_aborted,
         layout=held.layout.to_dict(),
         entered=0 if own.world is None else own.world.generation,
-        copies=tuple(each.to_json() for each in held.copies()) if gives else (),
+        copies=tuple(to_record(each) for each in held.copies()) if gives else (),
         frozen=held.frozen,
         registered=held.registered,
         since=held.since(),

@@ -15,6 +15,7 @@ from typing import Any
 from ds_dynatrain.engine.copies.copy import Mark
 from ds_dynatrain.engine.copies.whole import Frozen, Had, WholeCopies, missing, newest_whole
 from ds_dynatrain.plan import whole_replicas
+from ds_dynatrain.records import from_record
 from ds_dynatrain.space import Layout
 
 
@@ -141,7 +142,7 @@ def without(
 
 
 def _is_of(copy: Mapping[str, Any], mark: Mark, ranks: Collection[int]) -> bool:
-    had = Had.from_json(copy)
+    had = from_record(Had, copy)
     return had.mark == mark and had.rank in ranks
 
 
@@ -178,7 +179,7 @@ def _had(survivors: Mapping[str, Survivor]) -> dict[int, list[Had]]:
     """The copies that count: of the state that was loaded last, and of the parameters that were registered last."""
     since = replaced_before(survivors.values())
     registered = max((one.registered for one in survivors.values()), default=0)
-    had = {one.number: [Had.from_json(each) for each in one.copies] for one in survivors.values()}
+    had = {one.number: [from_record(Had, each) for each in one.copies] for one in survivors.values()}
     if since is None:
         return {}
     return {

@@ -14,17 +14,15 @@ from typing import Any
 
 from ds_dynatrain.adapters.communicators import Connections
 from ds_dynatrain.adapters.state import Buffers
-from ds_dynatrain.adapters.support import refuse_at_boundary, refuse_changes
 from ds_dynatrain.adapters.worlds import drop
 from ds_dynatrain.checkpoint import Reader, Saved
 from ds_dynatrain.engine import agreement
-from ds_dynatrain.engine.census import check_census
 from ds_dynatrain.engine.checkpoints.restoration import Goal, let_go
-from ds_dynatrain.engine.checkpoints.restore import take_back
+from ds_dynatrain.engine.checkpoints.restore import restored
 from ds_dynatrain.engine.checkpoints.saving import Saver
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.preparation import Preparation
-from ds_dynatrain.engine.transaction.meeting import Outcome, connect, last_gradients_warning, meet
+from ds_dynatrain.engine.transaction.meeting import Outcome, connect, drain, meet
 from ds_dynatrain.engine.transaction.session import Session
 from ds_dynatrain.errors import CheckpointError, OutcomeUnknown
 
@@ -99,12 +97,7 @@ class LeanTransaction:
         """Save; the folder, known to all members of either world."""
         engine, settings = self.engine, self.engine.settings.fallback
         if self.old_world is not None and settings is not None:
-            refuse_at_boundary(engine.host)
-            refuse_changes(engine.host)
-            engine.host.settle_parameters()
-            held, _ = engine.host.state_buffers()
-            check_census(engine.host, engine.vps, self.preparation.source_rank or 0, held, "before the switch")
-            self.outcome.warnings += last_gradients_warning(engine, self.proposal)
+            held = drain(engine, self.proposal, self.preparation.source_rank or 0, self.outcome).buffers
             self.outcome.peak_memory = _bytes(held)
             path = self._saver.save(settings.path, None, f"{self.key}/save", "", settings.keep)
             if self.preparation.source_rank == 0:
@@ -140,7 +133,7 @@ class LeanTransaction:
             record = f"record/{proposal.generation}"
             try:
                 goal = Goal(proposal.layout, proposal.members, world, f"{record}/restore", record, begins_anew=False)
-                found = take_back(engine, goal, path)
+                found = restored(engine, goal, Path(path))
             except OutcomeUnknown:  # others may be over there
                 raise
             except BaseException as error:
@@ -164,7 +157,7 @@ class LeanTransaction:
             engine.launch.install()
         else:
             side = proposal.source_layout, proposal.source_members, self.old_world
-            take_back(engine, Goal(*side, f"{record}/restore", record, begins_anew=False), path)
+            restored(engine, Goal(*side, f"{record}/restore", record, begins_anew=False), Path(path))
         self.preparation.abandon()
 
     def _commit(self) -> None:

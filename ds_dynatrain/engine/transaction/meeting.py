@@ -12,12 +12,15 @@ import torch.distributed as td
 
 from ds_dynatrain.adapters.communicators import Connections
 from ds_dynatrain.adapters.device import is_accelerated, synchronize
+from ds_dynatrain.adapters.support import refuse_at_boundary, refuse_changes
 from ds_dynatrain.adapters.world import World
 from ds_dynatrain.engine import agreement
 from ds_dynatrain.engine.agreement import Proposal
+from ds_dynatrain.engine.census import check_census
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.preparation import Preparation
 from ds_dynatrain.engine.transaction.session import Decision, Session
+from ds_dynatrain.engine.transaction.swap import Before
 from ds_dynatrain.errors import DynatrainError
 from ds_dynatrain.report import CertificateSummary, Side, SwitchEvent
 from ds_dynatrain.report import Outcome as HowItEnded
@@ -105,6 +108,16 @@ def meet(session: Session, engine: EngineCore, preparation: Preparation, place: 
     agreement.wait_until_prepared(preparation.board, preparation.proposal, session.stop)
     agreement.meet(session, preparation.proposal, int(engine.global_steps), place)
     preparation.join()
+
+
+def drain(engine: EngineCore, proposal: Proposal, rank: int, outcome: Outcome) -> Before:
+    """What a working member holds, once no collective is under way and no window is open; it lies where it should."""
+    refuse_at_boundary(engine.host)
+    refuse_changes(engine.host)
+    before = Before.of(engine)
+    check_census(engine.host, engine.vps, rank, before.buffers, "before the moves")
+    outcome.warnings += last_gradients_warning(engine, proposal)
+    return before
 
 
 def last_gradients_warning(engine: EngineCore, proposal: Proposal) -> list[str]:

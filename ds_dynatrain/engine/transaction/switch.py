@@ -32,7 +32,6 @@ from ds_dynatrain.adapters.device import beside, start_thread, synchronize
 from ds_dynatrain.adapters.device_link import END_SECONDS
 from ds_dynatrain.adapters.memory import provide, release, zeros
 from ds_dynatrain.adapters.state import Buffers
-from ds_dynatrain.adapters.support import refuse_at_boundary, refuse_changes
 from ds_dynatrain.adapters.world import World
 from ds_dynatrain.adapters.worlds import drop
 from ds_dynatrain.engine import agreement, streams
@@ -64,7 +63,7 @@ from ds_dynatrain.engine.transaction.certificate import (
     shares,
 )
 from ds_dynatrain.engine.transaction.layers import LayerStates
-from ds_dynatrain.engine.transaction.meeting import Outcome, connect, last_gradients_warning, meet
+from ds_dynatrain.engine.transaction.meeting import Outcome, connect, drain, meet
 from ds_dynatrain.engine.transaction.session import Decision, Session
 from ds_dynatrain.engine.transaction.swap import Before, Swap
 from ds_dynatrain.errors import CensusError, CertificateError, DynatrainError, OutcomeUnknown, SwitchFailed
@@ -273,12 +272,8 @@ class Transaction:
         engine, generation, rank = self.engine, self.proposal.generation, self.source_rank
         if rank is None:
             return
-        refuse_at_boundary(engine.host)
-        refuse_changes(engine.host)
-        self.before = Before.of(engine)
+        self.before = drain(engine, self.proposal, rank, self.outcome)
         self.source = self.before.buffers
-        check_census(engine.host, engine.vps, rank, self.source, "before the moves")
-        self.outcome.warnings += last_gradients_warning(engine, self.proposal)
         if self.proposal.late:  # forward passes of a batch that is void must leave no trace in the module's buffers
             held = [(buffer, buffer.detach().clone()) for buffer in engine.host.module.buffers()]
             self.swap.on_undo(_put_back, held)
