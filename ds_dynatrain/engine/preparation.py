@@ -48,15 +48,6 @@ SIDES_SHARE = 2
 """What is made ready of digests takes no more than one part in so many of the budget for staging."""
 
 
-def _nothing() -> None:
-    """For a job of fixed size."""
-
-
-def _unwatched() -> AbstractContextManager[Note]:
-    """Likewise."""
-    return nullcontext(ignore)
-
-
 @dataclass(frozen=True)
 class Figures:
     """Of a plan over all members. In bytes: sent by all, by or to the busiest, held at once by the fullest at most."""
@@ -98,10 +89,10 @@ class Preparation:
     way: str = "auto"
     on_device: frozenset[str] = frozenset()
     is_lean: bool = False
-    check: Callable[[], None] = _nothing
-    building: Callable[[], AbstractContextManager[Note]] = _unwatched
-    stop: Callable[[], None] = _nothing
-    committed: Callable[[], None] = _nothing
+    check: Callable[[], None] = lambda: None
+    building: Callable[[], AbstractContextManager[Note]] = lambda: nullcontext(ignore)
+    stop: Callable[[], None] = lambda: None
+    committed: Callable[[], None] = lambda: None
     status: GroupStatus | None = None
     present: World | None = None
     own: Callable[[], Mapping[str, tuple[int, ...]]] = dict

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from functools import cached_property, reduce
+from functools import cached_property, partial, reduce
 from typing import Any
 
 import torch
@@ -186,15 +186,13 @@ class FromCopies(StateSource):
             "source": reduce(joined, before) if before else None,
             "target": after,
         }
-        said = self._session.reduce("digests", mine, joined_sides, self._judge)
+        judge = partial(certify, self._target, self._layout, self._goal.layout)
+        said = self._session.reduce("digests", mine, joined_sides, judge)
         if "digest" not in said:
             raise CheckpointDamaged(
                 f"what was restored differs between members: {said['doubts']}; start the job again from a checkpoint"
             )
         return str(said["digest"])
-
-    def _judge(self, found: dict[str, Any]) -> dict[str, Any]:
-        return certify(self._target, self._layout, self._goal.layout, found)
 
     def _shares_of(self, rank: int, copy: Copy) -> Shares:
         """Of what a copy gives: its own digests, those of the weights that were cast, and of frozen ones."""
