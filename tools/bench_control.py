@@ -35,10 +35,9 @@ from ds_dynatrain.engine.control import Control, pack
 from ds_dynatrain.engine.digests import SideDigests
 from ds_dynatrain.engine.preparation import joined_readiness, why_unready
 from ds_dynatrain.engine.proposal import Proposal
-from ds_dynatrain.engine.transaction.certify import SIDES, certify, joined_sides
+from ds_dynatrain.engine.transaction.certificate import SIDES, certify, joined_sides, shares
 from ds_dynatrain.engine.transaction.meeting import over_all
 from ds_dynatrain.engine.transaction.session import Decision, Join, Session, joined_requests
-from ds_dynatrain.engine.transaction.shares import Shares, shares
 from ds_dynatrain.engine.ways import POLL_SECONDS
 from ds_dynatrain.space import Layout, LogicalTensor, VirtualParameterSpace, ZeroRules, standard_kinds
 
@@ -101,14 +100,12 @@ class Switch:
         """What one member says of both sides."""
         sides = zip(SIDES, (self.source, self.target), strict=True)
         return {
-            side: shares(self.vps, layout, self.members, rank, self.digests(layout, rank)).to_json()
-            for side, layout in sides
+            side: shares(self.vps, layout, self.members, rank, self.digests(layout, rank)) for side, layout in sides
         }
 
     def judge(self, report: dict[str, Any]) -> Decision:
         """As a switch does."""
-        before, after = (Shares.from_json(report[side]) for side in SIDES)
-        said = certify(self.vps, self.source, self.target, before, after)
+        said = certify(self.vps, self.source, self.target, report)
         return Decision("digest" in said, said=said)
 
     def proposal(self, generation: int) -> Proposal:

@@ -161,6 +161,13 @@ def take_over(engine: EngineCore, shared: dict[str, Any], rest: dict[str, Any], 
         engine.carried[name].load_state_dict(_own(state))
 
 
+def take_all(engine: EngineCore, shared: dict[str, Any], rest: dict[str, Any]) -> None:
+    """Take over a whole carry; what is for a loader or an object that is not there yet waits for it."""
+    engine.keep_arrived({**shared["loaders"]}, {**rest["objects"]})
+    objects = {name: state for name, state in rest["objects"].items() if name in engine.carried}
+    take_over(engine, shared, {**rest, "objects": objects}, casts=True)
+
+
 def _hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
     """All but what the layout decides: the parameters, and the name of a group of experts."""
     left_out = ("params", "name") if group.get("moe") else ("params",)

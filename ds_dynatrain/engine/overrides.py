@@ -15,7 +15,7 @@ from ds_dynatrain.adapters.module_state import buffers_kept, note
 from ds_dynatrain.adapters.shaper import Shaper
 from ds_dynatrain.adapters.world import World
 from ds_dynatrain.data import Cursor
-from ds_dynatrain.engine.checkpoints.from_checkpoint import Part
+from ds_dynatrain.engine.checkpoints.restore import Part
 from ds_dynatrain.engine.context import Context, Job
 from ds_dynatrain.engine.members.discarded import needs_peers, plain
 from ds_dynatrain.engine.parts import EngineParts

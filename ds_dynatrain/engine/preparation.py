@@ -28,8 +28,8 @@ from ds_dynatrain.adapters.worlds import Note, WorldSpec, build_world, drop, ign
 from ds_dynatrain.elastic.main_thread import OWN_WAITS
 from ds_dynatrain.engine import agreement
 from ds_dynatrain.engine.control import Control
+from ds_dynatrain.engine.digests import Side
 from ds_dynatrain.engine.proposal import Proposal
-from ds_dynatrain.engine.sides import Side
 from ds_dynatrain.engine.transaction.session import Session
 from ds_dynatrain.engine.ways import POLL_SECONDS, Ways
 from ds_dynatrain.errors import DynatrainError, SwitchFailed, SwitchRefused
@@ -44,15 +44,6 @@ MOST_ERRORS = 4
 """Those of so many members are told to all."""
 SIDES_SHARE = 2
 """What is made ready of digests takes no more than one part in so many of the budget for staging."""
-
-
-def _nothing() -> None:
-    """For a job of fixed size."""
-
-
-def _unwatched() -> AbstractContextManager[Note]:
-    """Likewise."""
-    return nullcontext(ignore)
 
 
 @dataclass(frozen=True)
@@ -96,10 +87,10 @@ class Preparation:
     way: str = "auto"
     on_device: frozenset[str] = frozenset()
     is_lean: bool = False
-    check: Callable[[], None] = _nothing
-    building: Callable[[], AbstractContextManager[Note]] = _unwatched
-    stop: Callable[[], None] = _nothing
-    committed: Callable[[], None] = _nothing
+    check: Callable[[], None] = lambda: None
+    building: Callable[[], AbstractContextManager[Note]] = lambda: nullcontext(ignore)
+    stop: Callable[[], None] = lambda: None
+    committed: Callable[[], None] = lambda: None
     status: GroupStatus | None = None
     present: World | None = None
     own: Callable[[], Mapping[str, tuple[int, ...]]] = dict

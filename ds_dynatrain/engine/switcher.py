@@ -20,7 +20,7 @@ from ds_dynatrain.adapters.memory import Untouched, provide
 from ds_dynatrain.adapters.state import Scalars
 from ds_dynatrain.adapters.worlds import installed, stand_in_world
 from ds_dynatrain.data.workers import without_collection
-from ds_dynatrain.engine import agreement, feasible, registration, streams
+from ds_dynatrain.engine import agreement, feasible, registration, regrouping, streams
 from ds_dynatrain.engine.agreement import SwitchRequest
 from ds_dynatrain.engine.changes import Changes
 from ds_dynatrain.engine.checkpoints.fallback import Fallback
@@ -33,10 +33,8 @@ from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.engine.proposal import Proposal
 from ds_dynatrain.engine.targets import Targets
 from ds_dynatrain.engine.telling import event_of, tell, tell_of_switch
-from ds_dynatrain.engine.transaction.connecting import connect_ahead
-from ds_dynatrain.engine.transaction.late import LateTransaction
 from ds_dynatrain.engine.transaction.lean import LeanTransaction
-from ds_dynatrain.engine.transaction.meeting import Outcome
+from ds_dynatrain.engine.transaction.meeting import Outcome, connect_ahead
 from ds_dynatrain.engine.transaction.switch import Transaction
 from ds_dynatrain.errors import SwitchRefused, WorldChanged
 from ds_dynatrain.plan import estimate, plan_switch
@@ -69,7 +67,7 @@ SCRIPT = Reason()
 class _Entered:
     """A late switch between its two votes. was: layout and members before it; begin: in seconds."""
 
-    transaction: LateTransaction
+    transaction: Transaction
     was: tuple[Layout, tuple[int, ...]]
     begin: float
 
@@ -211,7 +209,7 @@ class Switcher:
 
     def register(self, groups: list[Mapping[str, Any]]) -> bool:
         """See `DynatrainEngine.update_param_groups`."""
-        return registration.register(self.engine, self.place_in_training(), groups, self.in_the_way())
+        return regrouping.register(self.engine, self.place_in_training(), groups, self.in_the_way())
 
     def in_the_way(self, of_reading: bool = False) -> str:
         """Why what wants the state to itself cannot be now, in words; nothing if it can.
@@ -422,7 +420,7 @@ class Switcher:
         begin, engine, preparation = time.perf_counter(), self.engine, self.prepared()
         was = engine.layout, engine.members
         if preparation.proposal.late:
-            self._enter(_Entered(LateTransaction(engine, preparation, place), was, begin))
+            self._enter(_Entered(Transaction(engine, preparation, place), was, begin))
             return
         with without_collection():
             if engine.is_lean:

@@ -30,7 +30,8 @@ from ds_dynatrain.adapters.watched import GroupStatus
 from ds_dynatrain.adapters.world import World
 from ds_dynatrain.adapters.worlds import WorldSpec, add_groups, build_world, drop, stand_in_world
 from ds_dynatrain.engine.control import Control
-from ds_dynatrain.engine.transaction.meeting import Meeting, over_all
+from ds_dynatrain.engine.transaction.meeting import Outcome, over_all
+from ds_dynatrain.engine.transaction.meeting import connect as connect_members
 from ds_dynatrain.engine.transaction.session import Decision, Session
 from ds_dynatrain.errors import DynatrainError
 from ds_dynatrain.space import Layout
@@ -468,15 +469,11 @@ def test_one_that_was_aborted_is_made_anew_for_all_its_groups(log: Log) -> None:
 # ---- in a switch -----------------------------------------------------------------------------------------------------
 
 
-def meeting(job: Job, world: World, old: World | None, member: int, union: Sequence[int]) -> tuple[Meeting, Session]:
-    """One member's part of a switch, as far as it connects."""
+def meeting(job: Job, world: World, old: World | None, member: int, union: Sequence[int]) -> tuple[Any, Session]:
+    """One member's preparation of a switch, as far as it connects, and what all do together."""
     board = Control(job.store, "board", member, SECONDS)
-    proposal = SimpleNamespace(source_members=() if old is None else old.members)
-    ranks = {"source_rank": None if old is None else old.rank, "target_rank": world.rank}
-    known = {"proposal": proposal, "board": board, **ranks, "connections": None}
-    preparation: Any = SimpleNamespace(world=world, **known)
-    engine: Any = SimpleNamespace(world=old)
-    return Meeting(engine, preparation, "here"), Session(board, "switch/2", tuple(union), "the switch")
+    preparation = SimpleNamespace(world=world, board=board, connections=None)
+    return preparation, Session(board, "switch/2", tuple(union), "the switch")
 
 
 def test_a_switch_connects_when_all_stand(log: Log) -> None:
@@ -492,9 +489,9 @@ def test_a_switch_connects_when_all_stand(log: Log) -> None:
             assert len(log.of("made")) == made, "it was made before all have come"
             came.set()
         part, session = meeting(job, new[place], old[place], place, range(4))
-        part.connect(session)
+        connect_members(part, old[place], session)
         assert came.is_set()
-        return part.outcome.measured()
+        return Outcome(connections=part.connections or Connections()).measured()
 
     found = each(4, connect)
     counts = [(one["communicators_built"], one["communicators_kept"]) for one in found]
@@ -514,7 +511,7 @@ def test_nobody_connects_where_one_has_failed(log: Log) -> None:
             session.decide(Decision(False, "no memory"))
             return ""
         with pytest.raises(DynatrainError) as found:
-            part.connect(session)
+            connect_members(part, None, session)
         return str(found.value)
 
     assert "no memory" in each(2, connect)[0] and not log.rows
@@ -525,8 +522,8 @@ def test_a_switch_on_a_cpu_asks_nobody() -> None:
     job = Job()
     new = job.build(Layout(data=2, zero_stage=1), (0, 1))
     part, session = meeting(job, new[0], None, 0, (0, 1))
-    part.connect(session)
-    assert part.outcome.connections == Connections()
+    connect_members(part, None, session)
+    assert part.connections is None
     ended(new)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from ds_dynatrain.adapters.device import compute_device, training_bytes
 from ds_dynatrain.engine.targets import needs
-from ds_dynatrain.engine.transaction.late import LateTransaction
+from ds_dynatrain.engine.transaction.switch import Transaction
 from ds_dynatrain.errors import SwitchRefused
 from ds_dynatrain.space import Layout
 from tests.device import lab
@@ -41,7 +41,7 @@ class Seen:
 @contextmanager
 def watched(count: Count) -> Iterator[tuple[Count, set[int]]]:
     """What is moved in the threads of late switches, and the streams on which they queue."""
-    late, streams, execute = Count(), set[int](), LateTransaction._execute
+    late, streams, execute = Count(), set[int](), Transaction._execute
 
     def executing(self: Any, *given: Any) -> Any:
         is_late = threading.current_thread().name.startswith("dynatrain-late")
@@ -53,7 +53,7 @@ def watched(count: Count) -> Iterator[tuple[Count, set[int]]]:
                 setattr(late, name, getattr(late, name) + value - getattr(before, name))
         return stats
 
-    with patch.object(LateTransaction, "_execute", executing):
+    with patch.object(Transaction, "_execute", executing):
         yield late, streams
 
 

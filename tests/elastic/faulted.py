@@ -40,7 +40,6 @@ from ds_dynatrain.engine.parts import parts_of
 from ds_dynatrain.engine.preparation import Preparation
 from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.engine.proposal import Proposal
-from ds_dynatrain.engine.transaction.late import LateTransaction
 from ds_dynatrain.engine.transaction.switch import Transaction
 from ds_dynatrain.exact.adapters import sums
 from ds_dynatrain.exact.adapters.sums import LeafSums
@@ -265,13 +264,13 @@ def _in_switch(who: str, phase: str, act: Callable[[], None], engine: int) -> No
 
 def _in_window(who: str, call: str, act: Callable[[], None]) -> None:
     """Where three or more have a part in the switch. A leaver makes no call: it serves, from the first vote on."""
-    owner: Any = LateTransaction if hasattr(LateTransaction, call) else DynatrainEngine
+    owner: Any = Transaction if hasattr(Transaction, call) else DynatrainEngine
     own, left = getattr(owner, call), [act]
 
     def wrapped(self: Any, *arguments: Any, **named: Any) -> Any:
         parts = PROCESS.engines[0]
         proposal = None if parts.preparation is None else parts.preparation.proposal
-        is_it = proposal is not None and (parts.awaits_late or owner is LateTransaction) and len(proposal.union) > 2
+        is_it = proposal is not None and (parts.awaits_late or owner is Transaction) and len(proposal.union) > 2
         if left and is_it and proposal is not None and who in ("any", role(proposal, parts.control.member)):
             left.pop()()
         return own(self, *arguments, **named)

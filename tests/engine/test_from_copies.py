@@ -6,6 +6,7 @@ Whoever is dead plays a newcomer. Ranks that have copies and no place in the new
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,9 +14,8 @@ import torch.distributed as td
 
 from ds_dynatrain.adapters.worlds import WorldSpec, build_world, drop
 from ds_dynatrain.buddies.taking import copy_of, header_of, take
-from ds_dynatrain.engine.checkpoints.restoration import Goal, Restoration
-from ds_dynatrain.engine.checkpoints.restore import let_go
-from ds_dynatrain.engine.copies.from_copies import from_copies, serve
+from ds_dynatrain.engine.checkpoints.restoration import Goal, Restoration, let_go
+from ds_dynatrain.engine.copies.from_copies import FromCopies, serve
 from ds_dynatrain.engine.copies.kept import Kept, Room
 from ds_dynatrain.engine.copies.whole import Had, WholeCopies
 from ds_dynatrain.engine.members.survival import Survivor, whole_copies
@@ -91,10 +91,11 @@ def case(find: Callable[[], Subject], dtype: str, at: Layout, target: Layout, de
             goal = Goal(target, members, world, KEY, f"{KEY}/record")
             let_go(parts)
             if mine in members:
-                Restoration(parts, goal, from_copies(whole, kept, world), "copies", None).run()
+                source = partial(FromCopies, parts, goal, whole, kept)
+                Restoration(parts, goal, source, "copies", None).run()
                 control.track_teardown(world.retire_transfer())
             else:
-                serve(parts, goal, whole, kept, world)
+                serve(parts, goal, whole, kept)
                 control.track_teardown(drop(world))
         if old is not None:
             control.track_teardown(drop(old))

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import ds_dynatrain
-from ds_dynatrain.engine.transaction.late import LateTransaction
+from ds_dynatrain.engine.transaction.switch import Transaction
 from ds_dynatrain.errors import CheckpointError, SwitchRefused
 from ds_dynatrain.report.event import megabytes
 from ds_dynatrain.space import Layout
@@ -119,9 +119,9 @@ REASONS = {
 @contextmanager
 def injected(names: list[str]) -> Iterator[None]:
     """Inside the block the job's first late switch fails by the first name, its second by the second, and so on."""
-    own = LateTransaction._execute
+    own = Transaction._execute
 
-    def wrapped(self: LateTransaction, plan: ReadyPlan, transport: Transport, *link: Any) -> TransferStats:
+    def wrapped(self: Transaction, plan: ReadyPlan, transport: Transport, *link: Any) -> TransferStats:
         number = self.proposal.generation - FIRST_GENERATION
         name = names[number] if number < len(names) else ""
         is_late = threading.current_thread().name.startswith("dynatrain-late")
@@ -149,7 +149,7 @@ def injected(names: list[str]) -> Iterator[None]:
             time.sleep(1.0)
         return stats
 
-    with patch.object(LateTransaction, "_execute", wrapped):
+    with patch.object(Transaction, "_execute", wrapped):
         yield
 
 

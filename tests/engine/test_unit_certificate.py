@@ -15,9 +15,8 @@ from torch._C._distributed_c10d import HashStore
 
 from ds_dynatrain.engine.control import Control, pack, unpack
 from ds_dynatrain.engine.digests import SideDigests
-from ds_dynatrain.engine.transaction.certify import certify
+from ds_dynatrain.engine.transaction.certificate import Shares, agreed, certify, differing, doubts, joined, shares
 from ds_dynatrain.engine.transaction.session import Session
-from ds_dynatrain.engine.transaction.shares import Shares, agreed, differing, doubts, joined, shares
 from ds_dynatrain.errors import CertificateError
 from ds_dynatrain.space import Layout, LogicalTensor, VirtualParameterSpace, ZeroRules, standard_kinds
 from tests.plan import test_axes as axes
@@ -63,20 +62,22 @@ def summed(
 ) -> Shares:
     """Those of all ranks, by way of the bytes that travel."""
     members = members or tuple(range(layout.world_size))
-    records = [pack(shares(vps, layout, members, rank, held[rank]).to_json()) for rank in range(layout.world_size)]
-    return Shares.from_json(reduce(joined, (unpack(record) for record in records)))
+    records = [pack(shares(vps, layout, members, rank, held[rank])) for rank in range(layout.world_size)]
+    return reduce(joined, (unpack(record) for record in records))
 
 
 def judge(found: Sides) -> dict[str, Any]:
     vps = space(TWO)
-    return certify(vps, TWO, FOUR, summed(vps, TWO, found["source"]), summed(vps, FOUR, found["target"]))
+    return certify(
+        vps, TWO, FOUR, {"source": summed(vps, TWO, found["source"]), "target": summed(vps, FOUR, found["target"])}
+    )
 
 
 def changed(side: str, member: int, kind: str, tensor: int) -> Change:
     """One digest is another number."""
 
     def change(found: Sides) -> None:
-        values = {name: held.copy() for name, held in found[side][member].of.items()}
+        values = {name: held.copy() for name, held in found[side][member].items()}
         values[kind][tensor] += np.uint64(1)
         found[side][member] = SideDigests(values)
 
@@ -88,7 +89,7 @@ def without(side: str, members: tuple[int, ...]) -> Change:
 
     def change(found: Sides) -> None:
         for member in members:
-            found[side][member] = SideDigests({k: v for k, v in found[side][member].of.items() if k != "exp_avg"})
+            found[side][member] = SideDigests({k: v for k, v in found[side][member].items() if k != "exp_avg"})
 
     return change
 
@@ -179,21 +180,21 @@ def test_sums_are_the_whole_state_and_find_what_differs(layout: Layout, seed: in
     vps = many(layout)
     found, whole = held_in(vps, layout, seed)
     sums = summed(vps, layout, found)
-    assert not doubts(sums.copies) and not doubts(sums.places)
-    assert all(np.array_equal(sums.whole[kind], whole[kind]) for kind in KINDS)
+    assert not doubts(sums["copies"]) and not doubts(sums["places"])
+    assert all(np.array_equal(sums["whole"][kind], whole[kind]) for kind in KINDS)
 
     rank, kind = data.draw(st.sampled_from(range(layout.world_size))), data.draw(st.sampled_from(KINDS))
-    there = np.flatnonzero(found[rank].of[kind]).tolist()
+    there = np.flatnonzero(found[rank][kind]).tolist()
     if not there:
         return
     tensor = data.draw(st.sampled_from(there))
-    before = found[rank].of[kind][tensor]
-    found[rank].of[kind][tensor] ^= np.uint64(data.draw(st.integers(1, (1 << 64) - 1)))
+    before = found[rank][kind][tensor]
+    found[rank][kind][tensor] ^= np.uint64(data.draw(st.integers(1, (1 << 64) - 1)))
     wrong = summed(vps, layout, found)
-    doubted = {**doubts(wrong.places), **doubts(wrong.copies)}
-    has_copies = sum(each.of[kind][tensor] == before for each in found.values()) > 0
+    doubted = {**doubts(wrong["places"]), **doubts(wrong["copies"])}
+    has_copies = sum(each[kind][tensor] == before for each in found.values()) > 0
     if not doubted:
-        assert not has_copies and not np.array_equal(wrong.whole[kind], whole[kind])
+        assert not has_copies and not np.array_equal(wrong["whole"][kind], whole[kind])
     else:
         assert doubted == {kind: [tensor]}
 
@@ -235,7 +236,7 @@ def test_whose_copies_differ_is_told_to_all(layout: Layout, rank: int, kind: str
     found, whole = held_in(vps, layout, 1)
     alike = together(layout, lambda session, mine: agreed(session, "one", vps, layout, mine, found[mine], "held"))
     assert all(np.array_equal(each[kind], whole[kind]) for each in alike for kind in KINDS)
-    found[rank].of[kind][1] += np.uint64(1)
+    found[rank][kind][1] += np.uint64(1)
     said = together(layout, lambda session, mine: agreed(session, "one", vps, layout, mine, found[mine], "held"))
     assert {str(each) for each in said} == {str(said[0])}
     assert words in str(said[0])
@@ -245,6 +246,6 @@ def test_drift_between_places_is_no_error_where_it_can_be_settled() -> None:
     layout = Layout(data=1, tensor=2, zero_stage=0)
     vps = many(layout)
     found, _ = held_in(vps, layout, 1)
-    found[1].of["master"][1] += np.uint64(1)
+    found[1]["master"][1] += np.uint64(1)
     said = together(layout, lambda session, mine: differing(session, "one", vps, layout, mine, found[mine], "held"))
     assert said == [{"master": [1]}] * 2

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from ds_dynatrain.adapters.state import Buffers
-from ds_dynatrain.engine.digests import side_digests
-from ds_dynatrain.engine.sides import Side
+from ds_dynatrain.engine.digests import Side, side_digests
 from ds_dynatrain.space import (
     MASTER,
     WEIGHT,
@@ -59,7 +58,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ReadyDigest]]:
 
 def same(one: Any, other: Any) -> bool:
     (found, share), (wanted, other_share) = one, other
-    pairs = [(found.of, wanted.of), (share, other_share)]
+    pairs = [(found, wanted), (share, other_share)]
     return all(a.keys() == b.keys() and all(np.array_equal(a[kind], b[kind]) for kind in a) for a, b in pairs)
 
 

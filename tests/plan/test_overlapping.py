@@ -13,8 +13,8 @@ from torch._C._distributed_c10d import HashStore
 
 from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.digests import SideDigests
+from ds_dynatrain.engine.transaction.certificate import agreed
 from ds_dynatrain.engine.transaction.session import Session
-from ds_dynatrain.engine.transaction.shares import agreed
 from ds_dynatrain.errors import CertificateError
 from ds_dynatrain.plan import plan_switch, slot_costs
 from ds_dynatrain.space import Kind, Layout, LogicalTensor, VirtualParameterSpace, ZeroRules, standard_kinds

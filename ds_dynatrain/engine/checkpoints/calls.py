@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ds_dynatrain.engine.checkpoints import restore, stock
-from ds_dynatrain.engine.checkpoints.from_checkpoint import ALL, Part
 from ds_dynatrain.engine.checkpoints.restoration import Restored
+from ds_dynatrain.engine.checkpoints.restore import ALL, Part
 from ds_dynatrain.engine.checkpoints.saving import PendingSave, Saver
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.members.discarded import Window

@@ -7,6 +7,7 @@ nothing is restored from a tag that one of the folders lacks, and none that is w
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from ds_dynatrain.adapters.world import World
@@ -27,17 +28,10 @@ def restore_all(
 
     CheckpointError, on all members alike, if there is none; the engines hold nothing then.
     """
-    paths = [_folder_of(engine) for engine in engines]
-    if len(engines) == 1:
-        proposal = proposals[0]
-        where = proposal.layout, proposal.members, worlds[engines[0].job.number], paths[0]
-        return [restore.restore(engines[0], *where)]
-    left_out: list[str] = []
+    paths, left_out = [_folder_of(engine) for engine in engines], list[str]()
     while True:
-        try:
+        with suppress(CheckpointDamaged):  # then the next older one, for all of them
             return _restored(engines, proposals, worlds, paths, left_out)
-        except CheckpointDamaged:
-            continue  # the next older one, for all of them
 
 
 def _restored(

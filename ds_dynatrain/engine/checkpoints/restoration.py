@@ -1,41 +1,35 @@
-"""A restoration on one member: new buffers, their proofs, the engine over them, one outcome.
+"""A state from elsewhere into living processes: new buffers, their proofs, the engine over them, one outcome.
 
-Where the state comes from is a `StateSource`: a checkpoint (`from_checkpoint`), or copies that members keep of each
-other (`copies.from_copies`).
+Where the state comes from is a `StateSource`: a checkpoint (`restore`), copies that members keep of each other
+(`copies.from_copies`), or the same members under other parameter groups (`engine.regrouping`).
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Self
 
 from ds_dynatrain.adapters.memory import provide, release, zeros
 from ds_dynatrain.adapters.placement import Memory
 from ds_dynatrain.adapters.regroup import Regrouping
-from ds_dynatrain.adapters.state import Buffers, Scalars
+from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.adapters.world import World
-from ds_dynatrain.adapters.worlds import install
 from ds_dynatrain.elastic.main_thread import OWN_WAITS
 from ds_dynatrain.engine import feasible, streams
-from ds_dynatrain.engine.carry import rest_carry, scalars_of, shared_carry, take_over
+from ds_dynatrain.engine.carry import scalars_of, settle_counters, shared_carry, take_all
 from ds_dynatrain.engine.census import check_census
 from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.encoding import fingerprint
-from ds_dynatrain.engine.registration import Adoption, note, regrouping_to
+from ds_dynatrain.engine.registration import Adoption, note
 from ds_dynatrain.engine.targets import needs
-from ds_dynatrain.engine.transaction.session import Session
-from ds_dynatrain.engine.transaction.swap import Swap
-from ds_dynatrain.errors import CheckpointDamaged, CheckpointError, OutcomeUnknown
-from ds_dynatrain.space import Layout, VirtualParameterSpace
-
-SAME = ("counters", "windows", "epoch", "groups", "scalars", "scaling", "scheduler")
-"""Parts of the carry that must be as they were saved once they are taken over."""
+from ds_dynatrain.engine.transaction.session import Decision, Session
+from ds_dynatrain.engine.transaction.swap import Before, Swap
+from ds_dynatrain.errors import CheckpointError, OutcomeUnknown
+from ds_dynatrain.space import Layout, VirtualParameterSpace, row_of
 
 
 @dataclass(frozen=True)
@@ -57,8 +51,8 @@ class Restored:
 class Goal:
     """Where to restore to, and where on the board that is spoken of.
 
-    record: the key of the outcome. enter: how an engine without state becomes part of the world, if not as after a
-    failure.
+    record: the key of the outcome. begins_anew: whether an engine without state begins as after a failure; else it is
+    in a switch. what: the call, for errors. is_patient: see `Session`.
     """
 
     layout: Layout
@@ -66,87 +60,84 @@ class Goal:
     world: World
     key: str
     record: str
-    enter: Callable[[], None] | None = None
+    begins_anew: bool = True
+    what: str = "loading a checkpoint"
+    is_patient: bool = True
 
     def session(self, board: Control) -> Session:
         """What its members do together."""
-        return Session(board, self.key, self.members, "loading a checkpoint", record=self.record, is_patient=True)
+        return Session(board, self.key, self.members, self.what, record=self.record, is_patient=self.is_patient)
 
 
-class StateSource(Protocol):
+class StateSource:
     """What has a whole state, as one member of a goal reads it.
 
-    kinds: state kinds in it. client_state: see `Restored`. After `registration`, which the engine then follows,
-    `memory` is asked first, `prove` last.
+    kinds: state kinds in it. client_state: see `Restored`. compared: parts of the shared carry that must be as they are
+    here once they are taken over. is_proved_at_the_end: whether `prove` looks at what the engine has over the new
+    buffers, not at these. After `regrouping`, which the engine then follows, `memory` is asked first, `prove` last.
     """
 
+    compared: Sequence[str] = ("counters", "windows", "epoch", "groups", "scalars", "scaling", "scheduler")
+    is_proved_at_the_end = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing is open by default."""
+
     @property
-    def kinds(self) -> Sequence[str]: ...
+    def kinds(self) -> Sequence[str]:
+        raise NotImplementedError
+
     @property
-    def client_state(self) -> dict[str, Any]: ...
+    def client_state(self) -> dict[str, Any]:
+        return {}
+
     @property
-    def registration(self) -> Regrouping | None:
-        """What was trained in which groups, where it says so; None: what is trained now."""
-        ...
+    def regrouping(self) -> Regrouping | None:
+        """What leads from the groups of now to those of the source; None if they are the same."""
+        return None
 
     def memory(self, memory: Mapping[str, Memory]) -> dict[str, Memory]:
         """Of what the kinds are made that there will be; CheckpointError if it is of another model or optimizer."""
-        ...
+        return {kind: made_of for kind, made_of in memory.items() if kind in self.kinds or not row_of(kind).is_moment}
 
     def fill(self, rank: int, buffers: Buffers) -> None:
         """Put everything into the buffers of a rank."""
-        ...
+        raise NotImplementedError
 
     def shared(self) -> dict[str, Any]:
         """The shared carry."""
-        ...
+        raise NotImplementedError
 
-    def rest(self, rank: int) -> dict[str, Any]:
-        """The rest of a rank's carry."""
-        ...
+    def rest(self, rank: int) -> dict[str, Any] | None:
+        """The rest of a rank's carry; None if that stays as it is, and random streams, too."""
+        return None
 
     def streams(self, rank: int) -> streams.Streams:
         """A rank's random streams."""
-        ...
+        return streams.capture()
 
     def prove(self, rank: int, buffers: Buffers, kinds: Sequence[str]) -> str:
         """One digest over the whole state, once all members together hold what is in the source.
 
-        kinds: that there are buffers of. CheckpointDamaged, naming tensor and kind, if they do not.
+        kinds: that there are buffers of. CheckpointDamaged or CertificateError, naming tensor and kind, if they do not.
         """
-        ...
+        raise NotImplementedError
 
 
-Opener = Callable[[EngineCore, Goal, dict[str, Any] | None], AbstractContextManager[StateSource]]
-"""Opens a source for a goal; given, too, the shared carry of now, if there is one."""
-
-
-@dataclass
-class Old:
-    """What a load goes back to if it fails."""
-
-    buffers: Buffers
-    scalars: Scalars
-    shared: dict[str, Any]
-    rest: dict[str, Any]
-    streams: streams.Streams
-    config: tuple[dict[str, Any], Any]
-
-    @staticmethod
-    def of(engine: EngineCore) -> Old:
-        engine.host.settle_parameters()
-        buffers, scalars = engine.host.state_buffers()
-        shared, rest = shared_carry(engine, scalars), copy.deepcopy(rest_carry(engine))
-        return Old(buffers, scalars, shared, rest, streams.capture(), engine.host.present_config)
+Opener = Callable[[], AbstractContextManager[StateSource]]
+"""Opens a source, within the vote: it may fail."""
 
 
 class Restoration:
-    """The transaction on one member. where: what it is restored from, in words.
+    """The transaction on one member. where: what it is restored from, in words. old: what it goes back to, if anything.
 
     kinds, digest, client_state: as in `Restored`, once it has run.
     """
 
-    def __init__(self, engine: EngineCore, goal: Goal, opener: Opener, where: str, old: Old | None) -> None:
+    def __init__(self, engine: EngineCore, goal: Goal, opener: Opener, where: str, old: Before | None) -> None:
         self.engine, self.goal, self.where, self.old = engine, goal, where, old
         self._opener = opener
         self.control = engine.control
@@ -157,7 +148,7 @@ class Restoration:
         self.registered: Regrouping | None = None
         self.buffers: Buffers = {}
         self.shared: dict[str, Any] = {}
-        self.rest: dict[str, Any] = {}
+        self.rest: dict[str, Any] | None = None
         self.streams: streams.Streams = {}
         self.memory: dict[str, Memory] = {}
         self.kinds: tuple[str, ...] = ()
@@ -166,6 +157,16 @@ class Restoration:
 
     def run(self) -> None:
         """Everything or nothing, on all members alike; CheckpointError says why nothing."""
+        decision = self.vote()
+        if decision.commit:
+            return
+        what = "" if self.old is None else "engine.load: "
+        end = "" if self.old is None else "; training goes on as before it"
+        where = "" if self.where in decision.reason else f"{self.where}: "
+        raise decision.checkpoint_error(f"{what}{where}{decision.reason}{end}")
+
+    def vote(self) -> Decision:
+        """What all members come to, carried out."""
         try:
             decision = self.session.vote(self._carry_out)
         except OutcomeUnknown:
@@ -173,85 +174,65 @@ class Restoration:
             if self.old is None:  # it holds nothing that could be wrong: a next generation can restore
                 self.control.lost = None
             raise
-        if decision.commit:
-            self._commit()
-            return
-        self._undo()
+        self._commit() if decision.commit else self._undo()
+        if self.swap.has_begun and self.engine.host.compilations.count:
+            self.engine.host.compilations.forget()
         decision.raise_interrupt()
-        what = "" if self.old is None else "engine.load: "
-        end = "" if self.old is None else "; training goes on as before it"
-        where = "" if self.where in decision.reason else f"{self.where}: "
-        raise decision.checkpoint_error(f"{what}{where}{decision.reason}{end}")
+        return decision
 
     def _carry_out(self) -> None:
-        present = None if self.old is None else self.old.shared
         what = f"{'restoring' if self.old is None else 'loading'} {self.where}"
-        with OWN_WAITS.waiting(what), self._opener(self.engine, self.goal, present) as source:
+        with OWN_WAITS.waiting(what), self._opener() as source:
             self._register(source)
             self._read(source)
-            self._verify_tensors(source)
+            if not source.is_proved_at_the_end:
+                self._verify_tensors(source, self.buffers)
             self.client_state = source.client_state
         self._swap()
-        self._verify_carry()
+        self._verify_carry(source)
 
     def _register(self, source: StateSource) -> None:
         """Train what was trained when it was saved, in the same groups; then the optimizer is off."""
-        engine, saved = self.engine, source.registration
-        self.registered = None if saved is None else regrouping_to(engine, saved)
+        engine = self.engine
+        self.registered = source.regrouping
         if self.registered is None:
             return
-        self._off()
+        if self.old is not None:
+            self.swap.off(self.old)
         adoption = Adoption(engine, self.registered)
         self.swap.on_undo(adoption.undo)
         adoption.make()
         self.vps = engine.vps.with_layout(self.goal.layout, self.goal.members)
 
-    # ---- new buffers -------------------------------------------------------------------------------------------------
-
     def _read(self, source: StateSource) -> None:
         """Fill new buffers, and get ready what else there is; no buffer of the engine's is touched."""
-        engine, layout, vps = self.engine, self.goal.layout, self.vps
+        engine, layout = self.engine, self.goal.layout
         self.memory = source.memory(engine.memory_in(layout))
-        local = vps.local(layout, self.rank)
         if self.old is not None:
             room = needs(engine, layout, self.goal.members)
             feasible.check_memory(self.control.member, room, engine.candidates.nodes)
-        self.buffers = provide(local, self.memory, set(), {}, zeros)
+        self.buffers = provide(self.vps.local(layout, self.rank), self.memory, set(), {}, zeros)
         source.fill(self.rank, self.buffers)
-        try:
-            self.shared = source.shared()
-            if len(self.shared["groups"]) != len(engine.host.basic_optimizer.param_groups):
-                raise CheckpointError(
-                    f"the checkpoint has {len(self.shared['groups'])} optimizer groups, and this job has "
-                    f"{len(engine.host.basic_optimizer.param_groups)}: build the optimizer with the groups of the job "
-                    "that saved it"
-                )
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
-            raise CheckpointDamaged(
-                f"the carry cannot be read ({type(error).__name__}: {error}); load another checkpoint"
-            ) from None
-        self.rest = source.rest(self.rank)
+        self.shared, self.rest = source.shared(), source.rest(self.rank)
         self.streams = source.streams(self.rank)
 
-    # ---- proofs ------------------------------------------------------------------------------------------------------
-
-    def _verify_tensors(self, source: StateSource) -> None:
+    def _verify_tensors(self, source: StateSource, held: Buffers) -> None:
         kinds = tuple(kind for kind in self.memory if kind in source.kinds)
-        self.kinds, self.digest = tuple(source.kinds), source.prove(self.rank, self.buffers, kinds)
+        self.kinds, self.digest = tuple(source.kinds), source.prove(self.rank, held, kinds)
 
-    def _verify_carry(self) -> None:
+    def _verify_carry(self, source: StateSource) -> None:
         """CensusError or CheckpointError unless the rebuilt engine has what was put in, alike on all members."""
         engine = self.engine
         held, scalars = engine.host.state_buffers()
         check_census(engine.host, self.vps, self.rank, held, "after loading")
         shared = shared_carry(engine, scalars)
-        lost = [part for part in SAME if fingerprint(shared[part]) != fingerprint(self.shared[part])]
+        lost = [part for part in source.compared if fingerprint(shared[part]) != fingerprint(self.shared[part])]
         if lost:
             raise CheckpointError(
                 f"{', '.join(lost)}: not as saved once taken over; let load_state_dict of registered objects restore "
                 "what state_dict gave"
             )
-        if streams.capture() != self.streams:
+        if self.rest is not None and streams.capture() != self.streams:
             raise CheckpointError(
                 "the random streams are not those that were put in; load again while no other thread draws random "
                 "numbers"
@@ -262,57 +243,54 @@ class Restoration:
                 f"the carry of member {prints[1][0]} is not that of member {prints[0][0]}; let load_state_dict of "
                 "registered objects give the same on all members"
             )
+        if source.is_proved_at_the_end:
+            self._verify_tensors(source, held)
 
     # ---- the engine --------------------------------------------------------------------------------------------------
 
-    def _off(self) -> None:
-        """Take the optimizer off, unless it is off."""
-        if self.old is not None and not self.swap.has_begun:
-            self.swap.off(partial(self._back, self.old))
-
     def _swap(self) -> None:
-        engine, goal = self.engine, self.goal
-        self._off()
+        goal = self.goal
         if self.old is None:
-            self.swap.on_undo(engine.host.leave_world)
-            install(goal.world)
+            self.swap.into(goal.world)
+        else:
+            self.swap.off(self.old)
         self.swap.over(self.vps, goal.layout, goal.world, self.rank, self.buffers, scalars_of(self.shared))
-        self._take(self.shared, self.rest, self.streams)
+        self._take()
 
-    def _take(self, shared: dict[str, Any], rest: dict[str, Any], own: streams.Streams) -> None:
-        """The carry; what is for a loader or an object that is not there yet waits for it."""
-        engine = self.engine
-        engine.keep_arrived({**shared["loaders"]}, {**rest["objects"]})
-        objects = {name: state for name, state in rest["objects"].items() if name in engine.carried}
-        take_over(engine, shared, {**rest, "objects": objects}, casts=True)
-        streams.restore(own)
+    def _take(self) -> None:
+        """The carry."""
+        if self.rest is None:
+            settle_counters(self.engine, self.shared)
+            return
+        take_all(self.engine, self.shared, self.rest)
+        streams.restore(self.streams)
 
     def _commit(self) -> None:
-        engine = self.engine
+        engine, goal = self.engine, self.goal
         if self.registered is not None:
             note(engine, self.registered)
         self.swap.keep()
-        if self.goal.enter is not None:
-            self.goal.enter()
-        elif self.old is None:
-            goal = self.goal
-            engine.world, engine.layout, engine.members = goal.world, goal.layout, goal.members
-            engine.begin_anew(goal.world.generation)
-        else:
+        if self.old is not None:
             self.control.track_teardown(release(self.old.buffers))
+        else:
+            engine.world, engine.layout, engine.members = goal.world, goal.layout, goal.members
+            if goal.begins_anew:
+                engine.begin_anew(goal.world.generation)
         engine.host.forget_steps()
-        if engine.host.compilations.count:
-            engine.host.compilations.forget()
-
-    def _back(self, old: Old) -> None:
-        """The old optimizer over the old memory."""
-        self.engine.host.attach(self.goal.layout, self.goal.world, old.config, old.buffers, old.scalars)
-        self._take(old.shared, old.rest, old.streams)
 
     def _undo(self) -> None:
         """As if nobody had asked, or, without an old state, as an idle member."""
         self.swap.undo()
         self.buffers = {}
+
+
+def let_go(engine: EngineCore) -> None:
+    """Make an engine as empty as an idle member's, without a message to anybody: what it holds counts no more."""
+    engine.close_loaders()
+    if engine.world is not None:
+        engine.host.detach()
+        engine.host.leave_world()
+        engine.world = None
 
 
 def _two_that_differ(one: list[list[Any]], other: list[list[Any]]) -> list[list[Any]]:

@@ -24,8 +24,8 @@ from ds_dynatrain.engine.checkpoints.snapshot import Snapshot
 from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.digests import SideDigests
+from ds_dynatrain.engine.transaction.certificate import differing
 from ds_dynatrain.engine.transaction.session import Request, Session
-from ds_dynatrain.engine.transaction.shares import differing
 from ds_dynatrain.errors import CertificateError, CheckpointError
 from ds_dynatrain.report import logger
 

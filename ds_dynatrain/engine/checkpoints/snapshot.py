@@ -88,7 +88,7 @@ def _copied(vps: VirtualParameterSpace, layout: Layout, rank: int, buffers: Buff
     several = vps.mesh(layout) is not None
     held = {kind for kind, _ in buffers if several or vps.is_replicated(layout, kind)}
     kinds = tuple(kind for kind in vps.present_kinds(layout) if kind in held)
-    return side_digests(vps, layout, rank, buffers, kinds, set())[0]
+    return side_digests(vps, layout, rank, buffers, kinds)[0]
 
 
 def plain(shared: dict[str, Any]) -> Any:

@@ -15,9 +15,8 @@ import torch
 
 from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.engine.copies.whole import Mark
-from ds_dynatrain.engine.digests import Digests
+from ds_dynatrain.engine.digests import Digests, of_kind, only
 from ds_dynatrain.engine.encoding import fingerprint
-from ds_dynatrain.engine.sides import of_kind, only
 from ds_dynatrain.errors import LayoutError, TransferError
 from ds_dynatrain.plan import has_one_holder, is_copied
 from ds_dynatrain.plan.copies import is_trained_weight

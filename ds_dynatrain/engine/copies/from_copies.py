@@ -7,57 +7,39 @@ one under its own number, of the others as a stand-in. Who holds a copy and has 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
-from functools import cached_property, reduce
+from collections.abc import Sequence
+from functools import cached_property, partial, reduce
 from typing import Any
 
 import torch
 
 from ds_dynatrain.adapters.device import is_accelerated
-from ds_dynatrain.adapters.placement import Memory
-from ds_dynatrain.adapters.regroup import Regrouping
 from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.adapters.world import World
 from ds_dynatrain.engine import streams
 from ds_dynatrain.engine.checkpoints.extra_state import merged_rest, rest_ranks
-from ds_dynatrain.engine.checkpoints.restoration import Goal, Opener, StateSource
+from ds_dynatrain.engine.checkpoints.restoration import Goal, StateSource
 from ds_dynatrain.engine.copies.copy import Copy
 from ds_dynatrain.engine.copies.kept import Kept
 from ds_dynatrain.engine.copies.whole import Frozen, WholeCopies
 from ds_dynatrain.engine.core import EngineCore
-from ds_dynatrain.engine.digests import Digests, SideDigests, side_digests
+from ds_dynatrain.engine.digests import SideDigests, of_kind, only, side_digests
 from ds_dynatrain.engine.encoding import blank_tensors, decode
-from ds_dynatrain.engine.sides import of_kind, only
-from ds_dynatrain.engine.transaction.certify import certify, joined_sides
+from ds_dynatrain.engine.transaction.certificate import Shares, certify, joined, joined_sides, shares
 from ds_dynatrain.engine.transaction.session import Session
-from ds_dynatrain.engine.transaction.shares import Shares, joined, shares
 from ds_dynatrain.errors import CheckpointDamaged, TransferError
 from ds_dynatrain.plan import SwitchPlan, has_one_holder, plan_switch, standing_in
-from ds_dynatrain.space import FROZEN, MASTER, WEIGHT, BufferId, row_of
+from ds_dynatrain.space import FROZEN, MASTER, WEIGHT, BufferId
 from ds_dynatrain.transfer import GroupTransport, digest_pieces, execute_standing_in
 
 REST_TAG = 2
 DOING = "restoring from copies"
 
 
-def from_copies(whole: WholeCopies, kept: Kept | None, world: World) -> Opener:
-    """What opens them for a member of the goal. kept: what this process has. world: the goal's, whose group for the
-    moves spans the holders, too.
-    """
-
-    @contextmanager
-    def opener(engine: EngineCore, goal: Goal, present: dict[str, Any] | None) -> Iterator[StateSource]:
-        yield FromCopies(engine, goal, whole, kept, world)
-
-    return opener
-
-
-def serve(engine: EngineCore, goal: Goal, whole: WholeCopies, kept: Kept | None, world: World) -> None:
+def serve(engine: EngineCore, goal: Goal, whole: WholeCopies, kept: Kept | None) -> None:
     """On a holder without a place in the goal: give what it has, until all have it. CheckpointError if they fail."""
     try:
-        source = FromCopies(engine, goal, whole, kept, world)
+        source = FromCopies(engine, goal, whole, kept)
         source.give()
         source.report(None)
     except BaseException as error:
@@ -65,11 +47,11 @@ def serve(engine: EngineCore, goal: Goal, whole: WholeCopies, kept: Kept | None,
         raise
 
 
-class FromCopies:
-    """See `StateSource`."""
+class FromCopies(StateSource):
+    """See `StateSource`. kept: what this process has. The group for the moves of the goal's world spans the holders."""
 
-    def __init__(self, engine: EngineCore, goal: Goal, whole: WholeCopies, kept: Kept | None, world: World) -> None:
-        self._engine, self._goal, self._whole, self._world = engine, goal, whole, world
+    def __init__(self, engine: EngineCore, goal: Goal, whole: WholeCopies, kept: Kept | None) -> None:
+        self._engine, self._goal, self._whole = engine, goal, whole
         self._layout, self._me = whole.mark.layout, engine.control.member
         self._session = _session(engine, goal, whole)
         self._names = _names(whole.holders, above=max(self._session.members))
@@ -80,8 +62,6 @@ class FromCopies:
         self._frozen: Buffers = {} if kept is None else kept.frozen
         self._target = engine.vps.with_layout(goal.layout, goal.members)
         self._rests: dict[int, dict[str, Any]] = {}
-        self.client_state: dict[str, Any] = {}
-        self.registration: Regrouping | None = None
         for rank, copy in self._copies.items():
             self._session.say(f"said/{rank}", copy.said)
 
@@ -107,9 +87,6 @@ class FromCopies:
         there = self._said(0)["kinds"]
         return [kind for kind in self._target.present_kinds(self._layout) if kind in there]
 
-    def memory(self, memory: Mapping[str, Memory]) -> dict[str, Memory]:
-        return {kind: made_of for kind, made_of in memory.items() if kind in self.kinds or not row_of(kind).is_moment}
-
     def fill(self, rank: int, buffers: Buffers) -> None:
         self.give(buffers)
 
@@ -131,14 +108,14 @@ class FromCopies:
 
     def prove(self, rank: int, buffers: Buffers, kinds: Sequence[str]) -> str:
         vps, layout = self._target, self._goal.layout
-        mine, _ = side_digests(vps, layout, rank, buffers, tuple(kinds), set())
+        mine, _ = side_digests(vps, layout, rank, buffers, tuple(kinds))
         return self.report(shares(vps, layout, self._goal.members, rank, mine))
 
     # ---- the moves ---------------------------------------------------------------------------------------------------
 
     def give(self, target: Buffers | None = None) -> None:
         """Carry out this member's parts of the plans, and its own if it has a place in the goal."""
-        transport = GroupTransport(*_transfer_group(self._world), self._engine.control.watch)
+        transport = GroupTransport(*_transfer_group(self._goal.world), self._engine.control.watch)
         seconds, budget = self._engine.control.timeout_seconds, self._engine.settings.memory_budget_bytes
         played = [name for rank, name in enumerate(self._names) if rank in self._copies and name != self._me]
         sources = {
@@ -207,43 +184,42 @@ class FromCopies:
             before.append(self._shares_of_frozen(self._whole.frozen))
         mine = {
             "source": reduce(joined, before) if before else None,
-            "target": None if after is None else after.to_json(),
+            "target": after,
         }
-        said = self._session.reduce("digests", mine, joined_sides, self._judge)
+        judge = partial(certify, self._target, self._layout, self._goal.layout)
+        said = self._session.reduce("digests", mine, joined_sides, judge)
         if "digest" not in said:
             raise CheckpointDamaged(
                 f"what was restored differs between members: {said['doubts']}; start the job again from a checkpoint"
             )
         return str(said["digest"])
 
-    def _judge(self, found: dict[str, Any]) -> dict[str, Any]:
-        before, after = (Shares.from_json(found[side]) for side in ("source", "target"))
-        return certify(self._target, self._layout, self._goal.layout, before, after)
-
-    def _shares_of(self, rank: int, copy: Copy) -> dict[str, Any]:
+    def _shares_of(self, rank: int, copy: Copy) -> Shares:
         """Of what a copy gives: its own digests, those of the weights that were cast, and of frozen ones."""
         vps = self._target.with_layout(self._layout, self._names)
         cast, pieces = self._cast[rank], vps.holding(self._layout, rank, MASTER)
-        whole, copies, places = dict[str, Digests](), dict[str, Digests](), dict[str, Digests]()
+        total = Shares(kinds=[(self._names[rank], sorted(self.kinds))], whole={}, copies={}, places={})
         parts = [(kind, kind, copy.digests[kind]) for kind in self.kinds if kind != WEIGHT and kind in copy.digests]
         parts.append((WEIGHT, MASTER, digest_pieces(only(pieces, tuple(cast)), cast, vps.bases)))
         if has_one_holder(vps, self._layout, WEIGHT) and WEIGHT in copy.digests:
             parts.append((WEIGHT, WEIGHT, copy.digests[WEIGHT]))
         for kind, as_cut, digests in parts:
             sums = shares(vps, self._layout, self._names, rank, SideDigests({as_cut: digests}))
-            for total, part in ((whole, sums.whole), (copies, sums.copies), (places, sums.places)):
+            for all_of, part in (
+                (total["whole"], sums["whole"]),
+                (total["copies"], sums["copies"]),
+                (total["places"], sums["places"]),
+            ):
                 if as_cut in part:
-                    total[kind] = part[as_cut] + total[kind] if kind in total else part[as_cut]
-        return Shares([(self._names[rank], sorted(self.kinds))], whole, copies, places).to_json()
+                    all_of[kind] = part[as_cut] + all_of[kind] if kind in all_of else part[as_cut]
+        return total
 
-    def _shares_of_frozen(self, frozen: Frozen) -> dict[str, Any]:
+    def _shares_of_frozen(self, frozen: Frozen) -> Shares:
         """Of frozen weights that are in no copy."""
         vps, rank = self._target.with_layout(frozen.layout, frozen.members), frozen.members.index(self._me)
         held, pieces = of_kind(self._frozen, WEIGHT), vps.holding(frozen.layout, rank, WEIGHT)
         mine = SideDigests({WEIGHT: digest_pieces(only(pieces, tuple(held)), held, vps.bases)})
-        return replace(
-            shares(vps, frozen.layout, frozen.members, rank, mine), kinds=[(self._me, sorted(self.kinds))]
-        ).to_json()
+        return {**shares(vps, frozen.layout, frozen.members, rank, mine), "kinds": [(self._me, sorted(self.kinds))]}
 
 
 def _session(engine: EngineCore, goal: Goal, whole: WholeCopies) -> Session:

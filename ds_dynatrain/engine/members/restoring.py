@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from ds_dynatrain.adapters.watched import GroupStatus
 from ds_dynatrain.adapters.world import World as GroupsOfWorld
 from ds_dynatrain.adapters.worlds import WorldSpec, build_world, drop
 from ds_dynatrain.elastic.world import World
-from ds_dynatrain.engine.checkpoints import restore as checkpoint
 from ds_dynatrain.engine.checkpoints.joint import restore_all
 from ds_dynatrain.engine.checkpoints.restoration import Goal, Restoration
-from ds_dynatrain.engine.copies.from_copies import from_copies
+from ds_dynatrain.engine.checkpoints.restoration import let_go as empty
+from ds_dynatrain.engine.copies.from_copies import FromCopies
 from ds_dynatrain.engine.copies.from_copies import serve as serve_from
 from ds_dynatrain.engine.copies.whole import WholeCopies
 from ds_dynatrain.engine.members.destinations import Registry
@@ -79,9 +80,10 @@ def _are_restored(
         for engine, proposal, whole in parts:
             world, where = worlds[engine.job.number], f"copies of step {whole.mark.step}"
             with engine.turn():
-                checkpoint.let_go(engine)
-                opener = from_copies(whole, engine.kept, world)
-                Restoration(engine, _goal(proposal, world), opener, where, None).run()
+                empty(engine)
+                goal = _goal(proposal, world)
+                source = partial(FromCopies, engine, goal, whole, engine.kept)
+                Restoration(engine, goal, source, where, None).run()
                 engine.control.track_teardown(world.retire_transfer())
     except CheckpointError as error:
         if engines[0].settings.fallback is None or _is_overtaken(newest, elastic):
@@ -119,7 +121,7 @@ def serve(
                 worlds[place] = _world_of(engine, proposal, whole.members, boards.world, elastic)
         for place, engine, proposal, whole in parts:
             with engine.turn():
-                serve_from(engine, _goal(proposal, worlds[place]), whole, engine.kept, worlds[place])
+                serve_from(engine, _goal(proposal, worlds[place]), whole, engine.kept)
         for _, engine, _, whole in parts:
             _stay(engine, whole)
     except (RuntimeError, DynatrainError) as error:

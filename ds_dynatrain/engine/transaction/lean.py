@@ -10,37 +10,32 @@ until then. So what is held at once is at most max(source, target) and what read
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+from ds_dynatrain.adapters.communicators import Connections
 from ds_dynatrain.adapters.state import Buffers
-from ds_dynatrain.adapters.support import refuse_at_boundary, refuse_changes
 from ds_dynatrain.adapters.worlds import drop
 from ds_dynatrain.checkpoint import Reader, Saved
-from ds_dynatrain.engine.census import check_census
-from ds_dynatrain.engine.checkpoints import restore
+from ds_dynatrain.engine.checkpoints.restoration import Goal, let_go
+from ds_dynatrain.engine.checkpoints.restore import restored
 from ds_dynatrain.engine.checkpoints.saving import Saver
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.preparation import Preparation
-from ds_dynatrain.engine.transaction.meeting import Meeting, Outcome
+from ds_dynatrain.engine.transaction.meeting import Outcome, connect, drain, meet
 from ds_dynatrain.engine.transaction.session import Session
 from ds_dynatrain.errors import CheckpointError, OutcomeUnknown
 
 
-class LeanTransaction(Meeting):
+class LeanTransaction:
     """One switch on one member; `run` is called once, by every member of either world, at a boundary."""
 
     def __init__(self, engine: EngineCore, preparation: Preparation, place: str, saver: Saver) -> None:
-        super().__init__(engine, preparation, place)
-        self._saver = saver
-        self.key = self.proposal.key
-        self.record = f"record/{self.proposal.generation}"
-        self.session = Session(
-            self.control,
-            self.key,
-            self.proposal.union,
-            f"switch to {self.proposal.layout}",
-            is_patient=True,
-            stop=preparation.stop,
-        )
+        self.engine, self.preparation, self.place, self._saver = engine, preparation, place, saver
+        self.proposal, self.control = preparation.proposal, preparation.board
+        self.old_world, self.outcome = engine.world, Outcome()
+        self.key, what = self.proposal.key, f"switch to {self.proposal.layout}"
+        members, stop = self.proposal.union, preparation.stop
+        self.session = Session(self.control, self.key, members, what, is_patient=True, stop=stop)
         self.interrupt: BaseException | None = None
 
     def run(self) -> Outcome:
@@ -60,14 +55,14 @@ class LeanTransaction(Meeting):
 
     def _cross(self, path: str) -> None:
         """From the source to the target, or back; in between the checkpoint alone has the state."""
-        with self.phase("free"):
+        outcome = self.outcome
+        with outcome.phase("free"):
             if self.old_world is not None:
-                restore.let_go(self.engine)
-        with self.phase("restore"):
+                let_go(self.engine)
+        with outcome.phase("restore"):
             failed = self._restore(path)
-        self.outcome.committed, self.outcome.reason = not failed, failed
-        self.outcome.is_rebuilt = True
-        with self.phase("roll back" if failed else "commit"):
+        outcome.committed, outcome.reason, outcome.is_rebuilt = not failed, failed, True
+        with outcome.phase("roll back" if failed else "commit"):
             self._roll_back(path) if failed else self._commit()
 
     # ---- until the source is freed -----------------------------------------------------------------------------------
@@ -83,31 +78,28 @@ class LeanTransaction(Meeting):
         if decision.commit:
             return self._path()
         if self.session.is_first:  # for members that have no part in it
-            self.control.decide(self.record, {"commit": False, "reason": decision.reason})
+            record = {"commit": False, "reason": decision.reason}
+            self.control.decide(f"record/{self.proposal.generation}", record)
         return None
 
     def _save_soundly(self) -> None:
-        with self.phase("meet"):
-            self.meet(self.session)
-        with self.phase("save"):
+        with self.outcome.phase("meet"):
+            meet(self.session, self.engine, self.preparation, self.place)
+        with self.outcome.phase("save"):
             path = self._written()
-        with self.phase("verify"):
+        with self.outcome.phase("verify"):
             self._read_back(path)
-            self.connect(self.session)
+            connect(self.preparation, self.old_world, self.session)
+            self.outcome.connections = self.preparation.connections or Connections()
 
     def _written(self) -> str:
         """Save; the folder, known to all members of either world."""
-        engine, first, settings = self.engine, self.proposal.source_members[0], self.engine.settings.fallback
+        engine, settings = self.engine, self.engine.settings.fallback
         if self.old_world is not None and settings is not None:
-            refuse_at_boundary(engine.host)
-            refuse_changes(engine.host)
-            engine.host.settle_parameters()
-            held, _ = engine.host.state_buffers()
-            check_census(engine.host, engine.vps, self.source_rank or 0, held, "before the switch")
-            self.warn_of_last_gradients()
+            held = drain(engine, self.proposal, self.preparation.source_rank or 0, self.outcome).buffers
             self.outcome.peak_memory = _bytes(held)
             path = self._saver.save(settings.path, None, f"{self.key}/save", "", settings.keep)
-            if self.control.member == first:
+            if self.preparation.source_rank == 0:
                 self.session.say("path", str(path))
         return self._path()
 
@@ -116,11 +108,11 @@ class LeanTransaction(Meeting):
 
     def _read_back(self, path: str) -> None:
         """By those that hold the state, each a part of it, before any lets go; CheckpointError if it differs."""
-        members, mine = self.proposal.source_members, self.control.member
+        rank, size = self.preparation.source_rank, len(self.proposal.source_members)
         damaged: list[str] = []
         if self.old_world is not None:
             saved = Saved.open(Path(path))
-            rows = [row for row in saved.manifest if row.file][members.index(mine) :: len(members)]
+            rows = [row for row in saved.manifest if row.file][rank or 0 :: size]
             with Reader(saved.path, saved.manifest, self.engine.settings.memory_budget_bytes) as reader:
                 damaged = [str(row) for row in rows if not reader.is_sound(row)]
         if damaged:
@@ -134,12 +126,13 @@ class LeanTransaction(Meeting):
     def _restore(self, path: str) -> str:
         """In the new world; why not, the same on all members, or nothing."""
         engine, proposal, world = self.engine, self.proposal, self.preparation.world
-        first, over = proposal.members[0], {"failed": "", "digest": "", "kinds": []}
-        if self.target_rank is not None and world is not None:
+        over: dict[str, Any] = {"failed": "", "digest": "", "kinds": []}
+        if self.preparation.target_rank is not None and world is not None:
             self.preparation.world = None  # it is the engine's now, or goes below
-            sides = proposal.layout, proposal.members, world
+            record = f"record/{proposal.generation}"
             try:
-                found = restore.take_back(engine, *sides, path, self.record, lambda: engine.enter(proposal, world))
+                goal = Goal(proposal.layout, proposal.members, world, f"{record}/restore", record, begins_anew=False)
+                found = restored(engine, goal, Path(path))
             except OutcomeUnknown:  # others may be over there
                 raise
             except BaseException as error:
@@ -150,36 +143,32 @@ class LeanTransaction(Meeting):
                 over |= {"digest": found.digest, "kinds": list(found.kinds)}
                 self.outcome.peak_memory = max(self.outcome.peak_memory, _bytes(engine.host.state_buffers()[0]))
                 self.control.track_teardown(world.retire_transfer())
-            if self.control.member == first:
+            if self.preparation.target_rank == 0:
                 self.session.say("over", over)
-        over = self.session.said_by(first, "over", "restoring the state")
+        over = self.session.said_by(proposal.members[0], "over", "restoring the state")
         self.outcome.digest, self.outcome.kinds = str(over["digest"]), tuple(over["kinds"])
         return str(over["failed"])
 
     def _roll_back(self, path: str) -> None:
         """Those that had the state take it back, in the world that they had it in."""
-        engine, world, proposal = self.engine, self.old_world, self.proposal
-        if world is None:
+        engine, proposal, record = self.engine, self.proposal, f"{self.key}/back"
+        if self.old_world is None:
             engine.launch.install()
         else:
-            layout, members, old = proposal.source_layout, proposal.source_members, world
-
-            def enter() -> None:
-                engine.world, engine.layout, engine.members = old, layout, members
-
-            restore.take_back(engine, layout, members, old, path, f"{self.key}/back", enter)
+            side = proposal.source_layout, proposal.source_members, self.old_world
+            restored(engine, Goal(*side, f"{record}/restore", record, begins_anew=False), Path(path))
         self.preparation.abandon()
 
     def _commit(self) -> None:
         engine = self.engine
-        if self.target_rank is None:
+        if self.preparation.target_rank is None:
             engine.enter(self.proposal, None)
             engine.launch.install()
             if self.preparation.world is not None:
                 self.control.track_teardown(drop(self.preparation.world))
         if self.old_world is not None:
             self.control.track_teardown(drop(self.old_world))
-        self.acknowledge(self.session)
+        self.outcome.acknowledge(self.session)
 
 
 def _bytes(held: Buffers) -> int:

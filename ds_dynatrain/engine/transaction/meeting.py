@@ -1,23 +1,26 @@
-"""What every switch is on one member, whichever way the state goes: who meets, what is measured, how it ends."""
+"""How the members of a switch meet, are connected, and end: what every switch has, whichever way the state goes."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.distributed as td
 
 from ds_dynatrain.adapters.communicators import Connections
+from ds_dynatrain.adapters.device import is_accelerated, synchronize
+from ds_dynatrain.adapters.support import refuse_at_boundary, refuse_changes
 from ds_dynatrain.adapters.world import World
 from ds_dynatrain.engine import agreement
-from ds_dynatrain.engine.control import Control
+from ds_dynatrain.engine.census import check_census
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.preparation import Preparation
-from ds_dynatrain.engine.transaction.connecting import connect
-from ds_dynatrain.engine.transaction.session import Session
+from ds_dynatrain.engine.proposal import Proposal
+from ds_dynatrain.engine.transaction.session import Decision, Session
+from ds_dynatrain.engine.transaction.swap import Before
 from ds_dynatrain.errors import DynatrainError
 from ds_dynatrain.space import row_of
 from ds_dynatrain.transfer import TransferStats
@@ -75,61 +78,6 @@ class Outcome:
             "connect_pause_ms": 0.0 if self.connections.is_ahead else self.connections.milliseconds,
         }
 
-
-def over_all(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """What two parts have measured, as one."""
-    sums = {name: one[name] + other[name] for name in SUMS}
-    return {**sums, **{name: max(one[name], other[name]) for name in one.keys() - SUMS}}
-
-
-class Meeting:
-    """One member's part. source_rank, target_rank: None where it has none. old_world: None if it was idle."""
-
-    def __init__(self, engine: EngineCore, preparation: Preparation, place: str) -> None:
-        self.engine = engine
-        self.preparation = preparation
-        self.proposal = preparation.proposal
-        self.control: Control = preparation.board
-        self.place = place
-        self.outcome = Outcome()
-        self.source_rank = preparation.source_rank
-        self.target_rank = preparation.target_rank
-        self.old_world: World | None = engine.world
-
-    def meet(self, session: Session) -> None:
-        """All are prepared, and stand at one boundary; SwitchFailed if one could not be."""
-        agreement.wait_until_prepared(self.control, self.proposal, session.stop)
-        agreement.meet(session, self.proposal, int(self.engine.global_steps), self.place)
-        self.preparation.join()
-
-    def connect(self, session: Session) -> None:
-        """The next world's groups serve the accelerator, too, if they do not yet; see `connecting.connect`."""
-        connect(self.preparation, self.old_world, session)
-        self.outcome.connections = self.preparation.connections or Connections()
-
-    def warn_of_last_gradients(self) -> None:
-        """ZeRO-3, and offload in stages 1 to 3, step a parameter without a gradient with its last one; others not."""
-        names, vps = self.engine.host.without_gradient, self.engine.vps
-        rows = [row_of(kind.name) for kind in vps.kinds]
-        offloads = any(row.is_offloaded for row in rows)
-        keeping = {stage for row in rows if row.is_gradient for stage in row.stages}
-        sides = {layout.zero_stage in keeping for layout in (self.proposal.source_layout, self.proposal.layout)}
-        if names and len(sides) > 1:
-            where = "stages 1 to 3 re-use their last gradient under CPU offload, stage 0 does"
-            where = where if offloads else "stage 3 re-uses their last gradient, the other stages do"
-            self.outcome.warnings.append(
-                f"{len(names)} parameters got no gradient in the last step ({', '.join(names[:3])}): ZeRO {where} not, "
-                "so their updates change with the stage"
-            )
-
-    def acknowledge(self, session: Session) -> None:
-        """After the commit: wait for all to have read it, and learn what all have measured."""
-        try:
-            mine = self.outcome.measured()
-            self.outcome.over_all = session.reduce("acknowledged", mine, over_all, doing="acknowledging the commit")
-        except (DynatrainError, td.DistError) as missing:  # it is committed: nobody may go back
-            self.outcome.warnings.append(str(missing))
-
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time what is done inside."""
@@ -137,4 +85,90 @@ class Meeting:
         try:
             yield
         finally:
-            self.outcome.phases_ms[name] = 1e3 * (time.perf_counter() - begin)
+            self.phases_ms[name] = 1e3 * (time.perf_counter() - begin)
+
+    def acknowledge(self, session: Session) -> None:
+        """Wait, after the commit, for all to have read it, and learn what all have measured."""
+        try:
+            self.over_all = session.reduce("acknowledged", self.measured(), over_all, doing="acknowledging the commit")
+        except (DynatrainError, td.DistError) as missing:  # it is committed: nobody may go back
+            self.warnings.append(str(missing))
+
+
+def over_all(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """What two parts have measured, as one."""
+    sums = {name: one[name] + other[name] for name in SUMS}
+    return {**sums, **{name: max(one[name], other[name]) for name in one.keys() - SUMS}}
+
+
+def meet(session: Session, engine: EngineCore, preparation: Preparation, place: str) -> None:
+    """Wait until all are prepared and stand at one boundary; SwitchFailed if one could not be prepared."""
+    agreement.wait_until_prepared(preparation.board, preparation.proposal, session.stop)
+    agreement.meet(session, preparation.proposal, int(engine.global_steps), place)
+    preparation.join()
+
+
+def drain(engine: EngineCore, proposal: Proposal, rank: int, outcome: Outcome) -> Before:
+    """What a working member holds, once no collective is under way and no window is open; it lies where it should."""
+    refuse_at_boundary(engine.host)
+    refuse_changes(engine.host)
+    before = Before.of(engine)
+    check_census(engine.host, engine.vps, rank, before.buffers, "before the moves")
+    outcome.warnings += last_gradients_warning(engine, proposal)
+    return before
+
+
+def last_gradients_warning(engine: EngineCore, proposal: Proposal) -> list[str]:
+    """ZeRO-3, and offload in stages 1 to 3, step a parameter without a gradient with its last one; others do not."""
+    names, vps = engine.host.without_gradient, engine.vps
+    rows = [row_of(kind.name) for kind in vps.kinds]
+    offloads = any(row.is_offloaded for row in rows)
+    keeping = {stage for row in rows if row.is_gradient for stage in row.stages}
+    if not names or len({layout.zero_stage in keeping for layout in (proposal.source_layout, proposal.layout)}) == 1:
+        return []
+    where = "stages 1 to 3 re-use their last gradient under CPU offload, stage 0 does"
+    where = where if offloads else "stage 3 re-uses their last gradient, the other stages do"
+    return [
+        f"{len(names)} parameters got no gradient in the last step ({', '.join(names[:3])}): ZeRO {where} not, "
+        "so their updates change with the stage"
+    ]
+
+
+def connect(preparation: Preparation, old_world: World | None, session: Session) -> None:
+    """The next world's groups serve the accelerator, too; in between all members stand, and nothing is under way.
+
+    Where there is an accelerator, and it was not done before; all members of either world call it. MemberMissing for
+    one that does not come, RuntimeError where they cannot be connected within the time-out; what was made by then is
+    ended with the preparation.
+    """
+    world = preparation.world
+    if not is_accelerated() or world is None or preparation.connections is not None:
+        return
+    synchronize()
+    session.reduce(agreement.CONNECTING, None, _nothing, doing="connecting the next world's members")
+    preparation.connections = world.connect(preparation.board.timeout_seconds, old_world, session.stop)
+
+
+def connect_ahead(preparation: Preparation, old_world: World | None) -> Decision:
+    """At a boundary before that of the switch: the same decision on all members, whether they have all come through.
+
+    If not, the switch cannot come about, and nothing else has changed. OutcomeUnknown if the board is gone.
+    """
+    board, proposal = preparation.board, preparation.proposal
+    what = f"connecting for the switch to {proposal.layout}"
+    session = Session(board, agreement.ahead_key(proposal), proposal.union, what, stop=preparation.stop)
+
+    def work() -> None:
+        preparation.join()
+        connect(preparation, old_world, session)
+
+    decision = session.vote(work)
+    if decision.commit and preparation.connections is not None:
+        preparation.connections = replace(preparation.connections, is_ahead=True)
+    elif session.is_first and not decision.commit:  # for members that have no part in it
+        board.decide(f"record/{proposal.generation}", {"commit": False, "reason": decision.reason})
+    return decision
+
+
+def _nothing(one: None, other: None) -> None:
+    """All that is to be known is that they have come."""

@@ -5,34 +5,71 @@ Each step leaves what undoes it on a stack before it is taken, so that a step th
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 from ds_dynatrain.adapters.shaper import Made
 from ds_dynatrain.adapters.state import Buffers, Scalars
 from ds_dynatrain.adapters.world import World
 from ds_dynatrain.adapters.worlds import install
+from ds_dynatrain.engine import streams
+from ds_dynatrain.engine.carry import put_back, rest_carry, shared_carry, take_all
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.space import Layout, VirtualParameterSpace
 
 
+@dataclass(frozen=True)
+class Before:
+    """What a working engine has before a change, and goes back to if that fails.
+
+    rest: of the carry, where the change takes another one over.
+    """
+
+    world: World
+    layout: Layout
+    config: tuple[dict[str, Any], Any]
+    buffers: Buffers
+    scalars: Scalars
+    shared: dict[str, Any]
+    rest: dict[str, Any] | None = None
+
+    @staticmethod
+    def of(engine: EngineCore, has_rest: bool = False) -> Before:
+        """Note it; the engine must stand between two global batches."""
+        if engine.world is None:
+            raise RuntimeError("an idle member holds no state that could change")
+        engine.host.settle_parameters()
+        buffers, scalars = engine.host.state_buffers()
+        shared = shared_carry(engine, scalars)
+        rest = copy.deepcopy(rest_carry(engine)) if has_rest else None
+        return Before(engine.world, engine.layout, engine.host.present_config, buffers, scalars, shared, rest)
+
+
 class Swap:
-    """In this order: `off`, `into`, `over`; whoever holds nothing or will hold nothing leaves steps out."""
+    """In this order: `off`, `into`, `over`; whoever holds nothing or will hold nothing leaves steps out.
+
+    Random streams go back to where they were when this was made.
+    """
 
     def __init__(self, engine: EngineCore) -> None:
         self.has_begun = False
         self._engine, self._undo = engine, ExitStack()
+        self.streams = streams.capture()
+        self.on_undo(streams.restore, self.streams)
 
     def on_undo(self, call: Callable[..., object], *arguments: Any) -> None:
         """Have `call` called by `undo`, before all that was done until now is undone."""
         self._undo.callback(call, *arguments)
 
-    def off(self, back: Callable[[], None]) -> None:
-        """The optimizer comes off. back: puts it over its memory again, in its world."""
-        self.has_begun = True
-        self.on_undo(back)
-        self._engine.host.detach()
+    def off(self, before: Before) -> None:
+        """Take the optimizer off, unless it is off."""
+        if not self.has_begun:
+            self.has_begun = True
+            self.on_undo(self._back, before)
+            self._engine.host.detach()
 
     def into(self, world: World) -> None:
         """Stand in a world; who came from none goes back to the group that it idles in."""
@@ -66,6 +103,16 @@ class Swap:
     def keep(self) -> None:
         """It stays: what would undo it is let go."""
         self._undo.pop_all()
+
+    def _back(self, before: Before) -> None:
+        """Put the old optimizer over the old memory, in the old world."""
+        engine = self._engine
+        install(before.world)
+        engine.host.attach(before.layout, before.world, before.config, before.buffers, before.scalars)
+        if before.rest is None:
+            put_back(engine, before.shared)
+        else:
+            take_all(engine, before.shared, before.rest)
 
     def _leave(self) -> None:
         self._engine.host.leave_world()

@@ -3,12 +3,23 @@
 Up to the commit record every failure ends in a roll-back on all members, after it in none: the record is written
 once, by whoever comes first, and each member reads what was written before it acts. Source buffers are held until
 every member has acknowledged the record, or the time-out has passed.
+
+A *late* switch has two votes: what no forward pass reads moves during the first global batch of the new world. The
+first vote, in the pause, says that all that a forward pass reads is there (`Preparation.late_kinds` are the other
+kinds). If it is a yes, the new world is *entered*: it trains, and no record is written. Every member keeps the source:
+buffers, groups, what undoes the swap. A thread of each moves the late kinds into buffers that lie under the new
+optimizer already, over a group of their own, and computes the digests of both sides, of weights too: nobody writes to
+either before an optimizer step. The second vote comes before that step, and its certificate is about all kinds: then
+there is a record, and it is a switch as any other. If it is a no, the global batch is void: what was entered is undone,
+the last step first.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from operator import or_
 from typing import Any
@@ -16,17 +27,16 @@ from typing import Any
 import torch
 import torch.distributed as td
 
-from ds_dynatrain.adapters.communicators import END_SECONDS, end
+from ds_dynatrain.adapters.communicators import END_SECONDS, Connections, end
+from ds_dynatrain.adapters.device import beside, start_thread, synchronize
 from ds_dynatrain.adapters.memory import provide, release, zeros
-from ds_dynatrain.adapters.state import Buffers, Scalars
-from ds_dynatrain.adapters.support import refuse_at_boundary, refuse_changes
+from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.adapters.world import World
-from ds_dynatrain.adapters.worlds import drop, install
+from ds_dynatrain.adapters.worlds import drop
 from ds_dynatrain.engine import streams
 from ds_dynatrain.engine.carry import (
     Carried,
     fingerprints,
-    put_back,
     rest_carry,
     scalars_of,
     settle_counters,
@@ -35,52 +45,76 @@ from ds_dynatrain.engine.carry import (
 )
 from ds_dynatrain.engine.census import check_census
 from ds_dynatrain.engine.core import EngineCore
-from ds_dynatrain.engine.digests import Digests, SideDigests, side_digests
+from ds_dynatrain.engine.digests import SideDigests, side_digests
 from ds_dynatrain.engine.encoding import blank_tensors, decode, encode, fingerprint
-from ds_dynatrain.engine.preparation import Preparation
+from ds_dynatrain.engine.preparation import ABANDON_SECONDS, Preparation
 from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.engine.replicas import Settlement, furthest
 from ds_dynatrain.engine.replicas import judge as judge_replicas
-from ds_dynatrain.engine.transaction.certify import SIDES, certify, joined_sides
+from ds_dynatrain.engine.transaction.certificate import (
+    SIDES,
+    Doubts,
+    Shares,
+    certify,
+    differing,
+    explained,
+    joined_sides,
+    shares,
+)
 from ds_dynatrain.engine.transaction.layers import LayerStates
-from ds_dynatrain.engine.transaction.meeting import Meeting, Outcome
+from ds_dynatrain.engine.transaction.meeting import Outcome, connect, drain, meet
 from ds_dynatrain.engine.transaction.session import Decision, Session
-from ds_dynatrain.engine.transaction.shares import Doubts, Shares, differing, explained, shares
-from ds_dynatrain.engine.transaction.swap import Swap
+from ds_dynatrain.engine.transaction.swap import Before, Swap
 from ds_dynatrain.errors import CensusError, CertificateError, DynatrainError, OutcomeUnknown, SwitchFailed
+from ds_dynatrain.space import VirtualParameterSpace, row_of
 from ds_dynatrain.transfer import DeviceLink, ReadyPlan, TransferStats, Transport, execute, send_down
 
+POLL_SECONDS = 0.02
 
-class Transaction(Meeting):
-    """See the module; `run` is called once, by every member of either world, at a boundary.
+
+class Transaction:
+    """See the module. Called by every member of either world at a boundary: `run`, or, of a late switch, `enter`, and
+    `settle` before the next optimizer step.
 
     is_part: of something larger, which decides for all its parts. Then all vote, and all conclude what was decided.
+    source_rank, target_rank: None where this member has none. old_world: None if it was idle.
     """
 
     def __init__(self, engine: EngineCore, preparation: Preparation, place: str, is_part: bool = False) -> None:
-        super().__init__(engine, preparation, place)
+        self.engine, self.preparation, self.place, self.is_part = engine, preparation, place, is_part
+        self.proposal, self.control = preparation.proposal, preparation.board
+        self.source_rank, self.target_rank = preparation.source_rank, preparation.target_rank
+        self.old_world: World | None = engine.world
+        self.outcome = Outcome()
+        self.before: Before | None = None
         self.source: Buffers = {}
         self.target: Buffers = {}
-        self.scalars = Scalars()
-        self.before: dict[str, Any] = {}
         self.carried = Carried({}, {}, {}, "", ())
         self.rest: dict[str, Any] = {}
-        self.own_streams = streams.capture()
         self.new_streams: streams.Streams | None = None
-        self.source_digests: SideDigests | None = None
-        self.target_digests: SideDigests | None = None
-        self.kept_share: dict[str, Digests] = {}
-        self.old_config = engine.host.present_config
+        self.source_digests: SideDigests = {}
+        self.target_digests: SideDigests = {}
+        self.kept_share: SideDigests = {}
         self.settlement = Settlement()
         self.layers = LayerStates(engine, self.control, self.proposal)
         self.swap = Swap(engine)
-        self.swap.on_undo(streams.restore, self.own_streams)
-        self.is_part, generation, layout = is_part, self.proposal.generation, self.proposal.layout
-        record = f"part/{generation}" if is_part else f"record/{generation}"
-        key, members, what = self.proposal.key, self.proposal.union, f"switch to {layout}"
-        self.session = Session(self.control, key, members, what, record=record, stop=preparation.stop)
+        key, generation = self.proposal.key, self.proposal.generation
+        kind = "part" if is_part else "entered" if self.proposal.late else "record"
+        self.session = self._session(key, f"{kind}/{generation}")
+        self._final = self._session(f"{key}/late", f"record/{generation}", is_patient=True)
+        self._entered: Decision | None = None
+        self._thread: threading.Thread | None = None
+        self._late_error: BaseException | None = None
         self.digest = ""
         self.interrupt: BaseException | None = None
+
+    def _session(
+        self, key: str, record: str | None = None, members: tuple[int, ...] = (), is_patient: bool = False
+    ) -> Session:
+        """What all of both worlds, or some of them, do together."""
+        what, stop = f"switch to {self.proposal.layout}", self.preparation.stop
+        members = members or self.proposal.union
+        return Session(self.control, key, members, what, record=record, is_patient=is_patient, stop=stop)
 
     # ---- the protocol --------------------------------------------------------------------------------------------
 
@@ -113,7 +147,7 @@ class Transaction(Meeting):
         self.outcome.committed, self.outcome.reason = decision.commit, decision.reason
         self.outcome.digest = self.digest if decision.commit else ""
         self.interrupt, self.outcome.is_rebuilt = decision.interrupt, self.swap.has_begun
-        with self.phase("commit" if decision.commit else "roll back"):
+        with self.outcome.phase("commit" if decision.commit else "roll back"):
             self._commit() if decision.commit else self._roll_back()
         if self.interrupt is not None:
             raise self.interrupt
@@ -121,47 +155,134 @@ class Transaction(Meeting):
 
     def _carry_out(self) -> dict[str, Any]:
         """This member's report."""
-        with self.phase("drain"):
+        phase = self.outcome.phase
+        with phase("drain"):
             self._drain()
-        with self.phase("meet"):
-            self.meet(self.session)
+        with phase("meet"):
+            self.meet()
             self._settle_results()
             self._receive_carry()
-        with self.phase("digest"):
-            self._digest_source()
+        with phase("digest"):
+            self._digest_pause()
             self._settle_replicas()
-        with self.phase("rebuild"):
+        with phase("rebuild"):
             self._rebuild()
-        with self.phase("move"):
+        with phase("move"):
             self._move()
-        with self.phase("carry"):
+        with phase("carry"):
             self._carry()
-        with self.phase("verify"):
+        with phase("verify"):
             return self._verify()
 
+    # ---- a late switch: the two votes ----------------------------------------------------------------------------
+
+    def enter(self, discard: Callable[[], None]) -> bool:
+        """The first vote: whether this member trains in the new world now. Where it does not, `settle` follows at once.
+
+        discard: drops what was trained of a global batch, and goes back to its begin.
+        """
+        self._entered = self.vote()
+        if not self._entered.commit:
+            return False
+        synchronize()  # its queue does not wait for what the pause has queued
+        self._thread = start_thread(self._move_late, f"dynatrain-late-{self.proposal.generation}")
+        if self.target_rank is None:
+            return False
+        engine = self.engine
+        was = engine.world, engine.layout, engine.members
+
+        def go_back() -> None:
+            engine.world, engine.layout, engine.members = was
+
+        self.swap.on_undo(go_back)
+        engine.enter(self.proposal, self.preparation.world)
+        self.swap.on_undo(discard)
+        return True
+
+    @property
+    def worlds(self) -> tuple[World, ...]:
+        """Before it, and after it, as far as this member has them by now."""
+        return tuple(world for world in (self.old_world, self.preparation.world) if world is not None)
+
+    @property
+    def has_entered(self) -> bool:
+        """Whether the first vote was a yes: the new world trains, on this member or on others."""
+        return self._entered is not None and self._entered.commit
+
+    def settle(self) -> Outcome:
+        """The second vote, and what comes of it; of a switch that nobody has entered, its end."""
+        decision = self._entered
+        if decision is None:
+            raise RuntimeError("enter comes first")
+        if decision.commit:
+            self.session = self._final
+            with self.outcome.phase("late"):
+                decision = self._vote(self._arrive)
+        elif not self.outcome.is_uncertain:
+            with suppress(RuntimeError, OSError):  # for those who have no part in it: they look at the record alone
+                self._final.decide(replace(decision, said=None, interrupt=None))
+        return self.conclude(decision)
+
+    def give_up(self, reason: str) -> None:
+        """Say no for all, before the second vote: `settle` then goes back."""
+        with suppress(RuntimeError, OSError):
+            self._final.decide(Decision(False, f"member {self.control.member}: {reason}"))
+
+    def _move_late(self) -> None:
+        """In the thread: the moves of the late kinds, and the digests of both sides."""
+        begin = time.perf_counter()
+        try:
+            with beside():
+                moves = self.preparation.moves(self.kinds, is_late=True)
+                transport = self.preparation.ways.transport(self.preparation.world)
+                self.outcome.late_stats = self._execute(moves, transport)
+                kinds = tuple(kind for kind in self.kinds if not row_of(kind).is_gradient)
+                self._digest_target(self.target, kinds, self._digest_source(self.preparation.vps, kinds))
+        except BaseException as error:
+            self._late_error = error
+        self.outcome.late_ms = 1e3 * (time.perf_counter() - begin)
+
+    def _arrive(self) -> dict[str, Any]:
+        """Wait for the thread, whose own waits all have an end; this member's report on all kinds."""
+        while True:
+            self._final.stop()
+            if self._thread is None or not self._thread.is_alive():
+                break
+            self._thread.join(POLL_SECONDS)
+        if self._late_error is not None:
+            raise self._late_error
+        self._measure()
+        return self._report()
+
     # ---- before the commit ---------------------------------------------------------------------------------------
+
+    def meet(self) -> None:
+        """All are prepared, and stand at one boundary."""
+        meet(self.session, self.engine, self.preparation, self.place)
+
+    def connect(self) -> None:
+        """The next world's groups serve the accelerator, too, if they do not yet."""
+        connect(self.preparation, self.old_world, self.session)
+        self.outcome.connections = self.preparation.connections or Connections()
 
     def _drain(self) -> None:
         """No collective is under way and no window is open; what there is to give away is named and posted."""
         engine, generation, rank = self.engine, self.proposal.generation, self.source_rank
         if rank is None:
             return
-        refuse_at_boundary(engine.host)
-        refuse_changes(engine.host)
-        engine.host.settle_parameters()
-        self.source, self.scalars = engine.host.state_buffers()
-        check_census(engine.host, engine.vps, rank, self.source, "before the moves")
-        self.warn_of_last_gradients()
-        self.before = shared_carry(engine, self.scalars)
-        streams_of_rank = {"states": self.own_streams, "print": fingerprint(self.own_streams)}
-        self.control.post(f"stream/{generation}/{rank}", streams_of_rank)
+        self.before = drain(engine, self.proposal, rank, self.outcome)
+        self.source = self.before.buffers
+        if self.proposal.late:  # forward passes of a batch that is void must leave no trace in the module's buffers
+            held = [(buffer, buffer.detach().clone()) for buffer in engine.host.module.buffers()]
+            self.swap.on_undo(_put_back, held)
+        own = self.swap.streams
+        self.control.post(f"stream/{generation}/{rank}", {"states": own, "print": fingerprint(own)})
         self.layers.offer()
         if rank == 0:
             self.rest = rest_carry(engine, has_module=not self.layers.go_by_layers)
             kinds = [kind for kind in engine.vps.present_kinds() if any(kind == held for held, _ in self.source)]
-            self.control.post(
-                f"carry/{generation}", Carried.record(self.before, self.rest, kinds, bool(self.newcomers))
-            )
+            record = Carried.record(self.before.shared, self.rest, kinds, bool(self.newcomers))
+            self.control.post(f"carry/{generation}", record)
 
     def _settle_results(self) -> None:
         """Where a death may abort an accelerator's collectives: what the last step had of them is there, on all of
@@ -177,19 +298,14 @@ class Transaction(Meeting):
         """Rank 0's, which all others must have, too; it was posted before rank 0 came to the meeting."""
         self.carried = Carried.from_record(self.control.value(f"carry/{self.proposal.generation}"))
         self.outcome.kinds = self.kinds
-        if self.source_rank is not None:
-            self._compare_carry(self.before, "before")
+        if self.before is not None:
+            self._compare_carry(self.before.shared, "before")
         self._settle_target()
 
     @property
     def kinds(self) -> tuple[str, ...]:
         """The state kinds that there are now."""
         return self.carried.kinds
-
-    @property
-    def proved_at_once(self) -> tuple[str, ...]:
-        """Those of them whose digests are computed in the pause."""
-        return self.kinds
 
     def _compare_carry(self, mine: dict[str, Any], when: str) -> None:
         """CertificateError unless this member has what rank 0 had before the moves."""
@@ -201,22 +317,40 @@ class Transaction(Meeting):
                 f"{', '.join(parts)}"
             )
 
-    def _digest_source(self) -> None:
-        if self.source_rank is not None:
-            self.source_digests, self.kept_share = side_digests(
-                self.engine.vps,
-                self.proposal.source_layout,
-                self.source_rank,
-                self.source,
-                self.proved_at_once,
-                self.preparation.kept,
-                ready=self.preparation.sides.get((self.proposal.source_layout, self.source_rank)),
-            )
+    def _digest_pause(self) -> None:
+        """In the pause of a late switch the kinds alone that a backward pass writes to: there is nothing to compare
+        after it.
+        """
+        self.kept_share = self._digest_source(self.engine.vps, self._proved_at_once)
+
+    @property
+    def _proved_at_once(self) -> tuple[str, ...]:
+        """The state kinds whose digests are computed in the pause."""
+        return tuple(kind for kind in self.kinds if not self.proposal.late or row_of(kind).is_gradient)
+
+    def _digest_source(self, vps: VirtualParameterSpace, kinds: tuple[str, ...]) -> SideDigests:
+        """Add what this member held before the moves; the share of it that lies in buffers that stay."""
+        if self.source_rank is None:
+            return {}
+        side, kept = (self.proposal.source_layout, self.source_rank), self.preparation.kept
+        found, share = side_digests(vps, *side, self.source, kinds, kept, ready=self.preparation.sides.get(side))
+        self.source_digests = {**self.source_digests, **found}
+        return share
+
+    def _digest_target(self, held: Buffers, kinds: tuple[str, ...], share: SideDigests) -> None:
+        """Add what this member holds after them. share: of buffers that have stayed."""
+        if self.target_rank is None:
+            return
+        vps = self.preparation.vps.with_layout(self.proposal.layout, self.proposal.members)
+        side, kept = (self.proposal.layout, self.target_rank), self.preparation.kept
+        kinds = tuple(kind for kind in kinds if kind in vps.present_kinds())
+        found, _ = side_digests(vps, *side, held, kinds, kept, share, self.preparation.sides.get(side))
+        self.target_digests = {**self.target_digests, **found}
 
     def _settle_replicas(self) -> None:
         """Before anything is read: tensors that several stages or tensor ranks hold are those of their owners."""
         layout, members = self.proposal.source_layout, self.proposal.source_members
-        if layout.pipe * layout.tensor == 1 or self.source_rank is None or self.source_digests is None:
+        if layout.pipe * layout.tensor == 1 or self.source_rank is None:
             return
         vps, rank, session = self.engine.vps, self.source_rank, self._among(members)
         drifting = differing(session, "drifting", vps, layout, rank, self.source_digests, "source")
@@ -229,13 +363,11 @@ class Transaction(Meeting):
         types = self.engine.host.element_types
         tolerance = self.engine.settings.replica_tolerance
         self.outcome.warnings.append(judge_replicas(found, tolerance, {kind: types.of(kind) for kind in drifting}))
-        self._digest_source()
+        self._digest_pause()
 
     def _among(self, members: tuple[int, ...]) -> Session:
         """What some of the members do together in between."""
-        key = f"{self.session.key}/source"
-        record, stop = self.session.record, self.preparation.stop
-        return Session(self.control, key, members, self.session.what, record=record, stop=stop)
+        return self._session(f"{self.session.key}/source", self.session.record, members)
 
     def _settle_target(self) -> None:
         """The prepared buffers, anew where the live ones are no longer those that were to be kept."""
@@ -257,23 +389,17 @@ class Transaction(Meeting):
 
     def _rebuild(self) -> None:
         """Old optimizer off, new groups in, new optimizer on, over the memory that was made ready."""
-        self.connect(self.session)
-        world, old_world = self.preparation.world, self.old_world
-        if self.source_rank is not None and old_world is not None:
-            self.swap.off(lambda: self._back(old_world))
+        self.connect()
+        world, before = self.preparation.world, self.before
+        if before is not None:
+            self.swap.off(before)
             self.swap.on_undo(self.settlement.undo)  # before the old optimizer reads them
         if self.target_rank is not None and world is not None:
             self.swap.into(world)
-            scalars = self.scalars if self.source_rank is not None else scalars_of(self.carried.shared)
+            scalars = scalars_of(self.carried.shared) if before is None else before.scalars
             made, self.preparation.made = self.preparation.made, None
             vps, layout = self.preparation.vps, self.proposal.layout
             self.swap.over(vps, layout, world, self.target_rank, self.target, scalars, made)
-
-    def _back(self, world: World) -> None:
-        """The old optimizer over the old memory, in the old world."""
-        install(world)
-        self.engine.host.attach(self.proposal.source_layout, world, self.old_config, self.source, self.scalars)
-        put_back(self.engine, self.before)
 
     def _move(self) -> None:
         transport = self.preparation.ways.transport(self.preparation.world)
@@ -357,14 +483,13 @@ class Transaction(Meeting):
 
     def _report(self) -> dict[str, Any]:
         """This member's digests, as shares of the sums over all."""
-        source, target = self.source_rank, self.target_rank
-        vps, layout, members = self.preparation.vps, self.proposal.layout, self.proposal.members
-        report: dict[str, Any] = {"source": None, "target": None}
-        if source is not None and self.source_digests is not None:
-            before = self.proposal.source_layout, self.proposal.source_members
-            report["source"] = shares(vps, *before, source, self.source_digests).to_json()
-        if target is not None and self.target_digests is not None:
-            report["target"] = shares(vps, layout, members, target, self.target_digests).to_json()
+        vps, report = self.preparation.vps, dict[str, Shares | None]({"source": None, "target": None})
+        if self.source_rank is not None:
+            side = self.proposal.source_layout, self.proposal.source_members, self.source_rank
+            report["source"] = shares(vps, *side, self.source_digests)
+        if self.target_rank is not None:
+            side = self.proposal.layout, self.proposal.members, self.target_rank
+            report["target"] = shares(vps, *side, self.target_digests)
         return report
 
     def _check_target(self, rank: int) -> None:
@@ -376,9 +501,7 @@ class Transaction(Meeting):
         gone = [key for key in self.target if key[0] in self.kinds and key[0] in present and key not in held]
         if gone:
             raise CensusError(f"rank {rank}: {gone[0][0]} of {gone[0][1]} is not in the rebuilt optimizer")
-        kept, kinds = self.preparation.kept, tuple(kind for kind in self.proved_at_once if kind in present)
-        ready = self.preparation.sides.get((layout, rank))
-        self.target_digests, _ = side_digests(vps, layout, rank, held, kinds, kept, self.kept_share, ready)
+        self._digest_target(held, self._proved_at_once, self.kept_share)
         if streams.capture() != self.new_streams:
             raise CertificateError(f"random streams of rank {rank} are not those that its place in the layout has")
         self._compare_carry(shared_carry(self.engine, scalars), "after")
@@ -386,9 +509,8 @@ class Transaction(Meeting):
     def _judge(self, report: dict[str, Any]) -> Decision:
         """On the first member: the certificate, from what all say."""
         vps, layouts = self.preparation.vps, (self.proposal.source_layout, self.proposal.layout)
-        before, after = (Shares.from_json(report[side]) for side in SIDES)
         try:
-            said = certify(vps, *layouts, before, after)
+            said = certify(vps, *layouts, report)
         except CertificateError as error:
             return Decision(False, f"CertificateError: {error}")
         return Decision("digest" in said, "copies of one state differ" if "doubts" in said else "", said=said)
@@ -401,8 +523,8 @@ class Transaction(Meeting):
             "source": (proposal.source_layout, proposal.source_members, self.source_digests),
             "target": (proposal.layout, proposal.members, self.target_digests),
         }[side]
-        among = Session(self.control, session.key, session.members, session.what, stop=self.preparation.stop)
-        what = among, "differing", self.preparation.vps, layout, members, own, wrong[side], side
+        among = self._session(session.key)
+        what = among, "differing", self.preparation.vps, layout, members, own or None, wrong[side], side
         try:
             return f"CertificateError: {explained(*what)}"
         except (DynatrainError, td.DistError) as error:  # it is rolled back in any case
@@ -418,7 +540,7 @@ class Transaction(Meeting):
         if PROCESS.is_shared and self.target_rank is not None:
             engine.activate()  # since the vote it was another engine's turn
         self.preparation.committed()
-        self.acknowledge(self.session)
+        self.outcome.acknowledge(self.session)
         if self.target_rank is not None:
             engine.host.forget_steps()
         self.preparation.ways.end()
@@ -441,9 +563,12 @@ class Transaction(Meeting):
         finally:
             self.swap.undo()
             self._measure()
-            self.source = {}
-            self.target = {}
+            self.source, self.target, self.before = {}, {}, None
             self.preparation.abandon()
+        if self._thread is not None:
+            self._thread.join(ABANDON_SECONDS)  # what it still waits for will not come
+            if self.source_rank is not None:
+                self.engine.repeat_places()
 
     def _mend_communicator(self) -> None:
         """Moves that failed over a communicator of the old world have left it in any state: all make it anew.
@@ -488,3 +613,10 @@ def _union_bytes(runs: set[tuple[int, int]]) -> int:
         total += max(0, stop - max(start, end))
         end = max(end, stop)
     return total
+
+
+def _put_back(held: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy the second tensor of each pair into the first."""
+    with torch.no_grad():
+        for tensor, value in held:
+            tensor.copy_(value)

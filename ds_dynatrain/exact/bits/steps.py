@@ -3,7 +3,8 @@
 Each rank has the losses of its own leaves and parts of the state. What it knows goes into one vector of integers, whose
 sum over all ranks is the same whoever holds what: a loss as the bits of its fp64 number, which no other rank has; a
 tensor's digest as that of the rank's parts. Of a weight that several ranks or stages hold whole, one's counts, and to
-it comes a sum over all of their copies that is 0 where they are equal (`transaction.shares`): one that differs shows.
+it comes a sum over all of their copies that is 0 where they are equal (`transaction.certificate`): one that differs
+shows.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch.distributed as td
 
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.digests import Digests, side_digests
-from ds_dynatrain.engine.transaction.shares import shares
+from ds_dynatrain.engine.transaction.certificate import shares
 from ds_dynatrain.exact.bits.records import ExactJob, ExactStep
 from ds_dynatrain.report import EventWriter
 from ds_dynatrain.space import row_of
@@ -107,10 +108,10 @@ class ExactSteps:
         vps, layout, rank = engine.vps, engine.layout, engine.rank
         buffers = engine.host.state_buffers()[0]
         held = tuple(sorted({kind for kind, _ in buffers if not row_of(kind).is_gradient}))
-        side, _ = side_digests(vps, layout, rank, buffers, held, set())
+        side, _ = side_digests(vps, layout, rank, buffers, held)
         mine = shares(vps, layout, engine.members, rank, side)
         found = {kind: np.zeros(len(vps.tensors), np.uint64) for kind in _kinds(engine)}
-        for part in (mine.whole, mine.copies, mine.places):
+        for part in (mine["whole"], mine["copies"], mine["places"]):
             for kind, digests in part.items():
                 found[kind] += digests
         order = _by_name(engine)

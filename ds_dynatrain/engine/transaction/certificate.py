@@ -1,4 +1,6 @@
-"""What members hold together, as sums: of each member's digests a share, and the shares add up in any order.
+"""The certificate: what all members held before a change is what they hold after it, element for element.
+
+What members hold together are sums: of each member's digests a share, and the shares add up in any order.
 
 Three vectors of one 64-bit number per logical tensor, for each state kind (modulo 2^64):
 
@@ -14,105 +16,129 @@ A sum that is not 0 names the tensor. Whose copies differ, members then tell for
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from functools import reduce
+from typing import Any, TypedDict
 
 import numpy as np
 
-from ds_dynatrain.engine.digests import Digests, SideDigests, hint
+from ds_dynatrain.engine.digests import Digests, SideDigests, hint, state_digest
 from ds_dynatrain.engine.transaction.session import Session
 from ds_dynatrain.errors import CertificateError
 from ds_dynatrain.space import Layout, VirtualParameterSpace
 from ds_dynatrain.space.interval import Ints
 
+SIDES = ("source", "target")
 Doubts = dict[str, list[int]]
 """Kind -> numbers of tensors whose copies are not equal."""
 _PLACES = 1 << 32
 """Weights of ranks and those of places are different numbers."""
 
 
-@dataclass(frozen=True, eq=False)
-class Shares:
-    """Those of some members of a side.
+class Shares(TypedDict):
+    """The sums of some members of a side, as a record that travels (see `pack`).
 
-    kinds: of the first of them, with its number, and of one that holds others, if there is one.
+    kinds: the state kinds of the first member, with its number, and of one that holds others, if there is one.
     """
 
-    kinds: list[tuple[int, list[str]]]
-    whole: Mapping[str, Digests]
-    copies: Mapping[str, Digests]
-    places: Mapping[str, Digests]
-
-    def __add__(self, other: Shares) -> Shares:
-        first = self.kinds[0]
-        differing = [each for each in (*self.kinds[1:], *other.kinds) if each[1] != first[1]]
-        sums = (_added(getattr(self, name), getattr(other, name)) for name in ("whole", "copies", "places"))
-        return Shares([first, *differing[:1]], *sums)
-
-    def to_json(self) -> dict[str, Any]:
-        """A record (see `pack`)."""
-        return {"kinds": self.kinds, "whole": self.whole, "copies": self.copies, "places": self.places}
-
-    @staticmethod
-    def from_json(record: Mapping[str, Any]) -> Shares:
-        """The inverse of `to_json`."""
-        kinds = [(int(member), list(kinds)) for member, kinds in record["kinds"]]
-        return Shares(kinds, record["whole"], record["copies"], record["places"])
-
-    def check_kinds(self, side: str) -> None:
-        """CertificateError if members hold different state kinds."""
-        if len(self.kinds) > 1:
-            (one, first), (other, second) = self.kinds
-            only = ", ".join(sorted(set(first) ^ set(second)))
-            raise CertificateError(f"{side}: only one of members {one} and {other} holds {only}")
+    kinds: Sequence[tuple[int, list[str]]]
+    whole: SideDigests
+    copies: SideDigests
+    places: SideDigests
 
 
-def joined(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Two records of shares as one."""
-    return (Shares.from_json(one) + Shares.from_json(other)).to_json()
+def joined(one: Shares, other: Shares) -> Shares:
+    """Add the shares of two parts of the members."""
+    first, *others = (*one["kinds"], *other["kinds"])
+    differing = [each for each in others if each[1] != first[1]]
+    whole, copies = _added(one["whole"], other["whole"]), _added(one["copies"], other["copies"])
+    return Shares(
+        kinds=[first, *differing[:1]], whole=whole, copies=copies, places=_added(one["places"], other["places"])
+    )
+
+
+def joined_sides(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Add two reports, each of which has shares, or None, for both sides."""
+    pairs = {side: [each[side] for each in (one, other) if each[side] is not None] for side in SIDES}
+    return {side: reduce(joined, pair) if pair else None for side, pair in pairs.items()}
+
+
+def certify(vps: VirtualParameterSpace, source: Layout, target: Layout, report: Mapping[str, Shares]) -> dict[str, Any]:
+    """One digest over the whole state, equal on both sides: {"digest": ...}; or {"doubts": ...} of copies that differ.
+
+    report: the sums over all members of each side. CertificateError names the tensor and the kind.
+    """
+    for side in SIDES:
+        _check_kinds(report[side], side)
+    wrong = {side: {**doubts(report[side]["places"]), **doubts(report[side]["copies"])} for side in SIDES}
+    if any(wrong.values()):
+        return {"doubts": wrong}
+    held, arrived = (filled(report[side]["whole"], vps, report[side]["kinds"][0][1]) for side in SIDES)
+    kept = SideDigests()
+    for kind in held:
+        if kind not in arrived:
+            if not vps.is_held(target, kind):
+                continue
+            raise CertificateError(f"state kind {kind!r} was there before the switch and is not after it")
+        different = np.flatnonzero(held[kind] != arrived[kind])
+        if len(different):
+            name = vps.tensors[int(different[0])].name
+            raise CertificateError(
+                f"{kind} of {name!r} is not the same after the moves ({len(different)} of {len(vps.tensors)} tensors "
+                f"differ in this kind){hint(kind)}"
+            )
+        kept[kind] = held[kind]
+    extra = sorted(kind for kind in set(arrived) - set(held) if vps.is_held(source, kind))
+    if extra:
+        raise CertificateError(f"state kinds {extra} appeared in the switch")
+    return {"digest": state_digest(kept)}
+
+
+def _check_kinds(sums: Shares, side: str) -> None:
+    """Raise CertificateError if members hold different state kinds."""
+    if len(sums["kinds"]) > 1:
+        (one, first), (other, second) = sums["kinds"]
+        only = ", ".join(sorted(set(first) ^ set(second)))
+        raise CertificateError(f"{side}: only one of members {one} and {other} holds {only}")
 
 
 def doubts(sums: Mapping[str, Digests]) -> Doubts:
-    """The tensors whose sums are not 0."""
+    """Return the tensors whose sums are not 0."""
     found = {kind: np.flatnonzero(values).tolist() for kind, values in sums.items()}
     return {kind: numbers for kind, numbers in found.items() if numbers}
 
 
 def shares(vps: VirtualParameterSpace, layout: Layout, members: tuple[int, ...], rank: int, own: SideDigests) -> Shares:
     """A member's part in the sums over all ranks of a layout."""
-    whole, copies, places = dict[str, Digests](), dict[str, Digests](), dict[str, Digests]()
-    for kind, digests in own.of.items():
+    whole, copies, places = SideDigests(), SideDigests(), SideDigests()
+    for kind, digests in own.items():
         is_counted, by_copy, by_place = _weights(vps, layout, kind, rank)
-        whole[kind] = np.where(is_counted, digests, np.uint64(0))
         for sums, weights in ((copies, by_copy), (places, by_place)):
             if weights.any():
                 sums[kind] = weights * digests
-        if not is_counted.any():
-            del whole[kind]
-    return Shares([(members[rank], sorted(own.of))], whole, copies, places)
+        if is_counted.any():
+            whole[kind] = np.where(is_counted, digests, np.uint64(0))
+    return Shares(kinds=[(members[rank], sorted(own))], whole=whole, copies=copies, places=places)
 
 
 def agreed(
     session: Session, step: str, vps: VirtualParameterSpace, layout: Layout, rank: int, own: SideDigests, side: str
-) -> dict[str, Digests]:
+) -> SideDigests:
     """Kind -> digests of whole tensors, of what all members of the session hold at the ranks of a layout.
 
     side: a word for it. CertificateError, on all alike, names the tensor, the kind and two members whose copies differ.
     """
     members = session.members
 
-    def judge(found: dict[str, Any]) -> dict[str, Any]:
-        sums = Shares.from_json(found)
-        wrong = {**doubts(sums.places), **doubts(sums.copies)}
-        return {"doubts": wrong, "kinds": sums.kinds, "whole": {} if wrong else sums.whole}
+    def judge(found: Shares) -> dict[str, Any]:
+        wrong = {**doubts(found["places"]), **doubts(found["copies"])}
+        return {"doubts": wrong, "kinds": found["kinds"], "whole": {} if wrong else found["whole"]}
 
-    found = session.reduce(step, shares(vps, layout, members, rank, own).to_json(), joined, judge)
-    Shares.from_json({**found, "copies": {}, "places": {}}).check_kinds(side)
+    found = session.reduce(step, shares(vps, layout, members, rank, own), joined, judge)
+    _check_kinds(found, side)
     if found["doubts"]:
-        raise CertificateError(
-            explained(session, f"{step}/differing", vps, layout, members, own, found["doubts"], side)
-        )
-    return filled(found["whole"], vps, own.of)
+        what = session, f"{step}/differing", vps, layout, members, own, found["doubts"], side
+        raise CertificateError(explained(*what))
+    return filled(found["whole"], vps, own)
 
 
 def differing(
@@ -123,20 +149,19 @@ def differing(
     """
     members = session.members
 
-    def judge(found: dict[str, Any]) -> dict[str, Any]:
-        sums = Shares.from_json(found)
-        return {"copies": doubts(sums.copies), "places": doubts(sums.places)}
+    def judge(found: Shares) -> dict[str, Doubts]:
+        return {"copies": doubts(found["copies"]), "places": doubts(found["places"])}
 
-    found = session.reduce(step, shares(vps, layout, members, rank, own).to_json(), joined, judge)
+    found = session.reduce(step, shares(vps, layout, members, rank, own), joined, judge)
     if found["copies"]:
-        wrong = found["copies"]
-        raise CertificateError(explained(session, f"{step}/differing", vps, layout, members, own, wrong, side))
+        what = session, f"{step}/differing", vps, layout, members, own, found["copies"], side
+        raise CertificateError(explained(*what))
     places: Doubts = found["places"]
     return places
 
 
-def filled(whole: Mapping[str, Digests], vps: VirtualParameterSpace, kinds: Iterable[str]) -> dict[str, Digests]:
-    """With zeros for a kind of which nobody has an element."""
+def filled(whole: Mapping[str, Digests], vps: VirtualParameterSpace, kinds: Iterable[str]) -> SideDigests:
+    """Add zeros for a kind of which nobody has an element."""
     return {kind: whole.get(kind, np.zeros(len(vps.tensors), np.uint64)) for kind in kinds}
 
 
@@ -155,7 +180,7 @@ def explained(
     members: at each rank of the layout. own: of a member that is one of them.
     """
     kind, (number, *_) = next(iter(wrong.items()))
-    mine = {} if own is None else {str(session.board.member): int(own.of[kind][number])}
+    mine = {} if own is None else {str(session.board.member): int(own[kind][number])}
 
     def judge(found: dict[str, int]) -> str:
         what = f"{side}: {kind} of {vps.tensors[number].name!r} differs between"
@@ -203,7 +228,7 @@ def _holders(vps: VirtualParameterSpace, layout: Layout, kind: str, number: int,
     return ranks.tolist() if vps.is_replicated(layout, kind) else []
 
 
-def _added(one: Mapping[str, Digests], other: Mapping[str, Digests]) -> dict[str, Digests]:
+def _added(one: Mapping[str, Digests], other: Mapping[str, Digests]) -> SideDigests:
     both = {**one, **other}
     return {kind: one[kind] + other[kind] if kind in one and kind in other else held for kind, held in both.items()}
 
