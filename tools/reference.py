@@ -52,6 +52,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "ds_dynatrain.balance.balancer.Balancer",
     ),
     "Loaders": (
+        "ds_dynatrain.data.loader.Loader",
         "ds_dynatrain.data.loader.TrainLoader",
         "ds_dynatrain.data.loader.EvaluationLoader",
         "ds_dynatrain.data.loader.MicroBatch",

@@ -37,6 +37,7 @@ def in_turn(call: Call) -> Call:
         with engine.turn():
             return call(engine, *arguments, **named)
 
+    in_its_turn.__doc__ = call.__doc__ or "DeepSpeed's."
     return cast("Call", in_its_turn)
 
 
