@@ -38,7 +38,6 @@ NAMES: dict[str, tuple[str, ...]] = {
     ),
     "The engine": ("ds_dynatrain.engine.engine.DynatrainEngine",),
     "DeepSpeed's calls that do more here": (
-        "ds_dynatrain.engine.overrides.OverridingEngine",
         "ds_dynatrain.engine.pipeline.DynatrainPipelineEngine",
     ),
     "What the engine gives": (
