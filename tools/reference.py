@@ -38,7 +38,6 @@ NAMES: dict[str, tuple[str, ...]] = {
     ),
     "The engine": ("ds_dynatrain.engine.engine.DynatrainEngine",),
     "DeepSpeed's calls that do more here": (
-        "ds_dynatrain.engine.overrides.OverridingEngine",
         "ds_dynatrain.engine.pipeline.DynatrainPipelineEngine",
     ),
     "What the engine gives": (
@@ -52,6 +51,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "ds_dynatrain.balance.balancer.Balancer",
     ),
     "Loaders": (
+        "ds_dynatrain.data.loader.Loader",
         "ds_dynatrain.data.loader.TrainLoader",
         "ds_dynatrain.data.loader.EvaluationLoader",
         "ds_dynatrain.data.loader.MicroBatch",

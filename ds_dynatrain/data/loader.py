@@ -138,8 +138,8 @@ class Windows:
         return iter(iter(self.loader).next_window, None)
 
 
-class _Loader:
-    """What can be read off a loader as off torch's."""
+class Loader:
+    """What can be read off a train loader and an evaluation loader, as off torch's."""
 
     source: Source
 
@@ -159,7 +159,7 @@ class _Loader:
         return self.source.num_workers
 
 
-class TrainLoader(_Loader):
+class TrainLoader(Loader):
     """Batches of a training set, in the present world; `name` tells it from the other loaders of an engine.
 
     Raises `DataError` if an epoch would have no global batch.
@@ -488,7 +488,7 @@ class _Remaining:
                 yield chosen[positions].tolist()
 
 
-class EvaluationLoader(_Loader):
+class EvaluationLoader(Loader):
     """Batches of an evaluation set, split over the world as it is when `iter()` is called; no sample counts twice.
 
     Sample i of the order goes to rank i % data. All ranks yield equally many batches, since a forward under ZeRO-3 is

@@ -17,8 +17,7 @@ from torch.utils.data import DataLoader
 from ds_dynatrain.adapters.pipeline_host import PipelineHostEngine, RepeatingLoader
 from ds_dynatrain.data import EvaluationLoader, Pass, TrainLoader
 from ds_dynatrain.engine.core import EngineCore
-from ds_dynatrain.engine.engine import DynatrainEngine
-from ds_dynatrain.engine.overrides import in_turn
+from ds_dynatrain.engine.engine import DynatrainEngine, in_turn
 from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.errors import DataError, WorldChanged
 from ds_dynatrain.extension import around
