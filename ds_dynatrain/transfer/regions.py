@@ -6,7 +6,7 @@ there is when the bytes move.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -101,29 +101,22 @@ class Regions:
 
     def pack(self, found: Sequence[Matrix], staged: torch.Tensor) -> None:
         """Copy matrices of bytes, one after another, into `staged`; on an accelerator that is queued."""
-        if not self.is_on_host:
-            for runs, room in self._views(found, staged):
-                room.copy_(runs, non_blocking=True)
-            return
-        for matrix, place in _placed(found, staged.numpy()):
-            place[:] = self._runs(matrix)
+        self.copy_to(_all_of(staged), _placed(found), is_queued=True)
 
     def unpack(self, found: Sequence[Matrix], staged: torch.Tensor) -> None:
         """Copy `staged` into matrices of bytes, one after another; on an accelerator that is queued."""
-        if not self.is_on_host:
-            for runs, room in self._views(found, staged):
-                runs.copy_(room, non_blocking=True)
-            return
-        for matrix, place in _placed(found, staged.numpy()):
-            self._runs(matrix)[:] = place
+        _all_of(staged).copy_to(self, ((place, matrix) for matrix, place in _placed(found)), is_queued=True)
 
     def wait(self) -> None:
         """Wait until what an accelerator was to copy is there."""
         for device in {data.device for data in self.data if data.device.type != "cpu"}:
             torch.accelerator.current_stream(device).synchronize()
 
-    def copy_to(self, other: Regions, both: Sequence[tuple[Matrix, Matrix]]) -> None:
-        """Copy matrices of bytes into those of the other; nothing overlaps."""
+    def copy_to(self, other: Regions, both: Iterable[tuple[Matrix, Matrix]], is_queued: bool = False) -> None:
+        """Copy matrices of bytes into those of the other; nothing overlaps.
+
+        is_queued: the host may go on before an accelerator has done it.
+        """
         if self.is_on_host and other.is_on_host:
             for mine, theirs in both:
                 other._runs(theirs)[:] = self._runs(mine)
@@ -132,7 +125,7 @@ class Regions:
             is_matrix = min(mine.step - mine.length, theirs.step - theirs.length) >= 0  # torch has no steps back
             parts = [(mine, theirs)] if is_matrix else zip(_one_by_one(mine), _one_by_one(theirs), strict=True)
             for one, another in parts:
-                other.runs_of(another).copy_(self.runs_of(one))
+                other.runs_of(another).copy_(self.runs_of(one), non_blocking=is_queued)
 
     def view(self, matrix: Matrix) -> torch.Tensor:
         """A matrix of one run, as it lies."""
@@ -167,14 +160,6 @@ class Regions:
 
     def _runs(self, matrix: Matrix) -> Bytes:
         return rows_of(self._flat[matrix.which], matrix.begin, matrix.step, matrix.number, matrix.length)
-
-    def _views(self, found: Sequence[Matrix], staged: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """(runs, their place in the staged bytes); torch has no steps that go back."""
-        at = 0
-        for matrix in found:
-            for part in [matrix] if matrix.step >= matrix.length else _one_by_one(matrix):
-                yield self.runs_of(part), staged[at : at + part.nbytes].view(part.number, part.length)
-                at += part.nbytes
 
 
 def check_disjoint(read: list[Regions], written: list[Regions]) -> None:
@@ -214,11 +199,17 @@ def _all(parts: list[Regions]) -> tuple[Ints, Ints]:
     return start, start + np.concatenate([part.length for part in parts])
 
 
-def _placed(found: Sequence[Matrix], staged: Bytes) -> Iterator[tuple[Matrix, Bytes]]:
-    """Pair each matrix with its place in staged bytes."""
+def _all_of(staged: torch.Tensor) -> Regions:
+    """Treat staged bytes as a buffer that matrices are copied from or to."""
+    nothing = np.empty(0, dtype=np.int64)
+    return Regions((staged,), nothing, nothing, nothing)
+
+
+def _placed(found: Sequence[Matrix]) -> Iterator[tuple[Matrix, Matrix]]:
+    """Pair each matrix with its place in staged bytes, where they follow one another."""
     at = 0
     for matrix in found:
-        yield matrix, rows_of(staged, at, matrix.length, matrix.number, matrix.length)
+        yield matrix, Matrix(0, at, matrix.length, matrix.number, matrix.length)
         at += matrix.nbytes
 
 
