@@ -1,4 +1,4 @@
-"""The environment variables of membership: all names, and everything that is read from them or handed on in them."""
+"""The environment variables of membership: names, and what is read from them or handed on."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from ds_dynatrain.errors import ConfigError
 
 TOKEN = "DYNATRAIN_TOKEN"
 TOKEN_FILE = "DYNATRAIN_TOKEN_FILE"
-REPLACE_C10D = "DYNATRAIN_REPLACE_C10D"
-"""1: `--rdzv-backend=c10d` means this backend too, for launchers whose command line cannot be changed."""
 
 NODE = "DYNATRAIN_NODE"
 COORDINATOR = "DYNATRAIN_COORDINATOR"
@@ -83,11 +81,6 @@ def job_token(
     else:
         made = users_file("token", variables)
     return made_token(made), str(made)
-
-
-def replaces_c10d(variables: Mapping[str, str] = os.environ) -> bool:
-    """Whether `--rdzv-backend=c10d` is to mean this backend."""
-    return variables.get(REPLACE_C10D, "") == "1"
 
 
 def hand_over(place: WorkerPlace, variables: MutableMapping[str, str] = os.environ, token_file: str = "") -> None:
