@@ -16,11 +16,10 @@ from ds_dynatrain.config import BLOCK, DynatrainConfig, split_config
 from ds_dynatrain.config_file import read_config
 from ds_dynatrain.errors import ConfigError, SwitchRefused
 from ds_dynatrain.extension import BUILT_IN
-from ds_dynatrain.space.layout import Layout
+from ds_dynatrain.space.layout import STAGES, Layout
 from ds_dynatrain.support import Finding, Target, examine, refuse_layout, usage
 from ds_dynatrain.support.walk import AUTO
 
-STAGES = (0, 1, 2, 3)
 SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
 
 

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from enum import IntEnum
 
 from torch._C._distributed_c10d import Store
@@ -181,7 +182,7 @@ class Member:
         """
         with self._reporting:
             self._has_breach = True
-            self._report = self._report.model_copy(update={"hung": clipped(hung, LONGEST_WORDS)})
+            self._note(hung=clipped(hung, LONGEST_WORDS))
             if self._newest is not None:
                 self.broken(self._newest)
 
@@ -199,8 +200,7 @@ class Member:
             is_first = step > 0 == self._report.step or self._has_just_entered
             self._has_just_entered = False
             tally = tally.model_copy(update={"generation": self._report.entered})
-            fields = {"step": step, "layout": layout, "pause_ms": pause_ms, "protected": protected, "tally": tally}
-            self._report = self._report.model_copy(update=fields)
+            self._note(step=step, layout=layout, pause_ms=pause_ms, protected=protected, tally=tally)
             if is_first:
                 self._say()
 
@@ -208,11 +208,9 @@ class Member:
         """For people who watch: a switch that this member is the one to report."""
         with self._reporting:
             self._switched.append(said)
-            try:
+            with suppress(OSError):  # it is told again after the next connect
                 if self._connection is not None:
                     self._connection.send(said)
-            except OSError:  # it is told again after the next connect
-                pass
 
     def waits_for(self, whom: str) -> None:
         """Tell the status for whom this member waits, with the next heartbeat; empty: for nobody."""
@@ -284,12 +282,10 @@ class Member:
         self._termination.stop()
         self._reach.close()
         if self._connection is not None:
-            try:
+            with suppress(OSError):
                 if has_ended:
                     newest = 0 if self._newest is None else self._newest.generation
                     self._connection.send(Bye(newest=newest, has_left=self._has_left))
-            except OSError:
-                pass
             self._connection.close()
 
     def _is_decided(self, after: int) -> bool:
@@ -300,14 +296,16 @@ class Member:
 
     # -- what it says ------------------------------------------------------------------------------------------------
 
-    def _say(self, **fields: object) -> None:
-        """Change the report and send it; if that fails it is sent after the next connect."""
+    def _note(self, **fields: object) -> None:
+        """Change the report, which is sent with the next heartbeat."""
         with self._reporting:
             self._report = self._report.model_copy(update=fields)
-            try:
-                self._send_report()
-            except OSError:
-                pass
+
+    def _say(self, **fields: object) -> None:
+        """Change the report and send it; if that fails it is sent after the next connect."""
+        with self._reporting, suppress(OSError):
+            self._note(**fields)
+            self._send_report()
 
     def _send_report(self) -> None:
         with self._reporting:
@@ -375,8 +373,7 @@ class Member:
         Where it has been blocked for longer than `most`, show its stack, once.
         """
         seconds, waits_for = self._main_thread.blocked_seconds(), self._waits_for or str(OWN_WAITS)
-        with self._reporting:
-            self._report = self._report.model_copy(update={"blocked_seconds": seconds, "waits_for": waits_for})
+        self._note(blocked_seconds=seconds, waits_for=waits_for)
         if hung := self._hangs_in(seconds):
             self.breach(hung)
         is_stuck = 0 < most <= seconds

@@ -15,6 +15,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType, MethodType
 from typing import Any
@@ -130,10 +131,8 @@ class Termination:
             signal.raise_signal(number)
 
     def _send(self, what: bytes) -> None:
-        try:
+        with suppress(BlockingIOError):  # full: it is readable
             self._sender.send(what)
-        except BlockingIOError:
-            pass  # full: it is readable
 
     def _restore(self) -> None:
         self._is_watching = False

@@ -196,10 +196,8 @@ class AgentLine:
         """Say good-bye once all workers have ended. failed: one of them with an exit code other than 0."""
         self._ended.set()
         self._thread.join()
-        try:
+        with suppress(OSError):
             self._connection.send(Bye(failed=failed))
-        except OSError:
-            pass
         self._connection.close()
 
     def _run(self) -> None:
