@@ -40,7 +40,7 @@ OF_TORCHRUN: Mapping[str, str] = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
 
 @dataclass(frozen=True)
 class WorkerPlace:
-    """Where a worker stands when it starts."""
+    """The place of a worker that starts: its node, the job, and where the coordinator is."""
 
     node: str
     local_rank: int
@@ -116,7 +116,8 @@ def new_node(host: str = "") -> str:
 
 
 def worker_place(variables: Mapping[str, str] = os.environ) -> WorkerPlace | None:
-    """Where this process stands; None if it was not started for a job of ours. ConfigError for broken variables."""
+    """Return the place of this process; None if it was not started for a job of ours. ConfigError for broken
+    variables."""
     if COORDINATOR not in variables or NODE not in variables:
         return None
     return WorkerPlace(

@@ -25,7 +25,8 @@ REPLACE_C10D = "DYNATRAIN_REPLACE_C10D"
 
 
 def get_handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """What torch's entry point group `torchrun.handlers` asks for, in every process that imports its rendezvous.
+    """Return what torch's entry point group `torchrun.handlers` asks for; called in every process that imports its
+    rendezvous.
 
     With `DYNATRAIN_REPLACE_C10D=1` it also takes the place of torch's own `c10d`.
     """

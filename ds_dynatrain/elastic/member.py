@@ -65,7 +65,7 @@ class Ending(IntEnum):
 
 
 def end_process(ending: Ending, reason: str) -> None:
-    """What becomes of a process that is no member any more: its state is worth nothing to the others."""
+    """End a process that is no member any more: its state is worth nothing to the others."""
     logger.error("this process ends with code %d: %s", ending, reason)
     os._exit(ending)
 
@@ -139,12 +139,12 @@ class Member:
         self._say(ready=True)
 
     def building(self) -> None:
-        """It makes its engines for a job that runs; nobody has to wait for that."""
+        """Say that this member makes its engines for a job that runs; nobody has to wait for that."""
         if self._report.engines == "none":
             self._say(engines="building")
 
     def built(self) -> None:
-        """Its script has come to its loop, with all engines made."""
+        """Say that the script has come to its loop, with all engines made."""
         if self._report.engines != "built":
             self._say(engines="built")
 
@@ -155,7 +155,7 @@ class Member:
             self._changed.notify_all()
 
     def left(self) -> None:
-        """Nobody needs anything of it any more: what it held is with others, or saved. Said when it stops."""
+        """Say, at the end, that nobody needs this member any more: what it held is with others, or saved."""
         self._has_left = True
 
     def enter(self, world: World) -> None:
@@ -165,7 +165,7 @@ class Member:
             self._say(entered=world.generation, hung="")
 
     def broken(self, world: World) -> None:
-        """That generation could not be formed here, for whatever reason: everybody has to form a later one."""
+        """Say that a generation could not be formed here: everybody has to form a later one."""
         with self._reporting:
             self._say(broken=max(world.generation, self._report.broken))
 
@@ -194,8 +194,8 @@ class Member:
         protected: Protected = "",
         tally: Tally = Tally(),  # noqa: B008 - it is frozen
     ) -> None:
-        """For the status; told with the next heartbeat. At once: the first step, from which on state can be lost, and
-        the first time in a generation, when a change is over."""
+        """Note progress for the status, told with the next heartbeat. At once: the first step, from which on state can
+        be lost, and the first time in a generation, when a change is over."""
         with self._reporting:
             is_first = step > 0 == self._report.step or self._has_just_entered
             self._has_just_entered = False
@@ -205,7 +205,7 @@ class Member:
                 self._say()
 
     def switched(self, said: Switched) -> None:
-        """For people who watch: a switch that this member is the one to report."""
+        """Tell people who watch of a switch that this member is the one to report."""
         with self._reporting:
             self._switched.append(said)
             with suppress(OSError):  # it is told again after the next connect
@@ -459,7 +459,8 @@ class Member:
         self._on_end(ending, f"{self.id}: {reason}")
 
     def _close_connection(self) -> None:
-        """In a forked child: its copy of the socket would keep the connection open when this process is killed."""
+        """Close a forked child's copy of the socket, which would keep the connection open when this process is
+        killed."""
         self._reach.close()
         if self._connection is not None:
             self._connection.close()
