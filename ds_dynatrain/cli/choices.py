@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class Format(str, Enum):
-    """What a checkpoint is converted to."""
+    """Format that a checkpoint is converted to."""
 
     SAFETENSORS = "safetensors"
     DEEPSPEED = "deepspeed-universal"

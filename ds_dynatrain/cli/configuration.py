@@ -16,17 +16,16 @@ from ds_dynatrain.config import BLOCK, DynatrainConfig, split_config
 from ds_dynatrain.config_file import read_config
 from ds_dynatrain.errors import ConfigError, SwitchRefused
 from ds_dynatrain.extension import BUILT_IN
-from ds_dynatrain.space.layout import Layout
+from ds_dynatrain.space.layout import STAGES, Layout
 from ds_dynatrain.support import Finding, Target, examine, refuse_layout, usage
 from ds_dynatrain.support.walk import AUTO
 
-STAGES = (0, 1, 2, 3)
 SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
 
 
 @dataclass
 class JobReport:
-    """What would come of a job with this configuration.
+    """Prospects of a job with this configuration.
 
     layout: the first one, if the block and `zero_optimization` name a valid one. findings: key by key. problems:
     whatever else would stop it. stages: of each ZeRO stage, why it could not be had ("" if it could). notes: what else
@@ -158,7 +157,8 @@ def _refuse_optimizer(own: Mapping[str, Any], layout: Layout, present: Layout | 
 
 
 def _ask_deepspeed(own: dict[str, Any], block: DynatrainConfig | None, layout: Layout, report: JobReport) -> None:
-    """What the installed series cannot do, the arithmetic of the batch, and DeepSpeed's own reading of the values."""
+    """Ask about what the installed series cannot do, the arithmetic of the batch, and DeepSpeed's own reading of the
+    values."""
     from torch import nn
 
     from ds_dynatrain.adapters.settings import BatchSizes, layout_config

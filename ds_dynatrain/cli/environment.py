@@ -1,4 +1,4 @@
-"""What a job would find on this machine: versions, DeepSpeed's names, accelerator, compiler, launch variables."""
+"""Conditions for a job on this machine: versions, DeepSpeed's names, accelerator, compiler, launch variables."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ STATUS = "CPU processes over gloo; on GPUs a fixed launch was tried on one share
 
 @dataclass(frozen=True)
 class Environment:
-    """All of them; a job can start if none is bad."""
+    """The conditions; a job can start if none is bad."""
 
     checks: tuple[Check, ...]
     variables: dict[str, str]
@@ -126,7 +126,7 @@ def _deepspeed() -> Iterator[Check]:
 
 
 def _compiler() -> Check:
-    """What torch's extensions are compiled with."""
+    """Look for the compiler of torch's extensions."""
     wanted = os.environ.get("CXX", "c++")
     found = shutil.which(wanted)
     ninja = shutil.which("ninja") or _version("ninja")
@@ -137,7 +137,7 @@ def _compiler() -> Check:
 
 
 def _digests() -> Iterator[Check]:
-    """Which of the two sums this installation has."""
+    """Say which of the two sums this installation has."""
     if _version("torch") is None:
         return
     from ds_dynatrain.transfer import is_compiled

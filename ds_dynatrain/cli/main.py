@@ -18,6 +18,8 @@ TokenFile = Annotated[
         help="A file with the job's token. Without it: DYNATRAIN_TOKEN_FILE, DYNATRAIN_TOKEN, else this user's."
     ),
 ]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Coordinator = Annotated[str, typer.Argument(help="HOST:PORT of the coordinator, or file:FILE.")]
 
 app = typer.Typer(
     add_completion=False,
@@ -50,7 +52,7 @@ def doctor(
             min=1, help="Processes of the launch. Without it: WORLD_SIZE, else dynatrain.layout.data, else 1."
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
     table: Annotated[bool, typer.Option("--table", help="Print the whole support table as Markdown.")] = False,
     exact: Annotated[
         bool, typer.Option("--exact", help="Also what an exact job needs; so with a configuration of one.")
@@ -130,9 +132,9 @@ def coordinator(
 
 @app.command()
 def status(
-    address: Annotated[str, typer.Argument(help="HOST:PORT of the coordinator, or file:FILE.")],
+    address: Coordinator,
     token_file: TokenFile = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Say which members an elastic job has, what they do, and what changed last.
 
@@ -152,7 +154,7 @@ def status(
 
 @app.command()
 def leave(
-    address: Annotated[str, typer.Argument(help="HOST:PORT of the coordinator, or file:FILE.")],
+    address: Coordinator,
     node: Annotated[str, typer.Argument(help="The node: what `ds-dynatrain status` shows before the slash.")],
     token_file: TokenFile = None,
 ) -> None:
@@ -230,9 +232,7 @@ Where = Annotated[Path, typer.Argument(help="A checkpoint, or a folder of them: 
 
 
 @checkpoint.command()
-def inspect(
-    path: Where, as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
-) -> None:
+def inspect(path: Where, as_json: AsJson = False) -> None:
     """Say what is in a checkpoint: steps, layout, state kinds, bytes. Tensors are not read.
 
     Example: ds-dynatrain checkpoint inspect checkpoints

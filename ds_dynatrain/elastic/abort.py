@@ -144,7 +144,7 @@ def _sockets(targets: Mapping[int, str]) -> dict[int, int]:
 
 
 def new_sockets(before: dict[int, int], after: dict[int, int]) -> dict[int, int]:
-    """Those of `after` that were not there before."""
+    """Return the sockets of `after` that were not there before."""
     return {descriptor: inode for descriptor, inode in after.items() if before.get(descriptor) != inode}
 
 

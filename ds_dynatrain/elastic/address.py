@@ -1,4 +1,5 @@
-"""Where a coordinator is: HOST:PORT, or file:FILE, in which it announces its address in a folder that all nodes see.
+"""The place of a coordinator: HOST:PORT, or file:FILE, in which it announces its address in a folder that all nodes
+see.
 
 The newest coordinator wins. Readers open the file at each try, so they find one that was started anew elsewhere; a
 coordinator that finds another one's announcement there ends.
@@ -40,7 +41,7 @@ logger = logging.getLogger("ds_dynatrain.elastic")
 
 @dataclass(frozen=True)
 class Address:
-    """Where a coordinator listens."""
+    """Host and port at which a coordinator listens."""
 
     host: str
     port: int
@@ -74,7 +75,8 @@ class Announced:
     file: Path
 
     def locate(self, is_guarded: bool) -> Address:
-        """What stands there now. OSError if nothing does yet, or an address that only another machine reaches.
+        """Return the address that stands there now. OSError if nothing does yet, or an address that only another
+        machine reaches.
 
         is_guarded: whoever answers will have to prove the token. CoordinatorUnproved if not and it is on another
         machine; MessageError for a file that no coordinator has written.
@@ -113,7 +115,8 @@ def read_endpoint(text: str) -> Endpoint:
 
 
 class Announcement(Record):
-    """What a coordinator writes. mark: no other one has it. host: the machine that the coordinator runs on."""
+    """The words of a coordinator in its file. mark: no other one has it. host: the machine that the coordinator runs
+    on."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -124,7 +127,7 @@ class Announcement(Record):
 
     @property
     def address(self) -> Address:
-        """Where the coordinator listens."""
+        """Return the address at which the coordinator listens."""
         return Address.parse(self.coordinator)
 
     @classmethod

@@ -67,7 +67,8 @@ def new_nonce() -> str:
 
 
 class Channel:
-    """Both directions of one connection, as one end sees them. Without a token the tags are right, and prove nothing.
+    """Tags for both directions of one connection, as one end sees them. Without a token the tags are right, and prove
+    nothing.
 
     nonces: the coordinator's, the peer's. here: which of the two this end is.
     """
@@ -172,7 +173,7 @@ class Connection:
         return self._proved(*self._next(seconds))
 
     def expect(self, seconds: float) -> Message:
-        """As `receive`; PeerRefused or JobFinished if that is what the message says."""
+        """Receive the next message; PeerRefused or JobFinished if that is what the message says."""
         message = self.receive(seconds)
         _raise_refusal(message)
         return message
@@ -191,7 +192,7 @@ class Connection:
             del self._buffer[: end + TAG_BYTES]
 
     def messages(self) -> list[Message]:
-        """All that was read and not received yet; MessageError as of `receive`."""
+        """Return all that was read and not received yet; MessageError as of `receive`."""
         messages = [self._proved(*frame) for frame in self._frames]
         self._frames.clear()
         return messages
@@ -201,7 +202,7 @@ class Connection:
         self._socket.close()
 
     def _next(self, seconds: float) -> tuple[bytes, bytes]:
-        """What came next, and its tag."""
+        """Return the bytes that came next, and their tag."""
         end = time.monotonic() + seconds
         while not self._frames:
             left = end - time.monotonic()
@@ -225,7 +226,7 @@ def _raise_refusal(message: Message) -> None:
 
 
 def _unproved(answer: Message) -> str:
-    """What is wrong with an answer whose tag is not right."""
+    """Say what is wrong with an answer whose tag is not right."""
     if isinstance(answer, Refused):
         return f"{answer.reason}; what answers there has not proved that it knows this process's token either"
     return (
@@ -235,7 +236,7 @@ def _unproved(answer: Message) -> str:
 
 
 def readable(descriptors: Iterable[int], seconds: float) -> set[int]:
-    """Those of the descriptors that can be read, or have ended, as soon as there is one; none after `seconds`."""
+    """Return the descriptors that can be read, or have ended, as soon as there is one; none after `seconds`."""
     poll = select.poll()  # select itself takes no descriptor above 1023
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)

@@ -95,7 +95,7 @@ class Coordinator:
         return len(self._workers) + len(self._agents)
 
     def view(self) -> View:
-        """All that is shown of the job, at present; on the thread that serves."""
+        """Return all that is shown of the job; called on the thread that serves."""
         now = time.monotonic()
         return view(self._status(now), self.history, now, time.time())
 
@@ -120,7 +120,7 @@ class Coordinator:
             self._peers.discard(peer)
 
     async def _attend(self, peer: Peer, hello: Hello) -> None:
-        """From the greeting of a peer to its last word."""
+        """Attend to a peer from its greeting to its last word."""
         said = await asyncio.wait_for(self._introduction(peer, hello), GREETING_SECONDS)
         match said:
             case Announce():
@@ -295,7 +295,8 @@ class Coordinator:
 
 
 def _refusal(token_file: str) -> str:
-    """What somebody is told who has not got the token. token_file: where it is on this machine, if it is in a file."""
+    """Return what a peer is told that has not got the token. token_file: where it is on this machine, if it is in a
+    file."""
     what = "the token is missing or another one (DYNATRAIN_TOKEN_FILE, DYNATRAIN_TOKEN); give this process that of "
     if not token_file:
         return what + "the coordinator"

@@ -1,4 +1,4 @@
-"""The environment variables of membership: all names, and everything that is read from them or handed on in them."""
+"""The environment variables of membership: names, and what is read from them or handed on."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from ds_dynatrain.errors import ConfigError
 
 TOKEN = "DYNATRAIN_TOKEN"
 TOKEN_FILE = "DYNATRAIN_TOKEN_FILE"
-REPLACE_C10D = "DYNATRAIN_REPLACE_C10D"
-"""1: `--rdzv-backend=c10d` means this backend too, for launchers whose command line cannot be changed."""
 
 NODE = "DYNATRAIN_NODE"
 COORDINATOR = "DYNATRAIN_COORDINATOR"
@@ -42,7 +40,7 @@ OF_TORCHRUN: Mapping[str, str] = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
 
 @dataclass(frozen=True)
 class WorkerPlace:
-    """Where a worker stands when it starts."""
+    """The place of a worker that starts: its node, the job, and where the coordinator is."""
 
     node: str
     local_rank: int
@@ -85,11 +83,6 @@ def job_token(
     return made_token(made), str(made)
 
 
-def replaces_c10d(variables: Mapping[str, str] = os.environ) -> bool:
-    """Whether `--rdzv-backend=c10d` is to mean this backend."""
-    return variables.get(REPLACE_C10D, "") == "1"
-
-
 def hand_over(place: WorkerPlace, variables: MutableMapping[str, str] = os.environ, token_file: str = "") -> None:
     """Put what a node's workers have to know where they will inherit it; torchrun adds the two local numbers.
 
@@ -123,7 +116,8 @@ def new_node(host: str = "") -> str:
 
 
 def worker_place(variables: Mapping[str, str] = os.environ) -> WorkerPlace | None:
-    """Where this process stands; None if it was not started for a job of ours. ConfigError for broken variables."""
+    """Return the place of this process; None if it was not started for a job of ours. ConfigError for broken
+    variables."""
     if COORDINATOR not in variables or NODE not in variables:
         return None
     return WorkerPlace(

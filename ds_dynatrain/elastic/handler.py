@@ -12,23 +12,25 @@ coordinator, where this agent hosts it, `debounce_seconds`, `beat_seconds`, `sil
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
-
-from ds_dynatrain.elastic.environment import replaces_c10d
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 
 NAME = "dynatrain"
+REPLACE_C10D = "DYNATRAIN_REPLACE_C10D"
+"""1: `--rdzv-backend=c10d` means this backend too, for launchers whose command line cannot be changed."""
 
 
 def get_handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """What torch's entry point group `torchrun.handlers` asks for, in every process that imports its rendezvous.
+    """Return what torch's entry point group `torchrun.handlers` asks for; called in every process that imports its
+    rendezvous.
 
     With `DYNATRAIN_REPLACE_C10D=1` it also takes the place of torch's own `c10d`.
     """
-    if replaces_c10d():
+    if os.environ.get(REPLACE_C10D) == "1":
         from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 
         rendezvous_handler_registry._registry["c10d"] = create  # `register` refuses a name that is taken

@@ -1,4 +1,4 @@
-"""What a coordinator remembers of a job for those who watch it: its changes, and what became of its time.
+"""Memory of a coordinator for those who watch a job: its changes, and what became of its time.
 
 Nothing is decided by it, and all of it is bounded. Members tell how long they stepped and stood still
 (`messages.Tally`), by their own clocks; of these the member of rank 0 counts. The coordinator knows why they stood
@@ -50,7 +50,8 @@ MOST_BLAMES = 16
 
 @dataclass(frozen=True)
 class Blame:
-    """What lost time is due to from then on. stands: nobody trains until it is over; else there is but a pause."""
+    """Cause that lost time is due to from then on. stands: nobody trains until it is over; else there is but a
+    pause."""
 
     cause: Cause
     since: float
@@ -59,7 +60,7 @@ class Blame:
 
 @dataclass(frozen=True)
 class Progress:
-    """What a member has done since it was heard of last. lost_steps: that were made, and count no more."""
+    """Work of a member since it was heard of last. lost_steps: that were made, and count no more."""
 
     steps: int
     lost_steps: int
@@ -122,7 +123,7 @@ class Goodput:
         self._pause += seconds
 
     def add(self, made: Progress, now: float) -> float:
-        """What the member of rank 0 has done since it was heard of last; how long training stood still.
+        """Count what the member of rank 0 has done; return how long training stood still.
 
         That member may not have been there for all of a standstill, so the caller's clock counts as well.
         """
@@ -192,7 +193,7 @@ class Point:
     seconds: float
 
     def then(self, later: Point) -> Point:
-        """Both as one."""
+        """Return both points as one."""
         return replace(
             later,
             steps=self.steps + later.steps,
@@ -238,7 +239,7 @@ class Switch(Record):
 
 @dataclass
 class Counts:
-    """What only grows, since the coordinator was started."""
+    """Numbers that only grow, since the coordinator was started."""
 
     steps: int = 0
     samples: int = 0
@@ -254,7 +255,7 @@ class Counts:
 
 
 class History:
-    """Of one job. `now` is the coordinator's clock, in seconds."""
+    """The history of one job. `now` is the coordinator's clock, in seconds."""
 
     def __init__(self) -> None:
         self.goodput = Goodput()
@@ -281,7 +282,7 @@ class History:
         self.goodput.begin(now)
 
     def gone(self, member: str) -> None:
-        """It is not there any more."""
+        """Forget a member that has gone."""
         self._reports.pop(member, None)
 
     def finished(self, now: float) -> None:
@@ -359,7 +360,7 @@ class History:
         self._entered(said.tally.generation, still, made.lost_steps)
 
     def _entered(self, generation: int, still: float, lost_steps: int) -> None:
-        """What that one has cost, also where the next one is published by now."""
+        """Note what a generation has cost, also where the next one is published by now."""
         place = next((at for at, one in enumerate(self.changes) if one.generation == generation), None)
         if place is not None and self.changes[place].still_seconds is None:
             cost = {"still_seconds": still, "lost_steps": lost_steps}
@@ -389,7 +390,8 @@ def _kind(world: World, term: str) -> Kind:
 
 
 def _cause(kind: Kind, world: World) -> tuple[Cause, bool] | None:
-    """What time that is lost from now on is due to, and whether nobody trains until it is over; None if nothing is."""
+    """Return the cause of time that is lost from now on, and whether nobody trains until it is over; None if nothing
+    is."""
     if kind == "taken over":
         return None
     if world.paused or not world.members:

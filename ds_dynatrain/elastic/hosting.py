@@ -73,7 +73,8 @@ class Host:
 
     @property
     def reachable(self) -> Address:
-        """What to tell others: a host of their own network, or a loopback address if nobody else is let in."""
+        """Return the address to tell others: a host of their own network, or a loopback address if nobody else is let
+        in."""
         place = ipaddress.ip_address(self._listener.getsockname()[0])
         host = socket.gethostname() if place.is_unspecified else str(place) if place.is_loopback else self.address.host
         return Address(host, self.address.port)
@@ -95,13 +96,13 @@ class Host:
         self._is_up.wait()
 
     def outlive(self) -> None:
-        """After `start`: wait until the job has finished or nobody is connected any more, then `stop`."""
+        """Wait, after `start`, until the job has finished or nobody is connected any more; then `stop`."""
         while self._thread.is_alive() and self._coordinator is not None and self._coordinator.connected:
             self._thread.join(POLL_SECONDS)
         self.stop()
 
     def stop(self) -> None:
-        """After `start`: end the thread, and with it all connections."""
+        """End the thread, after `start`, and with it all connections."""
         if self._thread.is_alive():
             self._stop()
         self._thread.join()

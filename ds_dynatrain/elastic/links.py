@@ -1,4 +1,4 @@
-"""Which hosts of a job do not reach each other, and the largest set of nodes that do.
+"""Hosts of a job that do not reach each other, and the largest set of nodes that do.
 
 The coordinator's side, without sockets and without a clock. Where the world has stood still for a while its members try
 to connect to each other (`reach`), and what they found goes in. A host is named by the address that its process groups
@@ -30,7 +30,7 @@ MOST_BRANCHES = 10_000
 
 
 class Links:
-    """What members found when they tried to connect to each other's hosts. seconds: `silent_seconds`."""
+    """Results of members that tried to connect to each other's hosts. seconds: `silent_seconds`."""
 
     def __init__(self, seconds: float, now: float) -> None:
         self._seconds = self._pause = seconds

@@ -22,7 +22,7 @@ WAITING = ("torch.distributed",)
 
 
 class OwnWaits:
-    """What the main thread waits for on purpose: calls of the library that may take as long as they need."""
+    """Waits of the main thread on purpose: calls of the library that may take as long as they need."""
 
     def __init__(self) -> None:
         self._waits: list[tuple[str, float]] = []

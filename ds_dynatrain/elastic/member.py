@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from enum import IntEnum
 
 from torch._C._distributed_c10d import Store
@@ -64,7 +65,7 @@ class Ending(IntEnum):
 
 
 def end_process(ending: Ending, reason: str) -> None:
-    """What becomes of a process that is no member any more: its state is worth nothing to the others."""
+    """End a process that is no member any more: its state is worth nothing to the others."""
     logger.error("this process ends with code %d: %s", ending, reason)
     os._exit(ending)
 
@@ -138,12 +139,12 @@ class Member:
         self._say(ready=True)
 
     def building(self) -> None:
-        """It makes its engines for a job that runs; nobody has to wait for that."""
+        """Say that this member makes its engines for a job that runs; nobody has to wait for that."""
         if self._report.engines == "none":
             self._say(engines="building")
 
     def built(self) -> None:
-        """Its script has come to its loop, with all engines made."""
+        """Say that the script has come to its loop, with all engines made."""
         if self._report.engines != "built":
             self._say(engines="built")
 
@@ -154,7 +155,7 @@ class Member:
             self._changed.notify_all()
 
     def left(self) -> None:
-        """Nobody needs anything of it any more: what it held is with others, or saved. Said when it stops."""
+        """Say, at the end, that nobody needs this member any more: what it held is with others, or saved."""
         self._has_left = True
 
     def enter(self, world: World) -> None:
@@ -164,7 +165,7 @@ class Member:
             self._say(entered=world.generation, hung="")
 
     def broken(self, world: World) -> None:
-        """That generation could not be formed here, for whatever reason: everybody has to form a later one."""
+        """Say that a generation could not be formed here: everybody has to form a later one."""
         with self._reporting:
             self._say(broken=max(world.generation, self._report.broken))
 
@@ -181,7 +182,7 @@ class Member:
         """
         with self._reporting:
             self._has_breach = True
-            self._report = self._report.model_copy(update={"hung": clipped(hung, LONGEST_WORDS)})
+            self._note(hung=clipped(hung, LONGEST_WORDS))
             if self._newest is not None:
                 self.broken(self._newest)
 
@@ -193,26 +194,23 @@ class Member:
         protected: Protected = "",
         tally: Tally = Tally(),  # noqa: B008 - it is frozen
     ) -> None:
-        """For the status; told with the next heartbeat. At once: the first step, from which on state can be lost, and
-        the first time in a generation, when a change is over."""
+        """Note progress for the status, told with the next heartbeat. At once: the first step, from which on state can
+        be lost, and the first time in a generation, when a change is over."""
         with self._reporting:
             is_first = step > 0 == self._report.step or self._has_just_entered
             self._has_just_entered = False
             tally = tally.model_copy(update={"generation": self._report.entered})
-            fields = {"step": step, "layout": layout, "pause_ms": pause_ms, "protected": protected, "tally": tally}
-            self._report = self._report.model_copy(update=fields)
+            self._note(step=step, layout=layout, pause_ms=pause_ms, protected=protected, tally=tally)
             if is_first:
                 self._say()
 
     def switched(self, said: Switched) -> None:
-        """For people who watch: a switch that this member is the one to report."""
+        """Tell people who watch of a switch that this member is the one to report."""
         with self._reporting:
             self._switched.append(said)
-            try:
+            with suppress(OSError):  # it is told again after the next connect
                 if self._connection is not None:
                     self._connection.send(said)
-            except OSError:  # it is told again after the next connect
-                pass
 
     def waits_for(self, whom: str) -> None:
         """Tell the status for whom this member waits, with the next heartbeat; empty: for nobody."""
@@ -284,12 +282,10 @@ class Member:
         self._termination.stop()
         self._reach.close()
         if self._connection is not None:
-            try:
+            with suppress(OSError):
                 if has_ended:
                     newest = 0 if self._newest is None else self._newest.generation
                     self._connection.send(Bye(newest=newest, has_left=self._has_left))
-            except OSError:
-                pass
             self._connection.close()
 
     def _is_decided(self, after: int) -> bool:
@@ -300,14 +296,16 @@ class Member:
 
     # -- what it says ------------------------------------------------------------------------------------------------
 
-    def _say(self, **fields: object) -> None:
-        """Change the report and send it; if that fails it is sent after the next connect."""
+    def _note(self, **fields: object) -> None:
+        """Change the report, which is sent with the next heartbeat."""
         with self._reporting:
             self._report = self._report.model_copy(update=fields)
-            try:
-                self._send_report()
-            except OSError:
-                pass
+
+    def _say(self, **fields: object) -> None:
+        """Change the report and send it; if that fails it is sent after the next connect."""
+        with self._reporting, suppress(OSError):
+            self._note(**fields)
+            self._send_report()
 
     def _send_report(self) -> None:
         with self._reporting:
@@ -375,8 +373,7 @@ class Member:
         Where it has been blocked for longer than `most`, show its stack, once.
         """
         seconds, waits_for = self._main_thread.blocked_seconds(), self._waits_for or str(OWN_WAITS)
-        with self._reporting:
-            self._report = self._report.model_copy(update={"blocked_seconds": seconds, "waits_for": waits_for})
+        self._note(blocked_seconds=seconds, waits_for=waits_for)
         if hung := self._hangs_in(seconds):
             self.breach(hung)
         is_stuck = 0 < most <= seconds
@@ -462,7 +459,8 @@ class Member:
         self._on_end(ending, f"{self.id}: {reason}")
 
     def _close_connection(self) -> None:
-        """In a forked child: its copy of the socket would keep the connection open when this process is killed."""
+        """Close a forked child's copy of the socket, which would keep the connection open when this process is
+        killed."""
         self._reach.close()
         if self._connection is not None:
             self._connection.close()

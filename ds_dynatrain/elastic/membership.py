@@ -60,7 +60,7 @@ class Missed:
 
 
 class Membership:
-    """Who is in the job. `now` is any clock that never goes back, in seconds, the same in all calls."""
+    """The members of a job. `now` is any clock that never goes back, in seconds, the same in all calls."""
 
     def __init__(self, settings: Settings, term: str, now: float) -> None:
         self.settings = settings
@@ -287,7 +287,7 @@ class Membership:
 
     @property
     def deadline(self) -> float:
-        """When `advance` has to be called at the latest."""
+        """Return when `advance` has to be called at the latest."""
         times = [self._advanced if self._owed else self._advanced + self.settings.beat_seconds]
         if self._recovery is not None:
             times.append(self._advanced if self._recovery.is_complete else self._recovery.until)
@@ -296,7 +296,7 @@ class Membership:
         return min(times)
 
     def advance(self, now: float) -> list[Effect]:
-        """What has to be done now."""
+        """Return what has to be done now."""
         effects: list[Effect] = [*self._owed, *self._give_up_silent(now), *self._give_up_stuck(now)]
         self._owed.clear()
         if self._recovery is not None:
@@ -507,7 +507,7 @@ class Membership:
         return GiveUp(member, entry.pid, reason)
 
     def _miss(self, now: float) -> list[GiveUp]:
-        """Of the world that was taken over, those that have not come back."""
+        """Part with members of the world that was taken over which have not come back."""
         effects = list[GiveUp]()
         for member in self._world.members:
             if member not in self.roster and member not in self._done and member not in self._missed:
@@ -584,7 +584,7 @@ class Membership:
         return self.roster[member].report.entered > 0 and not self._takes_part(member)
 
     def _leaving(self, old: World) -> tuple[str, ...]:
-        """Who leaves, and is still there; whoever did before does, though its report may not have come again yet."""
+        """Return who leaves and is still there; who left before does, though its report may not have come again yet."""
         told = tuple(one for one in self._in_order(old.members) if one in self.roster and self._is_leaving(one))
         back = tuple(one for one in self._back if one in self.roster and self._is_leaving(one))
         return tuple(dict.fromkeys((*told, *self._present(old.leaving), *back)))
@@ -723,7 +723,7 @@ class Membership:
     # -- small things ------------------------------------------------------------------------------------------------
 
     def phase(self, entry: Entry) -> Phase:
-        """What a member is doing, in the words of the status."""
+        """Return what a member is doing, in the words of the status."""
         if entry.report.leaving:
             return "leaving"
         if entry.report.engines == "building":

@@ -1,4 +1,4 @@
-"""What travels between a coordinator and its peers.
+"""Messages between a coordinator and its peers.
 
 A message on the wire is four bytes of length (big-endian), that many bytes of JSON, an object whose `kind` names one of
 the classes below, and its tag (see `channel`). Nothing is guessed and nothing is unpickled: an unknown kind, an unknown
@@ -91,7 +91,8 @@ class Refused(Record):
 
 
 class Announce(Record):
-    """Who a worker is. On a further connection also what it knows: the newest world that it was told of.
+    """A worker introduces itself. On a further connection it also says what it knows: the newest world that it was told
+    of.
 
     nonce: drawn once by each process. With the same pid and nonce an announcement replaces the process's connection of
     before; empty on a peer that never comes back. restarts: how often its agent has started workers before. reach: an
@@ -116,7 +117,7 @@ Protected = Literal["", "no", "yes"]
 
 
 class Tally(Record):
-    """What a worker has done since its script first came to a boundary, for people; of it only `samples` goes back.
+    """Work of a worker since its script first came to a boundary, for people; of it only `samples` goes back.
 
     Durations by its own clock; together they are the time up to its last boundary.
     """
@@ -136,7 +137,7 @@ class Tally(Record):
 
 
 class Report(Record):
-    """What a worker is now; also its heartbeat."""
+    """State of a worker now; also its heartbeat."""
 
     kind: Literal["report"] = "report"
     ready: bool = False
@@ -192,7 +193,7 @@ class Switched(Record):
 
 
 class Probed(Record):
-    """Which of the addresses of a `Probe` a worker could connect to, and which not."""
+    """Addresses of a `Probe` that a worker could connect to, and those that it could not."""
 
     kind: Literal["probed"] = "probed"
     reached: Probes = ()
@@ -238,7 +239,7 @@ class Dismiss(Record):
 
 
 class Dismissed(Record):
-    """They were told."""
+    """Answer to `Dismiss`: the workers that were told."""
 
     kind: Literal["dismissed"] = "dismissed"
     members: Members
@@ -252,20 +253,20 @@ class Changed(Record):
 
 
 class Leave(Record):
-    """To a worker: somebody wants its node; hand over, and go."""
+    """Tell a worker that somebody wants its node: hand over, and go."""
 
     kind: Literal["leave"] = "leave"
 
 
 class Probe(Record):
-    """To a worker: say which of these other workers' addresses you can connect to."""
+    """Ask a worker which of these other workers' addresses it can connect to."""
 
     kind: Literal["probe"] = "probe"
     peers: Probes
 
 
 class Fence(Record):
-    """To an agent: this worker of yours is silent and the others go on without it; end it.
+    """Tell an agent to end a worker of its own that is silent and that the others go on without.
 
     pid: None if the coordinator never heard it: it hung while that one was started anew.
     """
@@ -276,7 +277,7 @@ class Fence(Record):
 
 
 class Finished(Record):
-    """To members that wait: the scripts of those that worked have ended, nothing will come."""
+    """Tell members that wait that the scripts of those that worked have ended: nothing will come."""
 
     kind: Literal["finished"] = "finished"
 
@@ -317,7 +318,7 @@ class StartingNode(Record):
 
 
 class Status(Record):
-    """What the coordinator knows, to be shown to a person."""
+    """Knowledge of the coordinator, to be shown to a person."""
 
     kind: Literal["status"] = "status"
     job: Text

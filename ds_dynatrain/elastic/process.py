@@ -1,4 +1,4 @@
-"""What a worker does about processes: it ends with its agent, its children do not speak for it, and SIGTERM is heard.
+"""Processes, for a worker: it ends with its agent, its children do not speak for it, and SIGTERM is heard.
 
 Python runs a signal's handler when the main thread is back in Python: seconds late, or never, while it waits inside of
 a collective. The interpreter's wake-up descriptor gets its byte at once, and a thread reads it.
@@ -15,6 +15,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType, MethodType
 from typing import Any
@@ -130,10 +131,8 @@ class Termination:
             signal.raise_signal(number)
 
     def _send(self, what: bytes) -> None:
-        try:
+        with suppress(BlockingIOError):  # full: it is readable
             self._sender.send(what)
-        except BlockingIOError:
-            pass  # full: it is readable
 
     def _restore(self) -> None:
         self._is_watching = False
@@ -143,7 +142,7 @@ class Termination:
             signal.signal(signal.SIGTERM, self._previous)
 
     def _leave_to_the_parent(self) -> None:
-        """In a forked child: a loader worker that is ended must not look as if its parent were told to go."""
+        """Let go, in a forked child: a loader worker that is ended must not look as if its parent were told to go."""
         if self._is_watching:
             self._restore()
             os.close(self._receiver.detach())

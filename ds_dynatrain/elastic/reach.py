@@ -64,7 +64,7 @@ class Reach:
         threading.Thread(target=self._try, args=(addresses,), name="dynatrain-reach", daemon=True).start()
 
     def close(self) -> None:
-        """Listen no more."""
+        """Close the listening socket, if there is one."""
         if self._listener is not None:
             self._listener.close()
             self._listener = None

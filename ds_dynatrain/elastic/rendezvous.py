@@ -132,10 +132,10 @@ class NodeRendezvous(RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
-        """Nothing: see `is_closed`."""
+        """Do nothing: see `is_closed`."""
 
     def num_nodes_waiting(self) -> int:
-        """None, ever: a node that comes is no reason to restart workers."""
+        """Return 0: a node that comes is no reason to restart workers."""
         return 0
 
     def get_run_id(self) -> str:
@@ -196,10 +196,8 @@ class AgentLine:
         """Say good-bye once all workers have ended. failed: one of them with an exit code other than 0."""
         self._ended.set()
         self._thread.join()
-        try:
+        with suppress(OSError):
             self._connection.send(Bye(failed=failed))
-        except OSError:
-            pass
         self._connection.close()
 
     def _run(self) -> None:

@@ -1,4 +1,5 @@
-"""What the membership knows and wants: who is alive, what members of an earlier job remember, what has to be done."""
+"""Knowledge and wishes of the membership: who is alive, what members of an earlier job remember, what has to be
+done."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ class Finish:
 
 
 Effect = Publish | GiveUp | Probe | Finish
-"""What whoever holds the connections does for the membership."""
+"""All that the membership wants of the holder of the connections."""
 
 
 @dataclass
@@ -169,7 +170,7 @@ class Roster:
 
 
 def _standing(report: Report) -> tuple[int, ...]:
-    """What of a report matters for membership; none of it ever goes back."""
+    """Return the part of a report that matters for membership; none of it ever goes back."""
     engines = get_args(Engines).index(report.engines)
     return report.ready, report.leaving, report.entered, report.broken, report.lacking, engines
 
@@ -192,7 +193,7 @@ class Recovery:
 
     @property
     def until(self) -> float:
-        """When it ends at the latest, on the caller's clock."""
+        """Return when it ends at the latest, on the caller's clock."""
         return self._until if self._told else max(self._until, self._patience)
 
     @property

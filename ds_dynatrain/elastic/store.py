@@ -49,7 +49,7 @@ def open_store(host: str, port: int, prefix: str, seconds: float) -> Store:
 
 
 def connected(connect: Callable[[], StoreT], seconds: float) -> StoreT:
-    """What `connect` returns, over a new connection; torch's DistError after `seconds`.
+    """Return what `connect` returns, over a new connection; torch's DistError after `seconds`.
 
     Later calls raise it where the store does not answer within `ANSWER_SECONDS`: torch's own time-out is for keys that
     are not there, and who hangs holds a caller for ever (measured on 2.13). On Linux; elsewhere calls have no end.
@@ -63,7 +63,7 @@ def connected(connect: Callable[[], StoreT], seconds: float) -> StoreT:
 
 
 def answered(ask: Callable[[], Answer], seconds: float) -> Answer:
-    """What `ask` returns; torch's DistError after `seconds`, when the thread that asks is left behind.
+    """Return what `ask` returns; torch's DistError after `seconds`, when the thread that asks is left behind.
 
     For what has no time-out of its own: torch's ends where a connection is accepted, as the kernel does for a process
     that hangs.

@@ -83,8 +83,8 @@ def _make(path: Path) -> None:
 
 
 def _others_who_read(file: os.stat_result) -> str:
-    """Who else has rights to a file; empty if nobody has. The group may have some to another user's file: it is how
-    this one reads it, as in a Kubernetes pod."""
+    """Return who else has rights to a file; empty if nobody has. The group may have some to another user's file: it is
+    how this one reads it, as in a Kubernetes pod."""
     if file.st_mode & stat.S_IRWXO:
         return "every user of this machine"
     return "its group" if file.st_mode & stat.S_IRWXG and file.st_uid == os.geteuid() else ""
@@ -115,7 +115,7 @@ def users_file(name: str, variables: Mapping[str, str] = os.environ) -> Path:
 
 @dataclass(frozen=True)
 class Reading:
-    """Where to listen for readers, the token that they have to say, and the file that it is in."""
+    """Port for readers: where to listen, the token that they have to say, and the file that it is in."""
 
     address: Address
     token: str
@@ -123,7 +123,8 @@ class Reading:
 
     @classmethod
     def of(cls, address: str | None, token_file: str | Path | None, job_token: str) -> Reading | None:
-        """None without an address. ConfigError for what is no address, no file of a token, or the job's own token."""
+        """Return None without an address. ConfigError for what is no address, no file of a token, or the job's own
+        token."""
         if not address:
             if token_file is not None:
                 raise ConfigError(
@@ -157,7 +158,8 @@ class Reading:
 
 
 def _secret_of(authorization: str) -> str:
-    """What `Bearer SECRET` says, or `Basic` with any name: the only way in which a browser asks a person for one."""
+    """Return what `Bearer SECRET` says, or `Basic` with any name: the only way in which a browser asks a person for
+    one."""
     scheme, _, rest = authorization.strip().partition(" ")
     if scheme.lower() == "bearer":
         return rest.strip()

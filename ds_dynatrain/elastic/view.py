@@ -1,4 +1,4 @@
-"""All that is shown of a job, as one value: what `/status.json` is, and what the page and the metrics are made of.
+"""View of a job, as one value: what `/status.json` is, and what the page and the metrics are made of.
 
 Times are seconds since 1970 by the coordinator's clock.
 """
@@ -112,7 +112,7 @@ def view(status: Status, history: History, now: float, wall: float) -> View:
 
 
 def _usual_seconds(history: History) -> float:
-    """That a step takes, by the last points."""
+    """Return the seconds that a step takes, by the last points."""
     last = list(history.points)[-8:]
     return max((each.seconds / each.steps for each in last), default=0.0)
 
@@ -178,7 +178,7 @@ def _before_the_start(status: Status) -> str:
 
 
 def _awaited(members: Iterable[MemberStatus]) -> str:
-    """Who is waited for, in their own words where they have some."""
+    """Return who is waited for, in their own words where they have some."""
     members = list(members)
     said = [f"{one.member} waits for {one.waits_for}" for one in members if one.waits_for]
     if said:
@@ -256,7 +256,8 @@ class Feed(Generic[Value]):
         self._is_asked = False
 
     def read(self) -> Value | None:
-        """In any thread: a value that is fresh, or the last one if none comes in time; None if there never was one."""
+        """Return, in any thread, a value that is fresh, or the last one if none comes in time; None if there never was
+        one."""
         with self._changed:
             if time.monotonic() >= self._fresh_until and not self._is_asked:
                 self._is_asked = True

@@ -75,7 +75,7 @@ class World(Record):
 
     @property
     def prefix(self) -> str:
-        """Where the keys of this generation's groups lie in the store."""
+        """Return where the keys of this generation's groups lie in the store."""
         return f"world/{self.term}/{self.generation}"
 
     def rank(self, member: str) -> int | None:

@@ -1,4 +1,4 @@
-"""What works in a job that switches, what is refused, when, why, and what to do about it: one table.
+"""The support table: what works in a job that switches, what is refused, when, why, and what to do about it.
 
 The rows are data and need neither torch nor DeepSpeed; `adapters/support.py` applies them to live objects. A feature
 that changes its verdict changes its row. `docs/support-*.md` are made from them (`markdown`).

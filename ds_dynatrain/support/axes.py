@@ -1,4 +1,4 @@
-"""Which sizes of the axes, and which ZeRO stages with them, DeepSpeed can train: rules on what a model has in it.
+"""Sizes of the axes, and ZeRO stages with them, that DeepSpeed can train: rules on what a model has in it.
 
 The rules are what came of trying every combination on DeepSpeed itself (`tools/feasibility.py`, whose tables are
 `docs/feasibility.md`). Sizes that a certain model cannot be dealt out to (heads, experts, layers) are not here: the
@@ -125,7 +125,7 @@ def _why(features: Features, layout: Layout) -> str | None:
 
 
 def _layouts(ranks: int) -> Iterator[Layout]:
-    """All layouts of exactly so many ranks."""
+    """Yield all layouts of exactly so many ranks."""
     for sizes in _factors(ranks, len(RANK_ORDER)):
         place: dict[str, Any] = dict(zip(RANK_ORDER, sizes, strict=True))
         width = place["data"] * place["sequence"] * place["tensor"]

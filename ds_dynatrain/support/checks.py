@@ -136,7 +136,7 @@ def keeps_pinned_memory(config: Mapping[str, Any]) -> Refusal | None:
 
 
 def scales_gradients(target: Target) -> Refusal | None:
-    """What stages 2 and 3 make of `prescale_gradients` and `gradient_predivide_factor` (DeepSpeed 0.19.8)."""
+    """Refuse what stages 2 and 3 make of `prescale_gradients` and `gradient_predivide_factor` (DeepSpeed 0.19.8)."""
     stage = target.layout.zero_stage
     if stage >= 2 and _at(target.config, "zero_optimization.reduce_scatter") is not False:
         return Refusal(

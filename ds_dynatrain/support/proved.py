@@ -1,4 +1,4 @@
-"""What ran on which accelerator: where, when, with which versions, by which command. Docs and warnings come of it."""
+"""Runs on accelerators: what, where, when, with which versions, by which command. Docs and warnings come of it."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ ON_TEST_DEVICE: Mapping[str, str] = {
 
 
 def standing(accelerator: str, part: str) -> str:
-    """Where a part has run, in words: on hardware, on the test device only, or never."""
+    """Say where a part has run: on hardware, on the test device only, or never."""
     proof = HARDWARE.get((accelerator, part))
     if proof is not None:
         return str(proof)
@@ -97,12 +97,12 @@ def standing(accelerator: str, part: str) -> str:
 
 
 def unproved(accelerator: str, parts: Iterable[str]) -> tuple[str, ...]:
-    """Those of `parts` that never ran on this accelerator."""
+    """Return the parts that never ran on this accelerator."""
     return tuple(part for part in parts if accelerator != CPU and (accelerator, part) not in HARDWARE)
 
 
 def warning(accelerator: str, parts: Iterable[str]) -> str:
-    """What to say before the first switch of a job; empty where all that it uses was proved."""
+    """Return what to say before the first switch of a job; empty where all that it uses was proved."""
     named = [f"{PARTS[part]} ({standing(accelerator, part)})" for part in unproved(accelerator, parts)]
     if not named:
         return ""
@@ -131,7 +131,7 @@ def status() -> str:
 
 
 def table() -> str:
-    """All parts, as Markdown."""
+    """Return all parts as a table in Markdown."""
     lines = ["| part | on CUDA | on other accelerators |", "|---|---|---|"]
     lines += [f"| {name} | {standing('cuda', part)} | {standing('other', part)} |" for part, name in PARTS.items()]
     return "\n".join(lines)

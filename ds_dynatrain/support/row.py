@@ -17,7 +17,7 @@ REMOVE = "remove the key, or the block"
 
 
 class Verdict(str, Enum):
-    """What comes of a feature in a job that switches."""
+    """Outcome of a feature in a job that switches."""
 
     WORKS = "works"
     NOTE = "works, with a note"

@@ -1,4 +1,4 @@
-"""All rows of the support table, and a user's configuration, key by key, against them."""
+"""The rows of the support table, and a user's configuration, key by key, against them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def usage(name: str) -> Row:
 
 @dataclass(frozen=True)
 class Finding:
-    """What the table says of one key of a configuration.
+    """Answer of the table on one key of a configuration.
 
     row: None for a key that is in no row. refusal: why the job would not start. is_off: the key asks for nothing.
     """
@@ -59,14 +59,15 @@ class Finding:
 
     @property
     def verdict(self) -> Verdict:
-        """What comes of it."""
+        """Return what comes of the key."""
         if self.refusal is not None:
             return Verdict.AT_START
         return Verdict.WORKS if self.is_off or self.row is None else self.row.verdict
 
 
 def examine(config: Mapping[str, Any]) -> list[Finding]:
-    """What the table says of every key of a configuration (without its `dynatrain` block), in the order of its keys."""
+    """Return what the table says of every key of a configuration (without its `dynatrain` block), in the order of its
+    keys."""
     return [finding for key, value in config.items() for finding in _look(str(key), value, config)]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
 
-from ds_dynatrain.elastic import address as announcement
+from ds_dynatrain.elastic import address as address_module
 from ds_dynatrain.elastic.address import Address, Announced, Announcement, announced, read_endpoint
 from ds_dynatrain.elastic.connection import Connection, ask_status, connect
 from ds_dynatrain.elastic.environment import WorkerPlace
@@ -33,7 +33,7 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(announcement, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(address_module, "LOOK_SECONDS", 0.05)
 
 
 def nothing() -> None:
@@ -42,7 +42,8 @@ def nothing() -> None:
 
 def written(file: Path, address: str, host: str = "", mark: str = "0") -> Announced:
     """An announcement of another coordinator."""
-    Announcement(Address.parse(address), host or socket.gethostname(), "job", mark).write(file)
+    said = Announcement(coordinator=address, host=host or socket.gethostname(), job="job", mark=mark)
+    said.write(file)
     return Announced(file)
 
 

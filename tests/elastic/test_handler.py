@@ -17,10 +17,11 @@ from torch.distributed.elastic import rendezvous as torch_rendezvous
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
 
 from ds_dynatrain.elastic import environment
+from ds_dynatrain.elastic import token as token_module
 from ds_dynatrain.elastic.address import Address, Announced
 from ds_dynatrain.elastic.connection import ask_status
 from ds_dynatrain.elastic.environment import WorkerPlace, hand_over, job_token, token_from, worker_place
-from ds_dynatrain.elastic.handler import NAME, create, get_handler
+from ds_dynatrain.elastic.handler import NAME, REPLACE_C10D, create, get_handler
 from ds_dynatrain.elastic.rendezvous import AgentLine, NodeRendezvous, is_child, processes_of
 from ds_dynatrain.elastic.token import made_token
 from ds_dynatrain.errors import ConfigError, CoordinatorUnproved
@@ -90,7 +91,7 @@ def test_the_token_has_to_be_the_same(tmp_path: Path) -> None:
 
 def test_a_job_that_was_given_no_token_has_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All agents and workers of one user find it; who has not got it is told which file to copy."""
-    monkeypatch.setenv(environment.STATE, str(tmp_path))
+    monkeypatch.setenv(token_module.STATE, str(tmp_path))
     for name in (environment.TOKEN, environment.TOKEN_FILE):
         monkeypatch.delenv(name, raising=False)
     port, file = free_port(), tmp_path / "dynatrain" / "token"
@@ -108,7 +109,7 @@ def test_a_job_that_was_given_no_token_has_one(tmp_path: Path, monkeypatch: pyte
 
 def test_nobody_obeys_what_has_taken_the_port_of_a_coordinator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a job that was given no token: an agent is told to end a worker by a program that has none."""
-    monkeypatch.setenv(environment.STATE, str(tmp_path))
+    monkeypatch.setenv(token_module.STATE, str(tmp_path))
     token, _ = job_token(Address("127.0.0.1", 1))
     with serving(token=token) as served, subprocess.Popen(["sleep", "60"]) as worker:
         line = AgentLine(served.connect(), "a", served.address, token, "")
@@ -152,7 +153,7 @@ def test_c10d_is_replaced_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_registry", dict(registry._registry))
     stock = registry._registry["c10d"]
     assert get_handler() is create and registry._registry["c10d"] is stock
-    monkeypatch.setenv(environment.REPLACE_C10D, "1")
+    monkeypatch.setenv(REPLACE_C10D, "1")
     assert get_handler() is create and registry._registry["c10d"] is create
 
 
@@ -216,7 +217,8 @@ class TestEnvironment:
 
     def test_the_page_has_every_variable(self) -> None:
         page = (ROOT / "docs" / "configuration.md").read_text().partition("## Environment\n")[2]
-        names = {value for value in vars(environment).values() if str(value).startswith("DYNATRAIN_")}
+        values = (*vars(environment).values(), REPLACE_C10D)
+        names = {value for value in values if str(value).startswith("DYNATRAIN_")}
         assert len(names) == 7 and not [name for name in names if f"`{name}" not in page]
 
     def test_broken_numbers_are_named(self) -> None:

@@ -335,7 +335,7 @@ class Boundaries:
 
 def _loses_by_a_death(engine: EngineParts) -> bool:
     """Return whether the death of a node may take state away that no other node has."""
-    nodes = [engine.candidates.nodes[member] for member in engine.members]
+    nodes = [engine.candidates.nodes.get(member, str(member)) for member in engine.members]  # one may be leaving
     return needs_copies(engine.vps, engine.layout, nodes)
 
 
