@@ -14,9 +14,7 @@ from typing import Any
 
 import torch
 
-from ds_dynatrain.adapters.model import ModelMap
-from ds_dynatrain.adapters.state import Found
-from ds_dynatrain.space import HOST_GRAD, LocalSpace
+from ds_dynatrain.space import LocalSpace
 from ds_dynatrain.space.zero import group_size
 from ds_dynatrain.support import usage
 
@@ -24,21 +22,6 @@ from ds_dynatrain.support import usage
 def keeps_gradients(zero: Any) -> bool:
     """Whether a ZeRO optimizer offloads: its masters then own their gradients."""
     return bool(getattr(zero, "cpu_offload", False) or getattr(zero, "offload_optimizer", False))
-
-
-def flat_gradients_census(zero: Any, model: ModelMap) -> list[Found]:
-    """Stages 1 and 2: where the reduction copies each parameter's gradient to (`grad_position`)."""
-    if not keeps_gradients(zero):
-        return []
-    number = {id(parameter): index for index, parameter in enumerate(model.parameters)}
-    rows = []
-    for group, parameters in enumerate(zero.params_in_partition):
-        gradient = zero.single_partition_of_fp32_groups[group].grad
-        for parameter in (parameter for parameter in parameters if id(parameter) in number):
-            _, start, offset, numel = zero.grad_position[zero.get_param_id(parameter)]
-            address = gradient.data_ptr() + offset * gradient.element_size()
-            rows.append(Found(HOST_GRAD, number[id(parameter)], start, numel, address))
-    return rows
 
 
 @contextmanager

@@ -33,7 +33,7 @@ from deepspeed.utils import link_hp_params
 
 from ds_dynatrain.adapters.device import compute_device
 from ds_dynatrain.adapters.model import ModelMap
-from ds_dynatrain.adapters.offload import flat_gradients_census
+from ds_dynatrain.adapters.offload import keeps_gradients
 from ds_dynatrain.adapters.replaced import replaced
 from ds_dynatrain.adapters.stage import FlatGroups, Slots, Stage, Stepped, end_to_end, is_empty_group, numbers_of
 from ds_dynatrain.adapters.stage0 import ReplicatedStage
@@ -41,7 +41,7 @@ from ds_dynatrain.adapters.stage3 import PartitionedStage
 from ds_dynatrain.adapters.state import Buffers, Found, Scalars
 from ds_dynatrain.adapters.versions import flat_offsets
 from ds_dynatrain.errors import UnsupportedError
-from ds_dynatrain.space import WEIGHT
+from ds_dynatrain.space import HOST_GRAD, WEIGHT
 
 
 class FusedStage(FlatGroups):
@@ -84,7 +84,15 @@ class FlatStages(FlatGroups):
         return parameters
 
     def census(self, engine: Any, model: ModelMap) -> list[Found]:
-        return super().census(engine, model) + flat_gradients_census(engine.optimizer, model)
+        """Offloaded gradients, too: where the reduction copies each parameter's to (`grad_position`)."""
+        rows, held, number = super().census(engine, model), engine.optimizer, numbers_of(model)
+        for group, parameters in enumerate(held.params_in_partition if keeps_gradients(held) else ()):
+            gradient = held.single_partition_of_fp32_groups[group].grad
+            for parameter in (parameter for parameter in parameters if id(parameter) in number):
+                _, start, offset, numel = held.grad_position[held.get_param_id(parameter)]
+                address = gradient.data_ptr() + offset * gradient.element_size()
+                rows.append(Found(HOST_GRAD, number[id(parameter)], start, numel, address))
+        return rows
 
     def refill(self, engine: Any, model: ModelMap, buffers: Buffers, scalars: Scalars) -> None:
         super().refill(engine, model, buffers, scalars)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.space import zero
@@ -134,13 +135,8 @@ class VirtualParameterSpace:
             if mesh is None:
                 self._shardings[key] = cut_kind(self.line, self.rules, layout, held)
             else:
-                alike = {
-                    (id(group.line), group.experts): group for group in mesh.shard_groups
-                }  # most shard groups have one line
-                cuts = {
-                    one: cut_kind(group.line, self.rules, layout, held, group.experts) for one, group in alike.items()
-                }
-                self._shardings[key] = GroupedSharding.of(mesh, lambda group: cuts[id(group.line), group.experts])
+                cut = cache(lambda line, experts: cut_kind(line, self.rules, layout, held, experts))  # few lines differ
+                self._shardings[key] = GroupedSharding.of(mesh, lambda group: cut(group.line, group.experts))
         return self._shardings[key]
 
     def has(self, kind: str, group: int) -> bool:

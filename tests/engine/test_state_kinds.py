@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optim
 
 import ds_dynatrain
 from ds_dynatrain.space import Layout
-from tests.engine import axis_walks, jobs, oracle
+from tests.engine import axis_walks, jobs, oracle, test_from_copies
 from tests.engine.axis_walks import Subject
 from tests.engine.pool import RankPool
 from tests.engine.subjects import SUBJECTS
@@ -99,6 +100,24 @@ def test_survives_switches_of_every_axis(pool: RankPool, kind: str, path: str, d
     places = [layout(short) for short in path.split(" > ")]
     compared = pool.run(walk_case, kind=kind, dtype=dtype, path=places, seconds=240)
     assert compared[0] == len(list(pairwise(places)))
+
+
+# ---- a death --------------------------------------------------------------------------------------------------------
+
+
+def death_case(dtype: str, at: Layout, dead: int) -> Any:
+    """What `test_from_copies.case` finds, with this optimizer."""
+    with patch.object(axis_walks, "started", started):
+        return test_from_copies.case(SUBJECTS["module"], dtype, at, at, dead)
+
+
+@pytest.mark.parametrize(("dtype", "at"), [("bf16", "d3z3"), ("fp32", "d4z1")])
+def test_survives_a_death_with_copies(pool: RankPool, dtype: str, at: str) -> None:
+    ranks = pool.run(death_case, dtype=dtype, at=layout(at), dead=1, seconds=120)
+    state, restored = ranks[0][0][0], [after[0] for _, after in ranks if after is not None]
+    assert any(kind == "way" for _, kind in state.tensors) and len(restored) == layout(at).world_size
+    for mine in restored:
+        assert oracle.differences(state, mine) == []
 
 
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
