@@ -130,7 +130,7 @@ def digest(vps: Any, layout: Any, rank: int, held: dict[Any, torch.Tensor], kind
     mine = torch.zeros(len(vps.tensors), dtype=torch.int64)
     if held:
         sums, _ = side_digests(vps, layout, rank, held, (kind,), set())
-        mine = torch.from_numpy(sums.of[kind].view("int64").copy())
+        mine = torch.from_numpy(sums[kind].view("int64").copy())
     td.all_reduce(mine)
     return mine
 
