@@ -14,7 +14,7 @@ from ds_dynatrain.adapters.placement import Memory
 from ds_dynatrain.adapters.regroup import Regrouping
 from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.checkpoint import Reader
-from ds_dynatrain.checkpoint.elements import name_of
+from ds_dynatrain.checkpoint.extents import name_of
 from ds_dynatrain.checkpoint.files import naming
 from ds_dynatrain.engine import streams
 from ds_dynatrain.engine.checkpoints.opening import opened
