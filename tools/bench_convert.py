@@ -97,7 +97,7 @@ def measure(path: str, out: str, to: str) -> None:
     import torch.distributed.checkpoint.state_dict_saver
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    import ds_dynatrain.engine.checkpoints.conversion  # noqa: F401
+    import ds_dynatrain.engine.checkpoints.extra_state  # noqa: F401
     from ds_dynatrain.cli import conversion
     from ds_dynatrain.cli.choices import Format
 

@@ -60,9 +60,8 @@ def connected(device: str, way: str) -> Tools:
     import torch.distributed as td
     from deepspeed.accelerator import get_accelerator
 
-    from ds_dynatrain.adapters.communicators import Endpoint, go_on, make_communicator
+    from ds_dynatrain.adapters.communicators import CommunicatorLink, Endpoint, go_on, make_communicator
     from ds_dynatrain.adapters.device import compute_device
-    from ds_dynatrain.adapters.device_link import CommunicatorLink
     from ds_dynatrain.adapters.launch_world import launch_store
     from ds_dynatrain.adapters.process_groups import make_group
     from ds_dynatrain.transfer import GroupTransport, device_memory
@@ -129,7 +128,7 @@ def digest(vps: Any, layout: Any, rank: int, held: dict[Any, torch.Tensor], kind
 
     mine = torch.zeros(len(vps.tensors), dtype=torch.int64)
     if held:
-        sums, _ = side_digests(vps, layout, rank, held, (kind,), set())
+        sums, _ = side_digests(vps, layout, rank, held, (kind,))
         mine = torch.from_numpy(sums[kind].view("int64").copy())
     td.all_reduce(mine)
     return mine
@@ -149,7 +148,7 @@ def measured(tools: Tools, wanted: dict[str, Any], before: Any, after: Any) -> d
     sharing = None if tools.memory is None else Sharing(tools.memory, others, kinds)
     ready = ReadyPlan.of(plan, BUDGET_BYTES, False, sharing, batching)
     held, made = buffers(vps, source, rank, tools.device), buffers(vps, target, rank, tools.device)
-    given = ready, held, made, tools.host, SECONDS, BUDGET_BYTES, False, tools.link
+    given = ready, held, made, tools.host, SECONDS, tools.link
     moves = wall_ms(tools, wanted["repeats"], lambda: execute(*given))
     is_there = bool((digest(vps, source, rank, held, MASTER) == digest(vps, target, rank, made, MASTER)).all())
     with (raw_reads if tools.link is None else raw_batches)(tools, ready) as (raw, received):

@@ -18,7 +18,7 @@ import torch
 from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.engine import streams
 from ds_dynatrain.engine.carry import rest_carry, shared_carry
-from ds_dynatrain.engine.checkpoints.snapshot import plain
+from ds_dynatrain.engine.checkpoints.extra_state import plain
 from ds_dynatrain.engine.copies.copy import Copy, copied, digest_of_said, digests_of, frozen_elsewhere
 from ds_dynatrain.engine.copies.kept import Room
 from ds_dynatrain.engine.copies.whole import Mark

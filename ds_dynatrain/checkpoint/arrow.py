@@ -16,7 +16,7 @@ import pyarrow as pa
 import torch
 from pyarrow import ipc
 
-from ds_dynatrain.checkpoint.elements import name_of
+from ds_dynatrain.checkpoint.extents import name_of
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 
 MOST_ROWS = 1 << 22

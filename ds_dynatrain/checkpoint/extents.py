@@ -1,7 +1,7 @@
 """Extents: what lies in one piece in a file. `count` runs of `length` elements, `step` apart in a logical tensor.
 
 A run that ZeRO cuts is an extent of one run; a block of rows and columns that the tensor axis cuts is one with a run a
-row. In the file the runs follow one another without a gap.
+row. In the file the runs follow one another without a gap. Element types go by torch's names.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ds_dynatrain.errors import CheckpointDamaged
 from ds_dynatrain.space import BufferId, Pieces
 from ds_dynatrain.space.interval import Ints
 from ds_dynatrain.space.tensor import Line, split_by_tensor
@@ -19,6 +20,23 @@ from ds_dynatrain.transfer import digest, digest_pieces
 from ds_dynatrain.transfer.series import series
 
 _CHUNK = BufferId("tensor", 0)
+WORD = (1 << 64) - 1
+"""Digests are sums modulo 2^64."""
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Such as "bfloat16"."""
+    return str(dtype).partition(".")[2]
+
+
+def named(name: str) -> torch.dtype:
+    """The inverse of `name_of`; CheckpointDamaged for a name that torch does not know as a type."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype) or name != name_of(found):
+        raise CheckpointDamaged(
+            f"elements of type {name!r}, which torch {torch.__version__} does not know; use a torch that has the type"
+        )
+    return found
 
 
 @dataclass(frozen=True)
@@ -42,19 +60,13 @@ class Extent:
         return f"{self.count} runs of {self.length} elements, {self.step} apart, from element {self.start}"
 
 
-@dataclass(frozen=True)
-class Placed:
-    """An extent and where it lies in local memory: `matrix` has a row for each run."""
-
-    tensor: int
-    extent: Extent
-    matrix: torch.Tensor
-
-
 def placed(
     line: Line, sides: tuple[Pieces, ...], buffers: tuple[dict[BufferId, torch.Tensor], ...]
-) -> Iterator[tuple[Placed, ...]]:
-    """The fewest extents of pieces, in order; for each side (equal runs in other buffers) where they lie there."""
+) -> Iterator[tuple[int, Extent, tuple[torch.Tensor, ...]]]:
+    """The fewest extents of pieces, in order: tensor, extent, and where it lies in local memory, a row for each run.
+
+    The memory of each side is given, whose runs are equal and lie in other buffers.
+    """
     split = [split_by_tensor(line, side) for side in sides]
     numbers, first = split[0][0], split[0][1]
     parts = [part for _, part in split]
@@ -73,11 +85,10 @@ def placed(
         extent = Extent(int(start[row]), int(length[row]), step, count)
         found = []
         for part, held in zip(parts, buffers, strict=True):
-            buffer = held[part.buffers[int(part.buffer[row])]]
             offset = int(part.offset[row])
             stride = int(part.offset[row + 1]) - offset if count > 1 else extent.length
-            found.append(Placed(int(numbers[row]), extent, _matrix(buffer, offset, stride, extent)))
-        yield tuple(found)
+            found.append(_matrix(held[part.buffers[int(part.buffer[row])]], offset, stride, extent))
+        yield int(numbers[row]), extent, tuple(found)
 
 
 def _matrix(buffer: torch.Tensor, offset: int, stride: int, extent: Extent) -> torch.Tensor:

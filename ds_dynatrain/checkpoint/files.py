@@ -1,20 +1,26 @@
 """Files that a stranger may have put there: only regular ones are opened, and no more is read of them than is allowed.
 
-A pipe would wait for a writer that never comes, and a link to a device has no end.
+A pipe would wait for a writer that never comes, and a link to a device has no end. Names of tensors and of state kinds
+come from such files, too, and are never paths. A tensor is named as torch's modules name it, with slashes if somebody
+likes them; a state kind goes by one word.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import secrets
+import shutil
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 
+Progress = Callable[[int], object]
+"""Called with the bytes of each tensor that is written."""
 WHERE_DAMAGED = "copy the checkpoint again, or take another one"
 """What to do with files that are not what was saved."""
 MOST_BYTES = 1 << 30
@@ -23,6 +29,12 @@ MOST_VALUES = 1 << 24
 """In a file that is taken apart into Python's values, which are many times larger than what stands in the file."""
 MOST_OF_NOTE = 4096
 """Bytes of a file that names another one."""
+MOST_OF_NAME = 200
+"""Bytes of a name that becomes the name of a file: with a suffix it stays below what file systems take."""
+
+
+def silent(nbytes: int) -> None:
+    """A `Progress` that nobody sees."""
 
 
 @contextmanager
@@ -97,3 +109,59 @@ def parsed(data: bytes, name: str) -> dict[str, Any]:
 def _values(data: bytes) -> int:
     """As many values as there can be in JSON, found without taking it apart."""
     return sum(map(data.count, (b",", b"[", b"{")))
+
+
+def is_component(name: object) -> bool:
+    """Whether it may stand as the name of a file in a folder: it leads nowhere else, and hides nothing."""
+    if not isinstance(name, str) or not name.isprintable() or "/" in name or "\\" in name:
+        return False
+    return not name.startswith(".") and 0 < len(name.encode()) <= MOST_OF_NAME
+
+
+def check_names(tensors: Iterable[str], kinds: Iterable[str]) -> None:
+    """CheckpointDamaged for a name that would lead out of a folder if anybody took it for a path."""
+    for name in tensors:
+        parts = name.split("/")
+        if not name.isprintable() or "\\" in name or any(part in ("", ".", "..") for part in parts):
+            raise CheckpointDamaged(
+                f"a tensor is named {name!r}, which is a path and no name: nothing is written; rename it in the model"
+            )
+    for kind in kinds:
+        if not is_component(kind):
+            raise CheckpointDamaged(f"a state kind is named {kind!r}, which is no name: nothing is written")
+
+
+def check_file_names(names: Iterable[str], taken: Iterable[str]) -> None:
+    """CheckpointError for a name that cannot be the one of a file or folder, or is `taken` by another one there."""
+    reserved = {*taken}
+    for name in names:
+        if not is_component(name) or name in reserved:
+            raise CheckpointError(
+                f"{name!r} would be the name of a file in this format; rename it in the model, without '/', '\\' and "
+                f"a '.' in front, up to {MOST_OF_NAME} bytes, and not {' or '.join(map(repr, sorted(reserved)))}"
+            )
+
+
+@contextmanager
+def appearing(path: Path, parents: bool = False) -> Iterator[Path]:
+    """A hidden place beside `path` to write at: it gets the name if the block ends well, else nothing of it is left.
+
+    parents: make the folders above if need be; they go again, too. CheckpointError if there is one by that name.
+    """
+    if os.path.lexists(path):
+        raise CheckpointError(f"{path} is there already; give another name, or remove it")
+    made = [each for each in path.parents if not each.exists()] if parents else []
+    hidden = path.with_name(f".converting-{path.name}-{secrets.token_hex(4)}")
+    try:
+        for each in reversed(made):
+            each.mkdir(exist_ok=True)
+        yield hidden
+        os.rename(hidden, path)
+        made.clear()
+    finally:
+        if hidden.is_dir():
+            shutil.rmtree(hidden, ignore_errors=True)
+        hidden.unlink(missing_ok=True)
+        for each in made:
+            with suppress(OSError):  # somebody else has put something there meanwhile
+                each.rmdir()

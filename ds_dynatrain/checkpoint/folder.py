@@ -12,12 +12,14 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from ds_dynatrain.checkpoint.files import read_note
-from ds_dynatrain.checkpoint.record import RECORD, Saved
+from ds_dynatrain.checkpoint.manifest import Manifest, Row
+from ds_dynatrain.checkpoint.record import MANIFEST, RECORD, Record, Saved, sizes_of, sum_of, to_bytes
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 
 LATEST, LOCK = "latest", ".lock"
@@ -63,6 +65,21 @@ def begin(folder: Path, tag: str) -> Path:
     path = folder / f"{_HIDDEN[0]}{tag}-{secrets.token_hex(4)}"
     path.mkdir()
     return path
+
+
+def seal(path: Path, record: Record, rows: Iterable[Row], sums: Mapping[str, str]) -> None:
+    """Write manifest and record into a hidden folder that has all other files. sums: of those that are small.
+
+    CheckpointDamaged for rows that do not tile their tensors, or are not of the files that are there.
+    """
+    manifest = Manifest.of(rows)
+    manifest.check(path)
+    for tensor, kind in manifest.rows:
+        manifest.runs(tensor, kind)
+    data = manifest.to_bytes()
+    write(path / MANIFEST, data)
+    whole = replace(record, sums={**sums, MANIFEST: sum_of(data)}, sizes=sizes_of(path))
+    write(path / RECORD, to_bytes(whole))
 
 
 def free_tag(folder: Path, wanted: str) -> str:

@@ -10,13 +10,13 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
-from ds_dynatrain.checkpoint.elements import named
-from ds_dynatrain.checkpoint.extents import Extent, runs_of
+from ds_dynatrain.checkpoint.extents import WORD, Extent, named, runs_of
 from ds_dynatrain.errors import CheckpointDamaged
 from ds_dynatrain.space import MASTER, WEIGHT
 from ds_dynatrain.space.interval import Ints
@@ -41,7 +41,6 @@ FILE_NAME = re.compile(r"[0-9]{5,}\.[a-z0-9_]+\.arrow")
 MOST_RUNS = 1 << 24
 """Of one tensor and kind, as they are unfolded in memory."""
 MOST_ELEMENTS = 1 << 56
-_WORD = (1 << 64) - 1
 
 
 @dataclass(frozen=True)
@@ -107,36 +106,35 @@ class Manifest:
 
     def digest(self, tensor: str, kind: str) -> int:
         """That of the whole tensor."""
-        return sum(row.digest for row in self.rows[tensor, kind]) & _WORD
+        return sum(row.digest for row in self.rows[tensor, kind]) & WORD
 
     def check(self, folder: Path | None) -> None:
         """CheckpointDamaged, naming tensor and kind, for rows that cannot be true of the files in `folder`.
 
         None: where they lie is known to be right.
         """
+        for problem in self._problems(folder):
+            raise CheckpointDamaged(f"the manifest is wrong: {problem}")
+
+    def _problems(self, folder: Path | None) -> Iterator[str]:
         sizes: dict[str, int] = {}
         for (tensor, kind), held in self.rows.items():
-            first, runs, numel = held[0], 0, 0
+            first, what = held[0], f"{kind} of {tensor!r}"
             for row in held:
-                what = _wrong_row(row, first) or ("" if folder is None else _wrong_place(row, folder, sizes))
-                if what:
-                    raise CheckpointDamaged(f"the manifest is wrong: {row}: {what}")
-                runs += row.extent.count
-                numel += row.extent.numel
+                wrong = _wrong_row(row, first) or ("" if folder is None else _wrong_place(row, folder, sizes))
+                if wrong:
+                    yield f"{row}: {wrong}"
+            runs, numel = sum(row.extent.count for row in held), sum(row.extent.numel for row in held)
             if numel != first.numel:
-                what = f"is there twice or not at all: {numel} of {first.numel} elements"
-                raise CheckpointDamaged(f"the manifest is wrong: {kind} of {tensor!r} {what}")
+                yield f"{what} is there twice or not at all: {numel} of {first.numel} elements"
             if runs > MOST_RUNS:
-                raise CheckpointDamaged(
-                    f"the manifest is wrong: {kind} of {tensor!r} in {runs} runs, and at most {MOST_RUNS} are read"
-                )
-
+                yield f"{what} in {runs} runs, and at most {MOST_RUNS} are read"
             if not all(row.file for row in held) and (tensor, MASTER) not in self.rows:
-                raise CheckpointDamaged(
-                    f"the manifest is wrong: nothing is stored of {kind} of {tensor!r}, nor a master"
-                )
-        if folder is not None:
-            _check_apart(self)
+                yield f"nothing is stored of {what}, nor a master"
+        stored = () if folder is None else (row for row in self if row.file)
+        for row, after in pairwise(sorted(stored, key=lambda row: (row.file, row.offset))):
+            if row.file == after.file and row.offset + row.nbytes > after.offset:  # a small file would be endless
+                yield f"{row} and {after} are in one place"
 
     def runs(self, tensor: str, kind: str) -> Runs:
         """CheckpointDamaged unless the rows tile the tensor; call `check` before."""
@@ -163,11 +161,8 @@ class Manifest:
         """As an Arrow IPC file."""
         from ds_dynatrain.checkpoint import arrow
 
-        rows = list(self)
-        plain = ("tensor", "kind", "dtype", "shape", "file", "offset", "digest")
-        columns = {name: [getattr(row, name) for row in rows] for name in plain}
-        for name in ("start", "length", "step", "count"):
-            columns[name] = [getattr(row.extent, name) for row in rows]
+        of_extent = {each.name for each in fields(Extent)}
+        columns = {name: [getattr(row.extent if name in of_extent else row, name) for row in self] for name in COLUMNS}
         return arrow.table_bytes(COLUMNS, columns)
 
     @staticmethod
@@ -176,19 +171,8 @@ class Manifest:
         from ds_dynatrain.checkpoint import arrow
 
         found = arrow.read_table(data, COLUMNS)
-        extents = map(Extent, *(found[name] for name in ("start", "length", "step", "count")))
-        before, behind = ("tensor", "kind", "dtype", "shape"), ("file", "offset", "digest")
-        columns = *(found[name] for name in before), extents, *(found[name] for name in behind)
-        return Manifest.of(map(Row, *columns))
-
-
-def _check_apart(manifest: Manifest) -> None:
-    """CheckpointDamaged for bytes that would be several values: a small file could stand for any number of them."""
-    last: Row | None = None
-    for row in sorted((row for row in manifest if row.file), key=lambda row: (row.file, row.offset)):
-        if last is not None and last.file == row.file and last.offset + last.nbytes > row.offset:
-            raise CheckpointDamaged(f"the manifest is wrong: {last} and {row} are in one place")
-        last = row
+        columns = list(found.values())
+        return Manifest.of(map(Row, *columns[:4], map(Extent, *columns[4:8]), *columns[8:]))
 
 
 def _wrong_row(row: Row, first: Row) -> str:

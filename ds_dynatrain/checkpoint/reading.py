@@ -12,19 +12,32 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from ds_dynatrain.checkpoint.elements import named
-from ds_dynatrain.checkpoint.extents import Extent, digest_of, placed
+from ds_dynatrain.checkpoint.extents import WORD, Extent, digest_of, named, placed
 from ds_dynatrain.checkpoint.files import open_regular
 from ds_dynatrain.checkpoint.manifest import Manifest, Row
-from ds_dynatrain.checkpoint.shares import Buffers, of_kind
+from ds_dynatrain.checkpoint.writing import Buffers, of_kind
 from ds_dynatrain.errors import CheckpointDamaged
-from ds_dynatrain.space import MASTER, WEIGHT, BufferId, Layout, Pieces, VirtualParameterSpace, interval
+from ds_dynatrain.space import (
+    MASTER,
+    WEIGHT,
+    BufferId,
+    Kind,
+    Layout,
+    LogicalTensor,
+    Pieces,
+    VirtualParameterSpace,
+    ZeroRules,
+    interval,
+    standard_kinds,
+)
 from ds_dynatrain.space.interval import Ints
 from ds_dynatrain.space.tensor import split_by_tensor
+from ds_dynatrain.transfer import digest
 
 STAGE_BYTES = 4 << 20
 DIRECT_BYTES = 64 << 10
@@ -36,15 +49,17 @@ MOST_OPEN = 128
 """Files at once; checkpoints of others have one for each tensor."""
 
 
-@dataclass(frozen=True, eq=False)
-class Request:
-    """Runs to read, all of one type in the files. position, numel: in a file. buffer, offset: where they go."""
+_ALONE = Layout(data=1, zero_stage=0)
+_BUFFER = BufferId("tensor", 0)
 
-    file: Ints
-    position: Ints
-    numel: Ints
-    buffer: Ints
-    offset: Ints
+
+class Request(NamedTuple):
+    """Runs to read, all of one type in the files.
+
+    columns: number of the file, first byte in it, elements, number of the buffer that they go to, and offset there.
+    """
+
+    columns: Ints
     files: tuple[str, ...]
     buffers: tuple[BufferId, ...]
     dtype: torch.dtype
@@ -88,31 +103,26 @@ class Reader:
         """
         kinds = {kind for kind, _ in buffers}
         for kind in sorted(kinds & {kind for _, kind in self.manifest.rows} - {WEIGHT}):
-            stored, _ = self._requests(vps, kind, vps.holding(layout, rank, kind))
-            self._read(stored, of_kind(buffers, kind))
-        if WEIGHT in kinds:
-            wanted = vps.holding(layout, rank, WEIGHT)
-            if kept is not None:
-                wanted = wanted.subtract(*interval.union(kept.start, kept.stop))
-            self._fill_weights(vps, layout, rank, buffers, wanted)
-
-    def _fill_weights(
-        self, vps: VirtualParameterSpace, layout: Layout, rank: int, buffers: Buffers, wanted: Pieces
-    ) -> None:
+            self._read(self._requests(vps, kind, vps.holding(layout, rank, kind))[0], of_kind(buffers, kind))
+        if WEIGHT not in kinds:
+            return
+        wanted = vps.holding(layout, rank, WEIGHT)
+        if kept is not None:
+            wanted = wanted.subtract(*interval.union(kept.start, kept.stop))
         weights, masters = of_kind(buffers, WEIGHT), of_kind(buffers, MASTER)
         stored, cast = self._requests(vps, WEIGHT, wanted)
         self._read(stored, weights)
         held = vps.holding(layout, rank, MASTER) if masters else Pieces.empty()
-        for weight, master in placed(vps.line, cast.intersect(held), (weights, masters)):
-            if weight.matrix.data_ptr() != master.matrix.data_ptr():
-                weight.matrix.copy_(master.matrix)
+        for _, _, (weight, master) in placed(vps.line, cast.intersect(held), (weights, masters)):
+            if weight.data_ptr() != master.data_ptr():
+                weight.copy_(master)
         missing = cast.subtract(*interval.union(held.start, held.stop))
         self._read(self._requests(vps, MASTER, missing)[0], weights)
 
     def _requests(self, vps: VirtualParameterSpace, kind: str, pieces: Pieces) -> tuple[list[Request], Pieces]:
         """(what to read for the pieces, those of them that are to be cast from masters)."""
         numbers, parts = split_by_tensor(vps.line, pieces)
-        found: dict[torch.dtype, list[tuple[Ints, ...]]] = {}
+        found: dict[torch.dtype, list[Ints]] = {}
         files: dict[str, int] = {}
         cast: list[tuple[Ints, Ints, Ints]] = []
         edges = np.flatnonzero(np.diff(numbers, prepend=-1, append=-1))
@@ -130,8 +140,11 @@ class Reader:
             dtype = named(runs.dtype)
             position = runs.position[run] + (first - runs.start[run]) * dtype.itemsize
             columns = known[runs.file[run]], position, last - first, parts.buffer[low:high][row], offset
-            found.setdefault(dtype, []).append(tuple(column[here] for column in columns))
-        requests = [_request(each, tuple(files), parts.buffers, dtype) for dtype, each in found.items()]
+            found.setdefault(dtype, []).append(np.stack(columns)[:, here])
+        requests = [
+            Request(_joined(np.concatenate(each, axis=1), dtype.itemsize), tuple(files), parts.buffers, dtype)
+            for dtype, each in found.items()
+        ]
         if not cast:
             return requests, Pieces.empty(parts.buffers)
         return requests, parts.take(*(np.concatenate(column) for column in zip(*cast, strict=True)))
@@ -140,30 +153,31 @@ class Reader:
 
     def _read(self, requests: list[Request], buffers: Mapping[BufferId, torch.Tensor]) -> None:
         for request in requests:
-            self._read_one(_joined(request), buffers)
+            self._read_one(request, buffers)
 
     def _read_one(self, request: Request, buffers: Mapping[BufferId, torch.Tensor]) -> None:
-        size, stage = request.dtype.itemsize, self._stage
-        length = request.numel * size
-        end = request.position + length
-        short = length < DIRECT_BYTES
-        joins = short[1:] & short[:-1] & (request.file[1:] == request.file[:-1])
-        joins &= request.position[1:] - end[:-1] <= GAP_BYTES
+        file, position, numel, buffer, offset = request.columns
+        stage, length = self._stage, numel * request.dtype.itemsize
+        end, short = position + length, length < DIRECT_BYTES
+        joins = short[1:] & short[:-1] & (file[1:] == file[:-1]) & (position[1:] - end[:-1] <= GAP_BYTES)
         row, count = 0, len(length)
+
+        def place(row: int) -> torch.Tensor:
+            return buffers[request.buffers[buffer[row]]].detach().narrow(0, int(offset[row]), int(numel[row]))
+
         while row < count:
             stop = row + 1
-            while stop < count and joins[stop - 1] and end[stop] - request.position[row] <= len(stage):
+            while stop < count and joins[stop - 1] and end[stop] - position[row] <= len(stage):
                 stop += 1
-            name, first = request.files[int(request.file[row])], int(request.position[row])
-            places = [_place(request, each, buffers) for each in range(row, stop)]
+            name, first = request.files[int(file[row])], int(position[row])
             if stop == row + 1:
-                self._read_run(name, first, places[0], request.dtype, stage)
+                self._read_run(name, first, place(row), request.dtype, stage)
             else:
                 read = stage[: int(end[stop - 1]) - first]
                 self._pread(name, first, read)
-                for each, place in zip(range(row, stop), places, strict=True):
-                    begin = int(request.position[each]) - first
-                    _copy(place, read[begin : begin + int(length[each])], request.dtype)
+                for each in range(row, stop):
+                    begin = int(position[each]) - first
+                    _copy(place(each), read[begin : begin + int(length[each])], request.dtype)
             row = stop
 
     def _read_run(self, name: str, at: int, place: torch.Tensor, dtype: torch.dtype, stage: torch.Tensor) -> None:
@@ -219,43 +233,72 @@ class Reader:
             at = Extent(begin, length if count > 1 else numel, length, count)
             total += digest_of(row.extent, at, values.view(stored).to(dtype or stored), row.numel)
             begin += numel
-        return total & ((1 << 64) - 1)
+        return total & WORD
 
 
-def _joined(request: Request) -> Request:
-    """Sorted by file and position; what is one run in the file and in the buffer is one row."""
-    order = np.lexsort((request.position, request.file))
-    columns = [getattr(request, name)[order] for name in ("file", "position", "numel", "buffer", "offset")]
+def _joined(columns: Ints, itemsize: int) -> Ints:
+    """Columns of a `Request`, sorted by file and position; what is one run in the file and in the buffer is one row."""
+    columns = columns[:, np.lexsort((columns[1], columns[0]))]
     file, position, numel, buffer, offset = columns
     goes_on = (np.diff(file) == 0) & (np.diff(buffer) == 0) & (np.diff(offset) == numel[:-1])
-    goes_on &= np.diff(position) == numel[:-1] * request.dtype.itemsize
+    goes_on &= np.diff(position) == numel[:-1] * itemsize
     first = np.flatnonzero(np.append(True, ~goes_on)[: len(file)])
-    total = np.add.reduceat(numel, first) if len(first) else numel
-    return Request(
-        file[first],
-        position[first],
-        total,
-        buffer[first],
-        offset[first],
-        request.files,
-        request.buffers,
-        request.dtype,
-    )
-
-
-def _request(
-    parts: list[tuple[Ints, ...]], files: tuple[str, ...], buffers: tuple[BufferId, ...], dtype: torch.dtype
-) -> Request:
-    file, position, numel, buffer, offset = (np.concatenate(column) for column in zip(*parts, strict=True))
-    return Request(file, position, numel, buffer, offset, files, buffers, dtype)
-
-
-def _place(request: Request, row: int, buffers: Mapping[BufferId, torch.Tensor]) -> torch.Tensor:
-    buffer = buffers[request.buffers[int(request.buffer[row])]].detach()
-    return buffer.narrow(0, int(request.offset[row]), int(request.numel[row]))
+    found = columns[:, first]
+    if len(first):
+        found[2] = np.add.reduceat(numel, first)
+    return found
 
 
 def _copy(place: torch.Tensor, read: torch.Tensor, dtype: torch.dtype) -> None:
     """Bytes of a type into elements of any; a position in the stage is a multiple of no element's size."""
     aligned = read if read.data_ptr() % dtype.itemsize == 0 else read.clone()
     place.copy_(aligned.view(dtype))
+
+
+# ---- whole tensors ---------------------------------------------------------------------------------------------------
+
+
+def whole(reader: Reader, tensor: LogicalTensor, kind: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The values of one state kind of a tensor, in their own type or another one; they must be there.
+
+    A weight is cast from its master where nothing is stored. CheckpointDamaged if not all of it is there.
+    """
+    rows = reader.manifest.rows.get((tensor.name, kind), ())
+    wanted = dtype or (named(rows[0].dtype) if rows else torch.float32)
+    alone = LogicalTensor(tensor.name, tensor.shape, tensor.group)
+    others = () if kind in (WEIGHT, MASTER) else (Kind(kind, wanted.itemsize),)
+    kinds = standard_kinds(wanted.itemsize, moments=others)
+    vps = VirtualParameterSpace.of([alone], ZeroRules(), kinds, _ALONE, (0,))
+    values = torch.empty(tensor.numel, dtype=wanted)
+    if tensor.numel:
+        reader.fill(vps, _ALONE, 0, {(kind, _BUFFER): values})
+    return values.view(tensor.shape)
+
+
+def proven(reader: Reader, tensor: LogicalTensor, kind: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """As `whole`, of one of ours; CheckpointDamaged, naming tensor and kind, if it is not what was saved.
+
+    Digests are of values in the type that they were saved in, so it is read in that one. A weight of which nothing is
+    stored has the digest of its master's cast; in another type than its own it comes from the master's proven values.
+    """
+    rows = reader.manifest.rows.get((tensor.name, kind), ())
+    cast = [row.extent for row in rows if not row.file]
+    values = whole(reader, tensor, kind)
+    if rows and digest(values.view(-1)) != reader.manifest.digest(tensor.name, kind):
+        read = f"{kind} of {tensor.name!r}" + (f", cast from {MASTER}," if cast else "")
+        raise CheckpointDamaged(
+            f"{reader.folder}: {read} is not what was saved; `ds-dynatrain checkpoint verify {reader.folder}` says "
+            "where"
+        )
+    if dtype is None or dtype == values.dtype:
+        return values
+    found = values.to(dtype)
+    masters = proven(reader, tensor, MASTER) if cast else values
+    for each in cast:
+        _runs(found, each).copy_(_runs(masters, each))
+    return found
+
+
+def _runs(values: torch.Tensor, extent: Extent) -> torch.Tensor:
+    """An extent of a whole tensor, a row for each run."""
+    return values.view(-1).as_strided((extent.count, extent.length), (extent.step, 1), extent.start)

@@ -13,9 +13,10 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field, Strict, ValidationError, create_model
+from pydantic import ConfigDict, Field, Strict, ValidationError
+from pydantic.dataclasses import dataclass as validated
 
 from ds_dynatrain.checkpoint.files import WHERE_DAMAGED, dumped, naming, parsed, read_small
 from ds_dynatrain.checkpoint.manifest import FILE_NAME, MOST_ELEMENTS, Manifest
@@ -26,7 +27,8 @@ from ds_dynatrain.version import __version__
 
 FORMAT, VERSION = "ds_dynatrain universal checkpoint", (1, 1)
 RECORD, MANIFEST = "checkpoint.json", "manifest.arrow"
-SINCE_1_1 = "converted_from"
+WRITER = f"ds_dynatrain {__version__}"
+"""What wrote a checkpoint, for those who cannot read it."""
 
 Size = Annotated[int, Field(ge=0, lt=1 << 63)]
 Shape = Annotated[list[Annotated[int, Field(ge=0, le=MOST_ELEMENTS)]], Field(max_length=64)]
@@ -35,9 +37,9 @@ Tensor = Annotated[tuple[str, Shape, Group, bool], Strict(False)]
 """Name, shape, group, and whether it is an expert's."""
 
 
-@dataclass(frozen=True)
+@validated(frozen=True, config=ConfigDict(strict=True))
 class Record:
-    """The state of a whole training, but for its tensors.
+    """The state of a whole training, but for its tensors: exactly the types of JSON, and numbers that can be.
 
     step: optimizer steps done. generation, seed: of the job that saved, for random streams of new places. kinds: state
     kinds that are there. tensors: in the order of registration. carry: the shared carry, encoded. rests: for each rank
@@ -70,21 +72,9 @@ class Record:
         return tuple(LogicalTensor(name, tuple(shape), group, expert) for name, shape, group, expert in self.tensors)
 
 
-_FIELDS: dict[str, Any] = {
-    name: (kind, getattr(Record, name, ...)) for name, kind in get_type_hints(Record, include_extras=True).items()
-}
-_Types = create_model("_Types", __config__=ConfigDict(strict=True), **_FIELDS)
-"""What a record has to be before anything is made of it: the types of JSON, exactly, and numbers that can be."""
-
-
 def rank_file(rank: int) -> str:
     """Name of the file with what belongs to one rank: its random streams, and its rest."""
     return f"{rank:05d}.json"
-
-
-def writer() -> str:
-    """What wrote a checkpoint, for those who cannot read it."""
-    return f"ds_dynatrain {__version__}"
 
 
 def sum_of(data: bytes) -> str:
@@ -113,24 +103,23 @@ def from_bytes(data: bytes) -> Record:
         )
     if content.pop("sum", None) != sum_of(_canonical(content)):
         raise CheckpointDamaged(f"{RECORD} is not what was saved: its checksum is another")
-    names = [each.name for each in fields(Record) if each.name in content or each.name != SINCE_1_1]
-    missing = [name for name in names if name not in content]
-    if missing:
-        raise CheckpointDamaged(f"{RECORD} has no {missing[0]!r}")
-    said = {name: content[name] for name in names}
     try:
-        _Types.model_validate(said)
-        record = Record(**said)
+        record = Record(**{each.name: content[each.name] for each in fields(Record) if each.name in content})
         check_tensors(record.logical_tensors())
         ranks = record.world.world_size
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise CheckpointDamaged(f"{RECORD}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        raise CheckpointDamaged(f"{RECORD}: {what_is_wrong(error)}") from None
     except LayoutError as error:
         raise CheckpointDamaged(f"{RECORD}: {error}; {WHERE_DAMAGED}") from None
     if len(record.rests) != ranks or not all(rank < ranks for rank in record.rests):
         raise CheckpointDamaged(f"{RECORD}: a rest for each of {ranks} ranks is expected, not {record.rests!r}")
     return record
+
+
+def what_is_wrong(error: ValidationError) -> str:
+    """Return where the first wrong value stands, and what is wrong with it."""
+    first = error.errors(include_url=False)[0]
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
 
 
 def check_tensors(tensors: Sequence[LogicalTensor]) -> None:

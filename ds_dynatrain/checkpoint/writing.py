@@ -1,32 +1,41 @@
-"""One member's files: its extents, each a record batch of a file for its element type.
+"""What a rank writes of a state, and its files: extents, each a record batch of a file for its element type.
 
-Values are written from where they lie in memory; what is not in one piece there, or not in host memory, goes through a
-small chunk. The digest of each is taken on the way.
+Every element of a state is written once, replicas sharing the work, by the arithmetic of the space. A partitioned kind
+is written by whoever holds the part, a replicated one is split evenly over its holders. Weights that are no more than
+their masters in another type are not stored; whether they are is looked at when they are written. Values are written
+from where they lie in memory; what is not in one piece there, or not in host memory, goes through a small chunk. The
+digest of each is taken on the way.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from ds_dynatrain.checkpoint.elements import name_of
-from ds_dynatrain.checkpoint.extents import Extent, chunks, digest_of
+from ds_dynatrain.checkpoint.extents import WORD, Extent, chunks, digest_of, name_of, placed
 from ds_dynatrain.checkpoint.manifest import Row
-from ds_dynatrain.space import WEIGHT
+from ds_dynatrain.space import FROZEN, MASTER, WEIGHT, BufferId, Layout, Pieces, VirtualParameterSpace
+from ds_dynatrain.transfer import allocate
 
 CHUNK_BYTES = 1 << 20
 """Written and weighed at once, while it is in the cache."""
 LARGE_BYTES = 32 << 20
 """Larger files are brought to the disk while they are written."""
 FLUSH_SECONDS = 0.02
-_WORD = (1 << 64) - 1
+ALIGN = 64
+"""Bytes that the copies of a save in the background are aligned to."""
+Buffers = Mapping[tuple[str, BufferId], torch.Tensor]
+"""(state kind, buffer) -> the flat local tensor that holds it."""
+Place = tuple[int, torch.dtype, torch.Size, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -54,6 +63,84 @@ class Share:
         pairs = zip(chunks(weight, most), chunks(master, most), strict=True)
         return all(_same_bits(held, of.to(held.dtype)) for (_, held), (_, of) in pairs)
 
+    def row(self, dtype: torch.dtype, digest: int, file: str = "", offset: int = 0) -> Row:
+        """The row of the manifest about it."""
+        return Row(self.tensor, self.kind, name_of(dtype), self.shape, self.extent, file, offset, digest & WORD)
+
+
+# ---- who writes what -------------------------------------------------------------------------------------------------
+
+
+def shares_of(
+    vps: VirtualParameterSpace, layout: Layout, rank: int, buffers: Buffers, kinds: tuple[str, ...]
+) -> Iterator[Share]:
+    """Yield what a rank of the layout writes of the kinds that are there.
+
+    Weights lie beside the masters that the rank writes: their values count where a cast would not give them.
+    """
+    for kind in kinds:
+        space = vps.with_groups(WEIGHT, (FROZEN,)) if kind == WEIGHT else vps
+        yield from _shares(vps, kind, (space.owned(layout, rank, kind),), (of_kind(buffers, kind),))
+        if kind == WEIGHT:
+            both = vps.holding(layout, rank, WEIGHT).intersect(vps.owned(layout, rank, MASTER))
+            yield from _shares(vps, kind, both, (of_kind(buffers, WEIGHT), of_kind(buffers, MASTER)))
+
+
+def _shares(
+    vps: VirtualParameterSpace,
+    kind: str,
+    sides: tuple[Pieces, ...],
+    memory: tuple[dict[BufferId, torch.Tensor], ...],
+) -> Iterator[Share]:
+    """Yield the fewest shares of these pieces; the second side, if there is one, is of masters."""
+    for number, extent, matrices in placed(vps.line, sides, memory):
+        yield Share(vps.tensors[number].name, kind, vps.tensors[number].shape, extent, *matrices)
+
+
+def of_kind(buffers: Buffers, kind: str) -> dict[BufferId, torch.Tensor]:
+    """The buffers of one kind."""
+    return {name: held for (held_kind, name), held in buffers.items() if held_kind == kind}
+
+
+class HostMemory:
+    """Copies of what is to be written, in host memory that is used again: touching new memory costs more."""
+
+    def __init__(self) -> None:
+        self._room = torch.empty(0, dtype=torch.uint8)
+
+    def copies(self, shares: Sequence[Share]) -> list[Share]:
+        """The same shares with values that nobody else changes, until the next call."""
+        both = (values for share in shares for values in (share.matrix, share.master))
+        wanted = {_place(values): values for values in both if values is not None}
+        need = sum(_padded(values) for values in wanted.values())
+        if len(self._room) < need:
+            self._room = torch.empty(0, dtype=torch.uint8)  # the old goes before the new comes
+            self._room = allocate(need, torch.uint8)
+        at, found = 0, dict[Place, torch.Tensor]()
+        for place, values in wanted.items():
+            held = self._room[at : at + values.numel() * values.element_size()].view(values.dtype).view(values.shape)
+            held.copy_(values.detach())
+            found[place], at = held, at + _padded(values)
+        return [
+            replace(
+                share,
+                matrix=found[_place(share.matrix)],
+                master=None if share.master is None else found[_place(share.master)],
+            )
+            for share in shares
+        ]
+
+
+def _place(values: torch.Tensor) -> Place:
+    return values.data_ptr(), values.dtype, values.shape, values.stride()
+
+
+def _padded(values: torch.Tensor) -> int:
+    return -(-values.numel() * values.element_size() // ALIGN) * ALIGN
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
 
 def write_shares(folder: Path, number: int, shares: Iterable[Share], chunk_bytes: int = CHUNK_BYTES) -> list[Row]:
     """Write the files of member `number` of the world, down to the disk; the rows of the manifest about them.
@@ -64,7 +151,7 @@ def write_shares(folder: Path, number: int, shares: Iterable[Share], chunk_bytes
     rows: list[Row] = []
     for share in shares:
         if share.is_cast(chunk_bytes):
-            rows.append(_row(share, "", 0, _digest(share, share.matrix.dtype, chunk_bytes)))
+            rows.append(cast_row(share, share.matrix.dtype, chunk_bytes))
         else:
             by_type.setdefault(share.matrix.dtype, []).append(share)
     for dtype, held in by_type.items():
@@ -83,50 +170,39 @@ def data_file(
     Inside it a function that writes a share of this type as the next batch; its row of the manifest. large: it is
     brought to the disk meanwhile. OSError as the system gives it.
     """
-    name = f"{number:05d}.{name_of(dtype)}.arrow"
+    from ds_dynatrain.checkpoint.arrow import Outline
+
+    name, outline, most = f"{number:05d}.{name_of(dtype)}.arrow", Outline(dtype), max(1, chunk_bytes // dtype.itemsize)
     file = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+    def put_outline() -> None:
+        for at, data in outline.drain():
+            _put(file, at, data)
+
+    def write(share: Share) -> Row:
+        begin, total, numel = outline.batch(share.extent.numel, share.nbytes), 0, math.prod(share.shape)
+        put_outline()
+        for place, values in chunks(share.matrix, most):
+            _put(file, begin + place.start * dtype.itemsize, values.view(torch.uint8).numpy().data)
+            total += digest_of(share.extent, place, values, numel)
+        return share.row(dtype, total, name, begin)
+
     try:
         with _flushed(file) if large else nullcontext():
-            batches = _Batches(file, name, dtype, max(1, chunk_bytes // dtype.itemsize))
-            yield batches.write
-            batches.close()
+            yield write
+            outline.close()
+            put_outline()
         os.fsync(file)
     finally:
         os.close(file)
 
 
 def cast_row(share: Share, dtype: torch.dtype, chunk_bytes: int = CHUNK_BYTES) -> Row:
-    """The row of weights of type `dtype` of which nothing is stored. share: their masters."""
-    digest = _digest(share, dtype, chunk_bytes) & _WORD
-    return Row(share.tensor, WEIGHT, name_of(dtype), share.shape, share.extent, "", 0, digest)
-
-
-class _Batches:
-    """The batches of an open file, one after another. most: elements written and weighed at once."""
-
-    def __init__(self, file: int, name: str, dtype: torch.dtype, most: int) -> None:
-        from ds_dynatrain.checkpoint.arrow import Outline
-
-        self.file, self.name, self.dtype, self.most = file, name, dtype, most
-        self.outline = Outline(dtype)
-
-    def write(self, share: Share) -> Row:
-        """The next batch."""
-        begin, total, numel = self.outline.batch(share.extent.numel, share.nbytes), 0, _numel(share)
-        self._put_outline()
-        for place, values in chunks(share.matrix, self.most):
-            _put(self.file, begin + place.start * self.dtype.itemsize, values.view(torch.uint8).numpy().data)
-            total += digest_of(share.extent, place, values, numel)
-        return _row(share, self.name, begin, total)
-
-    def close(self) -> None:
-        """What stands behind the last batch."""
-        self.outline.close()
-        self._put_outline()
-
-    def _put_outline(self) -> None:
-        for at, data in self.outline.drain():
-            _put(self.file, at, data)
+    """The row of weights of type `dtype` of which nothing is stored. share: they, or their masters."""
+    most, numel = max(1, chunk_bytes // share.matrix.element_size()), math.prod(share.shape)
+    parts = chunks(share.matrix, most)
+    digest = sum(digest_of(share.extent, at, values.to(dtype), numel) for at, values in parts)
+    return replace(share, kind=WEIGHT).row(dtype, digest)
 
 
 @contextmanager
@@ -135,24 +211,19 @@ def _flushed(file: int) -> Iterator[None]:
 
     OSError, at the end, if the disk has failed meanwhile: the system says so once.
     """
-    over, failed = threading.Event(), list[OSError]()
+    over = threading.Event()
 
     def flush() -> None:
-        while not failed and not over.wait(FLUSH_SECONDS):
-            try:
-                os.fdatasync(file)
-            except OSError as error:
-                failed.append(error)
+        while not over.wait(FLUSH_SECONDS):
+            os.fdatasync(file)
 
-    thread = threading.Thread(target=flush, name="dynatrain-flush", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-    if failed:
-        raise failed[0]
+    with ThreadPoolExecutor(1, "dynatrain-flush") as beside:
+        flushing = beside.submit(flush)
+        try:
+            yield
+        finally:
+            over.set()
+    flushing.result()
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -169,21 +240,3 @@ def _put(file: int, at: int, data: bytearray | memoryview) -> None:
     while view:
         done = os.pwrite(file, view, at)
         view, at = view[done:], at + done
-
-
-def _digest(share: Share, dtype: torch.dtype, chunk_bytes: int) -> int:
-    """Of the values in a type."""
-    most, numel = max(1, chunk_bytes // share.matrix.element_size()), _numel(share)
-    return sum(digest_of(share.extent, at, values.to(dtype), numel) for at, values in chunks(share.matrix, most))
-
-
-def _numel(share: Share) -> int:
-    numel = 1
-    for dim in share.shape:
-        numel *= dim
-    return numel
-
-
-def _row(share: Share, file: str, offset: int, digest: int) -> Row:
-    dtype = name_of(share.matrix.dtype)
-    return Row(share.tensor, share.kind, dtype, share.shape, share.extent, file, offset, digest & _WORD)

@@ -11,13 +11,13 @@ import torch
 from rich.progress import Progress
 
 from ds_dynatrain.checkpoint import Reader, Saved
-from ds_dynatrain.checkpoint.convert import to_safetensors
-from ds_dynatrain.checkpoint.elements import named
+from ds_dynatrain.checkpoint.extents import named
 from ds_dynatrain.checkpoint.files import naming
 from ds_dynatrain.checkpoint.others.dcp import to_dcp
+from ds_dynatrain.checkpoint.others.foreign import bytes_of
 from ds_dynatrain.checkpoint.others.recognize import told_at
+from ds_dynatrain.checkpoint.others.safetensors import to_safetensors
 from ds_dynatrain.checkpoint.others.universal import to_universal
-from ds_dynatrain.checkpoint.taking import bytes_of
 from ds_dynatrain.cli.checkpoints import COLUMNS, found
 from ds_dynatrain.cli.choices import Format, WeightType
 from ds_dynatrain.errors import CheckpointError
@@ -39,7 +39,7 @@ def convert(path: Path, out: Path, to: Format, dtype: WeightType | None, trust_p
 
 
 def _to_ours(path: Path, out: Path, dtype: WeightType | None, trust_pickle: bool) -> Iterator[str]:
-    from ds_dynatrain.engine.checkpoints.conversion import convert_foreign
+    from ds_dynatrain.engine.checkpoints.extra_state import convert_foreign
 
     if dtype is not None:
         raise CheckpointError(
@@ -93,8 +93,7 @@ def _bytes_of(saved: Saved, to: Format, dtype: torch.dtype | None) -> int | None
 
 def _rest_of(saved: Saved) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """(the shared carry, the module's buffers of rank 0)."""
-    from ds_dynatrain.engine.checkpoints.extra_state import rest_for
-    from ds_dynatrain.engine.checkpoints.shared import shared_of
+    from ds_dynatrain.engine.checkpoints.extra_state import rest_for, shared_of
 
     with Reader(saved.path, saved.manifest) as reader:
         rest = rest_for(saved, reader, saved.record.world, 0)

@@ -141,7 +141,7 @@ def _record(memory: DeviceMemory, key: Key, held: torch.Tensor) -> bytes:
 
 def _where(pull: Pull, table: torch.Tensor) -> list[tuple[bytes, int]]:
     """Handle and offset of each buffer that is read; TransferError for one that is shorter than what is read of it."""
-    records, where = dict(zip(sorted(pull.theirs.keys), RECORD.iter_unpack(table.numpy()), strict=True)), []
+    records, where = dict(zip(sorted(pull.theirs.keys), RECORD.iter_unpack(table.numpy().tobytes()), strict=True)), []
     for key, needed in zip(pull.theirs.keys, pull.theirs.reach.tolist(), strict=True):
         handle, offset, length = records[key]
         if needed > length:

@@ -16,7 +16,7 @@ from pyarrow import ipc
 
 from ds_dynatrain.checkpoint import Reader, Saved
 from ds_dynatrain.checkpoint.arrow import Outline, read_table, table_bytes
-from ds_dynatrain.checkpoint.elements import name_of, named
+from ds_dynatrain.checkpoint.extents import name_of, named
 from ds_dynatrain.checkpoint.manifest import ALIGN
 from ds_dynatrain.errors import CheckpointDamaged
 from ds_dynatrain.space import Layout, LogicalTensor, VirtualParameterSpace, ZeroRules, standard_kinds

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from ds_dynatrain.checkpoint import Saved
-from ds_dynatrain.checkpoint.convert import to_safetensors
+from ds_dynatrain.checkpoint.others.safetensors import to_safetensors
 from ds_dynatrain.cli.main import app
 from ds_dynatrain.errors import CheckpointError
 from tests.checkpoint.test_damage import SPACE, STATE, TENSORS, whole

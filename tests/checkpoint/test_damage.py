@@ -51,7 +51,7 @@ def whole(path: Path, tag: str = "step7") -> Path:
     tensors = [[each.name, list(each.shape), each.group, each.expert] for each in TENSORS]
     kinds = list(SPACE.present_kinds())
     files = [0, 0], sums, record.sizes_of(hidden)
-    made = Record(7, LAYOUT.to_dict(), 1, 2, kinds, tensors, CARRY, *files, record.writer())
+    made = Record(7, LAYOUT.to_dict(), 1, 2, kinds, tensors, CARRY, *files, record.WRITER)
     folder.write(hidden / record.RECORD, record.to_bytes(made))
     return folder.finish(hidden, tag)
 

@@ -13,8 +13,8 @@ import torch.distributed.checkpoint as dcp
 from typer.testing import CliRunner
 
 from ds_dynatrain.checkpoint import Reader, Saved, folder
-from ds_dynatrain.checkpoint.convert import whole
 from ds_dynatrain.checkpoint.others.recognize import told_at
+from ds_dynatrain.checkpoint.reading import whole
 from ds_dynatrain.cli.main import app
 from ds_dynatrain.errors import CheckpointError
 

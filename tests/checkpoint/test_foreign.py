@@ -24,10 +24,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ds_dynatrain.checkpoint import Reader, Saved
-from ds_dynatrain.checkpoint.convert import whole
-from ds_dynatrain.checkpoint.others.foreign import Foreign
+from ds_dynatrain.checkpoint.others.foreign import Foreign, take
 from ds_dynatrain.checkpoint.others.recognize import told_at
-from ds_dynatrain.checkpoint.taking import take
+from ds_dynatrain.checkpoint.reading import whole
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 from ds_dynatrain.space import MASTER, WEIGHT
 

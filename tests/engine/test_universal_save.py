@@ -17,7 +17,7 @@ import torch.distributed as td
 
 from ds_dynatrain.adapters.worlds import WorldSpec, build_world, drop
 from ds_dynatrain.checkpoint import Saved
-from ds_dynatrain.engine.checkpoints import due
+from ds_dynatrain.engine.checkpoints import fallback
 from ds_dynatrain.engine.checkpoints.restore import restore
 from ds_dynatrain.engine.checkpoints.saving import Saver
 from ds_dynatrain.engine.control import Control
@@ -403,7 +403,7 @@ def put_off_case(folder: Path, cause: str) -> None:
         "board": patch.object(Control, "answers", lambda self, seconds: not is_slow() and answers(self, seconds)),
         "disk": patch.object(Saver, "settle", lambda self, *seconds: not is_slow() and settle(self, *seconds)),
     }
-    with patches[cause], patch.object(due, "AGAIN_SECONDS", 0.001):
+    with patches[cause], patch.object(fallback, "AGAIN_SECONDS", 0.001):
         jobs.run(settings, 9, {}, each=lambda made: slow.set() if made.engine.global_steps == 5 else None)
 
 

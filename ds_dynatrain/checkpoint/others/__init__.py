@@ -2,30 +2,35 @@
 
 | file | role |
 |---|---|
-| `pickles` | what a pickle would make, counted before it is read |
-| `archives` | the zip that `torch.save` writes, and the CRC32s in it |
-| `torch_files` | what `torch.save` wrote, without its values and without running anything |
+| `torch_files` | what `torch.save` wrote, without its values and without running anything; the CRC32s in it |
+| `foreign` | what a checkpoint tells of a training, whosever it is, and that as one of ours |
 | `zero_files` | a checkpoint folder of DeepSpeed's: which file has which buffer of which rank |
-| `zero_rows` | the same as rows of a manifest, by the arithmetic of the space |
-| `universal` `dcp` | ours in DeepSpeed's universal format, and in that of torch's distributed checkpoints |
-| `foreign` | what a checkpoint tells of a training, whosever it is; from here on no format matters |
-| `zero_reader` `universal_reader` `dcp_reader` `safetensors_reader` | the same from each tool's files alone |
+| `zero` | the same as rows of a manifest, by the arithmetic of the space; from the files alone |
+| `universal` `dcp` `safetensors` | DeepSpeed's universal format, torch's DCP, safetensors: read and written |
 | `recognize` | whose checkpoint lies at a path |
 
 Knows no engine and no DeepSpeed: the files say what they are.
 """
 
-from ds_dynatrain.checkpoint.others.archives import Archive, check_crcs
-from ds_dynatrain.checkpoint.others.pickles import Opaque
-from ds_dynatrain.checkpoint.others.torch_files import Stored, fields_of, read_tree, value_of, with_values
-from ds_dynatrain.checkpoint.others.zero_files import ZeroFolder, is_zero_folder, scaler_fields
-from ds_dynatrain.checkpoint.others.zero_rows import frozen_left_out, layout_of, rows_of, rules_then, scalars_of, then
+from ds_dynatrain.checkpoint.others.torch_files import (
+    Archive,
+    Opaque,
+    Stored,
+    check_crcs,
+    fields_of,
+    read_tree,
+    value_of,
+    with_values,
+)
+from ds_dynatrain.checkpoint.others.zero import frozen_left_out, layout_of, rows_of, rules_then, scalars_of, then
+from ds_dynatrain.checkpoint.others.zero_files import ZeroFolder, carry_of, is_zero_folder
 
 __all__ = [
     "Archive",
     "Opaque",
     "Stored",
     "ZeroFolder",
+    "carry_of",
     "check_crcs",
     "fields_of",
     "frozen_left_out",
@@ -35,7 +40,6 @@ __all__ = [
     "rows_of",
     "rules_then",
     "scalars_of",
-    "scaler_fields",
     "then",
     "value_of",
     "with_values",

@@ -1,30 +1,327 @@
-"""A checkpoint of ours as one of torch's distributed checkpoints (DCP), tensor by tensor.
+"""Folders of torch's distributed checkpoint (DCP): what one tells, and a checkpoint of ours as one.
 
-Names are those of torch's `get_state_dict`: `model.NAME`, `optim.state.NAME.exp_avg`. The model's values are the
-masters, unless another type is asked for: torch's own training keeps no others.
+What one tells stands in its `.metadata`, a pickle that is not run: nothing but plain values and `Opaque` stand-ins for
+torch's own records comes of it. The values lie in files of many small files of `torch.save`, one for each piece of a
+tensor.
+
+| key | what is taken of it |
+|---|---|
+| `model.NAME`, else all tensors | weights; masters are made of those that are trained |
+| `optim.state.NAME.exp_avg` `.step` | moments and steps |
+| `optim.param_groups.NAME.lr` | hyper-parameters by tensor, from which groups are made again |
+| `optim.param_groups.0.lr` `.params` | a group's hyper-parameters, and the names of its tensors |
+
+`optim` may be called `optimizer`. Its levels are apart (`optim`, `state`, NAME, `exp_avg`), or in one name below
+`optim`, as torch has them with `flatten_optimizer_state_dict=True`.
+
+What is written has the names of torch's `get_state_dict`. The model's values are the masters, unless another type is
+asked for: torch's own training keeps no others.
 """
 
 from __future__ import annotations
 
+import io
 import os
-from collections.abc import Mapping
+import pickle
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import torch
 
-from ds_dynatrain.checkpoint.convert import Progress, proven, silent
-from ds_dynatrain.checkpoint.elements import named
-from ds_dynatrain.checkpoint.hidden import appearing
-from ds_dynatrain.checkpoint.names import check_names
-from ds_dynatrain.checkpoint.reading import Reader
+from ds_dynatrain.checkpoint.extents import Extent, named
+from ds_dynatrain.checkpoint.files import (
+    WHERE_DAMAGED,
+    Progress,
+    appearing,
+    check_names,
+    is_component,
+    read_small,
+    silent,
+)
+from ds_dynatrain.checkpoint.manifest import Manifest, Row
+from ds_dynatrain.checkpoint.others.foreign import (
+    Foreign,
+    hyper_parameters,
+    in_order,
+    number_of,
+    stored_row,
+)
+from ds_dynatrain.checkpoint.others.torch_files import (
+    MOST_BYTES,
+    Opaque,
+    Stored,
+    check_pickle,
+    read_tree,
+    with_values,
+)
+from ds_dynatrain.checkpoint.reading import Reader, proven
 from ds_dynatrain.checkpoint.record import Saved
-from ds_dynatrain.space import MASTER, WEIGHT, LogicalTensor, row_of
+from ds_dynatrain.errors import CheckpointDamaged, CheckpointError, LayoutError
+from ds_dynatrain.space import FROZEN, MASTER, WEIGHT, Box, LogicalTensor, row_of, runs_of_box
 
+FORMAT = "a torch distributed checkpoint"
+METADATA, MODEL, OPTIM = ".metadata", "model", "optim"
+OPTIMS = (OPTIM, "optimizer")
+STATE, GROUPS = (OPTIM, "state"), (OPTIM, "param_groups")
 DATA = "__0_0.distcp"
 """What torch calls the first file of rank 0."""
 Keys = tuple[str, ...]
 """The levels of a name."""
+
+
+STAND_INS = (
+    "torch.distributed.checkpoint.metadata",
+    "torch.distributed.checkpoint.filesystem",
+    "torch.distributed._shard.sharded_tensor.metadata",
+    "pathlib",
+    "pathlib._local",
+)
+"""Modules whose records may stand in the metadata; `Opaque` is made of each."""
+PLAIN: Mapping[str, Any] = {
+    "torch.Size": tuple,
+    "torch.serialization._get_layout": Opaque,
+    "collections.OrderedDict": dict,
+}
+"""What else may, beside torch's element types, and what is made of it."""
+
+
+def is_dcp(path: Path) -> bool:
+    """Whether a folder looks like such a checkpoint."""
+    return (path / METADATA).is_file()
+
+
+def read_dcp(path: Path, trust_pickle: bool = False) -> Foreign:
+    """Describe a checkpoint; CheckpointError for content that is refused, CheckpointDamaged if a part of it is missing
+    or it cannot be true. trust_pickle: of values that are neither tensors nor plain, never of the metadata.
+    """
+    return _Folder.open(path, trust_pickle).foreign()
+
+
+class _Reader(pickle.Unpickler):
+    """Makes stand-ins and plain values: no class or function of the file's choice is ever looked up."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        full = f"{module}.{name}"
+        made = Opaque if module in STAND_INS else PLAIN.get(full)
+        found = getattr(torch, name, None) if module == "torch" and made is None else made
+        if made is not None or isinstance(found, torch.dtype):
+            return found
+        raise CheckpointError(
+            f"{METADATA} holds a {full}, which is no record of a checkpoint, and is not read; write the checkpoint "
+            "anew with torch.distributed.checkpoint"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Folder:
+    """shapes: of tensors by key. places: (offset in the tensor, file, first byte, length) of the pieces of a key."""
+
+    path: Path
+    trust_pickle: bool
+    keys: Mapping[str, tuple[str, ...]]
+    shapes: Mapping[str, tuple[int, ...] | None]
+    places: Mapping[str, list[tuple[Any, str, int, int]]]
+
+    @staticmethod
+    def open(path: Path, trust_pickle: bool) -> _Folder:
+        said = _metadata(path / METADATA)
+        held: Mapping[str, Opaque] = said["state_dict_metadata"]
+        places: dict[str, list[tuple[Any, str, int, int]]] = {}
+        for index, info in said["storage_data"].items():
+            if info.fields.get("transform_descriptors"):
+                raise CheckpointError(
+                    f"{path}: its values are transformed (compressed, say); write it anew without `_extensions=` of "
+                    "FileSystemWriter"
+                )
+            name = info.fields["relative_path"]
+            if not is_component(name) or not (path / name).is_file():
+                raise CheckpointDamaged(f"{path}: there is no file {name!r}")
+            place = index.fields.get("offset"), name, int(info.fields["offset"]), int(info.fields["length"])
+            places.setdefault(index.fields["fqn"], []).append(place)
+        nested = said.get("planner_data") or {}
+        keys = {key: _levels(tuple(map(str, nested.get(key) or _split(key, held)))) for key in held}
+        sizes = {key: each.fields.get("size") for key, each in held.items()}
+        shapes = {key: None if size is None else tuple(map(int, size)) for key, size in sizes.items()}
+        return _Folder(path, trust_pickle, keys, shapes, places)
+
+    def foreign(self) -> Foreign:
+        weights = self._weights()
+        strange = next((name for name in self._states if name not in weights), None)
+        if strange is not None:
+            raise CheckpointError(
+                f"{self.path} has optimizer states of {strange!r}, and no weight of that name; save both with "
+                "torch.distributed.checkpoint.state_dict.get_state_dict, or the model alone to go on without them"
+            )
+        groups, number_in = self._groups(weights)
+        if self._states and not groups:
+            raise CheckpointError(
+                f"{self.path} has optimizer states and no '{OPTIM}.param_groups' that names their tensors; save "
+                "it with torch.distributed.checkpoint.state_dict.get_state_dict"
+            )
+        frozen = FROZEN if groups else 0
+        found = [LogicalTensor(name, self._shape(key), number_in.get(name, frozen)) for name, key in weights.items()]
+        tensors = in_order(found)
+        rows, scalars = list[Row](), dict[str, dict[str, float]]()
+        for number, tensor in enumerate(tensors):
+            rows += self._rows(tensor, WEIGHT, weights[tensor.name])
+            for kind, key in self._states.get(tensor.name, {}).items():
+                shape = self._shape(key)
+                if kind == "step" or (shape == () and tensor.shape != ()):
+                    scalars.setdefault(kind, {})[str(number)] = number_of(self.path, self._value(key))
+                else:
+                    rows += self._rows(tensor, kind, key)
+        taken = {*weights.values(), *(key for each in tensors for key in self._states.get(each.name, {}).values())}
+        of_groups = [key for key, each in self.keys.items() if groups and each[:2] == GROUPS]
+        left_out = sorted({*self.keys} - taken - {*of_groups, "step"})
+        step = int(max(scalars.get("step", {}).values(), default=0))
+        if self.keys.get("step") == ("step",):
+            step = int(number_of(self.path, self._value("step")))
+        carry: dict[str, Any] = {}
+        if groups:
+            carry = {"groups": groups, "scalars": scalars, "counters": {"global_steps": step}, "windows": step}
+        read = [place for key, held in self.places.items() if key not in left_out for place in held]
+        archives = tuple((file, (first, length)) for _, file, first, length in read)
+        manifest = Manifest.of(rows)
+        return Foreign(self.path, FORMAT, manifest, tensors, step, carry, left_out=tuple(left_out), archives=archives)
+
+    def _weights(self) -> dict[str, str]:
+        """Name of each weight -> its key."""
+        tops = {each[0] for each in self.keys.values() if len(each) > 1}
+        if MODEL in tops:
+            return {".".join(each[1:]): key for key, each in self.keys.items() if each[0] == MODEL and len(each) > 1}
+        if tops:
+            raise CheckpointError(
+                f"{self.path} has {', '.join(sorted(tops))}, and no {MODEL!r} to take weights from; save it as "
+                "{{MODEL!r}: ...}"
+            )
+        return {key: key for key, shape in self.shapes.items() if shape is not None}
+
+    @cached_property
+    def _states(self) -> dict[str, dict[str, str]]:
+        """Tensor -> state of its optimizer -> key."""
+        found: dict[str, dict[str, str]] = {}
+        for key, each in self.keys.items():
+            if each[:2] == STATE and len(each) > 3 and self.shapes[key] is not None:
+                found.setdefault(".".join(each[2:-1]), {})[each[-1]] = key
+        return found
+
+    def _groups(self, weights: Collection[str]) -> tuple[list[dict[str, Any]], dict[str, int]]:
+        """(hyper-parameters of the groups, group of each tensor).
+
+        Where they are noted by tensor, those with equal ones are a group; else groups are as they were, and
+        CheckpointError is raised for one that lists anything but weights' names.
+        """
+        said: dict[str, dict[str, Any]] = {}
+        for key, each in self.keys.items():
+            if each[:2] == GROUPS and len(each) > 3:
+                said.setdefault(".".join(each[2:-1]), {})[each[-1]] = self._plain(key)
+        groups: list[dict[str, Any]] = []
+        found: dict[str, int] = {}
+        if not any("params" in group for group in said.values()):
+            for name in weights:
+                if name in said:
+                    groups += [] if said[name] in groups else [said[name]]
+                    found[name] = groups.index(said[name])
+            return groups, found
+        for number in sorted(said, key=int):
+            for name in said[number].get("params", ()):
+                if name not in weights or name in found:
+                    raise CheckpointError(
+                        f"{self.path}: group {len(groups)} of its optimizer has {name!r}, which is no weight's name or "
+                        "in two groups; save it with torch.distributed.checkpoint.state_dict.get_state_dict"
+                    )
+                found[name] = len(groups)
+            groups.append(hyper_parameters(said[number]))
+        return groups, found
+
+    # ---- values ------------------------------------------------------------------------------------------------------
+
+    def _shape(self, key: str) -> tuple[int, ...]:
+        shape = self.shapes[key]
+        if shape is None:
+            raise CheckpointError(f"{self.path}: {key!r} is no tensor; {WHERE_DAMAGED}")
+        return shape
+
+    def _value(self, key: str) -> Any:
+        """What is stored as one value."""
+        _, file, first, length = self.places[key][0]
+        return read_tree(self.path, file, self.trust_pickle, (first, length))
+
+    def _plain(self, key: str) -> Any:
+        value = with_values(self.path, self._value(key))
+        return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+    def _rows(self, tensor: LogicalTensor, kind: str, key: str) -> list[Row]:
+        """The pieces of a tensor; each is a box of it, stored row by row."""
+        shape, rows = self._shape(key), list[Row]()
+        if shape != tensor.shape:
+            raise CheckpointError(
+                f"{self.path}: {key!r} is of shape {shape}, and its weight of {tensor.shape}; {WHERE_DAMAGED}"
+            )
+        for start, file, *place in self.places.get(key, ()) if tensor.numel else ():
+            held = read_tree(self.path, file, False, (place[0], place[1]))
+            if not isinstance(held, Stored) or not held.is_dense or not held.numel or len(held.shape) != len(shape):
+                raise CheckpointError(
+                    f"{self.path}: {key!r} is not stored row by row in {file}; save contiguous tensors"
+                )
+            begin = tuple(map(int, start or (0,) * len(shape)))
+            try:
+                box = Box(begin, tuple(low + size for low, size in zip(begin, held.shape, strict=True)))
+                starts, stops = runs_of_box(shape, box)
+            except LayoutError as error:
+                raise CheckpointDamaged(f"{self.path}: {key!r}: {error}") from None
+            steps, length = np.diff(starts), int(stops[0] - starts[0])
+            if (steps == steps[:1]).all():
+                apart = int(steps[0]) if len(steps) else 0
+                rows.append(stored_row(tensor, kind, held, Extent(int(starts[0]), length, apart, len(starts))))
+                continue
+            for number, first in enumerate(starts.tolist()):
+                rows.append(stored_row(tensor, kind, held, Extent(first, length, 0, 1), number * length))
+        return rows
+
+
+def _split(key: str, keys: Iterable[str]) -> tuple[str, ...]:
+    """Where a key of no noted path lies: as torch's `get_state_dict` names it if there is an optimizer, else plain."""
+    if not any(each.startswith(f"{OPTIM}.") for each in keys):
+        return (key,)
+    for prefix in (f"{OPTIM}.state.", f"{OPTIM}.param_groups."):
+        if key.startswith(prefix):
+            name, _, last = key.removeprefix(prefix).rpartition(".")
+            return (*prefix.rstrip(".").split("."), name, last)
+    return (MODEL, key.removeprefix(f"{MODEL}.")) if key.startswith(f"{MODEL}.") else (key,)
+
+
+def _levels(path: tuple[str, ...]) -> tuple[str, ...]:
+    """The levels of a key, each by itself, and an optimizer's below `optim`."""
+    top, *rest = path
+    if top not in OPTIMS or not rest:
+        return path
+    kind, _, below = rest[0].partition(".")
+    if len(rest) == 1 and (OPTIM, kind) in (STATE, GROUPS) and below:
+        name, _, last = below.rpartition(".")
+        rest = [kind, name, last]
+    return (OPTIM, *rest)
+
+
+def _metadata(path: Path) -> dict[str, Any]:
+    data = read_small(path, MOST_BYTES, links=True)
+    try:
+        check_pickle(data)
+        found = _Reader(io.BytesIO(data)).load()
+    except CheckpointError:
+        raise
+    except Exception as error:  # pickle has many ways to say that bytes are none
+        raise CheckpointDamaged(f"{path} is no metadata, or cut off ({type(error).__name__}: {error})") from None
+    if not isinstance(found, Opaque) or not found.fields.get("storage_data"):
+        raise CheckpointDamaged(f"{path} is no metadata of a distributed checkpoint")
+    return found.fields
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
 
 
 def to_dcp(

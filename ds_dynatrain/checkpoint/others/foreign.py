@@ -9,22 +9,35 @@
 | `scheduler` `random-LTD` | their states |
 
 What is not there stays as it is in the training that loads it.
+
+`take` writes it as one of ours: tensor by tensor, atomically, as a save does. Memory: the largest tensor in one state
+kind. Where there are weights only, masters are made of them, and the optimizer of whoever loads it begins as new.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ds_dynatrain.checkpoint.elements import name_of
-from ds_dynatrain.checkpoint.extents import Extent
+import torch
+
+from ds_dynatrain.checkpoint import folder as folders
+from ds_dynatrain.checkpoint.extents import Extent, name_of, named
+from ds_dynatrain.checkpoint.files import Progress, check_names, dumped, silent
 from ds_dynatrain.checkpoint.manifest import Manifest, Row
-from ds_dynatrain.checkpoint.others.archives import Archive
-from ds_dynatrain.checkpoint.others.torch_files import Stored, value_of
+from ds_dynatrain.checkpoint.others.torch_files import Archive, Stored, check_crcs, value_of
+from ds_dynatrain.checkpoint.reading import Reader, whole
+from ds_dynatrain.checkpoint.record import WRITER, Record, check_agreement, check_tensors, rank_file, sum_of
+from ds_dynatrain.checkpoint.writing import Share, cast_row, data_file
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
-from ds_dynatrain.space import LogicalTensor
+from ds_dynatrain.space import MASTER, WEIGHT, Layout, LogicalTensor
+
+LOW = (torch.float32, torch.bfloat16, torch.float16)
+"""Types of weights that a float32 master can stand for."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,8 +71,18 @@ def whole_row(tensor: LogicalTensor, kind: str, stored: Stored) -> Row:
             f"{stored.file} has {stored.shape} where {kind} of {tensor.name!r} {tensor.shape} is expected, row by "
             "row; save the checkpoint again, with contiguous tensors"
         )
-    extent = Extent(0, tensor.numel, 0, 1)
-    return Row(tensor.name, kind, name_of(stored.dtype), tensor.shape, extent, stored.file, stored.offset, 0)
+    return stored_row(tensor, kind, stored, Extent(0, tensor.numel, 0, 1))
+
+
+def stored_row(tensor: LogicalTensor, kind: str, stored: Stored, extent: Extent, first: int = 0) -> Row:
+    """The row of an extent that begins at an element of a buffer in a file."""
+    at = stored.offset + first * stored.dtype.itemsize
+    return Row(tensor.name, kind, name_of(stored.dtype), tensor.shape, extent, stored.file, at, 0)
+
+
+def cast_from_master(tensor: LogicalTensor, dtype: torch.dtype) -> Row:
+    """The row of weights of which nothing is stored."""
+    return Row(tensor.name, WEIGHT, name_of(dtype), tensor.shape, Extent(0, tensor.numel, 0, 1), "", 0, 0)
 
 
 def in_order(tensors: Iterable[LogicalTensor]) -> tuple[LogicalTensor, ...]:
@@ -79,6 +102,99 @@ def number_of(folder: Path, value: Any) -> float:
     return float(value_of(folder, value).item() if isinstance(value, Stored) else value)
 
 
-def plain_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that are numbers or booleans."""
-    return {name: value for name, value in fields.items() if isinstance(value, bool | int | float)}
+def take(
+    foreign: Foreign, folder: Path, carry: Any, rest: Any, tensors: Sequence[Share], progress: Progress = silent
+) -> Path:
+    """Write what is told into a folder of checkpoints, as its latest; the new checkpoint.
+
+    carry, rest: encoded. tensors: what the rest announces. CheckpointDamaged, naming tensor and kind, for what is told
+    and cannot be true, and, naming file and member, for values of another CRC32 than they were written with;
+    CheckpointError if there is a checkpoint of that step already. Nothing is left of a failure.
+    """
+    check_names([each.name for each in foreign.tensors], foreign.kinds)
+    check_tensors(foreign.tensors)
+    foreign.manifest.check(None)
+    check_agreement(foreign.tensors, foreign.kinds, foreign.manifest)
+    for tensor, kind in foreign.manifest.rows:
+        foreign.manifest.runs(tensor, kind)
+    tag, own = f"step{foreign.step}", dumped({"streams": None, "rest": rest})
+    with folders.locked(folder):
+        hidden = folders.begin(folder, tag)
+        try:
+            rows = list(_written(foreign, hidden, tensors, progress))
+            folders.write(hidden / rank_file(0), own)
+            said = Record(
+                step=foreign.step,
+                layout=Layout(data=1, zero_stage=0).to_dict(),
+                generation=0,
+                seed=0,
+                kinds=sorted({row.kind for row in rows} - {share.kind for share in tensors}, key=_place),
+                tensors=[(each.name, list(each.shape), each.group, each.expert) for each in foreign.tensors],
+                carry=carry,
+                rests=[0],
+                sums={},
+                sizes={},
+                written_by=WRITER,
+                converted_from=foreign.format,
+            )
+            folders.seal(hidden, said, rows, {rank_file(0): sum_of(own)})
+            return folders.finish(hidden, tag)
+        finally:
+            shutil.rmtree(hidden, ignore_errors=True)
+
+
+def bytes_of(foreign: Foreign) -> int:
+    """How many bytes `take` reports to `progress`."""
+    return sum(tensor.numel * dtype.itemsize for tensor in foreign.tensors for _, dtype in _stored(foreign, tensor))
+
+
+def _written(foreign: Foreign, hidden: Path, tensors: Sequence[Share], progress: Progress) -> Iterator[Row]:
+    """Write the data files; the rows of the manifest."""
+    files: dict[torch.dtype, Callable[[Share], Row]] = {}
+    check_crcs(foreign.path, foreign.archives)
+    with ExitStack() as stack:
+
+        def write(share: Share) -> Row:
+            dtype = share.matrix.dtype
+            if dtype not in files:
+                files[dtype] = stack.enter_context(data_file(hidden, 0, dtype))
+            return files[dtype](share)
+
+        reader = stack.enter_context(Reader(foreign.path, foreign.manifest, links=True))
+        for tensor in foreign.tensors:
+            for kind, dtype in _stored(foreign, tensor):
+                yield from _rows_of(reader, tensor, kind, dtype, write)
+                progress(tensor.numel * dtype.itemsize)
+        yield from map(write, tensors)
+
+
+def _rows_of(
+    reader: Reader, tensor: LogicalTensor, kind: str, dtype: torch.dtype, write: Callable[[Share], Row]
+) -> list[Row]:
+    """Write one kind of a tensor, and say what weights are cast of it; its values are gone afterwards."""
+    there = reader.manifest.rows
+    values = whole(reader, tensor, kind if (tensor.name, kind) in there else WEIGHT, dtype).view(1, -1)
+    share = Share(tensor.name, kind, tensor.shape, Extent(0, tensor.numel, 0, 1), values)
+    rows = [write(share)]
+    if kind == MASTER and (tensor.name, WEIGHT) in there:
+        rows.append(cast_row(share, named(there[tensor.name, WEIGHT][0].dtype)))
+    return rows
+
+
+def _stored(foreign: Foreign, tensor: LogicalTensor) -> Iterator[tuple[str, torch.dtype]]:
+    """(kind, element type) of what is stored of a tensor: all that is there, but weights that have masters.
+
+    Masters are made of weights that are trained, or may be, and have none.
+    """
+    rows = ((kind, foreign.manifest.rows.get((tensor.name, kind))) for kind in foreign.kinds)
+    held = {kind: named(found[0].dtype) for kind, found in rows if found}
+    if MASTER not in held and tensor.trainable and held.get(WEIGHT) in LOW:
+        held[MASTER] = torch.float32
+    for kind in sorted(held, key=_place):
+        if kind != WEIGHT or MASTER not in held:
+            yield kind, held[kind]
+
+
+def _place(kind: str) -> tuple[int, str]:
+    """Weights, masters, then moments by name."""
+    return ({WEIGHT: 0, MASTER: 1}.get(kind, 2), kind)

@@ -1,25 +1,208 @@
 """Files of `torch.save` as plain Python values, with a note of where it lies in place of each tensor.
 
-They are pickles. torch's own reader for files of strangers (`weights_only`) takes them apart, which builds nothing but
-plain values, tensors, and `Opaque` stand-ins for a short list of classes of DeepSpeed's. Anything else is refused, or,
-if the caller says that he trusts the file, unpickled. Values are not read: only where they are.
+They are zips of a pickle and of values, in which nothing is compressed. torch's own reader for files of strangers
+(`weights_only`) takes the pickle apart, which builds nothing but plain values, tensors, and `Opaque` stand-ins for a
+short list of classes of DeepSpeed's. Anything else is refused, or, if the caller says that he trusts the file,
+unpickled. Values are not read: only where they are. `zipfile` checks the CRC32 of each member, which torch never
+compares; a CRC32 of 0 says that none was taken (`torch.serialization.set_crc32_options`).
+
+What a pickle would make is counted before it is read: a short one can stand for endless values. Sixty tuples, each of
+which holds the one before it twice, are 200 bytes and 2^60 values for whoever follows them; to look at such a key's
+hash, which `weights_only` does, never ends. So what is shared counts as often as it is met.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
-from collections.abc import Callable, Iterable, Mapping
+import pickletools
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 
-from ds_dynatrain.checkpoint.files import WHERE_DAMAGED, open_regular
-from ds_dynatrain.checkpoint.others.archives import BEGIN, check_member, directory, opened
-from ds_dynatrain.checkpoint.others.pickles import Opaque, check_pickle
+from ds_dynatrain.checkpoint.files import MOST_VALUES, WHERE_DAMAGED, open_regular
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
+
+MOST_BYTES = 1 << 28
+"""Of a pickle, and of a tensor that is read into memory with the rest: steps, buffers, a user's own."""
+MOST_DEPTH = 200
+MOST_BITS = 4096
+"""Of an integer: more digits than Python is willing to write."""
+PER_VALUE = 16
+"""Bytes of a text that count as one value."""
+_PUTS, _GETS = ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"), ("GET", "BINGET", "LONG_BINGET")
+_FILLS = ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD")
+"""What changes a value that is there already."""
+
+
+class Opaque:
+    """An instance of a class that is not imported. args: given to it. fields: set on it."""
+
+    args: tuple[Any, ...]
+    fields: dict[str, Any]
+
+    def __new__(cls, *args: Any) -> Opaque:
+        """As pickle makes it."""
+        made = super().__new__(cls)
+        made.args, made.fields = args, {}
+        return made
+
+    def __setstate__(self, state: Any) -> None:
+        """As pickle fills it."""
+        if isinstance(state, Mapping):
+            self.fields.update(state)
+
+
+@dataclass
+class _Made:
+    """A value that an operation makes: how many values it stands for, how deep, and whether it was fetched again."""
+
+    values: int
+    depth: int = 0
+    is_shared: bool = False
+
+
+def check_pickle(data: bytes) -> None:
+    """ValueError for a pickle of too many values, one that is nested too deep, or one that is in itself."""
+    stack: list[_Made | None] = []  # None: a mark
+    memo: dict[int, _Made] = {}
+    for count, (opcode, argument, _) in enumerate(pickletools.genops(data), 1):
+        if opcode.name in _PUTS:
+            top, index = stack[-1], len(memo) if opcode.name == "MEMOIZE" else int(argument or 0)
+            if top is None or index > count:  # Python's unpickler makes room for all places below
+                raise ValueError(f"value {index} is noted by operation {count}")
+            memo[index] = top
+        elif opcode.name in _GETS:
+            made = memo[int(argument or 0)]
+            made.is_shared = True
+            stack.append(made)
+        elif opcode.name == "DUP":
+            raise ValueError("it doubles a value")
+        elif opcode.name == "MARK":
+            stack.append(None)
+        else:
+            taken = _taken(stack, opcode)
+            made = taken.pop(0) if opcode.name in _FILLS else _Made(1 + _weight(argument))
+            if made.is_shared and opcode.name in _FILLS:
+                raise ValueError("a value is changed after it was used: it is in itself")
+            made.values += sum(each.values for each in taken)
+            made.depth = max([made.depth, *(1 + each.depth for each in taken)])
+            if max(count, made.values) > MOST_VALUES:
+                raise ValueError(f"it stands for more than {MOST_VALUES} values")
+            if made.depth > MOST_DEPTH:
+                raise ValueError(f"it is nested more than {MOST_DEPTH} deep")
+            stack += [made] * len(opcode.stack_after)
+
+
+def _taken(stack: list[_Made | None], opcode: pickletools.OpcodeInfo) -> list[_Made]:
+    """Take what an operation takes off the stack, the lowest one first."""
+    before, found = opcode.stack_before, list[_Made | None]()
+    if pickletools.markobject in before:
+        while (top := stack.pop()) is not None:
+            found.append(top)
+        before = before[: before.index(pickletools.markobject)]
+    found += [stack.pop() for _ in before]
+    return [each for each in reversed(found) if each is not None]
+
+
+def _weight(value: Any) -> int:
+    if isinstance(value, int) and value.bit_length() > MOST_BITS:
+        raise ValueError(f"an integer of {value.bit_length()} bits")
+    return len(value) // PER_VALUE if isinstance(value, str | bytes | bytearray) else 0
+
+
+BEGIN = b"PK\x03\x04"
+READ_BYTES = 1 << 20
+Archive = tuple[str, tuple[int, int] | None]
+"""A file, and (first byte, length) of the zip in it if it is a part of it."""
+
+
+class Part(io.RawIOBase):
+    """A part of an open file, as a file of its own; ValueError for one that leaves it."""
+
+    def __init__(self, file: io.BufferedReader, place: tuple[int, int] | None) -> None:
+        size = os.fstat(file.fileno()).st_size
+        self.first, self.length = place or (0, size)
+        if min(self.first, self.length) < 0 or self.first + self.length > size:
+            raise ValueError(f"{self.length} bytes from byte {self.first} leave the file")
+        self._file, self._at = file, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = max(0, (0, self._at, self.length)[whence] + offset)
+        return self._at
+
+    def readinto(self, room: Any) -> int:
+        view = memoryview(room).cast("B")[: max(0, self.length - self._at)]
+        self._file.seek(self.first + self._at)
+        done = self._file.readinto(view)
+        self._at += done
+        return done
+
+
+@contextmanager
+def opened(folder: Path, archive: Archive) -> Iterator[IO[bytes]]:
+    """A file of torch.save, open at its beginning."""
+    name, place = archive
+    with open(open_regular(folder / name, links=True), "rb") as file:
+        yield cast(IO[bytes], Part(file, place) if place else file)
+
+
+def directory(file: IO[bytes]) -> zipfile.ZipFile:
+    """Read what a zip says of its members; ValueError for one that torch.save does not write."""
+    archive = zipfile.ZipFile(file)
+    entries = archive.infolist()
+    if any(each.compress_type != zipfile.ZIP_STORED for each in entries):
+        raise ValueError("it is compressed, as torch.save never writes it")
+    if sum(each.file_size for each in entries) > file.seek(0, io.SEEK_END):
+        raise ValueError("two of its members are in one place")
+    if len({each.filename.lower() for each in entries}) < len(entries):
+        raise ValueError("two of its members have one name")
+    return archive
+
+
+def check_member(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> None:
+    """BadZipFile unless a member has the CRC32 that it was written with."""
+    if entry.CRC:
+        with archive.open(entry) as member:
+            while member.read(READ_BYTES):
+                pass
+
+
+def check_crcs(folder: Path, archives: Iterable[Archive], place: int = 0, places: int = 1) -> None:
+    """CheckpointDamaged, naming file and member, unless all in the files of torch.save is what was written.
+
+    place, places: check only every so many-th member, beside others who check the rest.
+    """
+    count = 0
+    for name, part in archives:
+        entry = None
+        try:
+            with opened(folder, (name, part)) as file:
+                if file.read(len(BEGIN)) != BEGIN:  # torch before 1.6: it takes `trust_pickle` to read one
+                    continue
+                archive = directory(file)
+                for entry in archive.infolist():
+                    if count % places == place:
+                        check_member(archive, entry)
+                    count += 1
+        except CheckpointDamaged:
+            raise
+        except Exception as error:  # zipfile has many ways to say that bytes are no zip
+            where = f"{entry.filename} in it, " if entry else ""
+            raise CheckpointDamaged(f"{name} is not what was saved: {where}{error}") from None
+
 
 ALLOWED = (
     "deepspeed.runtime.fp16.loss_scaler.LossScalerBase",
@@ -30,8 +213,6 @@ ALLOWED = (
     "deepspeed.runtime.utils.fragment_address",
 )
 """Classes of DeepSpeed 0.14 to 0.19 that are in each checkpoint: plain records, read as `Opaque`."""
-MOST_BYTES = 1 << 28
-"""Of a tensor that is read into memory with the rest: steps, buffers, a user's own."""
 
 
 @dataclass(frozen=True)

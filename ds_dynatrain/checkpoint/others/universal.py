@@ -1,7 +1,15 @@
-"""A checkpoint of ours as DeepSpeed's universal format, which its `load_universal` reads in ZeRO stages 1 to 3.
+"""DeepSpeed's universal format: what its `ds_to_universal` writes is read, and `load_universal` reads what is written.
 
-One small file for each tensor and state, and the weights of the model in one file, whose values are written into it
-tensor by tensor. Read by DeepSpeed in any number of data ranks; other axes would need DeepSpeed's own notes on them.
+| file | what is in it |
+|---|---|
+| `zero/NAME/fp32.pt` and other states | `{"param": values}`, or (of stage 3) the values alone, flat |
+| `zero/NAME/step.pt`, else in `optimizer_state.pt` | steps |
+| `zero/optimizer_state.pt` | hyper-parameters of the groups, the loss scale |
+| `*_model_states.pt` | names and shapes by group, counters, schedule, buffers, frozen weights (of stage 3 in parts) |
+
+What is written has one small file for each tensor and state, and the weights of the model in one file, whose values are
+written into it tensor by tensor. DeepSpeed reads it in ZeRO stages 1 to 3 and any number of data ranks; other axes
+would need DeepSpeed's own notes on them.
 """
 
 from __future__ import annotations
@@ -11,28 +19,196 @@ import secrets
 import zipfile
 import zlib
 from bisect import bisect_right
-from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 
-from ds_dynatrain.checkpoint.convert import Progress, proven, silent
-from ds_dynatrain.checkpoint.elements import named
+from ds_dynatrain.checkpoint.extents import Extent, named
+from ds_dynatrain.checkpoint.files import (
+    Progress,
+    appearing,
+    check_file_names,
+    check_names,
+    is_component,
+    silent,
+)
 from ds_dynatrain.checkpoint.folder import check_tag
-from ds_dynatrain.checkpoint.hidden import appearing
-from ds_dynatrain.checkpoint.names import check_file_names, check_names
-from ds_dynatrain.checkpoint.others.torch_files import read_tree
-from ds_dynatrain.checkpoint.reading import Reader
+from ds_dynatrain.checkpoint.manifest import Manifest, Row
+from ds_dynatrain.checkpoint.others.foreign import (
+    Foreign,
+    cast_from_master,
+    in_order,
+    number_of,
+    stored_row,
+    whole_row,
+)
+from ds_dynatrain.checkpoint.others.torch_files import Stored, read_tree
+from ds_dynatrain.checkpoint.others.zero_files import (
+    OptimizerFile,
+    ZeroFolder,
+    carry_of,
+    configured_type,
+    frozen_shapes,
+    groups_of,
+)
+from ds_dynatrain.checkpoint.reading import Reader, proven
 from ds_dynatrain.checkpoint.record import Saved
-from ds_dynatrain.errors import CheckpointError
-from ds_dynatrain.space import MASTER, WEIGHT, row_of
+from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
+from ds_dynatrain.space import FROZEN, MASTER, WEIGHT, LogicalTensor, row_of
 
+FORMAT = "DeepSpeed's universal format"
+ZERO, MASTERS, STEP, OPTIMIZER = "zero", "fp32", "step", "optimizer_state.pt"
 LATEST = "latest_universal"
-MASTERS, STEP, OPTIMIZER = "fp32", "step", "optimizer_state.pt"
 MODELS = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 """Where DeepSpeed looks in stages 1 and 2, and in stage 3."""
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+def is_universal(path: Path) -> bool:
+    """Whether a folder looks like such a checkpoint."""
+    return (path / ZERO / OPTIMIZER).is_file()
+
+
+def read_universal(path: Path, trust_pickle: bool = False) -> Foreign:
+    """Describe a checkpoint; CheckpointError for what cannot be read without its model, CheckpointDamaged if a part of
+    it is missing.
+    """
+    return _Folder(path, replace(ZeroFolder.open(path, trust_pickle), layers={})).foreign()
+
+
+@dataclass(frozen=True, eq=False)
+class _Folder:
+    """files: of model states."""
+
+    path: Path
+    files: ZeroFolder
+    _states_in: list[str] = field(default_factory=list, repr=False)
+
+    def foreign(self) -> Foreign:
+        tensors, rows = list[LogicalTensor](), list[Row]()
+        steps: dict[str, float] = {}
+        for name, (group, shape) in self.trained.items():
+            tensor = LogicalTensor(name, shape, group)
+            tensors.append(tensor)
+            rows += self._states(tensor, steps) if tensor.numel else ()
+        said, weights = self.files.model(0), self.files.weights(0)
+        for name, shape in frozen_shapes(said, weights, self.trained).items():
+            tensors.append(LogicalTensor(name, shape, FROZEN))
+            rows += self._frozen(tensors[-1])
+        ordered = in_order(tensors)
+        scalars = {str(number): steps[each.name] for number, each in enumerate(ordered) if each.name in steps}
+        carry = carry_of(self.path, said, OptimizerFile(0, [], [], self.groups, self.optimizer))
+        carry["scalars"] = {STEP: scalars} if scalars else {}
+        buffers = {name: held for name, held in weights.items() if name in self.files.buffer_names}
+        others = ((name, None) for name in (f"{ZERO}/{OPTIMIZER}", *self._states_in))
+        archives, step = (*self.files.archives, *others), int(said.get("global_steps", 0))
+        return Foreign(self.path, FORMAT, Manifest.of(rows), ordered, step, carry, buffers, archives=archives)
+
+    @property
+    def optimizer(self) -> Mapping[str, Any]:
+        """What all tensors share."""
+        return self.files.tree(f"{ZERO}/{OPTIMIZER}")
+
+    @property
+    def groups(self) -> list[Mapping[str, Any]]:
+        """Hyper-parameters of the optimizer's groups."""
+        return list(self.optimizer["param_groups"])
+
+    @cached_property
+    def trained(self) -> dict[str, tuple[int, tuple[int, ...]]]:
+        """Name -> (group, shape), in the optimizer's order."""
+        found: dict[str, tuple[int, tuple[int, ...]]] = {}
+        for (_, rank), file in sorted(self.files.models.items()):
+            if rank:
+                continue
+            tables = self.files.tree(file).get("param_shapes")
+            if tables is None:
+                raise CheckpointError(
+                    f"{self.path / file} has no param_shapes, which say what was trained; load it with DeepSpeed, and "
+                    "save it with engine.save"
+                )
+            groups = groups_of(self.path, self.groups, len(tables))
+            for group, table in zip(groups, tables, strict=True):
+                for name, shape in table.items():
+                    found.setdefault(name, (group, tuple(shape)))
+        return found
+
+    def _states(self, tensor: LogicalTensor, steps: dict[str, float]) -> Iterator[Row]:
+        """Yield where the states of a trained tensor lie, and note its steps."""
+        name, step = tensor.name, self._common_step
+        folder = self.path / ZERO / name
+        if not is_component(name) or not (folder / f"{MASTERS}.pt").is_file():
+            raise CheckpointDamaged(f"{self.path} trained {name!r} and has no {ZERO}/{name}/{MASTERS}.pt")
+        for file in sorted(folder.glob("*.pt")):
+            self._states_in.append(f"{ZERO}/{name}/{file.name}")
+            held = read_tree(self.path, self._states_in[-1], self.files.trust_pickle)
+            if file.stem == STEP:
+                step = number_of(self.path, held)
+                continue
+            kind, stored = MASTER if file.stem == MASTERS else file.stem, self._values(file, held)
+            if kind == MASTER and self.files.parts > 1 and stored.numel != tensor.numel:
+                raise CheckpointError(
+                    f"{self.path}: {name!r} is cut over tensor ranks; load it into an engine of DeepSpeed's in the "
+                    "layout that wrote it, and save it with engine.save"
+                )
+            yield whole_row(tensor, kind, stored)
+        if step is not None:
+            steps[name] = step
+        weight = self.files.weights(0).get(name)
+        yield cast_from_master(tensor, configured_type(self.files.config) if weight is None else weight.dtype)
+
+    def _values(self, file: Path, held: Any) -> Stored:
+        if isinstance(held, Mapping):
+            if held.get("ep_is_expert_param") or held.get("vocab_tensor"):
+                raise CheckpointError(
+                    f"{file} is of experts or of a padded vocabulary, which is not read; load it into an engine of "
+                    "DeepSpeed's in the layout that wrote it, and save it with engine.save"
+                )
+            held = held.get("param")
+        if not isinstance(held, Stored):
+            raise CheckpointDamaged(f"{file} has no values")
+        return held
+
+    @cached_property
+    def _common_step(self) -> float | None:
+        """Steps of all tensors, where they are noted once."""
+        own = self.optimizer.get("optimizer_state_dict")
+        states = own.get("state", {}).values() if isinstance(own, Mapping) else ()
+        found = {number_of(self.path, state[STEP]) for state in states if STEP in state}
+        return found.pop() if len(found) == 1 else None
+
+    def _frozen(self, tensor: LogicalTensor) -> Iterator[Row]:
+        """Yield where a frozen tensor lies: whole in the module, or (stage 3) an equal part from each rank."""
+        if self.files.parts > 1:
+            raise CheckpointError(
+                f"{self.path}: {tensor.name!r} is frozen, and may be cut over model-parallel ranks; load it into an "
+                "engine of DeepSpeed's, and save it with engine.save"
+            )
+        stored = self.files.weights(0).get(tensor.name)
+        if stored is not None and stored.numel == tensor.numel:
+            yield from [whole_row(tensor, WEIGHT, stored)] if tensor.numel else ()
+            return
+        at = 0
+        for (_, rank), file in sorted(self.files.models.items()) if tensor.numel else ():
+            held = (self.files.tree(file).get("frozen_param_fragments") or {}).get(tensor.name)
+            if not isinstance(held, Stored):
+                raise CheckpointDamaged(
+                    f"{self.path}: the part of the frozen {tensor.name!r} of rank {rank} is missing"
+                )
+            numel = min(held.numel, tensor.numel - at)  # the last part is padded
+            if numel > 0:
+                yield stored_row(tensor, WEIGHT, held, Extent(at, numel, 0, 1))
+                at += numel
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
 
 
 def to_universal(
@@ -52,7 +228,7 @@ def to_universal(
     check_tag(tag)
     _check(saved, carry, buffers)
     with appearing(path / tag, parents=True) as hidden, Reader(saved.path, saved.manifest) as reader:
-        _write_states(saved, carry, reader, hidden / "zero", progress)
+        _write_states(saved, carry, reader, hidden / ZERO, progress)
         _write_models(saved, carry, buffers, reader, hidden, progress)
     note = path / f".{LATEST}-{secrets.token_hex(4)}"
     note.write_text(tag)
@@ -66,13 +242,14 @@ def _check(saved: Saved, carry: Mapping[str, Any], buffers: Mapping[str, torch.T
             f"{saved.path} has weights only, and DeepSpeed's format needs an optimizer's states; convert it to "
             "safetensors (--to safetensors)"
         )
-    experts = [each.name for each in saved.record.logical_tensors() if each.expert]
+    tensors = saved.record.logical_tensors()
+    experts = [each.name for each in tensors if each.expert]
     if experts:
         raise CheckpointError(
             f"{saved.path}: {experts[0]!r} is of experts, for which DeepSpeed's format needs notes of its own; "
             "convert it to safetensors (--to safetensors)"
         )
-    names = [each.name for each in saved.record.logical_tensors()]
+    names = [each.name for each in tensors]
     check_names(names, saved.record.kinds)
     twice = buffers.keys() & {*names}
     if twice:
@@ -80,7 +257,7 @@ def _check(saved: Saved, carry: Mapping[str, Any], buffers: Mapping[str, torch.T
             f"{saved.path} has a parameter and a buffer that are both {min(twice)!r}; rename one of them in the "
             "model, and save again"
         )
-    check_file_names((each.name for each in saved.record.logical_tensors() if each.trainable), (OPTIMIZER,))
+    check_file_names((each.name for each in tensors if each.trainable), (OPTIMIZER,))
     check_file_names(_moments(saved), (MASTERS, STEP))
 
 
@@ -112,7 +289,7 @@ def _optimizer(carry: Mapping[str, Any], steps: Mapping[str, float]) -> dict[str
     groups = [{**group, "params": []} for group in carry["groups"]]
     state = {0: {STEP: torch.tensor(max(steps.values()))}} if steps else {}
     own = {"state": state, "param_groups": groups}
-    return {**own, "optimizer_state_dict": own, "ds_version": deepspeed_version()}
+    return {**own, "optimizer_state_dict": own, "ds_version": version("deepspeed")}
 
 
 def _write_models(
@@ -144,7 +321,7 @@ def _write_models(
         "dp_world_size": 1,
         "mp_world_size": 1,
         "ds_config": {},
-        "ds_version": deepspeed_version(),
+        "ds_version": version("deepspeed"),
         "universal_checkpoint_info": {"universal_checkpoint_version": 0.2},
         **carry.get("counters", {}),
     }
@@ -156,11 +333,11 @@ def _write_models(
     places, crcs = read_tree(folder, MODELS[0])["module"], dict[int, int]()
     with (folder / MODELS[0]).open("r+b") as file:
         for name, held in buffers.items():
-            crcs[places[name].offset] = _put(file.fileno(), places[name].offset, held)
+            crcs[places[name].offset] = _put(file, places[name].offset, held)
         for each in tensors:
             if each.name in types and each.numel:
                 at = places[each.name].offset
-                crcs[at] = _put(file.fileno(), at, proven(reader, each, WEIGHT))
+                crcs[at] = _put(file, at, proven(reader, each, WEIGHT))
                 progress(each.numel * types[each.name].itemsize)
         _note_crcs(file, crcs)
         file.flush()
@@ -177,19 +354,9 @@ def _note_crcs(file: IO[bytes], crcs: Mapping[int, int]) -> None:
         archive.comment = b""  # zipfile writes its directory anew
 
 
-def _put(file: int, at: int, values: torch.Tensor) -> int:
+def _put(file: IO[bytes], at: int, values: torch.Tensor) -> int:
     """Write values at a byte of a file; their CRC32."""
-    view: memoryview = values.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
-    crc = zlib.crc32(view)
-    while view:
-        done = os.pwrite(file, view, at)
-        view, at = view[done:], at + done
-    return crc
-
-
-def deepspeed_version() -> str:
-    """That of the installed DeepSpeed, or the one that this was written for."""
-    try:
-        return version("deepspeed")
-    except PackageNotFoundError:
-        return "0.19.8"
+    view = values.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    file.seek(at)
+    file.write(view)
+    return zlib.crc32(view)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -23,10 +23,8 @@ from typing import Any
 import torch
 
 from ds_dynatrain.checkpoint.files import WHERE_DAMAGED
-from ds_dynatrain.checkpoint.others.archives import Archive
-from ds_dynatrain.checkpoint.others.foreign import hyper_parameters, plain_fields
-from ds_dynatrain.checkpoint.others.pickles import Opaque
-from ds_dynatrain.checkpoint.others.torch_files import Stored, fields_of, read_tree, with_values
+from ds_dynatrain.checkpoint.others.foreign import hyper_parameters
+from ds_dynatrain.checkpoint.others.torch_files import Archive, Opaque, Stored, fields_of, read_tree, with_values
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 from ds_dynatrain.space import IN_EMPTY_GROUP
 
@@ -43,21 +41,6 @@ _EXPERT = re.compile(r".*expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_\d+_m
 def is_zero_folder(path: Path) -> bool:
     """Whether a folder looks like a checkpoint of DeepSpeed's."""
     return path.is_dir() and any(_MODEL.fullmatch(each.name) for each in path.iterdir())
-
-
-def model_files(path: Path) -> dict[tuple[int, int], str]:
-    """Names of the files of model states by (model-parallel rank, data rank), one for all data ranks before others."""
-    return {_place(found): found[0] for found in _matches(_MODEL, sorted(_names(path), reverse=True))}
-
-
-def read_table(path: Path, name: str, trust_pickle: bool, known: dict[str, Mapping[str, Any]]) -> Mapping[str, Any]:
-    """What a file of such a checkpoint has by name, read once: `known` keeps it. Errors as `read_tree` has them."""
-    if name not in known:
-        tree = read_tree(path, name, trust_pickle)
-        if not isinstance(tree, Mapping):
-            raise CheckpointDamaged(f"{path / name} is no file of a checkpoint of DeepSpeed's; {WHERE_DAMAGED}")
-        known[name] = tree
-    return known[name]
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,40 +76,34 @@ class ZeroFolder:
     @staticmethod
     def open(path: Path, trust_pickle: bool = False, prefixes: tuple[str, ...] = ()) -> ZeroFolder:
         """CheckpointError for what is none, or has experts; CheckpointDamaged where files are missing."""
-        names = sorted(_names(path))
-        experts = [name for name in names if _EXPERT.fullmatch(name)]
+        experts = _matches(path, _EXPERT)
         if experts:
             raise CheckpointError(
-                f"{path} has experts in files of their own ({experts[0]}), which are not read here: load it with "
+                f"{path} has experts in files of their own ({experts[-1][0]}), which are not read here: load it with "
                 "DeepSpeed in the layout that wrote it, and save it with engine.save"
             )
-        models = model_files(path)
-        optimizers = {_place(found): found[0] for found in _matches(_OPTIMIZER, names)}
+        models, optimizers = (
+            {(int(found[2]), int(found[1] or 0)): found[0] for found in _matches(path, pattern)}
+            for pattern in (_MODEL, _OPTIMIZER)
+        )
         if not models:
             raise CheckpointError(
                 f"{path} is no checkpoint of ds_dynatrain, nor one of DeepSpeed's: it has no *_model_states.pt; give "
                 "the folder of a tag"
             )
-        layers = {int(found[1]): found[0] for found in _matches(_LAYER, names)}
+        layers = {int(found[1]): found[0] for found in _matches(path, _LAYER)}
         numbers = [*layers, *(number for place in (*models, *optimizers) for number in place)]
         if max(numbers) >= MOST_RANKS:
             raise CheckpointDamaged(
                 f"{path} has a file of rank or layer {max(numbers)}, and at most {MOST_RANKS} are read"
             )
         folder = ZeroFolder(path, trust_pickle, models, optimizers, layers, prefixes)
-        folder._check_complete()
+        for part, rank in itertools.product(range(folder.parts), range(folder.ranks if optimizers else 0)):
+            if (part, rank) not in optimizers:
+                raise CheckpointDamaged(
+                    f"{path}: the optimizer states of data rank {rank} and model-parallel rank {part} are not there"
+                )
         return folder
-
-    def _check_complete(self) -> None:
-        if not self.optimizers:
-            return
-        wanted = ((part, rank) for part in range(self.parts) for rank in range(self.ranks))
-        missing = next((place for place in wanted if place not in self.optimizers), None)
-        if missing is not None:
-            part, rank = missing
-            raise CheckpointDamaged(
-                f"{self.path}: the optimizer states of data rank {rank} and model-parallel rank {part} are not there"
-            )
 
     def check_ranks(self) -> None:
         """CheckpointDamaged if files of data ranks are missing at the end."""
@@ -138,11 +115,18 @@ class ZeroFolder:
 
     def alone(self, part: int) -> ZeroFolder:
         """One model-parallel rank as a checkpoint of its own."""
-        models = {(0, rank): name for (of, rank), name in self.models.items() if of == part}
+        models, optimizers = (
+            {(0, rank): name for (of, rank), name in files.items() if of == part}
+            for files in (self.models, self.optimizers)
+        )
         if not models:
-            raise CheckpointDamaged(f"{self.path}: the model states of model-parallel rank {part} are not there")
-        optimizers = {(0, rank): name for (of, rank), name in self.optimizers.items() if of == part}
-        return ZeroFolder(self.path, self.trust_pickle, models, optimizers, self.layers, self.prefixes, self._trees)
+            raise self._lacks_model(part)
+        return replace(self, models=models, optimizers=optimizers)
+
+    def _lacks_model(self, part: int) -> CheckpointDamaged:
+        return CheckpointDamaged(
+            f"{self.path}: the model states of model-parallel rank {part} are not there; {WHERE_DAMAGED}"
+        )
 
     @property
     def parts(self) -> int:
@@ -173,21 +157,26 @@ class ZeroFolder:
     def config(self) -> Mapping[str, Any]:
         """DeepSpeed's configuration of then."""
         name = self.optimizers.get((0, 0))
-        held = (self._tree(name) if name else self.model(0)).get("ds_config")
+        held = (self.tree(name) if name else self.model(0)).get("ds_config")
         return held if isinstance(held, Mapping) else {}
+
+    @property
+    def buffer_names(self) -> Sequence[str]:
+        """Names of the module's buffers."""
+        return self.model(0).get("buffer_names") or ()
 
     def model(self, part: int, rank: int = 0) -> Mapping[str, Any]:
         """The model states of a model-parallel rank (in stage 3: and data rank)."""
         name = self.models.get((part, rank), self.models.get((part, 0)))
         if name is None:
-            raise CheckpointDamaged(f"{self.path}: the model states of model-parallel rank {part} are not there")
-        return self._tree(name)
+            raise self._lacks_model(part)
+        return self.tree(name)
 
     def optimizer(self, part: int, rank: int) -> OptimizerFile:
         """The optimizer states of a rank; CheckpointDamaged for a file that has others than expected."""
         if self.optimizers:
             name = self.optimizers[part, rank]
-            raw, stage = self._tree(name).get("optimizer_state_dict"), None
+            raw, stage = self.tree(name).get("optimizer_state_dict"), None
         else:
             name, stage = self.models[part, 0], 0
             raw = self.model(part).get("optimizer")
@@ -226,7 +215,7 @@ class ZeroFolder:
         found = _stored_in(module if isinstance(module, Mapping) else {})
         for number, name in self.layers.items():
             prefix = self.prefixes[number] if number < len(self.prefixes) else str(number)
-            found.update({f"{prefix}.{each}": held for each, held in _stored_in(self._tree(name)).items()})
+            found.update({f"{prefix}.{each}": held for each, held in _stored_in(self.tree(name)).items()})
         return found
 
     @property
@@ -250,28 +239,26 @@ class ZeroFolder:
             return range(0)
         return range(min(size, samples // steps) if steps else size, size + 1)
 
-    def client_state(self, known: frozenset[str]) -> dict[str, Any]:
-        """What the user gave to `save_checkpoint`: all but DeepSpeed's own keys."""
-        return {key: value for key, value in self.model(0).items() if key not in known}
-
-    def _tree(self, name: str) -> Mapping[str, Any]:
-        return read_table(self.path, name, self.trust_pickle, self._trees)
+    def tree(self, name: str) -> Mapping[str, Any]:
+        """Return what a file has by name, read once."""
+        if name not in self._trees:
+            tree = read_tree(self.path, name, self.trust_pickle)
+            if not isinstance(tree, Mapping):
+                raise CheckpointDamaged(
+                    f"{self.path / name} is no file of a checkpoint of DeepSpeed's; {WHERE_DAMAGED}"
+                )
+            self._trees[name] = tree
+        return self._trees[name]
 
 
 def _stored_in(tree: Mapping[str, Any]) -> dict[str, Stored]:
     return {name: held for name, held in tree.items() if isinstance(held, Stored)}
 
 
-def _names(path: Path) -> list[str]:
-    return [each.name for each in path.iterdir()] if path.is_dir() else []
-
-
-def _matches(pattern: re.Pattern[str], names: list[str]) -> Iterator[re.Match[str]]:
-    return (found for found in map(pattern.fullmatch, names) if found is not None)
-
-
-def _place(found: re.Match[str]) -> tuple[int, int]:
-    return int(found[2]), int(found[1] or 0)
+def _matches(path: Path, pattern: re.Pattern[str]) -> list[re.Match[str]]:
+    """Names of files, in an order in which one for all data ranks comes behind others."""
+    names = sorted((each.name for each in path.iterdir()), reverse=True) if path.is_dir() else ()
+    return [found for found in map(pattern.fullmatch, names) if found is not None]
 
 
 def _optimizer_file(raw: Mapping[str, Any], stage: int | None) -> OptimizerFile:
@@ -305,10 +292,11 @@ def _with_states(stage: int, masters: list[Stored], base: Mapping[str, Any], raw
 
 def carry_of(path: Path, said: Mapping[str, Any], file: OptimizerFile) -> dict[str, Any]:
     """As much of a training's carry (see `foreign`) as model states and an optimizer's states have."""
+    scaler = {**file.raw, **fields_of(file.raw.get("loss_scaler"))}
     found: dict[str, Any] = {
         "counters": {name: int(said.get(name, 0)) for name in COUNTERS},
         "windows": int(said.get("global_steps", 0)),
-        "scaler": plain_fields(scaler_fields(file)),
+        "scaler": {name: each for name, each in scaler.items() if isinstance(each, bool | int | float)},
     }
     if file.groups:
         found["groups"] = [hyper_parameters(group) for group in with_values(path, file.groups)]
@@ -334,7 +322,14 @@ def configured_type(config: object) -> torch.dtype:
     return torch.float32
 
 
-def scaler_fields(file: OptimizerFile) -> dict[str, Any]:
-    """The loss scale's fields by DeepSpeed's names, whichever object had them."""
-    own = {key: value for key, value in file.raw.items() if isinstance(value, bool | int | float)}
-    return {**own, **fields_of(file.raw.get("loss_scaler"))}
+def groups_of(path: Path, groups: Sequence[Mapping[str, Any]], count: int) -> list[int]:
+    """The optimizer group of each of so many tables of names; CheckpointError if that is not clear."""
+    found = [number for number, group in enumerate(groups) for _ in group["params"]]
+    if len(found) != count:  # one for each group, or hyper-parameters are not there (elastic_checkpoint)
+        found = list(range(len(groups) or count))
+    if len(found) != count:
+        raise CheckpointError(
+            f"{path}: {len(found)} groups of the optimizer, and names of {count}; load it into an engine with "
+            "load_checkpoint, and save it with engine.save"
+        )
+    return found

@@ -2,14 +2,11 @@
 
 | file | what it does |
 |---|---|
-| `saving`, `snapshot` | the state of all members into a checkpoint |
-| `shared` | the shared carry of one, decoded and of the right types |
-| `restore`, `restoration` | out of one into the present layout; one member's part of that |
-| `opening`, `sources`, `stock` | what is restored from: ours or DeepSpeed's; which of these DeepSpeed loads itself |
-| `converted`, `merging` | one that was converted from another tool's: what it lacks stays as it is |
-| `conversion` | such a one, from what another tool's checkpoint tells |
-| `extra_state` | what belongs to single ranks |
+| `calls`, `asking` | what the calls that save and load do; what stands in their way, and that all ask for the same |
+| `saving` | the state of all members into a checkpoint |
+| `extra_state` | the carry of one: what all ranks share, what belongs to single ones; another tool's as ours |
+| `restore`, `restoration`, `from_checkpoint` | out of one into the present layout; one member's part of that |
+| `opening`, `sources`, `stock` | what is restored from: ours, converted, DeepSpeed's; which DeepSpeed loads itself |
 | `resume` | what a job goes on from when it starts |
-| `fallback` | saves that the engine makes by itself |
-| `asking` | what stands in the way of a save or a load, and that all ask for the same |
+| `fallback`, `joint` | saves that the engine makes by itself; those of all engines together |
 """

@@ -21,9 +21,6 @@ from ds_dynatrain.report import logger
 ELSEWHERE = "this member came late, and the others"
 COUNT = "loop over engine.epochs(n), which counts the job's epochs"
 
-Stock = Callable[..., Any]
-"""DeepSpeed's own call."""
-
 
 class Checkpoints:
     """Checkpoints of any layout, and DeepSpeed's own; see the calls of these names of `DynatrainEngine`."""
@@ -36,12 +33,12 @@ class Checkpoints:
         agreed = self._arrive("save in the background" if background else "save", path, tag)
         if agreed is None:
             given_up = PendingSave(self.engine.global_steps)
-            given_up.finish(_not_saved("save", path, tag), None)
+            given_up.run(lambda: _not_saved("save", path, tag))
             return given_up if background else given_up.wait()
         folder, name = agreed
         how = self._saver.start if background else self._saver.save
         in_the_way = self._switcher.in_the_way(of_reading=True)
-        return how(folder, name, f"save/{self._switcher.place_in_training()}", in_the_way, None)
+        return how(folder, name, self._key("save"), in_the_way, None)
 
     def load(self, path: str | os.PathLike[str], tag: str | None, trust_pickle: bool, part: Part = ALL) -> Restored:
         """See `DynatrainEngine.load`; it uses a generation up, as a switch does. part: see `from_checkpoint`."""
@@ -60,7 +57,7 @@ class Checkpoints:
         engine.settle_fallback()
         return found
 
-    def save_stock(self, save: Stock, folder: Any, tag: Any) -> bool:
+    def save_stock(self, save: Callable[..., Any], folder: Any, tag: Any) -> bool:
         """See `DynatrainEngine.save_checkpoint`. save: DeepSpeed's, of a folder and a tag."""
         self._refuse_late("save_checkpoint")
         if not self.engine.is_discarded:
@@ -83,7 +80,7 @@ class Checkpoints:
         )
         return False
 
-    def load_stock(self, load: Stock, folder: Any, tag: Any, trust_pickle: bool, part: Part) -> Any:
+    def load_stock(self, load: Callable[..., Any], folder: Any, tag: Any, trust_pickle: bool, part: Part) -> Any:
         """See `DynatrainEngine.load_checkpoint`. load: DeepSpeed's."""
         engine = self.engine
         known = PROCESS.membership.loaded(engine.job.number) if engine.idle else None
@@ -96,7 +93,7 @@ class Checkpoints:
             logger.warning("load_checkpoint(%s, %s): %s load nothing here; %s", folder, tag, ELSEWHERE, COUNT)
             return None, {}
         folder, tag = agreed
-        if not engine.idle and self._reads(folder, tag, trust_pickle, part):
+        if not engine.idle and stock.is_for_us(engine, self._key("stock"), folder, tag, part, trust_pickle):
             found = self.load(folder, tag, trust_pickle, part)
             result: tuple[Any, ...] = str(found.path), found.client_state
         else:
@@ -106,10 +103,9 @@ class Checkpoints:
         PROCESS.membership.remember_load(engine.job.number, result)
         return result
 
-    def _reads(self, folder: Any, tag: Any, trust_pickle: bool, part: Part) -> bool:
-        """See `stock.is_for_us`."""
-        key = f"stock/{self._switcher.place_in_training()}"
-        return stock.is_for_us(self.engine, key, folder, tag, part, trust_pickle)
+    def _key(self, call: str) -> str:
+        """Return a key of nothing else on the board."""
+        return f"{call}/{self._switcher.place_in_training()}"
 
     def _refuse_late(self, call: str) -> None:
         """CheckpointError, on all members alike, while the state is on its way from one layout to another."""

@@ -1,28 +1,103 @@
-"""What of a checkpoint belongs to single ranks: random streams, and the rest of the carry with its tensors.
+"""The carry in a checkpoint: what all ranks share, and what belongs to single ones, in and out.
 
-A rank goes on with what its place in the layout had. A new place gets the streams that a switch would give it, and the
-rest of rank 0; buffers of layers that it did not have before come from the pipeline stages that had them.
+A rank has random streams, and the rest of the carry with its tensors. It goes on with what its place in the layout had.
+A new place gets the streams that a switch would give it, and the rest of rank 0; buffers of layers that it did not have
+before come from the pipeline stages that had them. What is read is of the types that whoever takes it over relies on.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ds_dynatrain.adapters.module_state import merged
 from ds_dynatrain.checkpoint import Extent, Reader, Saved, Share
-from ds_dynatrain.checkpoint.elements import name_of
+from ds_dynatrain.checkpoint.extents import name_of
+from ds_dynatrain.checkpoint.files import Progress, silent
+from ds_dynatrain.checkpoint.others import value_of
+from ds_dynatrain.checkpoint.others.foreign import Foreign, take
+from ds_dynatrain.checkpoint.record import RECORD, what_is_wrong
 from ds_dynatrain.engine import streams
 from ds_dynatrain.engine.encoding import announced, decode, encode
-from ds_dynatrain.errors import CheckpointDamaged, TransferError
+from ds_dynatrain.errors import CheckpointDamaged, CheckpointError, ConfigError, TransferError
 from ds_dynatrain.space import Layout
 from ds_dynatrain.transfer import digest
 
 REST = "rest"
 """In place of a state kind: a tensor of a rank's rest, by the rank and its number."""
+Number = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,18})$")]
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+
+
+class _Group(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+    origin: Count
+    fresh: bool
+    names: list[str]
+    values: dict[str, Any]
+
+
+class _Registration(BaseModel):
+    """A `Regrouping` in JSON."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    groups: list[_Group]
+    requires_grad: list[str]
+
+
+class _Shared(BaseModel):
+    """What is in a shared carry, as far as it is there; anything else is the training's matter that saved it."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    groups: list[dict[str, Any]] = []
+    scalars: dict[str, dict[Number, float]] = {}
+    counters: dict[str, Count] = {}
+    windows: Count = 0
+    registration: _Registration | None = None
+
+
+# ---- shared by all ranks ---------------------------------------------------------------------------------------------
+
+
+def plain(shared: Mapping[str, Any]) -> Any:
+    """A shared carry, encoded; CheckpointError if there is a tensor in it."""
+    tensors: list[torch.Tensor] = []
+    encoded = encode(dict(shared), tensors)
+    if tensors:
+        raise CheckpointError(
+            "a hyper-parameter or the scheduler's state is a tensor or numpy value; give plain numbers"
+        )
+    return encoded
+
+
+def shared_of(saved: Saved) -> dict[str, Any]:
+    """The shared carry; CheckpointDamaged for one that no training can have had."""
+    tensors = saved.record.logical_tensors()
+    try:
+        found: dict[str, Any] = decode(saved.record.carry, [])
+        said = _Shared.model_validate(found)
+    except TransferError as error:
+        raise CheckpointDamaged(f"{RECORD}: carry: {error}") from None
+    except ValidationError as error:
+        raise CheckpointDamaged(f"{RECORD}: carry.{what_is_wrong(error)}") from None
+    numbers = [int(number) for table in said.scalars.values() for number in table]
+    if max(numbers, default=-1) >= len(tensors):
+        raise CheckpointDamaged(f"{RECORD}: carry.scalars: of tensor {max(numbers)}, and there are {len(tensors)}")
+    listed = [name for group in said.registration.groups for name in group.names] if said.registration else []
+    if len(set(listed)) != len(listed) or not {each.name for each in tensors}.issuperset(listed):
+        raise CheckpointDamaged(f"{RECORD}: carry.registration: a tensor is in two groups, or in none of the model's")
+    groups = 1 + max((each.group for each in tensors), default=-1)
+    if "groups" in found and len(said.groups) < groups:
+        raise CheckpointDamaged(f"{RECORD}: carry.groups: {len(said.groups)} groups, and tensors are of {groups}")
+    return found
+
+
+# ---- of single ranks -------------------------------------------------------------------------------------------------
 
 
 def packed(rank: int, rest: Mapping[str, Any]) -> tuple[Any, list[Share]]:
@@ -77,37 +152,29 @@ def _unpacked(saved: Saved, reader: Reader, rank: int) -> dict[str, Any]:
         wanted = announced(encoded)
         tensors = {number: _tensor(reader, rank, number, *each) for number, each in wanted.items()}
         rest = decode(encoded, [tensors[number] for number in range(len(tensors))])
-        if not isinstance(rest, dict):
-            raise TypeError("it is no table")
-        if not all(
-            isinstance(rest.get(part, {}), dict) for part in ("buffers", "objects", "extra", "modes", "attributes")
-        ):
-            raise TypeError("buffers, objects, extra states, modes or attributes are no tables")
-        if not all(isinstance(name, str) for name in rest.get("transient", [])):
-            raise TypeError("the name of a buffer is none")
-        if not all(isinstance(name, str) and isinstance(held, torch.Tensor) for name, held in rest["buffers"].items()):
-            raise TypeError("a buffer is no tensor")
-        if not all(isinstance(mode, bool) for mode in rest.get("modes", {}).values()):
-            raise TypeError("a module's mode is neither true nor false")
-        for held in rest.get("attributes", {}).values():
-            names = [held["class"], *held["values"].keys(), *held["left"], *held["shared"]]
-            if not all(isinstance(name, str) for name in names):
-                raise TypeError("the name of an attribute is none")
-    except (
-        KeyError,
-        IndexError,
-        AttributeError,
-        TypeError,
-        ValueError,
-        RuntimeError,
-        RecursionError,
-        TransferError,
-    ) as error:
+        _check_rest(rest)
+    except (LookupError, AttributeError, TypeError, ValueError, RuntimeError, TransferError) as error:
         raise CheckpointDamaged(
             f"what belongs to rank {rank} cannot be read ({type(error).__name__}: {error})"
         ) from None
     found: dict[str, Any] = rest
     return found
+
+
+def _check_rest(rest: Any) -> None:
+    """TypeError for a rest that others than the user's objects cannot rely on; at the first wrong value."""
+    tables = ("buffers", "objects", "extra", "modes", "attributes")
+    if not isinstance(rest, dict) or not all(isinstance(rest.get(part, {}), dict) for part in tables):
+        raise TypeError("it, its buffers, objects, extra states, modes or attributes are no tables")
+    if not all(isinstance(held, torch.Tensor) for held in rest["buffers"].values()):
+        raise TypeError("a buffer is no tensor")
+    if not all(isinstance(mode, bool) for mode in rest.get("modes", {}).values()):
+        raise TypeError("a module's mode is neither true nor false")
+    names = [*rest["buffers"], *rest.get("transient", ())]
+    for held in rest.get("attributes", {}).values():
+        names += [held["class"], *held["values"].keys(), *held["left"], *held["shared"]]
+    if not all(isinstance(name, str) for name in names):
+        raise TypeError("the name of a buffer or an attribute is none")
 
 
 def _tensor(reader: Reader, rank: int, number: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
@@ -121,3 +188,19 @@ def _tensor(reader: Reader, rank: int, number: int, dtype: torch.dtype, shape: t
     if digest(values) != rows[0].digest:
         raise CheckpointDamaged(f"{rows[0]} is not what was saved: its digest is another")
     return values.view(shape)
+
+
+# ---- of another tool -------------------------------------------------------------------------------------------------
+
+
+def convert_foreign(foreign: Foreign, folder: Path, progress: Progress = silent) -> Path:
+    """Write what another tool's checkpoint tells into a folder of checkpoints; the new one.
+
+    Errors as `take`, CheckpointError for values of a carry that have no place in ours.
+    """
+    buffers = {name: value_of(foreign.path, stored) for name, stored in foreign.buffers.items()}
+    try:
+        carry, (rest, shares) = plain(foreign.carry), packed(0, {"grad_norm": None, "buffers": buffers, "objects": {}})
+    except (CheckpointError, ConfigError) as error:
+        raise CheckpointError(f"{foreign.path}: {error}") from None
+    return take(foreign, folder, carry, rest, shares, progress)

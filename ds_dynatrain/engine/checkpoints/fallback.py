@@ -1,6 +1,6 @@
 """The fallback checkpoint: saved by itself at boundaries, so that there is one when it is needed.
 
-When, `due` decides on all members alike. With SIGTERM, if that is asked for, it is the board: whoever gets one says so,
+When, `Due` decides on all members alike. With SIGTERM, if that is asked for, it is the board: whoever gets one says so,
 rank 0 posts that its next step is the one, which nobody can be past, since each step needs rank 0's gradients and every
 member reads the board at every boundary; after the save all working members end. Of several engines in a process the
 first one that comes to such a step, and finds none of the others in a global batch, saves for all. Where members come
@@ -9,12 +9,15 @@ and go, all engines are saved when the first one is (`joint`).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.distributed as td
 
 from ds_dynatrain.config import FallbackConfig
 from ds_dynatrain.elastic.process import Termination
-from ds_dynatrain.engine.checkpoints.due import Due
-from ds_dynatrain.engine.checkpoints.joint import next_tag
+from ds_dynatrain.engine.checkpoints.joint import folder_of, next_tag
 from ds_dynatrain.engine.checkpoints.saving import Saver
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.process import PROCESS
@@ -28,6 +31,15 @@ PATIENCE_STEPS = 8
 many steps without a boundary are too many where a save is due."""
 END_STEPS = 2
 """So many steps after SIGTERM all save and end, where each step has a boundary."""
+LOOK_SECONDS = 1.0
+MOST_STEPS = 64
+"""From one look at rank 0's clock to the next: about so long, and at most so many steps."""
+ANSWER_SECONDS = 2.0
+BUSY_SECONDS = 10.0
+"""So long the board may take to answer, and the save before to end; then the next one is put off."""
+AGAIN_SECONDS = 30.0
+"""After that it is tried again."""
+ANYTHING = 1 << 62
 
 
 class Fallback:
@@ -56,24 +68,24 @@ class Fallback:
 
         SystemExit after the save that SIGTERM asks for.
         """
-        engine, settings = self.engine, self._settings
-        if settings is not None and self._is_the_end():
-            self._save(settings, self._saver.save, "/end")
+        engine, settings, due = self.engine, self._settings, self._due
+        if settings is None or due is None:
+            return
+        if self._is_the_end():
+            self._save(settings, "/end")
             for other in self._others():
                 other.save_before_the_end()
             raise SystemExit(TERMINATED)
         now = engine.segment, engine.global_steps
-        if settings is None or self._due is None or now in (engine.safe_at, self._asked):
-            return
-        self._asked = now
-        if self._due.is_now() and self._due.can_be_saved(self._savers):
-            self._save(settings, self._saver.start if settings.background else self._saver.save)
+        if now not in (engine.safe_at, self._asked):
+            self._asked = now
+            if due.is_now() and due.can_be_saved([self._saver, *(other._saver for other in self._beside)]):
+                self._save(settings, in_background=settings.background)
 
     @property
-    def _savers(self) -> list[Saver]:
-        """Of all engines that are saved with this one."""
-        others = self._others() if PROCESS.membership.saves_jointly else []
-        return [self._saver, *(other._saver for other in others)]
+    def _beside(self) -> Sequence[Fallback]:
+        """Return this part of each engine that is saved whenever this one is."""
+        return self._others() if PROCESS.membership.saves_jointly else ()
 
     def save_now(self) -> None:
         """Where training stands still or ends, on all working members: save this step, and wait for it.
@@ -85,7 +97,7 @@ class Fallback:
             self._standing, self._tries, self._is_saved = now, 0, False
         if self._settings is not None and not self._is_saved:
             self._tries += 1
-            self._is_saved = self._save(self._settings, self._saver.save, f"/now{self._tries}")
+            self._is_saved = self._save(self._settings, f"/now{self._tries}")
 
     def save_before_the_end(self) -> None:
         """Another engine of this process is about to end the script."""
@@ -98,37 +110,28 @@ class Fallback:
         with PROCESS.turn(self.engine):
             self.save_now()
 
-    def _save(self, settings: FallbackConfig, how: Callable[..., object], more: str = "") -> bool:
-        """Whether it was saved, or is being saved in the background."""
-        engine = self.engine
-        key = f"fallback/{engine.segment}/{engine.global_steps}{more}"
-        others = self._others() if PROCESS.membership.saves_jointly else []
-        is_saved = True
+    def _save(self, settings: FallbackConfig, more: str = "", in_background: bool = False) -> bool:
+        """Return whether it was saved, or is being saved in the background. more: tells this save's key from others."""
+        engine, beside = self.engine, self._beside
+        key, keep = f"fallback/{engine.segment}/{engine.global_steps}{more}", settings.keep
         try:
-            if not others:
-                how(settings.path, None, key, "", settings.keep)
-            else:
-                tag = next_tag([engine, *(other.engine for other in others)], settings.keep, key)
-                how(settings.path, tag, key, "", None)
-                for other in others:
-                    other.save_beside(tag, key, in_background=how == self._saver.start)
+            tag = next_tag([engine, *(other.engine for other in beside)], keep, key) if beside else None
+            self._write(tag, key, None if beside else keep, in_background)
+            for other in beside:
+                with PROCESS.turn(other.engine):
+                    other._write(tag, f"{key}/beside", None, in_background)
+            return True
         except CheckpointError as error:
             if engine.rank == 0:
                 logger.error("no fallback checkpoint of step %d: %s", engine.global_steps, error)
-            is_saved = False
-        engine.settle_fallback()
-        return is_saved
+            return False
+        finally:
+            engine.settle_fallback()
 
-    def save_beside(self, tag: str, key: str, in_background: bool) -> None:
-        """The first engine saves just now, under that tag: this one, too. CheckpointError if it cannot."""
-        engine, settings = self.engine, self._settings
-        if settings is None:
-            raise CheckpointError(
-                f"engine {engine.job.number} has no dynatrain.fallback.path; give each engine of the process one"
-            )
+    def _write(self, tag: str | None, key: str, keep: int | None, in_background: bool) -> None:
+        """Save this engine. CheckpointError if it cannot be."""
         save = self._saver.start if in_background else self._saver.save
-        with PROCESS.turn(engine):
-            save(settings.path, tag, f"{key}/beside", "", None)
+        save(folder_of(self.engine), tag, key, "", keep)
 
     def waiting(self, steps: int) -> Iterator[str]:
         """Yield, in words, what of this waits for a boundary. Called after each optimizer step; asks nobody.
@@ -162,3 +165,87 @@ class Fallback:
         if due is None or now < due:
             return False
         return now > due + PATIENCE_STEPS or not any(other.engine.has_open_window for other in self._others())
+
+
+class Due:
+    """Decides when a fallback checkpoint of an engine is due, and whether it can be saved now: alike on all members.
+
+    All come by the same boundaries. By steps each of them knows by itself. By time the clock of rank 0 counts, and all
+    look at it together, about once a second. A save needs the board, and the one before it has to be over: where a
+    member would wait for either, all put the save off. What they tell each other goes over their world, since a
+    coordinator that hangs would hold up whoever asks the board.
+    """
+
+    def __init__(self, engine: EngineCore, settings: FallbackConfig) -> None:
+        self._engine, self._settings = engine, settings
+        self._segment = ""
+        self._next_look: int | None = None
+        self._looked = 0.0, 0
+        self._again_at: float | None = None
+        """When a save that was put off is tried again, by rank 0's clock; on all members None or not."""
+
+    def is_now(self) -> bool:
+        """Whether a save is due at this boundary, the first of its step. WorldChanged if a member is lost."""
+        engine, steps = self._engine, self._engine.global_steps
+        if self._segment != engine.segment:
+            self._segment, self._again_at = engine.segment, None
+            self._next_look = steps if self._settings.every_seconds is not None else None
+        every = self._settings.every_steps
+        by_steps = every is not None and steps > 0 and steps % every == 0 and self._again_at is None
+        if self._next_look is None or steps < self._next_look:
+            return by_steps
+        by_time, gap = self._least(int(self._is_late()), self._gap()) if engine.rank == 0 else self._least()
+        self._next_look = steps + gap
+        return by_steps or bool(by_time)
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether this member's own steps, or its clock, say that a save was due before now. It asks nobody."""
+        engine, every = self._engine, self._settings.every_steps
+        saved = engine.safe_at[1]
+        return self._is_late() or (every is not None and engine.global_steps // every > saved // every)
+
+    def can_be_saved(self, savers: list[Saver]) -> bool:
+        """Whether nothing keeps any member waiting; else it is put off, which rank 0 logs. savers: of all engines that
+        would be saved. WorldChanged if a member is lost."""
+        engine = self._engine
+        answers = engine.control.answers(ANSWER_SECONDS)
+        is_idle = all([saver.settle(BUSY_SECONDS) for saver in savers]) if answers else True  # it may wait for it, too
+        all_are_idle, all_answer = self._least(int(is_idle), int(answers))
+        if all_are_idle and all_answer:
+            self._again_at = None
+            self._next_look = None if self._settings.every_seconds is None else engine.global_steps + 1
+            return True
+        why = (
+            f"the one before is still being written after {BUSY_SECONDS:g} s more"
+            if all_answer
+            else f"the board has not answered a member for {ANSWER_SECONDS:g} s"
+        )
+        if engine.rank == 0:
+            where = f"fallback checkpoint of step {engine.global_steps}"
+            logger.warning("%s: %s; it is put off for %g s, and training goes on", where, why, AGAIN_SECONDS)
+        self._again_at, self._next_look = time.monotonic() + AGAIN_SECONDS, engine.global_steps + 1
+        return False
+
+    def _is_late(self) -> bool:
+        """By rank 0's clock."""
+        now, seconds = time.monotonic(), self._settings.every_seconds
+        if self._again_at is not None:
+            return now >= self._again_at
+        return seconds is not None and now - self._engine.safe_since >= seconds
+
+    def _gap(self) -> int:
+        """Steps until the next look, from how long those since the last one took."""
+        (then, steps), now = self._looked, time.monotonic()
+        step_seconds = max(1e-6, (now - then) / max(1, self._engine.global_steps - steps))
+        self._looked = now, self._engine.global_steps
+        every = self._settings.every_seconds
+        seconds = LOOK_SECONDS if every is None else min(LOOK_SECONDS, every / 10)
+        return max(1, min(MOST_STEPS, int(seconds / step_seconds)))
+
+    def _least(self, one: int = ANYTHING, other: int = ANYTHING) -> tuple[int, int]:
+        """The least of what all members say, twice."""
+        said, world = torch.tensor([one, other]), self._engine.world
+        if world is not None and world.default.size() > 1:
+            td.all_reduce(said, td.ReduceOp.MIN, group=world.default)
+        return int(said[0]), int(said[1])

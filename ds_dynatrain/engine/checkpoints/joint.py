@@ -28,7 +28,12 @@ def restore_all(
 
     CheckpointError, on all members alike, if there is none; the engines hold nothing then.
     """
-    paths, left_out = [_folder_of(engine) for engine in engines], list[str]()
+    paths = [folder_of(engine) for engine in engines]
+    if len(engines) == 1:
+        proposal = proposals[0]
+        where = proposal.layout, proposal.members, worlds[engines[0].job.number], paths[0]
+        return [restore.restore(engines[0], *where)]
+    left_out: list[str] = []
     while True:
         with suppress(CheckpointDamaged):  # then the next older one, for all of them
             return _restored(engines, proposals, worlds, paths, left_out)
@@ -63,7 +68,7 @@ def next_tag(engines: Sequence[EngineCore], keep: int, key: str) -> str:
     engine = engines[0]
 
     def chosen() -> str:
-        folders = [_folder_of(one) for one in engines]
+        folders = [folder_of(one) for one in engines]
         _forget_old(folders, keep)
         return free_in_all(folders, f"step{engine.global_steps}")
 
@@ -94,7 +99,8 @@ def _forget_old(folders: Sequence[Path], keep: int) -> None:
             folder.remove(path, old)
 
 
-def _folder_of(engine: EngineCore) -> Path:
+def folder_of(engine: EngineCore) -> Path:
+    """The folder of an engine's fallback checkpoints; CheckpointError if it has none."""
     settings = engine.settings.fallback
     if settings is None:
         raise CheckpointError(

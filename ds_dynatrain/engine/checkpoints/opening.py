@@ -9,8 +9,7 @@ from ds_dynatrain.adapters.pipeline import PipelineTemplate
 from ds_dynatrain.checkpoint import Saved
 from ds_dynatrain.checkpoint.others import ZeroFolder, is_zero_folder
 from ds_dynatrain.checkpoint.record import RECORD
-from ds_dynatrain.engine.checkpoints.converted import Converted
-from ds_dynatrain.engine.checkpoints.sources import Source, Stock, Universal
+from ds_dynatrain.engine.checkpoints.sources import Converted, Source, Stock, Universal
 from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.errors import CheckpointError
 

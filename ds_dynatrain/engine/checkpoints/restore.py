@@ -22,7 +22,7 @@ from ds_dynatrain.adapters.regroup import Regrouping
 from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.adapters.world import World
 from ds_dynatrain.checkpoint import Reader, Saved, folder
-from ds_dynatrain.checkpoint.elements import name_of
+from ds_dynatrain.checkpoint.extents import name_of
 from ds_dynatrain.checkpoint.files import naming
 from ds_dynatrain.checkpoint.others import is_zero_folder
 from ds_dynatrain.checkpoint.record import RECORD

@@ -9,25 +9,34 @@ from __future__ import annotations
 
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from ds_dynatrain.adapters.device import start_thread
-from ds_dynatrain.checkpoint import HostMemory, Manifest, folder, record, write_shares
+from ds_dynatrain.adapters.state import Buffers
+from ds_dynatrain.checkpoint import HostMemory, Manifest, Record, Share, folder, record, shares_of, write_shares
 from ds_dynatrain.checkpoint.files import dumped
 from ds_dynatrain.elastic.main_thread import OWN_WAITS
+from ds_dynatrain.engine import streams
+from ds_dynatrain.engine.carry import rest_carry, shared_carry
+from ds_dynatrain.engine.census import check_census
 from ds_dynatrain.engine.checkpoints.asking import ask, refusal_of
-from ds_dynatrain.engine.checkpoints.snapshot import Snapshot
+from ds_dynatrain.engine.checkpoints.extra_state import packed, plain
 from ds_dynatrain.engine.control import Control
 from ds_dynatrain.engine.core import EngineCore
-from ds_dynatrain.engine.digests import SideDigests
+from ds_dynatrain.engine.digests import SideDigests, side_digests
+from ds_dynatrain.engine.encoding import fingerprint
+from ds_dynatrain.engine.registration import registration_of
 from ds_dynatrain.engine.transaction.certificate import differing
 from ds_dynatrain.engine.transaction.session import Request, Session
 from ds_dynatrain.errors import CertificateError, CheckpointError
 from ds_dynatrain.report import logger
+from ds_dynatrain.space import Layout, VirtualParameterSpace
 
 SAVING = "saving"
 """What a member waits for, in the status."""
@@ -38,31 +47,27 @@ class PendingSave:
 
     def __init__(self, step: int) -> None:
         self.step = step
-        self._over = threading.Event()
-        self._path: Path | None = None
-        self._error: Exception | None = None
+        self._saved: Future[Path] = Future()
 
     @property
     def done(self) -> bool:
         """Whether it is over, well or not; known by itself, without a message."""
-        return self._over.is_set()
+        return self._saved.done()
 
     def wait(self) -> Path:
         """The checkpoint's folder, once it is there; CheckpointError, on all members alike, if it does not come."""
         with OWN_WAITS.waiting(SAVING):
-            self._over.wait()
-        if self._error is not None:
-            raise self._error
-        if self._path is None:
-            raise CheckpointError(
-                f"the save of step {self.step} was given up before it was written; call engine.save again"
-            )
-        return self._path
+            return self._saved.result()
 
-    def finish(self, path: Path | None, error: Exception | None) -> None:
-        """Called by the thread that saves."""
-        self._path, self._error = path, error
-        self._over.set()
+    def run(self, save: Callable[[], Path]) -> None:
+        """Save. Called in the thread that does it."""
+        try:
+            self._saved.set_result(save())
+        except Exception as error:
+            self._saved.set_exception(error)
+        except BaseException:
+            self._saved.set_exception(CheckpointError("the thread that saves was stopped"))
+            raise
 
 
 class Saver:
@@ -93,7 +98,7 @@ class Saver:
         saving = _Saving(self.engine, self._own_board(), Path(path).absolute(), tag, key, keep)
         saving.take(is_open, self._memory)
         pending = PendingSave(self.engine.global_steps)
-        self._running = pending, start_thread(partial(_run, saving, pending), "dynatrain-save")
+        self._running = pending, start_thread(partial(pending.run, saving.carry_out), "dynatrain-save")
         return pending
 
     def _own_board(self) -> Control:
@@ -130,18 +135,6 @@ class Saver:
             if self.engine.rank == 0:
                 logger.info("saved a checkpoint of step %d: %s", pending.step, path)
         return True
-
-
-def _run(saving: _Saving, pending: PendingSave) -> None:
-    try:
-        path = saving.carry_out()
-    except Exception as error:
-        pending.finish(None, error)
-    except BaseException:
-        pending.finish(None, CheckpointError("the thread that saves was stopped"))
-        raise
-    else:
-        pending.finish(path, None)
 
 
 class _Saving:
@@ -231,19 +224,11 @@ class _Saving:
         """On rank 0: all have written; manifest and record, and the name."""
         found = self.sums or {}
         parts = [hidden / _part(rank) for rank in range(len(self.members))]
-        manifest = Manifest.of(row for part in parts for row in Manifest.from_bytes(part.read_bytes()))
-        manifest.check(hidden)
-        for tensor, kind in manifest.rows:
-            manifest.runs(tensor, kind)
-        data = manifest.to_bytes()
-        folder.write(hidden / record.MANIFEST, data)
-        sums = {record.rank_file(rank): found[member] for rank, member in enumerate(self.members)}
+        rows = [row for part in parts for row in Manifest.from_bytes(part.read_bytes())]
         for part in parts:
             part.unlink()
-        sums[record.MANIFEST] = record.sum_of(data)
-        folder.write(
-            hidden / record.RECORD, record.to_bytes(replace(snapshot.record, sums=sums, sizes=record.sizes_of(hidden)))
-        )
+        sums = {record.rank_file(rank): found[member] for rank, member in enumerate(self.members)}
+        folder.seal(hidden, snapshot.record, rows, sums)
         return folder.finish(hidden, str(self.tag), self.keep)
 
     def _compare_replicas(self, own: SideDigests) -> None:
@@ -269,3 +254,89 @@ class _Saving:
 
 def _part(rank: int) -> str:
     return f"{rank:05d}.rows"
+
+
+# ---- what is to be written -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """What one member has to say and to write of a save: after it was taken, the engine is not looked at any more.
+
+    own: what goes into its own small file. record: without the sums of the files. replicas: computes
+    the digests of what other members hold copies of; None where the values go on changing.
+    """
+
+    rank: int
+    shares: list[Share]
+    own: dict[str, Any]
+    record: Record
+    replicas: Callable[[], SideDigests] | None = None
+
+    @staticmethod
+    def take(
+        engine: EngineCore, exchange: Callable[[dict[str, Any]], Mapping[int, Any]], memory: HostMemory | None
+    ) -> Snapshot:
+        """Look at everything. exchange: posts a record, and returns those of all working members.
+
+        With `memory`, values are copied there, else they must stay until they are written.
+        CheckpointError if the carry differs between members, CensusError if DeepSpeed keeps its state elsewhere,
+        ConfigError for an object that cannot be saved.
+        """
+        rank = engine.rank
+        engine.host.settle_parameters()
+        buffers, scalars = engine.host.state_buffers()
+        check_census(engine.host, engine.vps, rank, buffers, "before saving")
+        shared, rest = shared_carry(engine, scalars), rest_carry(engine)
+        mine = {
+            "shared": fingerprint(shared),
+            "rest": fingerprint(rest),
+            "kinds": sorted({kind for kind, _ in buffers}),
+        }
+        found = exchange(mine)
+        rests, kinds = _compared(engine, found)
+        shares = list(
+            shares_of(engine.vps, engine.layout, rank, buffers, tuple(k for k in kinds if k in mine["kinds"]))
+        )
+        own: dict[str, Any] = {"streams": streams.capture(), "rest": None}
+        if rests[rank] == rank:
+            own["rest"], tensors = packed(rank, rest)
+            shares += tensors
+        said = Record(
+            step=engine.global_steps,
+            layout=engine.layout.to_dict(),
+            generation=engine.generation,
+            seed=engine.job.job_seed,
+            kinds=kinds,
+            tensors=[(each.name, list(each.shape), each.group, each.expert) for each in engine.vps.tensors],
+            carry=plain({**shared, "registration": registration_of(engine).to_json()}),
+            rests=rests,
+            sums={},
+            sizes={},
+            written_by=record.WRITER,
+        )
+        if memory is not None:
+            return Snapshot(rank, memory.copies(shares), own, said)
+        return Snapshot(rank, shares, own, said, partial(_copied, engine.vps, engine.layout, rank, buffers))
+
+
+def _copied(vps: VirtualParameterSpace, layout: Layout, rank: int, buffers: Buffers) -> SideDigests:
+    """Digests of the state kinds of which several ranks hold the same elements."""
+    several = vps.mesh(layout) is not None
+    held = {kind for kind, _ in buffers if several or vps.is_replicated(layout, kind)}
+    kinds = tuple(kind for kind in vps.present_kinds(layout) if kind in held)
+    return side_digests(vps, layout, rank, buffers, kinds, set())[0]
+
+
+def _compared(engine: EngineCore, found: Mapping[int, Any]) -> tuple[list[int], list[str]]:
+    """(for each rank the first one whose rest is the same, the state kinds that some member has)."""
+    first, *others = engine.members
+    for member in others:
+        if found[member]["shared"] != found[first]["shared"]:
+            raise CheckpointError(
+                f"hyper-parameters, counters, the scheduler or a loader's position of member {member} are not those "
+                f"of member {first}; change them on all members alike"
+            )
+    prints = [found[member]["rest"] for member in engine.members]
+    held = {kind for each in found.values() for kind in each["kinds"]}
+    return [prints.index(each) for each in prints], [kind for kind in engine.vps.present_kinds() if kind in held]

@@ -1,39 +1,43 @@
 """What a state is restored from: a checkpoint of ours, or one of DeepSpeed's own in whatever layout it was written.
 
-Both are a manifest, whose rows say where each element lies, and a carry. One of DeepSpeed's says less: random streams,
-loaders' positions and the user's objects stay as they are, as with DeepSpeed's own load.
+Each is a manifest, whose rows say where each element lies, and a carry. One of DeepSpeed's says less, as does one of
+ours that was converted from another tool's: random streams, loaders' positions and the user's objects stay as they are,
+as with DeepSpeed's own load.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+import torch
+from torch import nn
+
+from ds_dynatrain.adapters.optimizers import rule_of
 from ds_dynatrain.adapters.regroup import Regrouping
-from ds_dynatrain.checkpoint import Manifest, Reader, Saved
-from ds_dynatrain.checkpoint.elements import name_of
-from ds_dynatrain.checkpoint.files import naming
+from ds_dynatrain.adapters.scaler import taken_from
+from ds_dynatrain.checkpoint import Manifest, Reader, Row, Saved
+from ds_dynatrain.checkpoint.extents import WORD, name_of, named
+from ds_dynatrain.checkpoint.files import WHERE_DAMAGED, naming
 from ds_dynatrain.checkpoint.others import (
     ZeroFolder,
+    carry_of,
     check_crcs,
     frozen_left_out,
     rows_of,
     scalars_of,
-    scaler_fields,
     then,
     value_of,
     with_values,
 )
 from ds_dynatrain.checkpoint.others.foreign import number_of
 from ds_dynatrain.engine import streams
-from ds_dynatrain.engine.checkpoints.extra_state import rest_for, streams_for
-from ds_dynatrain.engine.checkpoints.merging import kept_scalars, over
-from ds_dynatrain.engine.checkpoints.shared import shared_of
-from ds_dynatrain.engine.core import COUNTERS, EngineCore
-from ds_dynatrain.errors import CheckpointError
+from ds_dynatrain.engine.checkpoints.extra_state import rest_for, shared_of, streams_for
+from ds_dynatrain.engine.core import EngineCore
+from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 from ds_dynatrain.report import logger
 from ds_dynatrain.space import MASTER, WEIGHT, Layout, LogicalTensor, VirtualParameterSpace, row_of
 
@@ -60,47 +64,12 @@ NO_CLIENT_STATE = frozenset(
 """What DeepSpeed does not give back from `load_checkpoint`, and the parts of frozen tensors."""
 
 
-class Source(Protocol):
-    """A checkpoint that is open. kinds: state kinds in it. client_state: what `load_checkpoint` gives back.
+@dataclass(frozen=True, eq=False)
+class Universal:
+    """One of ours, open. kinds: state kinds in it. client_state: what `load_checkpoint` gives back.
 
     kept: numbers of the frozen tensors that it was saved without. registration: see `StateSource`.
     """
-
-    @property
-    def path(self) -> Path: ...
-    @property
-    def manifest(self) -> Manifest: ...
-    @property
-    def kinds(self) -> list[str]: ...
-    @property
-    def tensors(self) -> tuple[LogicalTensor, ...]: ...
-    @property
-    def kept(self) -> tuple[int, ...]: ...
-    @property
-    def client_state(self) -> dict[str, Any]: ...
-    @property
-    def registration(self) -> Regrouping | None: ...
-
-    def shared(self, numbers: Mapping[int, int]) -> dict[str, Any]:
-        """The shared carry. numbers: of a tensor there -> here."""
-        ...
-
-    def rest(self, reader: Reader, layout: Layout, rank: int) -> dict[str, Any]:
-        """The rest of a rank's carry."""
-        ...
-
-    def streams(self, layout: Layout, rank: int) -> streams.Streams:
-        """A rank's random streams."""
-        ...
-
-    def digests(self, reader: Reader, place: int, places: int, gather: Gather) -> dict[Key, int]:
-        """Of whole tensors, in their types there; where it takes reading, `places` members share it."""
-        ...
-
-
-@dataclass(frozen=True, eq=False)
-class Universal:
-    """One of ours."""
 
     saved: Saved
 
@@ -139,6 +108,7 @@ class Universal:
         return None if said is None else Regrouping.from_json(said)
 
     def shared(self, numbers: Mapping[int, int]) -> dict[str, Any]:
+        """The shared carry. numbers: of a tensor there -> here."""
         scalars = {
             name: {str(numbers[int(number)]): value for number, value in table.items()}
             for name, table in self.carry["scalars"].items()
@@ -146,18 +116,157 @@ class Universal:
         return {**self.carry, "scalars": scalars}
 
     def rest(self, reader: Reader, layout: Layout, rank: int) -> dict[str, Any]:
+        """The rest of a rank's carry."""
         return rest_for(self.saved, reader, layout, rank)
 
     def streams(self, layout: Layout, rank: int) -> streams.Streams:
+        """A rank's random streams."""
         return streams_for(self.saved, layout, rank)
 
     def digests(self, reader: Reader, place: int, places: int, gather: Gather) -> dict[Key, int]:
+        """Of whole tensors, in their types there; where it takes reading, `places` members share it."""
         return {key: self.manifest.digest(*key) for key in self.manifest.rows if key[1] in self.kinds}
 
 
 @dataclass(frozen=True, eq=False)
+class Converted(Universal):
+    """One of ours that was converted from another tool's. present: the shared carry of now.
+
+    Its tensors are those of this training by name and shape; how they are grouped, and which are frozen, is as it is
+    here, and each group here takes the hyper-parameters that its tensors had there. Where it has weights only, the
+    optimizer begins as new.
+    """
+
+    saved: Saved
+    engine: EngineCore
+    present: dict[str, Any]
+
+    @cached_property
+    def there(self) -> dict[str, tuple[int, LogicalTensor]]:
+        """What it has, by name: number and tensor."""
+        return {each.name: (number, each) for number, each in enumerate(self.saved.record.logical_tensors())}
+
+    @cached_property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters of this model by each of their names."""
+        return dict(self.engine.host.module.named_parameters(remove_duplicate=False))
+
+    @cached_property
+    def names(self) -> dict[str, str]:
+        """Name here -> name there, where a tied parameter goes by another of its names."""
+        found = {}
+        for tensor in self.engine.vps.tensors:
+            mine = self.parameters.get(tensor.name)
+            ties = (name for name, held in self.parameters.items() if held is mine and name in self.there)
+            found[tensor.name] = tensor.name if tensor.name in self.there else next(ties, tensor.name)
+        return found
+
+    @cached_property
+    def tensors(self) -> tuple[LogicalTensor, ...]:
+        """Those of this training; CheckpointError, naming all that do not match."""
+        others = {*self.names.values(), *(name for name, _ in self.engine.host.module.named_buffers())}
+        wrong = list[str]()
+        for tensor in self.engine.vps.tensors:
+            _, held = self.there.get(self.names[tensor.name], (0, None))
+            if held is None:
+                wrong.append(f"this model has {tensor.name!r} {tensor.shape}, which is not in it")
+            elif held.shape != tensor.shape:
+                wrong.append(f"it has {tensor.name!r} {held.shape}, and this model's is {tensor.shape}")
+            elif tensor.trainable and tensor.numel and (held.name, MASTER) not in self.saved.manifest.rows:
+                wrong.append(f"this model trains {tensor.name!r}, which has no master there: it was frozen")
+        for name, (_, held) in self.there.items():
+            if name not in others and not self._is_copy(name):
+                wrong.append(f"it has {name!r} {held.shape}, and this model has no such parameter")
+        if wrong:
+            more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+            raise CheckpointError(f"{'; '.join(wrong[:3])}{more}; build the model of the job that saved it")
+        return self.engine.vps.tensors
+
+    def _is_copy(self, name: str) -> bool:
+        """Whether it is a tied parameter's values once more."""
+        kind = MASTER if (name, MASTER) in self.saved.manifest.rows else WEIGHT
+        return name in self.parameters and any(
+            self.parameters.get(other) is self.parameters[name]
+            and self._digest(there, kind) == self._digest(name, kind)
+            for other, there in self.names.items()
+        )
+
+    def _digest(self, name: str, kind: str) -> int | None:
+        manifest = self.saved.manifest
+        return manifest.digest(name, kind) if (name, kind) in manifest.rows else None
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        """Under the names here."""
+        rows = dict(self.saved.manifest.rows)
+        for here, there in self.names.items():
+            if here != there:
+                for kind in self.saved.record.kinds:
+                    if (there, kind) in rows:
+                        rows[here, kind] = tuple(replace(row, tensor=here) for row in rows[there, kind])
+        return Manifest(rows)
+
+    def shared(self, numbers: Mapping[int, int]) -> dict[str, Any]:
+        """Return the carry of now with what the checkpoint says of it."""
+        said = self.carry
+        if "groups" in said:
+            said = {**said, "groups": self._groups(said["groups"])}
+        keys = {number: str(self.there[self.names[each.name]][0]) for number, each in enumerate(self.tensors)}
+        there = {
+            name: {number: table[key] for number, key in keys.items() if key in table}
+            for name, table in said.get("scalars", {}).items()
+        }
+        return over(self.present, {**said, "scalars": kept_scalars(self, there)})
+
+    def _groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """For each group here the hyper-parameters that its tensors had; CheckpointError if they had different ones."""
+        found: list[dict[str, Any]] = [{} for _ in self.present["groups"]]
+        first: dict[int, str] = {}
+        for tensor in self.tensors:
+            there = self.there[self.names[tensor.name]][1]
+            if not tensor.trainable or not there.trainable:
+                continue
+            mine = found[tensor.group]
+            if tensor.group in first and mine != groups[there.group]:
+                raise CheckpointError(
+                    f"{first[tensor.group]!r} and {tensor.name!r} are in one optimizer group here, and had different "
+                    "hyper-parameters there: build the same groups"
+                )
+            first.setdefault(tensor.group, tensor.name)
+            found[tensor.group] = groups[there.group]
+        return found
+
+    def rest(self, reader: Reader, layout: Layout, rank: int) -> dict[str, Any]:
+        found = rest_for(self.saved, reader, self.saved.record.world, 0)
+        for name, held in self.engine.host.module.named_buffers():
+            if name in self.there and name not in self.names.values():
+                found["buffers"][name] = self._buffer(reader, name, held.shape)
+        return found
+
+    def _buffer(self, reader: Reader, name: str, shape: torch.Size) -> torch.Tensor:
+        """A buffer that is among the tensors: another tool did not tell them apart."""
+        tensor = self.there[name][1]
+        rows: tuple[Row, ...] = ()
+        for kind in (MASTER, WEIGHT):
+            rows = rows or self.saved.manifest.rows.get((name, kind), ())
+        if tensor.shape != shape:
+            raise CheckpointError(
+                f"it has {name!r} {tensor.shape}, and this model's is {tuple(shape)}; build the model of the job that "
+                "saved it"
+            )
+        if not tensor.numel:
+            return torch.empty(shape)
+        if len(rows) != 1 or not reader.is_sound(rows[0]):
+            raise CheckpointDamaged(f"{self.path}: {name!r} is not what was saved; {WHERE_DAMAGED}")
+        return reader.values(rows[0]).to(named(rows[0].dtype)).view(shape)
+
+    def streams(self, layout: Layout, rank: int) -> streams.Streams:
+        return streams.capture()
+
+
+@dataclass(frozen=True, eq=False)
 class Stock:
-    """One of DeepSpeed's."""
+    """One of DeepSpeed's. present: the shared carry of now."""
 
     folder: ZeroFolder
     engine: EngineCore
@@ -197,45 +306,25 @@ class Stock:
 
     @property
     def client_state(self) -> dict[str, Any]:
-        found: dict[str, Any] = with_values(self.path, self.folder.client_state(NO_CLIENT_STATE))
+        found: dict[str, Any] = with_values(
+            self.path, {key: value for key, value in self.folder.model(0).items() if key not in NO_CLIENT_STATE}
+        )
         return found
 
     def shared(self, numbers: Mapping[int, int]) -> dict[str, Any]:
-        said, file = self.folder.model(0), self.folder.optimizer(0, 0)
-        groups = with_values(self.path, file.groups) or self.present["groups"]
-        if len(groups) != len(self.present["groups"]):
+        said, here = self.folder.model(0), len(self.present["groups"])
+        carry = carry_of(self.path, said, self.folder.optimizer(0, 0))
+        there = len(carry.get("groups", self.present["groups"]))
+        if there != here:
             raise CheckpointError(
-                f"{self.path} has {len(groups)} optimizer groups, and this job has {len(self.present['groups'])}; "
+                f"{self.path} has {there} optimizer groups, and this job has {here}; "
                 "build the optimizer with the groups of the job that saved it"
             )
         if said.get("data_sampler") is not None:
             logger.warning("%s: the position in the data is not taken over; loaders go on where they are", self.path)
-        return over(
-            self.present,
-            {
-                "counters": {name: int(said.get(name, 0)) for name in COUNTERS},
-                "windows": int(said.get("global_steps", 0)),
-                "groups": groups,
-                "scalars": self._scalars(),
-                "scaler": scaler_fields(file),
-                "scheduler": with_values(self.path, said.get("lr_scheduler")),
-                "random-LTD": with_values(self.path, said.get("random_ltd")),
-            },
-        )
-
-    def _scalars(self) -> dict[str, dict[str, float]]:
         with naming(self.path):
-            there, tensors = scalars_of(self.folder, self.space), self.space.tensors
-        moments = [kind for kind in self.kinds if row_of(kind).is_moment]
-
-        def find(name: str, number: int) -> float | None:
-            value = there.get(name, {}).get(number)
-            return None if value is None else number_of(self.path, value)
-
-        def has_moments(number: int) -> bool:
-            return any((tensors[number].name, kind) in self.manifest.rows for kind in moments)
-
-        return kept_scalars(self.engine, find, has_moments)
+            scalars = scalars_of(self.folder, self.space)
+        return over(self.present, {**carry, "scalars": kept_scalars(self, scalars)})
 
     def rest(self, reader: Reader, layout: Layout, rank: int) -> dict[str, Any]:
         wanted = {name for name, _ in self.engine.host.module.named_buffers()}
@@ -260,8 +349,49 @@ class Stock:
         found: dict[Key, int] = {}
         for record in gather("there", [[*key, f"{total:x}"] for key, total in mine.items()]).values():
             for tensor, kind, total in record:
-                found[tensor, kind] = (found.get((tensor, kind), 0) + int(total, 16)) & ((1 << 64) - 1)
+                found[tensor, kind] = (found.get((tensor, kind), 0) + int(total, 16)) & WORD
         return found
+
+
+Source = Universal | Stock
+
+
+def over(present: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
+    """The whole carry. said: keys as `checkpoint.others.foreign` has them; groups and scalars are numbered as here."""
+    taken = {key: said[key] for key in ("windows", "scalars") if key in said}
+    taken["counters"] = {**present["counters"], **said.get("counters", {})}
+    if "groups" in said:
+        taken["groups"] = [
+            {name: there.get(name, value) for name, value in here.items()}
+            for here, there in zip(present["groups"], said["groups"], strict=True)
+        ]
+    if "scaler" in said:
+        taken["scaling"] = taken_from(present["scaling"], said["scaler"])
+    for key in ("scheduler", "random-LTD"):
+        if present[key] is not None and said.get(key) is not None:
+            taken[key] = said[key]
+    return {**present, **taken}
+
+
+def kept_scalars(source: Stock | Converted, there: Mapping[str, Mapping[int, Any]]) -> dict[str, dict[str, float]]:
+    """The scalars that the present optimizer keeps: name -> number of the tensor -> value.
+
+    there: those that the source has. CheckpointError for one that is missing of a tensor whose moments are there.
+    """
+    engine, found = source.engine, dict[str, dict[str, float]]()
+    basic, moments = engine.host.basic_optimizer, {kind for kind in source.kinds if row_of(kind).is_moment}
+    for number, tensor in enumerate(engine.vps.tensors):
+        if not tensor.trainable or not tensor.numel:
+            continue
+        for name in rule_of(basic).scalars_of(basic.param_groups[tensor.group]):
+            value = there.get(name, {}).get(number)
+            if value is not None:
+                found.setdefault(name, {})[str(number)] = number_of(source.path, value)
+            elif any((tensor.name, kind) in source.manifest.rows for kind in moments):
+                raise CheckpointError(
+                    f"its optimizer has no {name!r} of {tensor.name!r}; use the optimizer of the job that saved it"
+                )
+    return found
 
 
 def damaged_rows(source: Source, reader: Reader, keys: list[Key], place: int, places: int) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ds_dynatrain.checkpoint import folder
-from ds_dynatrain.checkpoint.others import ZeroFolder, is_zero_folder, rules_then
+from ds_dynatrain.checkpoint.others import ZeroFolder, rules_then
 from ds_dynatrain.checkpoint.record import RECORD
 from ds_dynatrain.engine.checkpoints.opening import check_batch
 from ds_dynatrain.engine.checkpoints.restore import Part
@@ -45,11 +45,12 @@ def _is_read_here(engine: EngineCore, load_dir: Any, tag: Any, part: Part, trust
     except CheckpointError:
         return False  # DeepSpeed has words for it
     is_ours = (path / RECORD).is_file()
-    if part.is_read_here and not is_ours and is_zero_folder(path):
-        _refuse_another_batch(engine, path, trust_pickle)
+    held = None if is_ours else _opened(path, trust_pickle)
+    if part.is_read_here and held is not None:
+        check_batch(engine, held)
     if part.is_read_here:
-        return is_ours or (is_zero_folder(path) and _differs(engine, path, trust_pickle))
-    if is_ours or (is_zero_folder(path) and _is_beyond(engine, path, part, trust_pickle)):
+        return is_ours or (held is not None and _differs(engine, held))
+    if is_ours or (held is not None and _is_beyond(engine, held, part)):
         raise CheckpointError(
             f"load_checkpoint: a part of {path} (load_optimizer_states, load_module_only, custom_load_fn) is read by "
             "DeepSpeed, which cannot: it was saved by engine.save, or in another layout; load all "
@@ -58,38 +59,31 @@ def _is_read_here(engine: EngineCore, load_dir: Any, tag: Any, part: Part, trust
     return False
 
 
-def _refuse_another_batch(engine: EngineCore, path: Path, trust_pickle: bool) -> None:
-    """Raise CheckpointError for another global batch, where the folder is one that can be looked into."""
+def _opened(path: Path, trust_pickle: bool) -> ZeroFolder | None:
+    """A checkpoint of DeepSpeed's; None where it has experts or content that is not read here, or is none."""
     try:
-        held = ZeroFolder.open(path, trust_pickle)
+        return ZeroFolder.open(path, trust_pickle)
     except CheckpointError:
-        return
-    check_batch(engine, held)
+        return None
 
 
-def _differs(engine: EngineCore, path: Path, trust_pickle: bool) -> bool:
+def _differs(engine: EngineCore, held: ZeroFolder) -> bool:
     """Return whether a checkpoint was cut in another way: its layout, or what ZeRO cuts by (`ZeroRules`)."""
-    layout = engine.layout
     try:
-        held = ZeroFolder.open(path, trust_pickle)
         if not _is_same_layout(engine, held):
             return True
-        return (layout.pipe > 1 and not _trains_alike(engine, held)) or _is_cut_anew(engine, held)
+        return (engine.layout.pipe > 1 and not _trains_alike(engine, held)) or _is_cut_anew(engine, held)
     except CheckpointError:
-        return False  # experts, or content that is not read here: it has to be the same layout
+        return False  # content that is not read here: it has to be the same layout
 
 
-def _is_beyond(engine: EngineCore, path: Path, part: Part, trust_pickle: bool) -> bool:
+def _is_beyond(engine: EngineCore, held: ZeroFolder, part: Part) -> bool:
     """Return whether DeepSpeed would fail to read this part, or read nothing.
 
     It gathers the weights of stage 3 from files of as many ranks, and with `load_module_only` alone it leaves them out.
     """
     if part.load_optimizer_states and not part.load_module_only:
-        return _differs(engine, path, trust_pickle)
-    try:
-        held = ZeroFolder.open(path, trust_pickle)
-    except CheckpointError:
-        return False
+        return _differs(engine, held)
     is_gathered = not part.load_optimizer_states and _is_same_layout(engine, held)
     return 3 in (held.stage, engine.layout.zero_stage) and not is_gathered
 

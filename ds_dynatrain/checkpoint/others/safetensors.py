@@ -1,21 +1,36 @@
-"""What safetensors files tell: weights by name. One file, or a folder as Hugging Face writes it.
+"""safetensors files: what they tell, which is weights by name, and the weights of a checkpoint of ours as one.
 
-A folder has `model.safetensors`, or an index that says which of several files has which tensor.
+What is read is one file, or a folder as Hugging Face writes it: with `model.safetensors`, or an index that says which
+of several files has which tensor. What is written is one file, tensor by tensor: memory for the largest one is enough.
 """
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ds_dynatrain.checkpoint.files import WHERE_DAMAGED, open_regular, parsed, read_small
+from ds_dynatrain.checkpoint.extents import named
+from ds_dynatrain.checkpoint.files import (
+    WHERE_DAMAGED,
+    Progress,
+    appearing,
+    check_names,
+    is_component,
+    open_regular,
+    parsed,
+    read_small,
+    silent,
+)
 from ds_dynatrain.checkpoint.manifest import Manifest
-from ds_dynatrain.checkpoint.names import is_component
 from ds_dynatrain.checkpoint.others.foreign import Foreign, whole_row
 from ds_dynatrain.checkpoint.others.torch_files import Stored
+from ds_dynatrain.checkpoint.reading import Reader, proven
+from ds_dynatrain.checkpoint.record import Saved
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 from ds_dynatrain.space import WEIGHT, LogicalTensor
 
@@ -36,6 +51,8 @@ TYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool,
 }
 """By safetensors' names."""
+WRITTEN = {TYPES[name]: name for name in ("F64", "F32", "F16", "BF16")}
+"""Types that weights have, and what safetensors calls them."""
 MOST_BYTES = 100_000_000
 """Of an index."""
 
@@ -119,3 +136,38 @@ def header_of(path: Path) -> dict[str, Stored]:
     except (SafetensorError, OSError) as error:
         raise CheckpointDamaged(f"{path} is no safetensors file, or cut off: {error}; {WHERE_DAMAGED}") from None
     return found
+
+
+def to_safetensors(saved: Saved, path: Path, dtype: torch.dtype | None = None, progress: Progress = silent) -> int:
+    """Write all weights into one safetensors file that must not be there yet; its bytes.
+
+    dtype: of all weights, their own if None. The file has its name only when it is whole. CheckpointError for a type
+    that safetensors does not have here, or a file that is there; CheckpointDamaged for values that are not what was
+    saved.
+    """
+    tensors, types = saved.record.logical_tensors(), dict[str, torch.dtype]()
+    check_names([each.name for each in tensors], saved.record.kinds)
+    for tensor in tensors:
+        rows = saved.manifest.rows.get((tensor.name, WEIGHT), ())
+        types[tensor.name] = dtype or (named(rows[0].dtype) if rows else torch.float32)
+        if types[tensor.name] not in WRITTEN:
+            raise CheckpointError(
+                f"{saved.path}: {tensor.name!r} is {types[tensor.name]}, which is not written to safetensors; give "
+                "dtype= (--dtype) float32, bfloat16 or float16"
+            )
+    said: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for tensor in tensors:
+        begin, at = at, at + tensor.numel * types[tensor.name].itemsize
+        name = WRITTEN[types[tensor.name]]
+        said[tensor.name] = {"dtype": name, "shape": list(tensor.shape), "data_offsets": [begin, at]}
+    header = json.dumps(said).encode()
+    header += b" " * (-len(header) % 8)
+    with appearing(path) as part, part.open("xb") as file, Reader(saved.path, saved.manifest) as reader:
+        file.write(len(header).to_bytes(8, "little") + header)
+        for tensor in tensors:
+            file.write(proven(reader, tensor, WEIGHT, types[tensor.name]).view(-1).view(torch.uint8).numpy().data)
+            progress(tensor.numel * types[tensor.name].itemsize)
+        file.flush()
+        os.fsync(file.fileno())
+    return 8 + len(header) + at

@@ -1,0 +1,486 @@
+"""A DeepSpeed checkpoint as rows of a manifest: its buffers are those that the space predicts for its layout.
+
+What lies at which place in which buffer is not read from the checkpoint: it follows from the layout, as for living
+ranks. What the files say of themselves (names, sizes) is compared with it, and nothing is believed that does not agree.
+
+`read_zero` does without the model: the files have names, shapes and groups. The tensors of a flat buffer are taken in
+the order in which they lie there, so it does not matter how DeepSpeed had dealt them. Each stage of a pipeline is read
+as a checkpoint of its own. Stage 0 notes no names: there they are those of the weights, in the module's order, as long
+as there is one group, and the weights have to be casts of the masters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import starmap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ds_dynatrain.checkpoint.extents import WORD, Extent, placed
+from ds_dynatrain.checkpoint.files import WHERE_DAMAGED
+from ds_dynatrain.checkpoint.manifest import Manifest, Row
+from ds_dynatrain.checkpoint.others.foreign import (
+    Foreign,
+    cast_from_master,
+    in_order,
+    number_of,
+    stored_row,
+)
+from ds_dynatrain.checkpoint.others.torch_files import Stored
+from ds_dynatrain.checkpoint.others.zero_files import (
+    OptimizerFile,
+    ZeroFolder,
+    carry_of,
+    configured_type,
+    frozen_shapes,
+    groups_of,
+)
+from ds_dynatrain.checkpoint.reading import Reader
+from ds_dynatrain.errors import CheckpointDamaged, CheckpointError, LayoutError
+from ds_dynatrain.space import (
+    FROZEN,
+    MASTER,
+    WEIGHT,
+    BufferId,
+    Kind,
+    Layout,
+    LogicalTensor,
+    Pieces,
+    VirtualParameterSpace,
+    ZeroRules,
+    row_of,
+    standard_kinds,
+)
+from ds_dynatrain.space.zero import LocalSpace, flat_order
+
+SUB_GROUP_SIZE = 10**9
+"""DeepSpeed's own default."""
+ALIGNED_BYTES = 16
+"""What `parameter_alignment` rounds the start of a tensor up to."""
+FORMAT = "a checkpoint of DeepSpeed's save_checkpoint"
+TIED = "tied_modules."
+"""What parameters of a pipeline's tied layers are called, which lie in its files under the numbers of their layers."""
+INSTEAD = "load it into an engine with load_checkpoint, and save it with engine.save"
+Shapes = Mapping[str, tuple[int, ...]]
+Held = dict[tuple[str, BufferId], Stored]
+
+
+def rows_of(folder: ZeroFolder, vps: VirtualParameterSpace, weight: torch.dtype) -> list[Row]:
+    """Where every element of masters, moments and frozen weights lies; trained weights are casts of their masters.
+
+    vps: of `then`. weight: the type of weights that are cast. Digests are left 0. Frozen weights that it was saved
+    without have no rows (`frozen_left_out`). CheckpointError, naming the parameter, for a checkpoint of another model.
+    """
+    layout = vps.layout
+    rows = [cast_from_master(each, weight) for each in vps.tensors if each.trainable and each.numel]
+    for rank in range(layout.world_size):
+        local, part = vps.local(layout, rank), part_of(layout, rank)
+        check_names(folder, part, local)
+        held = held_by(folder, part, local)
+        present = {kind for kind, _ in held}
+        for kind in vps.present_kinds(layout):
+            if kind in present:
+                rows += _rows(vps, kind, vps.owned(layout, rank, kind), held)
+    return rows
+
+
+def frozen_left_out(vps: VirtualParameterSpace, manifest: Manifest) -> tuple[int, ...]:
+    """Numbers of the frozen tensors that a checkpoint was saved without."""
+    return tuple(
+        number
+        for number, each in enumerate(vps.tensors)
+        if not each.trainable and each.numel and (each.name, WEIGHT) not in manifest.rows
+    )
+
+
+def layout_of(folder: ZeroFolder) -> Layout:
+    """The layout that a checkpoint was saved in; sequence ranks count as data ranks, since ZeRO cuts over both."""
+    axis = "pipe" if folder.layers else "tensor"
+    return Layout(zero_stage=folder.stage, data=folder.ranks).replace(**{axis: folder.parts})
+
+
+def rules_then(folder: ZeroFolder, rules: ZeroRules) -> ZeroRules:
+    """The rules of a training, with the numbers of the configuration that the checkpoint was saved under."""
+    raw = folder.optimizer(0, 0).raw
+    zero = folder.config.get("zero_optimization") or {}
+    plain = frozenset({1, 2} if "zero_stage" in raw else ())  # BF16_Optimizer knows neither option
+    low = any((folder.config.get(name) or {}).get("enabled") for name in ("bf16", "bfloat16", "fp16"))
+    try:
+        size = int(zero.get("sub_group_size", SUB_GROUP_SIZE))
+    except (TypeError, ValueError):
+        raise CheckpointError(
+            f"sub_group_size was {zero['sub_group_size']!r}, which is no number; {WHERE_DAMAGED}"
+        ) from None
+    return replace(
+        rules,
+        sub_group_size=size,
+        flat_without_zero="fp32_groups_flat" in raw,
+        parts_without_zero=False,
+        round_robin_stages=plain if zero.get("round_robin_gradients") else frozenset(),
+        aligned_stages=plain if any(map(any, raw.get("param_alignment_paddings") or ())) else frozenset(),
+        weight_alignment=ALIGNED_BYTES // (2 if low else 4),
+    )
+
+
+def then(folder: ZeroFolder, vps: VirtualParameterSpace) -> VirtualParameterSpace:
+    """The space of the same model under the layout and rules that a checkpoint was saved under.
+
+    CheckpointError for a layout that the model cannot have, or states that are not read here.
+    """
+    folder.check_ranks()
+    layout = layout_of(folder)
+    rules, members = rules_then(folder, vps.rules), tuple(range(layout.world_size))
+    if any(kind.overlaps(layout) for kind in vps.kinds):
+        raise CheckpointError(
+            "states of whole tensors (Muon's) are not read from a checkpoint of DeepSpeed's; load it with DeepSpeed "
+            "in the layout that wrote it, and save it with engine.save"
+        )
+    space = VirtualParameterSpace(vps.line, rules, vps.kinds, layout, members, vps.partitioner)
+    try:
+        space.mesh(layout)
+    except LayoutError as error:
+        raise CheckpointError(
+            f"it was saved in {layout}, which this model cannot have: {error}; load it in the job that saved it, and "
+            "save it with engine.save"
+        ) from None
+    return space
+
+
+def part_of(layout: Layout, rank: int) -> int:
+    """The model-parallel rank in DeepSpeed's file names: stages, and tensor ranks in them."""
+    place = layout.coordinate(rank)
+    return place["pipe"] * layout.tensor + place["tensor"]
+
+
+def check_names(folder: ZeroFolder, part: int, local: LocalSpace) -> None:
+    """CheckpointError, naming the parameter, unless the local tensors are those that were saved, in this order."""
+    said = folder.shapes(part)
+    if said is None:
+        return
+    there = {name: shape for group in said for name, shape in group.items()}
+    here = {each.name: each.shape for each in local.tensors if each.trainable and each.numel}
+    for name, shape in there.items():
+        if here.get(name) != shape:
+            mine = f"one of {here[name]}" if name in here else "no such trained parameter"
+            raise CheckpointError(
+                f"it has {name!r} {shape}, and this model has {mine}; build the model of the job that saved it"
+            )
+    missing = [name for name in here if name not in there]
+    if missing:
+        raise CheckpointError(
+            f"this model trains {missing[0]!r}, which was not trained there; freeze it, as in the job that saved it"
+        )
+    for wanted, found in zip(_order(local), there, strict=True):
+        if wanted != found:
+            raise CheckpointError(
+                f"its optimizer has {found!r} where this one has {wanted!r}; build the same groups, in the same order"
+            )
+
+
+def _order(local: LocalSpace) -> Iterator[str]:
+    """Names of the trained local tensors in the order of the optimizer's buffers."""
+    groups = sorted({each.group for each in local.tensors if each.trainable and each.numel})
+    flat = local.layout.zero_stage in (1, 2)
+    for group in groups:
+        if flat:
+            for number in flat_order(local.line, local.rules, local.layout, group)[0].tolist():
+                yield local.tensors[number].name
+        else:
+            yield from (each.name for each in local.tensors if each.group == group and each.numel)
+
+
+def _buffers(folder: ZeroFolder, file: OptimizerFile, local: LocalSpace) -> dict[BufferId, list[int]]:
+    """The buffers of a rank's optimizer, in order, and the numbers of the tensors in each."""
+    trained = [number for number, tensor in enumerate(local.tensors) if tensor.trainable and tensor.numel]
+    found: dict[BufferId, list[int]] = {}
+    if folder.stage == 3:
+        found = {BufferId("subgroup", number): [] for number in range(len(file.masters))}
+        numbers, pieces = local.rows(MASTER)
+        for number, buffer in zip(numbers.tolist(), pieces.buffer.tolist(), strict=True):
+            found.setdefault(pieces.buffers[buffer], []).append(number)
+    elif folder.stage or "fp32_groups_flat" in file.raw:
+        for number in sorted(trained, key=lambda number: local.tensors[number].group):
+            found.setdefault(BufferId("group", local.tensors[number].group), []).append(number)
+    else:
+        found = {BufferId("tensor", number): [number] for number in trained}
+    return found
+
+
+def held_by(folder: ZeroFolder, part: int, local: LocalSpace) -> Held:
+    """The buffers of one rank that are in the checkpoint, under the names that the space has for them."""
+    file = folder.optimizer(part, local.zero_rank)
+    buffers = _buffers(folder, file, local)
+    masters = file.masters or _from_module(folder, part, [local.tensors[each.index].name for each in buffers])
+    if len(buffers) != len(masters):
+        raise CheckpointError(
+            f"it has {len(masters)} buffers of masters, and this model would have {len(buffers)}; build the same model "
+            "and groups"
+        )
+    found: Held = {(MASTER, name): held for name, held in zip(buffers, masters, strict=True)}
+    known = {kind.name for kind in local.kinds if row_of(kind.name).is_moment}
+    for name, state in zip(buffers, _in_order(file, len(buffers)), strict=True):
+        found.update({(kind, name): state[kind] for kind in known if isinstance(state.get(kind), Stored)})
+    return {**found, **_frozen(folder, part, local)}
+
+
+def _in_order(file: OptimizerFile, count: int) -> list[Mapping[str, Any]]:
+    if not any(file.states):
+        return [{}] * count
+    if len(file.states) != count:
+        raise CheckpointError(
+            f"its optimizer has states of {len(file.states)} buffers, and {count} are expected; where a stage had "
+            "nothing of a group without ZeRO, load it in the layout that saved it, and save it with engine.save"
+        )
+    return file.states
+
+
+def _from_module(folder: ZeroFolder, part: int, names: list[str]) -> list[Stored]:
+    weights = folder.weights(part)
+    for name in names:
+        if name not in weights:
+            raise CheckpointError(
+                f"it has no {name!r}, which this model trains; freeze it, or build the model of the job that saved it"
+            )
+    return [weights[name] for name in names]
+
+
+def _frozen(folder: ZeroFolder, part: int, local: LocalSpace) -> Held:
+    found: Held = {}
+    for number, tensor in enumerate(local.tensors):
+        if tensor.trainable or not tensor.numel:
+            continue
+        if folder.stage == 3:
+            held = (folder.model(part, local.zero_rank).get("frozen_param_fragments") or {}).get(tensor.name)
+            name = BufferId("partition", number)
+        else:
+            held, name = folder.weights(part).get(tensor.name), BufferId("tensor", number)
+        if isinstance(held, Stored):
+            found[WEIGHT, name] = held
+        elif held is not None:
+            raise CheckpointDamaged(f"the frozen {tensor.name!r} is a {type(held).__name__} in it, and no tensor")
+    return found
+
+
+def _rows(vps: VirtualParameterSpace, kind: str, pieces: Pieces, held: Held) -> Iterator[Row]:
+    """The rows of a rank's pieces; CheckpointError for a buffer that cannot be the one that is expected."""
+    for number in np.unique(pieces.buffer).tolist():
+        here, name = np.flatnonzero(pieces.buffer == number), pieces.buffers[number]
+        if kind == WEIGHT and (kind, name) not in held:
+            continue  # it is trained, and cast from its master, or frozen, and was left out
+        of_buffer = pieces.take(here, pieces.start[here], pieces.stop[here])
+        stored = _checked_buffer(vps, kind, name, of_buffer, held.get((kind, name)))
+        memory = {name: torch.empty(stored.numel, dtype=stored.dtype, device="meta")}
+        for tensor, extent, (matrix,) in placed(vps.line, (of_buffer,), (memory,)):
+            first, stride = int(matrix.storage_offset()), int(matrix.stride(0))
+            if extent.count == 1 or stride == extent.length:  # its runs follow one another in the file
+                yield stored_row(vps.tensors[tensor], kind, stored, extent, first)
+                continue
+            for run in range(extent.count):
+                alone = Extent(extent.start + run * extent.step, extent.length, 0, 1)
+                yield stored_row(vps.tensors[tensor], kind, stored, alone, first + run * stride)
+
+
+def _checked_buffer(
+    vps: VirtualParameterSpace, kind: str, name: BufferId, pieces: Pieces, stored: Stored | None
+) -> Stored:
+    end = int((pieces.offset + pieces.stop - pieces.start).max())
+    what = f"{kind} of {name.place} {name.index}"
+    if name.place == "tensor":
+        what = f"{kind} of {vps.tensors[name.index].name!r}"
+    if stored is None:
+        raise CheckpointDamaged(f"{what} is not in it; {WHERE_DAMAGED}")
+    if not stored.is_dense:
+        raise CheckpointError(
+            f"{what} is not stored row by row in {stored.file}; save the checkpoint again with contiguous tensors"
+        )
+    if stored.numel < end:
+        raise CheckpointError(
+            f"{what} has {stored.numel} elements in {stored.file}, and {end} are expected; build the model of the job "
+            "that saved it"
+        )
+    return stored
+
+
+def scalars_of(folder: ZeroFolder, vps: VirtualParameterSpace) -> dict[str, dict[int, Any]]:
+    """Optimizer scalars: name -> tensor number -> value, a number or where it is stored. vps: of `then`."""
+    layout = vps.layout
+    found: dict[str, dict[int, Any]] = {}
+    for rank in range(layout.world_size):
+        local = vps.local(layout, rank)
+        if local.zero_rank:
+            continue
+        file = folder.optimizer(part_of(layout, rank), 0)
+        for numbers, state in zip(_buffers(folder, file, local).values(), file.states, strict=False):
+            for name, value in state.items():
+                is_scalar = isinstance(value, int | float) or (isinstance(value, Stored) and value.numel == 1)
+                if is_scalar and not any(kind.name == name for kind in vps.kinds):
+                    found.setdefault(name, {}).update(dict.fromkeys(numbers, value))
+    return found
+
+
+# ---- without the model -----------------------------------------------------------------------------------------------
+
+
+def read_zero(path: Path, trust_pickle: bool = False) -> Foreign:
+    """Describe a checkpoint; CheckpointError for one that cannot be read without its model, CheckpointDamaged if a
+    part of it is missing.
+    """
+    folder = ZeroFolder.open(path, trust_pickle)
+    folder.check_ranks()
+    if folder.parts > 1 and not folder.layers:
+        raise CheckpointError(f"{path} is of {folder.parts} tensor ranks, whose cuts it does not note: {INSTEAD}")
+    tensors, rows = dict[str, LogicalTensor](), dict[tuple[str, str], tuple[Row, ...]]()
+    scalars: dict[str, dict[str, float]] = {}
+    folder = replace(folder, prefixes=_prefixes(folder))
+    parts = [folder.alone(part) for part in range(folder.parts)]
+    others = {name: tuple(shape) for part in parts for name, shape in _shapes_in(part).items()}
+    for alone in parts:
+        space = space_of(alone, others)
+        found = Manifest.of(rows_of(alone, space, weight_type(alone)))
+        for number in frozen_left_out(space, found):
+            raise CheckpointDamaged(f"{path} names the frozen {space.tensors[number].name!r}, and has no values of it")
+        if alone.model(0).get("param_shapes") is None:
+            _check_casts(alone, found)
+        new = {each.name: each for each in space.tensors if each.name not in tensors}  # stages share tied ones
+        tensors.update(new)
+        rows.update({key: held for key, held in found.rows.items() if key[0] in new})
+        for name, table in scalars_of(alone, space).items():
+            plain = {space.tensors[number].name: number_of(path, value) for number, value in table.items()}
+            scalars.setdefault(name, {}).update({key: value for key, value in plain.items() if key in new})
+    ordered = in_order(tensors.values())
+    numbers = {each.name: str(number) for number, each in enumerate(ordered)}
+    carry = carry_of(path, folder.model(0), folder.optimizer(0, 0))
+    carry["scalars"] = {name: {numbers[key]: value for key, value in table.items()} for name, table in scalars.items()}
+    buffers = {
+        name: weights[name]
+        for part, weights in ((each, each.weights(0)) for each in parts)
+        for name in part.buffer_names
+        if name in weights
+    }
+    step, left_out = int(folder.model(0).get("global_steps", 0)), ("the client state",)
+    return Foreign(path, FORMAT, Manifest(rows), ordered, step, carry, buffers, left_out, folder.archives)
+
+
+def _shapes_in(folder: ZeroFolder) -> dict[str, tuple[int, ...]]:
+    return {
+        **{name: shape for table in folder.shapes(0) or () for name, shape in table.items()},
+        **dict.fromkeys(folder.buffer_names, ()),
+    }
+
+
+def _prefixes(folder: ZeroFolder) -> tuple[str, ...]:
+    """Names of a pipeline's layers: their numbers (empty), or of tied ones what their trained parameters are called."""
+    tied: dict[tuple[str, tuple[int, ...]], set[str]] = {}
+    for part in range(folder.parts):
+        for name, shape in _shapes_in(folder.alone(part)).items():
+            if name.startswith(TIED):
+                key, _, rest = name.removeprefix(TIED).partition(".")
+                tied.setdefault((rest, shape), set()).add(f"{TIED}{key}")
+    found = [str(number) for number in range(1 + max(folder.layers, default=-1))]
+    for name, held in folder.weights(0).items() if folder.layers else ():
+        number, _, rest = name.partition(".")
+        keys = tied.get((rest, held.shape), set()) - {found[int(number)]}
+        if keys and (len(keys) > 1 or found[int(number)] != number):
+            raise CheckpointError(f"{folder.path}: which tied layer {name!r} is of is not clear: {INSTEAD}")
+        found[int(number)] = next(iter(keys), found[int(number)])
+    return tuple(found)
+
+
+# ---- the space of one part -------------------------------------------------------------------------------------------
+
+
+def space_of(folder: ZeroFolder, others: Shapes) -> VirtualParameterSpace:
+    """The space of a checkpoint of one model-parallel rank, under the layout that it was saved in.
+
+    others: what other ranks trained.
+    """
+    layout, file = layout_of(folder), folder.optimizer(0, 0)
+    if any("use_muon" in group for group in file.groups):
+        raise CheckpointError(f"{folder.path} has states of whole tensors (Muon's): {INSTEAD}")
+    shapes = folder.shapes(0)
+    trained = (
+        _by_order(folder)
+        if shapes is None
+        else [
+            LogicalTensor(name, shape, group)
+            for group, table in zip(groups_of(folder.path, file.groups, len(shapes)), shapes, strict=True)
+            for name, shape in table.items()
+        ]
+    )
+    said, known = folder.model(0), {*others, *(each.name for each in trained)}
+    is_noted = said.get("frozen_param_shapes") is not None or shapes is not None
+    there = frozen_shapes(said, folder.weights(0), known) if is_noted else {}
+    frozen = [LogicalTensor(name, shape, FROZEN) for name, shape in there.items()]
+    rules = replace(rules_then(folder, ZeroRules()), round_robin_stages=frozenset())
+    weight = weight_type(folder)
+    master = file.masters[0].dtype if file.masters else weight
+    kinds = standard_kinds(weight.itemsize, master.itemsize, _moments(folder))
+    return VirtualParameterSpace.of([*trained, *frozen], rules, kinds, layout, range(layout.world_size))
+
+
+def weight_type(folder: ZeroFolder) -> torch.dtype:
+    """Of the weights that were trained with; from the configuration where the files have none."""
+    others = {*folder.buffer_names, *(folder.model(0).get("frozen_param_shapes") or ())}
+    for name, held in folder.weights(0).items():
+        if name not in others and held.dtype.is_floating_point:
+            return held.dtype
+    return configured_type(folder.config)
+
+
+def _by_order(folder: ZeroFolder) -> list[LogicalTensor]:
+    """Trained tensors of stage 0: all of the module, in its order; CheckpointError if these cannot be they."""
+    file = folder.optimizer(0, 0)
+    found: dict[tuple[str, int], LogicalTensor] = {}
+    for name, held in folder.weights(0).items():
+        if name not in folder.buffer_names:
+            found.setdefault((held.file, held.offset), LogicalTensor(name, held.shape))
+    tensors = [each for each in found.values() if each.numel]
+    shapes = [each.shape for each in tensors]
+    there = [held.shape for held in file.masters if len(held.shape) or held.numel]
+    is_flat = "fp32_groups_flat" in file.raw or bool(folder.optimizers)
+    agrees = is_flat or (not there and len(_in_use(file)) in (0, len(shapes))) or there == shapes
+    if not there and agrees:
+        agrees = all(_agrees(state, shape) for state, shape in zip(_in_use(file), shapes, strict=False))
+    if len(file.groups) != 1 or not agrees:
+        raise CheckpointError(
+            f"{folder.path}, of ZeRO stage 0, does not say which of its optimizer's states is of which parameter, and "
+            f"has {len(file.groups)} groups or frozen parameters: {INSTEAD}"
+        )
+    return tensors
+
+
+def _in_use(file: OptimizerFile) -> list[Mapping[str, Any]]:
+    return [state for state in file.states if state]
+
+
+def _agrees(state: Mapping[str, Any], shape: tuple[int, ...]) -> bool:
+    return all(held.shape in ((), shape) for held in state.values() if isinstance(held, Stored))
+
+
+def _moments(folder: ZeroFolder) -> Iterator[Kind]:
+    """What the optimizer keeps of each element: what is no scalar."""
+    found: dict[str, int] = {}
+    for rank in range(folder.ranks):
+        for state in folder.optimizer(0, rank).states:
+            for name, held in state.items():
+                if isinstance(held, Stored) and held.shape:
+                    found.setdefault(name, held.dtype.itemsize)
+    return starmap(Kind, found.items())
+
+
+def _check_casts(folder: ZeroFolder, manifest: Manifest) -> None:
+    """CheckpointError unless each weight of the module is the cast of the master that is taken for its own."""
+    weights = folder.weights(0)
+    with Reader(folder.path, manifest, links=True) as reader:
+        for (name, kind), rows in manifest.rows.items():
+            if kind != MASTER or rows[0].file == weights[name].file:
+                continue
+            mine = sum(reader.digest(row, weights[name].dtype) for row in rows)
+            held = manifest.rows[name, WEIGHT][0]
+            there = reader.digest(replace(held, file=weights[name].file, offset=weights[name].offset))
+            if (mine - there) & WORD:
+                raise CheckpointError(f"{folder.path} does not say which of its masters is {name!r}'s: {INSTEAD}")
