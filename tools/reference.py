@@ -37,9 +37,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "ds_dynatrain.extension.Extension",
     ),
     "The engine": ("ds_dynatrain.engine.engine.DynatrainEngine",),
-    "DeepSpeed's calls that do more here": (
-        "ds_dynatrain.engine.pipeline.DynatrainPipelineEngine",
-    ),
+    "DeepSpeed's calls that do more here": ("ds_dynatrain.engine.pipeline.DynatrainPipelineEngine",),
     "What the engine gives": (
         "ds_dynatrain.engine.pending.PendingSwitch",
         "ds_dynatrain.engine.pending.SwitchEstimate",
