@@ -6,13 +6,12 @@ with them, in messages of the ordinary transport, of lengths that both know.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import chain
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from ds_dynatrain.errors import TransferError
@@ -23,14 +22,10 @@ from ds_dynatrain.transfer.regions import Buffers, Key, Places, Regions
 from ds_dynatrain.transfer.series import Matrix, pairs
 from ds_dynatrain.transfer.transport import Handle, Transport
 
-UInt8s = npt.NDArray[np.uint8]
-Table = UInt8s
-"""Of bytes, a row for each buffer."""
-
 WHERE, DONE = 2, 3
 """Tags: where buffers are; that they are no longer read."""
-RECORD_BYTES = HANDLE_BYTES + 16
-"""Of one buffer: the handle of its allocation, its offset in that, and its length in bytes."""
+RECORD = struct.Struct(f"={HANDLE_BYTES}sqq")
+"""What is said of one buffer: the handle of its allocation, its offset in that, and its length in bytes."""
 
 
 @dataclass(frozen=True)
@@ -102,10 +97,11 @@ class Pulling:
         for pull, lent in zip(self.pulls, self.lent, strict=True):
             if lent.data:
                 held = dict(zip(pull.lent.keys, lent.data, strict=True))
-                table = torch.from_numpy(np.concatenate([_record(self.memory, key, held[key]) for key in sorted(held)]))
-                self._waits.append(self.transport.send(table, pull.peer, WHERE))
+                records = b"".join(_record(self.memory, key, held[key]) for key in sorted(held))
+                said = torch.frombuffer(bytearray(records), dtype=torch.uint8)
+                self._waits.append(self.transport.send(said, pull.peer, WHERE))
                 self._waits.append(self.transport.receive(self._end(), pull.peer, DONE))
-            table = torch.empty(len(pull.theirs.keys) * RECORD_BYTES, dtype=torch.uint8)
+            table = torch.empty(len(pull.theirs.keys) * RECORD.size, dtype=torch.uint8)
             self._places.append((table, self.transport.receive(table, pull.peer, WHERE)))
 
     def run(self, deadline: float) -> None:
@@ -116,7 +112,7 @@ class Pulling:
             begins = dict[bytes, int]()  # of allocations, each of which is opened once
             for pull, into, (table, handle) in zip(self.pulls, self.into, self._places, strict=True):
                 handle.wait(deadline)
-                where = _where(pull, table.numpy().reshape(-1, RECORD_BYTES))
+                where = _where(pull, table)
                 for allocation, _ in where:
                     if allocation not in begins:
                         begins[allocation] = self.memory.open(allocation)
@@ -134,25 +130,23 @@ class Pulling:
         return self._ends[-1]
 
 
-def _record(memory: DeviceMemory, key: Key, held: torch.Tensor) -> UInt8s:
+def _record(memory: DeviceMemory, key: Key, held: torch.Tensor) -> bytes:
     """Say where a buffer is, for those who read it."""
     if held.device.type == "cpu":
         raise TransferError(
             f"{key[0]} in {tuple(key[1])} lies on {held.device}, and others look for it on an accelerator"
         )
-    shared = memory.share(held)
-    numbers = np.array([shared.offset, held.numel()], dtype=np.int64)
-    return np.concatenate([np.frombuffer(shared.handle, dtype=np.uint8), numbers.view(np.uint8)])
+    return RECORD.pack(*memory.share(held), held.numel())
 
 
-def _where(pull: Pull, table: Table) -> list[tuple[bytes, int]]:
+def _where(pull: Pull, table: torch.Tensor) -> list[tuple[bytes, int]]:
     """Handle and offset of each buffer that is read; TransferError for one that is shorter than what is read of it."""
-    records, where = dict(zip(sorted(pull.theirs.keys), table, strict=True)), []
+    records, where = dict(zip(sorted(pull.theirs.keys), RECORD.iter_unpack(table.numpy().tobytes()), strict=True)), []
     for key, needed in zip(pull.theirs.keys, pull.theirs.reach.tolist(), strict=True):
-        offset, length = records[key][HANDLE_BYTES:].view(np.int64).tolist()
+        handle, offset, length = records[key]
         if needed > length:
             raise TransferError(
                 f"member {pull.peer} has {length} bytes of {key[0]} in {tuple(key[1])}, and {needed} are read there"
             )
-        where.append((records[key][:HANDLE_BYTES].tobytes(), offset))
+        where.append((handle, offset))
     return where
