@@ -35,24 +35,23 @@ class Shared(NamedTuple):
     offset: int
 
 
+END_OF_COPY = (
+    ("x", ctypes.c_size_t),
+    ("y", ctypes.c_size_t),
+    ("type", ctypes.c_int),
+    ("host", ctypes.c_void_p),
+    ("device", ctypes.c_uint64),
+    ("array", ctypes.c_void_p),
+    ("pitch", ctypes.c_size_t),
+)
+
+
 class _Copy2D(ctypes.Structure):
     """`CUDA_MEMCPY2D`."""
 
     _fields_ = (
-        ("from_x", ctypes.c_size_t),
-        ("from_y", ctypes.c_size_t),
-        ("from_type", ctypes.c_int),
-        ("from_host", ctypes.c_void_p),
-        ("from_device", ctypes.c_uint64),
-        ("from_array", ctypes.c_void_p),
-        ("from_pitch", ctypes.c_size_t),
-        ("into_x", ctypes.c_size_t),
-        ("into_y", ctypes.c_size_t),
-        ("into_type", ctypes.c_int),
-        ("into_host", ctypes.c_void_p),
-        ("into_device", ctypes.c_uint64),
-        ("into_array", ctypes.c_void_p),
-        ("into_pitch", ctypes.c_size_t),
+        *((f"from_{name}", kind) for name, kind in END_OF_COPY),
+        *((f"into_{name}", kind) for name, kind in END_OF_COPY),
         ("width", ctypes.c_size_t),
         ("height", ctypes.c_size_t),
     )
