@@ -107,13 +107,14 @@ class DeviceTable:
         """Bytes of memory that it takes."""
         return sum(each.nbytes for each in (self.columns, self.source, self.programs))
 
-    def digests(self, addresses: Sequence[int], tensors: int) -> UInt64s:
-        """Digest of each of `tensors` tensors, with the buffers at these addresses; needs Triton."""
+    def digests(self, data: Sequence[torch.Tensor], tensors: int) -> UInt64s:
+        """Digest of each of `tensors` tensors, from these buffers; needs Triton."""
         if not self.programs.shape[1]:
             return np.zeros(tensors, dtype=np.uint64)
         from ds_dynatrain.transfer.digest_kernel import launch
 
-        base, (buffer, end) = torch.tensor(addresses, dtype=torch.int64), self.ends
+        buffer, end = self.ends
+        base = torch.tensor([values.data_ptr() for values in data], dtype=torch.int64)
         columns = self.columns.clone()
         columns[0] += base.to(columns.device)[self.source]
         width = gcd(self.width, _width(base.numpy()[buffer] + end))

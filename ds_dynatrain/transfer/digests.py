@@ -70,7 +70,7 @@ def digest_on_device(values: torch.Tensor, start: int = 0) -> int:
     if not has_kernel(values.device):
         return by_arithmetic(data, start * size)
     run = device_digest.Runs(*(np.array([value]) for value in (0, start * size, data.numel(), 0)))
-    return int(DeviceTable.of(run, np.array([0]), values.device).digests([data.data_ptr()], 1)[0])
+    return int(DeviceTable.of(run, np.array([0]), values.device).digests([data], 1)[0])
 
 
 def check_flat(values: torch.Tensor) -> None:
@@ -143,37 +143,31 @@ class ReadyDigest:
     forms: tuple[Form, ...]
     reach: tuple[int, ...]
     tensors: int
-    rows: tuple[Rows, ...]
-    tables: tuple[DeviceTable, ...]
+    parts: tuple[Rows | DeviceTable, ...]
 
     @staticmethod
     def of(pieces: Pieces, forms: Sequence[Form], bases: Int64s) -> ReadyDigest:
         """Made ready for buffers of these forms, of which `pieces` names as many; the rest as in `digest_pieces`."""
         reach = _reach(pieces, bases)
         columns, sizes = _cut_at_tensors(pieces, bases), np.array([form.itemsize for form in forms], dtype=np.int64)
-        rows, tables = [], []
+        parts = list[Rows | DeviceTable]()
         devices = {form.device for form in forms}
         for device in devices:
             mine = columns if len(devices) == 1 else _only(columns, np.array([form.device == device for form in forms]))
-            if has_kernel(device):
-                tables.append(_table(mine, sizes, device))
-            else:
-                rows.append(_rows(mine, sizes, device))
-        return ReadyDigest(pieces.buffers, tuple(forms), reach, len(bases) - 1, tuple(rows), tuple(tables))
+            parts.append((_table if has_kernel(device) else _rows)(mine, sizes, device))
+        return ReadyDigest(pieces.buffers, tuple(forms), reach, len(bases) - 1, tuple(parts))
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory that it takes, on all devices."""
-        return sum(rows.nbytes for rows in self.rows) + sum(table.nbytes for table in self.tables)
+        return sum(part.nbytes for part in self.parts)
 
     def digests(self, buffers: Mapping[BufferId, torch.Tensor]) -> UInt64s:
         """One number per tensor; TransferError if these are not the buffers that it was made ready for."""
         data = [self._checked(buffers, number) for number in range(len(self.buffers))]
         sums = np.zeros(self.tensors, dtype=np.uint64)
-        for rows in self.rows:
-            sums += rows.digests(data, self.tensors)
-        for table in self.tables:
-            sums += table.digests([values.data_ptr() for values in data], self.tensors)
+        for part in self.parts:
+            sums += part.digests(data, self.tensors)
         return sums
 
     def _checked(self, buffers: Mapping[BufferId, torch.Tensor], number: int) -> torch.Tensor:

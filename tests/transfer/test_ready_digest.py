@@ -175,7 +175,7 @@ def test_what_is_weighed_at_once_by_numpy_is_not_spread_too_far(monkeypatch: pyt
         monkeypatch.setattr(digests, "is_compiled", lambda compiled=compiled: compiled)
         monkeypatch.setattr(digests, "summer", InNumpy if not compiled else summer)
         ready = ReadyDigest.of(pieces, Form.all_of(held, NAMES[:1]), bases)
-        numbers[compiled] = ready.rows[0].table.shape[1], ready.digests(held).tolist()
+        numbers[compiled] = ready.parts[0].table.shape[1], ready.digests(held).tolist()
     assert numbers[True][1] == numbers[False][1]
     assert numbers[True][0] < 4 and numbers[False][0] == len(start)
 
