@@ -21,13 +21,13 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from ds_dynatrain.adapters.compiled import compiled_by_wrapping, compiled_in_place
 from ds_dynatrain.adapters.device import is_accelerated, synchronize
-from ds_dynatrain.balance.profile import Floats
 from ds_dynatrain.errors import ConfigError
 
 Mark = tuple[int, Any]
@@ -45,8 +45,8 @@ class StageTimes:
     load_seconds, message_seconds, beside_seconds: see `balance.profile.Profile`; of the thread, so 0 on accelerators.
     """
 
-    forward: Floats
-    backward: Floats
+    forward: npt.NDArray[np.float64]
+    backward: npt.NDArray[np.float64]
     step_seconds: float
     stepped: int
     output_bytes: Sequence[int]
@@ -113,7 +113,7 @@ class Timer:
         if self._marks is not None:
             self._marks.append((layer, now()))
 
-    def _seconds(self, is_backward: bool) -> Floats:
+    def _seconds(self, is_backward: bool) -> npt.NDArray[np.float64]:
         """[passes, layers] of a whole micro-batch each; passes without a sample of their own count nothing."""
         counted = [(marks, share) for marks, share in self._passes[is_backward] if share]
         found = np.zeros((len(counted), self._layers))
