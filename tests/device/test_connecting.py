@@ -34,17 +34,17 @@ REASONS = {"raises": "member 1: RuntimeError: no way there", "hangs": "has not c
 @contextmanager
 def cannot_connect(how: str) -> Iterator[None]:
     """Inside the block the next communicator of this member fails, or hangs to the end of the block."""
-    ended, own, faults = threading.Event(), communicators._maker, [how] if how else []
+    ended, own, faults = threading.Event(), communicators._backend, [how] if how else []
 
-    def maker(name: str) -> Any:
+    def backend(*arguments: Any) -> Any:
         if faults:
             if faults.pop() == "hangs":
                 ended.wait()
             raise RuntimeError("no way there")
-        return own(name)
+        return own(*arguments)
 
     with (
-        patch.object(communicators, "_maker", maker),
+        patch.object(communicators, "_backend", backend),
         patch.object(communicators, "default_pg_timeout", timedelta(seconds=2 * SECONDS)),
     ):
         try:

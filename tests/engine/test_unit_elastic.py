@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from torch.distributed import Store
 
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.elastic.address import Address
 from ds_dynatrain.elastic.environment import WorkerPlace
 from ds_dynatrain.elastic.main_thread import OWN_WAITS
 from ds_dynatrain.elastic.member import Member
-from ds_dynatrain.elastic.store import serve_store
+from ds_dynatrain.elastic.store import open_store, serve_store
 from ds_dynatrain.elastic.world import World
 from ds_dynatrain.engine.members.destinations import Registry
 from ds_dynatrain.engine.members.elastic import Elastic
@@ -166,7 +167,14 @@ def test_who_gets_state_is_judged_by_what_was_heard_before(elastic: Elastic) -> 
 def test_a_load_is_said_to_all_generations(elastic: Elastic, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also to one that is behind; nobody knows in the run of another coordinator, or without a store."""
     served = serve_store("127.0.0.1")
-    monkeypatch.setattr(Member, "_store_address", ("127.0.0.1", served.port))
+
+    def reach(port: int) -> None:
+        def opened(_: Member, prefix: str, seconds: float) -> Store:
+            return open_store("127.0.0.1", port, prefix, seconds)
+
+        monkeypatch.setattr(Member, "_open_store", opened)
+
+    reach(served.port)
     other = Elastic(elastic.member.place, DynatrainConfig(timeout_seconds=5.0))
     assert other.replaced() is None, "it has been in no generation"
     other.enter(world(3, *MEMBERS), elastic.registry, frozenset(MEMBERS))
@@ -176,8 +184,8 @@ def test_a_load_is_said_to_all_generations(elastic: Elastic, monkeypatch: pytest
     other.say_replaced((3, 1))
     other.say_replaced((3, 2))
     assert elastic.replaced() == other.replaced() == (3, 2)
-    monkeypatch.setattr(Member, "_store_address", ("127.0.0.1", 1))
+    reach(1)
     assert elastic.replaced() is None
-    monkeypatch.setattr(Member, "_store_address", ("127.0.0.1", served.port))
+    reach(served.port)
     hear(elastic, world(4, *MEMBERS, change="failure", survivors=3, broken=3).model_copy(update={"term": "2"}))
     assert elastic.replaced() is None
