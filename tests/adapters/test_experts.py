@@ -94,6 +94,7 @@ def test_holdings_are_as_predicted(pools: dict[int, RankPool], ranks: int, size:
     pools[ranks].run(holdings, kind="mixtral", stage=stage, size=size, dtype="fp32")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["qwen3", "qwen2"])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_other_models_in_bf16(pools: dict[int, RankPool], kind: str, stage: int) -> None:

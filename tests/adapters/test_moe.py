@@ -104,6 +104,7 @@ def groups_of_the_user() -> None:
         assert found == [("vectors", 0.0), ("matrices", 0.1), ("ep_size_2", 0.0), ("ep_size_2", 0.1)]
 
 
+@pytest.mark.full
 def test_each_group_of_the_user_has_one_for_its_experts(pool: RankPool) -> None:
     """With its hyper-parameters, and all of them of one name."""
     pool.run(groups_of_the_user)

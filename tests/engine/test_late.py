@@ -48,7 +48,7 @@ WITH_ZERO = tuple(sizes for sizes in CHANGES if sizes[1])
 """BF16_Optimizer and the like are not there at stage 0."""
 FULL = pytest.mark.full
 KINDS = [
-    pytest.param("bf16", CHANGES, {}, id="bf16"),
+    pytest.param("bf16", CHANGES, {}, id="bf16", marks=FULL),
     pytest.param("fp32", CHANGES, ACCUMULATING, id="fp32 in micro-batches"),
     pytest.param("fp32", CHANGES, {}, id="fp32", marks=FULL),
     pytest.param("fp16", CHANGES, ACCUMULATING, id="fp16", marks=FULL),

@@ -218,6 +218,7 @@ CASES: dict[str, Case] = {
 
 
 FULL = (
+    "fused adam in bf16",
     "nadam",
     "momentum in one group",
     "amsgrad",

@@ -13,6 +13,7 @@ def test_pipe(pool: RankPool) -> None:
     test_pipeline.test_walks(pool, "stages 0 and 1")
 
 
+@pytest.mark.full
 def test_pipe_with_groups_of_other_stages(pool: RankPool) -> None:
     test_pipeline.test_walks(pool, "groups that a stage has nothing of")
 
