@@ -20,7 +20,7 @@ PROGRAMS = {"live": "ours", "here": "ours", "ours": "ours", "stock": "stock", "d
 
 
 def main(folder: Path, task: Task) -> None:
-    """Run the task; an error is noted before it is raised."""
+    """Run the task; note an error before raising it."""
     begin, notes = time.monotonic(), Notes(folder, int(os.environ["RANK"]))
     notes.write("stamp", name="started", at=begin)
     try:
