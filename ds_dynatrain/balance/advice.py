@@ -121,7 +121,7 @@ def advise(profile: Profile, at: Situation, move_to: MoveTo) -> Advice:
         best, without = fewer, tuple(sorted(at.slow))
     move = move_to(best.layout, without) if without or best.layout != at.present else None
     moved = move or Move(0, 0.0)
-    # What is saved is predicted; what a step takes beside that (messages, data) is in the measured one.
+    # The saving is predicted; further time of a step (messages, data) is part of the measured one.
     present = max(now.seconds, at.step_seconds)
     error = _error(profile, at.deal(profile), at.present, best.layout)
     offer = Offer(present, present - (now.seconds - best.time.seconds), error, moved.seconds)
@@ -137,7 +137,7 @@ def _best(profile: Profile, at: Situation, move_to: MoveTo) -> Choice:
         if layout == present:
             return False
         is_of_shape = at.shape == "any" or layout.data == present.data
-        may_share = at.shape == "any" or at.slow or present.shares  # who is slow no more gets its samples back
+        may_share = at.shape == "any" or at.slow or present.shares  # no longer slow: samples go back
         has_new_shares = layout.shares != present.shares and not may_share
         is_same_size = layout.world_size == present.world_size
         return not is_same_size or not is_of_shape or has_new_shares or move_to(layout, ()) is None

@@ -46,7 +46,7 @@ class Acting:
         self._asked: tuple[Wanted, PendingSwitch, Layout] | None = None
         """The move under way: the wanted move, its switch, and the layout before it."""
         self._open: SwitchEvent | None = None
-        """The move that waits to be judged."""
+        """The event of the move that waits for its judgement."""
         engine.switcher.listeners.append(self._note_switch)
 
     @property
@@ -70,7 +70,7 @@ class Acting:
         reason = Reason(CAUSE, wanted.predicted_gain, tuple(engine.members[rank] for rank in wanted.without))
         try:
             pending = engine.switcher.ask(wanted.layout, None, {}, late=False, reason=reason)
-        except SwitchRefused as refusal:  # as where the script has a switch of its own pending, or members change
+        except SwitchRefused as refusal:  # for example, the script has a switch pending, or members change
             self._put_off(str(refusal))
             return
         self._asked = wanted, pending, present
@@ -287,7 +287,7 @@ class Balancer:
         timer, self._timer = self._timer, None
         try:
             course = self._share(timer.times())
-        except WorldChanged as error:  # training finds it, too
+        except WorldChanged as error:  # training finds it as well
             logger.debug("balance: the window of step %d is lost: %s", engine.global_steps, error)
             return
         self._acting.follow(course, self._model.present)

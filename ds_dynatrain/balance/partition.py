@@ -42,7 +42,7 @@ class Problem:
     moved: Ints
 
     def __post_init__(self) -> None:
-        """Check the numbers of layers and stages."""
+        """Raise LayoutError for more stages than layers, or arrays that do not fit the names."""
         stages, layers = self.seconds.shape
         if layers != len(self.names) or stages < 1 or layers < stages:
             raise LayoutError(

@@ -219,7 +219,7 @@ class Buddies(Extension):
         if (now[0], registered) != self._seen[:2]:
             self._next = None
         if registered != self._seen[1]:
-            self.forget()  # what the copies are of is not registered any more
+            self.forget()  # the copies are of another registration
         waited = sum(each.take_seconds for each in keepers)
         self._seen, self._share = (now[0], registered, now[1]), waited / max(begin - self._left_at, 1e-6)
         try:
@@ -239,7 +239,7 @@ class Buddies(Extension):
         members.
         """
         engine = self._engine
-        if (first := open_engines()[0]) is not engine:  # by whose places copies of all engines go
+        if (first := open_engines()[0]) is not engine:  # copies of all engines follow the first engine's places
             first.repeat_places()
         say = partial(PROCESS.membership.say_replaced, self.stretch)
         Session(engine.control, f"replaced/{engine.segment}", engine.members, "load").first("said", say, "saying so")

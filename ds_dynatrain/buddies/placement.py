@@ -98,7 +98,7 @@ def _further(names: Sequence[str], before: Sequence[Sequence[int]]) -> list[int]
         costs = [np.where(is_barred, np.inf, near * (count * most + 1) + n) for n in range(most)]
         try:
             _, places = linear_sum_assignment(np.hstack(costs))
-        except ValueError:  # somebody must keep more than so many
+        except ValueError:  # some rank must keep more than `most`
             most += 1
         else:
             return [int(place) % count for place in places]

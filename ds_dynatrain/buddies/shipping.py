@@ -83,10 +83,10 @@ class Round:
         begin = time.perf_counter()
         try:
             self._carry_out()
-        except Exception as error:  # of whatever kind: training goes on, and all learn that it is not whole
+        except Exception as error:  # of any kind: training continues, and all members learn that the round is not whole
             self._note(f"{type(error).__name__}: {error}")
         finally:
-            self._transport, self._taken, self._under_way = None, None, []  # which hold the group
+            self._transport, self._taken, self._under_way = None, None, []  # these hold the group
             self.seconds = time.perf_counter() - begin
             self.is_whole = not self.error
             self._over.set()
@@ -269,7 +269,7 @@ class Keeper:
                 taken = take(engine, own, mark, everything=not self.has_single_holders)
             self.kept.frozen, self.kept.frozen_of = taken.frozen, (engine.layout, rank)
             self._last_error = ""
-        except (DynatrainError, RuntimeError, MemoryError, OSError) as error:  # torch has no memory: RuntimeError
+        except (DynatrainError, RuntimeError, MemoryError, OSError) as error:  # RuntimeError: torch lacks memory
             if str(error) != self._last_error:
                 logger.error(
                     "buddies: member %d has no copy of step %d (%s); a death costs what follows the last whole copies",

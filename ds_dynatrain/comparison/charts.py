@@ -40,7 +40,7 @@ def phases(found: Comparison, size: str, change: str, name: str) -> str:
     for axes in (left, right):
         _stack(axes, measures, used)
     live = [each.total for way, each in measures.items() if way_of(way).is_live]
-    left.invert_yaxis()  # and with it the other one
+    left.invert_yaxis()  # and the shared axis of `right`
     right.set_xlim(0, 1.1 * max(live, default=1.0))
     left.set_title("seconds to the end of the first new step", loc="left", fontsize=10)
     right.set_title("the same, under a lens", loc="left", fontsize=10)

@@ -106,7 +106,7 @@ def _live(task: Task, notes: Notes) -> None:
             is_in_step = task.late and name in IN_STEP
             notes.write("part", name=PHASES.get(name, "rest"), seconds=milliseconds / 1e3, is_in_step=is_in_step)
         if task.late and event.outcome == "committed" and not engine.idle:
-            with notes.apart():  # inside of the first step: masters and moments were not there before
+            with notes.apart():  # inside the first step: masters and moments arrive only then
                 trainer.digest("after")
 
     engine.on_switch(note)

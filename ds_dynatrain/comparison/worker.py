@@ -26,7 +26,7 @@ def main(folder: Path, task: Task) -> None:
     try:
         module = importlib.import_module(f"ds_dynatrain.comparison.{PROGRAMS[task.program]}")
         notes.write("phase", name="import", seconds=time.monotonic() - begin)
-        import torch  # which the module has
+        import torch  # which the module has imported already
 
         torch.set_num_threads(1)
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)

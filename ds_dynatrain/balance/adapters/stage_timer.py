@@ -43,7 +43,7 @@ MESSAGES = (SendActivation, RecvActivation, SendGrad, RecvGrad)
 
 
 class StageTimer(Timer):
-    """The clock of the present stage of a pipeline engine."""
+    """The timer of the present stage of a pipeline engine."""
 
     def __init__(self, engine: Any, optimizer: torch.optim.Optimizer) -> None:
         self._engine, self._module = engine, engine.module
@@ -58,7 +58,7 @@ class StageTimer(Timer):
 
     @contextmanager
     def timing(self) -> Iterator[None]:
-        """Time the engine's steps in this block."""
+        """Time the engine's steps within this context."""
         layers = [self._timed_layer(number, layer) for number, layer in enumerate(self._module.forward_funcs)]
         known = self._engine._INSTRUCTION_MAP
         passes = {
@@ -80,7 +80,7 @@ class StageTimer(Timer):
         found = replace(super().times(), output_bytes=tuple(self._output_bytes), kept_bytes=tuple(self._kept_bytes))
         if not len(found.backward):  # a stage that does not go backward takes no time for it
             found = replace(found, backward=np.zeros_like(found.forward))
-        if is_accelerated() or not self._wholes:  # there the thread runs ahead
+        if is_accelerated() or not self._wholes:  # on accelerators the thread runs ahead
             return found
         known = found.forward.sum() + found.backward.sum() + found.step_seconds + sum(self._loads) + sum(self._messages)
         load, message = (float(np.median(each)) if each else 0.0 for each in (self._loads, self._messages))
@@ -135,7 +135,7 @@ class StageTimer(Timer):
                 outputs = layer(inputs)
             self._output_bytes[number] = sum(tensor.nbytes for tensor in tensors_in(outputs))
             if torch.is_grad_enabled() and not any(tensor.requires_grad for tensor in tensors_in(outputs)):
-                self._kept_bytes[number] = 0  # there is no graph
+                self._kept_bytes[number] = 0  # without a graph nothing is kept
             return outputs
 
         return timed

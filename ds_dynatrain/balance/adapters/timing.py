@@ -206,7 +206,7 @@ class ModuleTimer(Timer):
             yield
 
     def _begin(self, number: int, module: nn.Module, inputs: Any, named: Any) -> None:
-        self._hook_gradients((inputs, named), self._rest)  # but where another one's begins with this gradient
+        self._hook_gradients((inputs, named), self._rest)  # unless another module's time begins with this gradient
         self._at(number)
 
     def _end(self, number: int, module: nn.Module, inputs: Any, outputs: Any) -> None:

@@ -35,7 +35,7 @@ class LeafHost(Host):
         super().look(basic)
 
     def optimizer_made(self) -> None:
-        """Let the new optimizer add gradients up leaf by leaf."""
+        """Let the new optimizer add up gradients leaf by leaf."""
         order = {id(parameter): number for number, parameter in enumerate(self.module.parameters())}
         self.sums = LeafSums.put_on(self.optimizer, order, lambda: self.micro_step)
         self._take_nodes_away()

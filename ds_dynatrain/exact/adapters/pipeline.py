@@ -109,7 +109,7 @@ class LeafPipelineEngine(LeafEngine, DynatrainPipelineEngine):
         if module.activation_checkpoint_func is not non_reentrant_checkpoint and module.activation_checkpoint_interval:
             row = usage("exact: reentrant checkpointing in a pipeline")
             raise row.error(f"exact: activation_checkpoint_interval={module.activation_checkpoint_interval}")
-        first = int(module._local_start)  # numpy's, where DeepSpeed has partitioned: a seed would be another one
+        first = int(module._local_start)  # else numpy's integer, which would make other seeds
         layers = [partial(self._run_layer, first + at, layer) for at, layer in enumerate(module.forward_funcs)]
         self._host.uses.renew()
         with replaced(self, "_leaves", self._dealt()), replaced(module, "forward_funcs", layers):

@@ -58,13 +58,13 @@ class LeafSums:
     def over(lines: Lines, zero: Any, now: Callable[[], MicroStep | None]) -> LeafSums:
         """Make a ZeRO optimizer sum its gradients by lines that are known already; see `put_on`."""
         sums = LeafSums(zero, lines, now)
-        zero.has_overflow = lambda partition_gradients=True: False  # the norm tells
+        zero.has_overflow = lambda partition_gradients=True: False  # an infinite norm skips the step instead
         zero.overlapping_partition_gradients_reduce_epilogue = sums.finish
         if isinstance(zero, DeepSpeedZeroOptimizer_Stage3):
             zero.reduce_ready_partitions_and_remove_grads = sums.arrive
             zero._get_norm_groups = lambda: [global_norm(zero, lines)]
         else:
-            zero.check_grad_overflow = True  # else a norm that is infinite skips no step in bf16, as at stage 3
+            zero.check_grad_overflow = True  # otherwise an infinite norm would skip no step in bf16
             zero.use_grad_accum_attribute = False  # gradients are taken from where autograd leaves them
             zero.process_gradients = lambda parameter, group: sums.arrive(parameter)
             zero.scaled_global_norm = lambda norm_type=2: utils.combine_grad_norm_groups([global_norm(zero, lines)])
@@ -151,7 +151,7 @@ class LeafSums:
         self._make_room()
         send = self._send[: chunk.numel]
         if sum(piece.numel for piece in chunk.pieces) < chunk.numel:
-            send.zero_()  # between pieces
+            send.zero_()  # for the gaps between pieces
         for piece in chunk.pieces:
             part, gradient = send[piece.at : piece.at + piece.numel], piece.parameter.grad
             if gradient is None:

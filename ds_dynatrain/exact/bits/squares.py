@@ -1,12 +1,13 @@
 """A sum of squares of fp32 numbers that has no order: each square becomes two integers, and integers add up exactly.
 
-A square is exact in fp64. All are rounded to one grid, which follows from the largest of them and from how many there
-are, so that the sum of all fits into 64 bits; what rounding leaves over is rounded to a second grid below it:
+A square is exact in fp64. All squares are rounded to one grid, which follows from the largest of them and from their
+number, so that the sum of all fits into 64 bits; the remainder is rounded to a second grid below it:
 
     square = high * 2^(exponent - bits) + low * 2^(exponent - 2 bits) + an error below 2^(exponent - 2 bits - 1)
 
-Whoever holds which numbers, the sums of `high` and `low` over all are the same (reproducible summation in bins, Demmel
-and Nguyen 2013). Compiled (`transfer/weigh.c`) where that was built, else numpy's; both give the same integers.
+The sums of `high` and `low` over all ranks do not depend on which rank holds which numbers (reproducible summation in
+bins, Demmel and Nguyen 2013). They are computed by C (`transfer/weigh.c`) where that was built, else by numpy; both
+give the same integers.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ds_dynatrain.errors import TransferError
 
 try:
     from ds_dynatrain.transfer import weigh
-except ImportError:  # it was installed where there is no C compiler
+except ImportError:  # the package was installed without a C compiler
     weigh = None  # type: ignore[assignment]
 
 Floats = npt.NDArray[np.float32]
@@ -63,7 +64,10 @@ def largest(values: Floats) -> float:
 
 
 def square_sums(values: Floats, grid: Grid) -> tuple[int, int]:
-    """Return the sums of (high, low) over values, which are 1-D and contiguous, and within the range of the grid."""
+    """Return the sums of (high, low) over values, which are 1-D and contiguous.
+
+    No value may exceed the largest one for which the grid was made.
+    """
     _check(values)
     by = math.ldexp(1.0, grid.bits - grid.exponent), math.ldexp(1.0, grid.bits)
     return in_numpy(values, *by) if weigh is None else weigh.squares(values, *by)

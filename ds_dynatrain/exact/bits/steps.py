@@ -86,7 +86,7 @@ class ExactSteps:
         batch.
         """
         batch, self._trained = self._trained, None
-        if batch is None or batch.place != self._place:  # its world has ended before anything was told
+        if batch is None or batch.place != self._place:  # the world ended before the step was recorded
             return
         engine = self._engine
         is_due = engine.global_steps % self._every == 0

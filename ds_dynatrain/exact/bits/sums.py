@@ -1,8 +1,9 @@
 """The order in which leaves are added: pairs, then pairs of pairs, as they come (Higham 1993, pairwise summation).
 
 Leaves come in the order of their numbers, from 0, each a partial sum of one. While the two newest partial sums span
-equally many leaves they are added; so the one of 2^k leaves lies on level k, and no level has two. At the end what is
-left is added, the newest first. Who adds, and when, makes no difference: the pairs follow from the numbers.
+equally many leaves they are added; so the sum of 2^k leaves lies on level k, and no level has two. At the end the
+remaining ones are added, the newest first. The result does not depend on which rank adds, or when: the pairs follow
+from the numbers alone.
 
     leaf           0   1   2   3   4   5        6 leaves: ((0+1)+(2+3)) + (4+5)
     level_of       0   1   0   2   0   1        levels that are left: 2 and 1
