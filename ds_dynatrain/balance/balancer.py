@@ -102,7 +102,7 @@ class Acting:
 
 
 SETTLING = 2
-"""Steps that are not timed after a change of members or layout, or a load of state: memory is touched anew in them."""
+"""Steps that are not timed after a change of members or layout, or a load of state: the first to touch new memory."""
 ASSUMED_PAUSE_SECONDS = 0.5
 """Seconds that a switch is assumed to take besides its bytes, until one was made."""
 
@@ -294,7 +294,7 @@ class Balancer:
         self._next = self._opened + self._interval()
 
     def _interval(self) -> int:
-        """Return the steps from the begin of a window to that of the next; the same on all members, as they share one
+        """Return the steps from the start of a window to that of the next, the same on all members: they share one
         course.
 
         The next window comes soon while a move waits for its judgement or the last window is in doubt; with

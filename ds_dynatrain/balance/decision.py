@@ -140,7 +140,7 @@ class History:
         return dataclasses.replace(self, open=move, cool_from=move.step + self.waits)
 
     def horizon(self, rules: BalanceConfig, step: int) -> float:
-        """Return the steps for which costs are expected to stay: as long as they did in the mean, or have by now.
+        """Return the steps for which costs are expected to stay: as long as they did on average, or have by now.
 
         `horizon_steps` of the rules is an upper limit, and is the answer as long as costs have not changed.
         """

@@ -50,9 +50,9 @@ class Ward:
 class Round:
     """The exchange of one copy of each rank.
 
-    taken: None if this member could not take its own copy. is_over: whether the thread has ended. is_whole: whether the
-    own copy is with its buddies and the copies of all wards are here. is_void: whether the round counts for nothing,
-    however it ends.
+    taken: None if this member could not take its own copy. is_over: whether the thread has done its work. is_whole:
+    whether the own copy is with its buddies and the copies of all wards are here. is_void: whether the round counts for
+    nothing, however it ends.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Round:
 
     @property
     def is_over(self) -> bool:
-        """Whether the thread has ended."""
+        """Whether the thread has done its work."""
         return self._over.is_set()
 
     def run(self) -> None:

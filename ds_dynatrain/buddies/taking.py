@@ -29,7 +29,7 @@ from ds_dynatrain.records import from_record, to_record
 from ds_dynatrain.space import BufferId, VirtualParameterSpace
 
 ALIGN = 64
-"""Bytes to whose multiples the begin of each tensor is aligned."""
+"""Bytes: each tensor starts at a multiple of this."""
 Shape = tuple[torch.dtype, tuple[int, ...]]
 
 

@@ -32,7 +32,7 @@ FONTS: dict[Any, Any] = {"font.family": "sans-serif", "font.size": 10, "svg.font
 
 
 def phases(found: Comparison, size: str, change: str, name: str) -> str:
-    """Return the stacked phases of each way as SVG: the whole on the left, an enlarged begin on the right."""
+    """Return the stacked phases of each way as SVG: the whole on the left, its start enlarged on the right."""
     measures = {way: each for way, each in found.of(size, change).items() if each.is_done}
     figure = _figure(11, 1.1 + 0.42 * len(measures))
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))

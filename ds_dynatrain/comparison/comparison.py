@@ -117,7 +117,7 @@ WARM = 2
 
 @dataclass(frozen=True)
 class Run:
-    """The launches of one way: one that lives through the change (old is new), or two, and the converter's."""
+    """The launches of one way: one that lives through the change (old is new), or two, and perhaps a converter."""
 
     task: Task
     old: Launched

@@ -41,7 +41,7 @@ class Notes:
 
     @contextmanager
     def first_step(self) -> Iterator[None]:
-        """Note the begin, the end and the memory of the first step after the change, which is this context."""
+        """Note the start, the end and the memory of the first step after the change, which is this context."""
         self.stamp("resume")
         self.forget_memory()
         with self.phase("first step"):

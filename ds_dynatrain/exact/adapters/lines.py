@@ -24,7 +24,7 @@ LEAST_CHUNK = 1 << 20
 Run = tuple[int, int]
 """Elements of a line: the first one, and the one behind the last."""
 Span = tuple[nn.Parameter, int, int]
-"""A parameter, and the run of a line that is its gradient: begin and end."""
+"""A parameter, and the run of a line that is its gradient: start and stop."""
 
 
 @dataclass(frozen=True)
