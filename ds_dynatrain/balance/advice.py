@@ -1,4 +1,4 @@
-"""Which layout the members that there are would best have, and whether to move there: from what was measured."""
+"""Advice from measurements: the best layout for the present members, and whether moving to it pays."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.space.layout import Layout
 
 SLACK = 0.02
-"""By so much the slowest stage may exceed the optimum where that moves fewer bytes."""
+"""Share by which the slowest stage may exceed the optimum if fewer bytes move that way."""
 Shape = Literal["boundaries", "any"]
-"""What may change: boundaries alone, or also how many stages and data ranks the same members form, and their shares."""
+"""Freedom of the search: boundaries alone, or also the number of stages and data ranks of the same members, and shares.
+"""
 MoveTo = Callable[[Layout, tuple[int, ...]], "Move | None"]
-"""What it takes to get to a layout without some ranks, by number; None if a switch refuses it."""
+"""Callback that returns the cost of moving to a layout without some ranks, by number; None if a switch refuses it."""
 
 
 @dataclass(frozen=True)
 class Move:
-    """What it takes to get to a layout: bytes that travel, and seconds for which training stands still."""
+    """The cost of moving to a layout: bytes that travel, and seconds for which training pauses."""
 
     nbytes: int
     seconds: float
@@ -37,10 +38,10 @@ class Move:
 
 @dataclass(frozen=True)
 class Advice:
-    """Both layouts, what a step takes in each, by prediction, and whether a move pays. `print` shows it.
+    """The present and the proposed layout, the predicted step time of each, and whether a move pays. `print` shows it.
 
-    move: to the proposed layout. decision: the answer, with its arithmetic. without: ranks that would be let go, since
-    they are slow. Where nothing better is known the proposed layout is the present one.
+    move: the cost of getting to the proposed layout. decision: the answer, with its arithmetic. without: slow ranks
+    that would be let go. The proposed layout is the present one where nothing better is known.
     """
 
     present: Layout
@@ -68,7 +69,7 @@ class Advice:
         return "\n".join([*rows, f"{move}; {self.decision.why}"])
 
     def _row(self, name: str, layout: Layout, time: StepTime) -> str:
-        """One line; boundaries alone where nothing else differs."""
+        """Format one line; of a layout only the boundaries if nothing else differs."""
         what = str(layout)
         if self.present.pipe > 1 and self.proposed == self.present.replace(boundaries=self.proposed.boundaries):
             what = f"boundaries {','.join(map(str, layout.boundaries or ()))}"
@@ -78,12 +79,12 @@ class Advice:
 
 @dataclass(frozen=True)
 class Situation:
-    """Where training is.
+    """The present state of training, for which `advise` answers.
 
-    present: with its boundaries. accumulation: micro-batches that a layout makes of a global batch. history: of
-    decisions. memory_bytes: of a member. slow: ranks that count as slow; only these have a speed. spares: idle
-    members, who could take their place. step_seconds: of a step, measured; 0 if it was not. pipeline: whether the model
-    is a PipelineModule.
+    present: the layout, with its boundaries. accumulation: returns the number of micro-batches that a layout makes of a
+    global batch. history: earlier decisions. memory_bytes: bytes of one member. slow: ranks that count as slow; only
+    these keep their measured speed. spares: number of idle members, who could take the place of slow ones.
+    step_seconds: measured seconds of a step; 0 if none was measured. pipeline: whether the model is a PipelineModule.
     """
 
     present: Layout
@@ -99,16 +100,16 @@ class Situation:
     pipeline: bool = True
 
     def deal(self, profile: Profile) -> Deal:
-        """Of the present layout."""
+        """Return the deal of the present layout."""
         return Deal.of(profile, self.present, self.accumulation(self.present), self.pipeline)
 
     def speeds(self, profile: Profile) -> tuple[float, ...]:
-        """By rank: who does not count as slow is as fast as all others."""
+        """Return the speed of each rank: the measured one for slow ranks, 1 for all others."""
         return tuple(speed if rank in self.slow else 1.0 for rank, speed in enumerate(profile.speeds))
 
 
 def advise(profile: Profile, at: Situation, move_to: MoveTo) -> Advice:
-    """The best layout of the shapes that may be, and whether to move to it.
+    """Return the best layout among the allowed shapes, and whether to move to it.
 
     A slow member is answered by the best of other boundaries, other shares, and letting it go. LayoutError if nothing
     fits into the memory.
@@ -120,7 +121,7 @@ def advise(profile: Profile, at: Situation, move_to: MoveTo) -> Advice:
         best, without = fewer, tuple(sorted(at.slow))
     move = move_to(best.layout, without) if without or best.layout != at.present else None
     moved = move or Move(0, 0.0)
-    # What is saved is predicted; what a step takes beside that (messages, data) is in the measured one.
+    # The saving is predicted; further time of a step (messages, data) is part of the measured one.
     present = max(now.seconds, at.step_seconds)
     error = _error(profile, at.deal(profile), at.present, best.layout)
     offer = Offer(present, present - (now.seconds - best.time.seconds), error, moved.seconds)
@@ -129,14 +130,14 @@ def advise(profile: Profile, at: Situation, move_to: MoveTo) -> Advice:
 
 
 def _best(profile: Profile, at: Situation, move_to: MoveTo) -> Choice:
-    """Of the layouts that all present members may form."""
+    """Return the best of the layouts that all present members may form."""
     present = at.present
 
     def is_other(layout: Layout, deal: Deal) -> bool:
         if layout == present:
             return False
         is_of_shape = at.shape == "any" or layout.data == present.data
-        may_share = at.shape == "any" or at.slow or present.shares  # who is slow no more gets its samples back
+        may_share = at.shape == "any" or at.slow or present.shares  # no longer slow: samples go back
         has_new_shares = layout.shares != present.shares and not may_share
         is_same_size = layout.world_size == present.world_size
         return not is_same_size or not is_of_shape or has_new_shares or move_to(layout, ()) is None
@@ -145,9 +146,9 @@ def _best(profile: Profile, at: Situation, move_to: MoveTo) -> Choice:
 
 
 def _without(profile: Profile, at: Situation, move_to: MoveTo) -> Choice | None:
-    """Of the layouts that the others may form, without those that are slow; None if there is none.
+    """Return the best layout that the other members may form without the slow ones; None if there is none.
 
-    Idle members may take the place of these, and of no more.
+    Idle members may take the places of the slow ones, but no further places.
     """
     gone = tuple(sorted(at.slow))
     rest = tuple(speed for rank, speed in enumerate(profile.speeds) if rank not in at.slow) + (1.0,) * at.spares
@@ -182,8 +183,10 @@ def _search(at: Situation) -> Search:
 
 
 def _error(profile: Profile, deal: Deal, present: Layout, target: Layout) -> float:
-    """Standard error of the difference of two predicted steps, as far as layers go that are on the slowest stage of one
-    of them and not of both."""
+    """Return the standard error of the difference of two predicted steps.
+
+    Only layers count that are on the slowest stage of exactly one of the two.
+    """
     both = [_slowest(profile, layout) for layout in (present, target)]
     errors = [profile.seconds(name) for name in ("forward_error", "backward_error")]
     variance = sum(each**2 for each in errors) * (both[0] ^ both[1])
@@ -192,7 +195,7 @@ def _error(profile: Profile, deal: Deal, present: Layout, target: Layout) -> flo
 
 
 def _slowest(profile: Profile, layout: Layout) -> Bools:
-    """[layers], whether a layer is on the stage that computes the longest."""
+    """Return [layers], whether a layer is on the stage that computes the longest."""
     seconds = profile.seconds("forward_seconds") + profile.seconds("backward_seconds")
     cut: Sequence[int] = layout.boundaries or (0, len(profile.layers))
     start, stop = max(itertools.pairwise(cut), key=lambda each: float(seconds[each[0] : each[1]].sum()))

@@ -1,8 +1,9 @@
-"""Layers are timed in windows, all members get one profile of them, and what would be faster is proposed, or done.
+"""The balancer of a job: times layers in windows, gives all members one profile of them, and proposes or makes moves.
 
-All members come by the same steps and open windows at the same ones. What each has timed goes to the first member of
-the world, which puts it together with the windows before, and decides; its answer is everybody's, also that of members
-which have just come."""
+All members pass the same steps and open windows at the same ones. Each sends its timings to the first member of the
+world, which merges them with the windows before and decides. Every member uses its answer, also members that have just
+joined.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +37,16 @@ CAUSE = "balance"
 
 
 class Acting:
-    """What an engine does about its course, which is the same on all members that work: all ask at one place."""
+    """This engine's part in carrying out the course, which is the same on all working members: all ask at the same
+    step.
+    """
 
     def __init__(self, engine: EngineParts, course: Course) -> None:
         self._engine, self.course = engine, course
         self._asked: tuple[Wanted, PendingSwitch, Layout] | None = None
-        """What is on its way: what was wanted, the switch, and the layout before it."""
+        """The move under way: the wanted move, its switch, and the layout before it."""
         self._open: SwitchEvent | None = None
-        """The move that waits to be judged."""
+        """The event of the move that waits for its judgement."""
         engine.switcher.listeners.append(self._note_switch)
 
     @property
@@ -52,7 +55,7 @@ class Acting:
         return self._asked is not None or self.course.history.open is not None or self.course.needs_steps
 
     def follow(self, course: Course, present: Layout) -> None:
-        """Go on with the course that all members have since a window has ended."""
+        """Continue with the course on which all members agreed at the end of a window."""
         self.course = course
         logger.debug("balance: step %d: %s", self._engine.global_steps, course.why or "nothing was decided")
         if course.gain is not None and self._open is not None:
@@ -67,7 +70,7 @@ class Acting:
         reason = Reason(CAUSE, wanted.predicted_gain, tuple(engine.members[rank] for rank in wanted.without))
         try:
             pending = engine.switcher.ask(wanted.layout, None, {}, late=False, reason=reason)
-        except SwitchRefused as refusal:  # as where the script has a switch of its own pending, or members change
+        except SwitchRefused as refusal:  # for example, the script has a switch pending, or members change
             self._put_off(str(refusal))
             return
         self._asked = wanted, pending, present
@@ -76,7 +79,7 @@ class Acting:
             logger.info("balance: %s %s: %s", what, wanted.layout, wanted.why)
 
     def look(self) -> None:
-        """See whether what was asked for has come to nothing; called after each step."""
+        """Check whether the move that was asked for has failed; called after each step."""
         if self._asked is None:
             return
         event = self._asked[1].event
@@ -90,7 +93,7 @@ class Acting:
             logger.info("balance: nothing moves for now: %s", reason)
 
     def _note_switch(self, event: SwitchEvent) -> None:
-        """Note a switch that was committed; one that was asked for elsewhere leaves nothing to judge."""
+        """Note a committed switch; one that was asked for elsewhere leaves no move to judge."""
         if self._asked is None or event.generation != self._asked[1].generation:
             self._open, self.course = None, self.course.overtaken()
             return
@@ -99,15 +102,15 @@ class Acting:
 
 
 SETTLING = 2
-"""Steps after the members or the layout have changed, or another state was loaded: memory is touched anew in them."""
+"""Steps that are not timed after a change of members or layout, or a load of state: the first to touch new memory."""
 ASSUMED_PAUSE_SECONDS = 0.5
-"""Seconds that a switch takes beside its bytes, until one was made."""
+"""Seconds that a switch is assumed to take besides its bytes, until one was made."""
 
 
 class Balancer:
-    """`engine.balancer`, where the `dynatrain` block has a `balance` block.
+    """`engine.balancer`, if the `dynatrain` block has a `balance` block.
 
-    profile: what the windows so far have found, the same on all working members; None before the first one has ended.
+    profile: the result of all windows so far, the same on all working members; None until the first window has ended.
     """
 
     profile: Profile | None = None
@@ -124,27 +127,27 @@ class Balancer:
         self._step_seconds = 0.0
         """Seconds of a step on the slowest member, as of the last window; the same on all."""
         self._shared: Session | None = None
-        """The last one in which rows were shared."""
+        """The session in which rows were shared last."""
         self._left = self._opened = 0
-        """Steps that are left of the window that is open, and the step at which it was due."""
+        """Steps left of the open window, and the step at which it was due."""
         self._at: tuple[str, int] = ("", 0)
-        """Segment of training, and how often what is trained has changed."""
+        """The segment of training, and how often the set of trained parameters has changed."""
         self._settled = self._next = 0
-        """The steps from which one may be timed, and at which the next window is due."""
+        """The first step that may be timed, and the step at which the next window is due."""
         self._are_new = False
-        """Whether costs are known to be others than those of the windows so far."""
+        """Whether costs are known to differ from those of the windows so far."""
         self._noted: tuple[str, int] = ("", 0)
-        """Where `note` was called last, and how often there."""
+        """The place of the last call of `note`, and the number of calls there."""
         engine.switcher.listeners.append(self._note_switch)
 
     # ---- what a user calls -------------------------------------------------------------------------------------------
 
     def note(self, text: str) -> None:
-        """Costs have changed just now: the next step is timed, and what was measured before counts no more.
+        """Declare that costs have just changed: the next step is timed, and earlier measurements count no more.
 
-        Call it on every working member at the same step. ConfigError, on all that have called it, naming the members
-        that have not within half of `timeout_seconds`: those are in the next step, and wait no longer for these. text:
-        for the log.
+        Call it on every working member at the same step. If some members have not called it within half of
+        `timeout_seconds`, the others raise a ConfigError that names them; those are in the next step already and will
+        not call it any more. text: for the log.
         """
         engine = self._engine
         if engine.idle:
@@ -166,16 +169,20 @@ class Balancer:
             logger.info("balance: %s: layers are timed at the next step", text)
 
     def meter(self, names: Sequence[str]) -> None:
-        """See `engine.meter`."""
+        """Time the modules of these names apart from the rest of the model; `engine.meter` calls this.
+
+        ConfigError once the first window has begun, and for names that cannot be timed.
+        """
         if self._timer is not None or self.profile is not None:
             raise ConfigError("engine.meter: the first window has begun; call it before training begins")
         self._model = metered_model(self._engine, names)
 
     def advise(self) -> Advice:
-        """The best layout of the present members, and whether it would pay to move; asks nobody, changes nothing.
+        """Return the best layout of the present members, and whether a move would pay. Communicates nothing, changes
+        nothing.
 
-        The same on all working members. ProfileError before a window has ended in a world of these sizes; LayoutError
-        if nothing fits into `memory_limit_bytes`.
+        The result is the same on all working members. ProfileError before a window has ended in a world of these sizes;
+        LayoutError if nothing fits into `memory_limit_bytes`.
         """
         engine, profile = self._engine, self.profile
         if engine.idle or profile is None or self._averaged is None:
@@ -210,7 +217,7 @@ class Balancer:
         return advise(profile, at, self._move_to)
 
     def _move_to(self, layout: Layout, without: tuple[int, ...]) -> Move | None:
-        """What it takes to get to a layout without some ranks; None if that is refused."""
+        """Return the cost of moving to a layout without some ranks; None if a switch would be refused."""
         estimate = self._engine.switcher.dry_run(layout, {}, tuple(self._engine.members[rank] for rank in without))
         return None if estimate.refusal else Move(estimate.bytes_sent, self._pause.seconds(estimate.bytes_sent))
 
@@ -225,12 +232,14 @@ class Balancer:
     # ---- windows -----------------------------------------------------------------------------------------------------
 
     def timed_step(self) -> AbstractContextManager[None]:
-        """Surround a whole step, where that is one call; it is timed if it belongs to a window."""
+        """Return a context for a whole step, where that is one call; it times the step if a window is open."""
         self._begin_step()
         return nullcontext() if self._timer is None else self._timer.timing()
 
     def timed_pass(self, is_backward: bool) -> AbstractContextManager[None]:
-        """Surround a pass of training, where a step is several calls; it is timed if its step belongs to a window."""
+        """Return a context for a pass of training, where a step is several calls; it times the pass if a window is
+        open.
+        """
         engine = self._engine
         if not is_backward and engine.micro_steps % engine.accumulation == 0:
             self._begin_step()
@@ -239,13 +248,13 @@ class Balancer:
         return self._timer.passing(is_backward, self._samples() / engine.deepspeed.train_micro_batch_size_per_gpu())
 
     def _samples(self) -> int:
-        """Return how many samples the micro-batch has that this rank is training."""
+        """Return the number of samples in the micro-batch that this rank is training."""
         engine = self._engine
         dealt = engine.batch_for(engine.layout).deal(engine.open_batch.samples or engine.host.global_batch_size)
         return dealt.rank(engine.place("data"))[engine.micro_steps % engine.accumulation].samples
 
     def timed_update(self) -> AbstractContextManager[None]:
-        """Surround the optimizer's step."""
+        """Return a context for the optimizer's step, which times it if a window is open."""
         return nullcontext() if self._timer is None else self._timer.updating()
 
     def _begin_step(self) -> None:
@@ -262,9 +271,9 @@ class Balancer:
         self._began = time.monotonic()
 
     def finish_step(self) -> None:
-        """End the window of this step if it was the last one; called after each step.
+        """End the window if this step was its last one; called after each step.
 
-        MemberMissing, naming them, if others do not come to the end of a window.
+        MemberMissing, naming the members, if others do not reach the end of a window.
         """
         engine = self._engine
         self._acting.look()
@@ -278,17 +287,18 @@ class Balancer:
         timer, self._timer = self._timer, None
         try:
             course = self._share(timer.times())
-        except WorldChanged as error:  # training finds it, too
+        except WorldChanged as error:  # training finds it as well
             logger.debug("balance: the window of step %d is lost: %s", engine.global_steps, error)
             return
         self._acting.follow(course, self._model.present)
         self._next = self._opened + self._interval()
 
     def _interval(self) -> int:
-        """Steps from the begin of a window to that of the next, the same on all: they have one course by now.
+        """Return the steps from the start of a window to that of the next, the same on all members: they share one
+        course.
 
-        Moves are judged as soon as there are steps enough, a member that becomes slow is to be seen in time, and a
-        window that is in doubt has the next one soon.
+        The next window comes soon while a move waits for its judgement or the last window is in doubt; with
+        `slow_ratio` it comes often enough to notice a slow member in time.
         """
         settings = self._settings
         limits = [settings.every_steps]
@@ -299,7 +309,7 @@ class Balancer:
         return max(settings.window_steps, min(limits))
 
     def _share(self, times: StageTimes) -> Course:
-        """Let all have the profile of all, and what is decided from it."""
+        """Collect the timings of all members, and return the course that is decided from them."""
         engine, steps = self._engine, self._engine.global_steps
         newest = self._steps.measured(self._steps_if_changed(steps))
         beside = tuple(getattr(times, name) for name in BESIDE)
@@ -320,9 +330,10 @@ class Balancer:
         return found.course
 
     def _steps_if_changed(self, step: int) -> int:
-        """Steps that have the new costs, if a window that ends now says so: those since the one in doubt began.
+        """Return how many steps have the new costs if a window that ends now says so: those since the doubted one
+        began.
 
-        That one may be of a later step: a load goes back.
+        The doubted window may be of a later step, since loading a checkpoint goes back in steps.
         """
         doubted = None if self._averaged is None else self._averaged.doubted
         return self._settings.window_steps + (0 if doubted is None else max(0, step - doubted.step))
@@ -333,7 +344,7 @@ class Balancer:
         return averaged.profile(self._model.layers(), source)
 
     def _joined(self, step: int, said: dict[str, Any]) -> Any:
-        """Continue the history of the first member with what all ranks say; called there alone."""
+        """Continue the first member's history with the timings of all ranks; called on that member alone."""
         engine, settings = self._engine, self._settings
         timed = {int(rank): from_record(_Timed, each) for rank, each in said.items()}
         rows, beside = {rank: each.rows for rank, each in timed.items()}, [each.beside for each in timed.values()]
@@ -357,7 +368,7 @@ class Balancer:
 
 @dataclass(frozen=True, eq=False)
 class _Timed:
-    """What a rank says of a window. steps: of all that it remembers; newest: of those that have the new costs."""
+    """A rank's message about a window. steps: all that it remembers; newest: those that have the new costs."""
 
     rows: Rows
     beside: tuple[float, ...]
@@ -367,7 +378,7 @@ class _Timed:
 
 @dataclass(frozen=True, eq=False)
 class _Found:
-    """What the first member makes of a window, for all. has_changed: whether costs are others since then."""
+    """The first member's answer about a window, for all. has_changed: whether costs have changed since the last one."""
 
     averaged: Averaged
     pause: Pause

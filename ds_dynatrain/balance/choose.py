@@ -1,9 +1,9 @@
-"""Which layout: every one that fits the members and their memory, by predicted steps per second, best first.
+"""A search over all layouts that fit the members and their memory, ranked by predicted seconds of a step, best first.
 
-Pipe, data, ZeRO stage and the number of micro-batches are tried in every combination, other axes stay as they are. For
-each of them `partition` finds the boundaries; without stages slow members get smaller shares of the samples. A layout
-may leave members idle, and wins if it is faster so. No layout is looked at whose bound says that it cannot be among the
-best: its passes alone take as long.
+Pipe, data, ZeRO stage and the number of micro-batches are tried in every combination; other axes stay as they are. For
+each combination `partition` finds the boundaries; without stages, slow members get smaller shares of the samples. A
+layout may leave members idle, and wins if it is faster that way. Layouts whose lower bound shows that they cannot be
+among the best are skipped: their passes alone take too long.
 
 Everything is a function of its arguments, ties included, so all members get the same answer.
 """
@@ -28,31 +28,33 @@ from ds_dynatrain.space.layout import STAGES, Layout
 from ds_dynatrain.space.zero import group_size
 
 _ROUNDING = 1 - 1e-9
-"""Some bounds are tight, and sums of the same numbers in another order differ in their last digits."""
+"""Factor that keeps bounds below tight values: sums of the same numbers in another order differ in their last digits.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class Bound:
-    """Seconds that the passes of a step take at the least, whatever the boundaries. speeds: of all members."""
+    """Lower bounds of the seconds of a step's passes, whatever the boundaries. speeds: of all members."""
 
     profile: Profile
     speeds: Sequence[float]
 
     def of_size(self, pipe: int, data: int) -> float:
-        """Return that of every layout with so many stages and data ranks.
+        """Return the bound of every layout with this number of stages and data ranks.
 
-        The members' time together, and the largest layer for the mean share of samples.
+        It is the larger of the members' time together, and of the largest layer with the mean share of samples.
         """
         batch = self.profile.train_batch_size / self.profile.micro_batch_size
         together = self._passes.sum() / self._fastest[pipe * data - 1]
         return float(batch * max(together, self._passes.max() / data / self._fastest[0])) * _ROUNDING
 
     def of(self, layout: Layout, deal: Deal, pace: Floats) -> float:
-        """Return that of one layout: stages share the layers, one has the largest, and a pipeline fills and empties.
+        """Return the bound of one layout: stages share the layers, one has the largest, and a pipeline fills and
+        empties.
 
         pace: [stages, data], speeds at each place. Stage s begins after those before it, which end after it if a
         gradient comes back to them. Of all loads with n l_s + l_0 + ... + l_(s-1) <= T for n micro-batches and each s,
-        those that add up to most have equality throughout: T (1 - (1 - 1/n)^stages).
+        those with the largest sum have equality throughout: T (1 - (1 - 1/n)^stages).
         """
         samples, numbers = self._samples(deal), np.maximum(deal.counts, 1)
         filling = self._sums[-1] / (1 - (1 - 1 / numbers) ** layout.pipe) / numbers
@@ -61,7 +63,7 @@ class Bound:
         return float(np.maximum(alone, together).max()) * _ROUNDING
 
     def is_beyond(self, seconds: float, layout: Layout, deal: Deal, pace: Floats) -> bool:
-        """Return whether no boundaries at all make a step of so many seconds: closer than `of`, and slower to compute.
+        """Return whether no boundaries make a step of so many seconds; a tighter test than `of`, and slower to compute.
 
         Stage s of n micro-batches and the layers from k on is done n l_s + (l_0 + ... + l_(s-1)) after the start at the
         least, which with sums S is n (S_stop - S_k) + S_k: each stage may reach as far as it can.
@@ -77,12 +79,12 @@ class Bound:
         return done < self._sums[-1]
 
     def _samples(self, deal: Deal) -> Floats:
-        """[data]: in micro-batches as they were timed."""
+        """Return [data], samples in units of the timed micro-batch."""
         return np.array(deal.shares) / self.profile.micro_batch_size
 
     @cached_property
     def _fastest(self) -> Floats:
-        """What the fastest 1, 2, ... members do in a second."""
+        """Combined speed of the fastest 1, 2, ... members."""
         return np.cumsum(np.sort(np.array(self.speeds))[::-1])
 
     @cached_property
@@ -91,22 +93,23 @@ class Bound:
 
     @cached_property
     def _sums(self) -> list[float]:
-        """Seconds of the first 0, 1, ... layers, without backward passes that wait for nobody."""
+        """Seconds of the first 0, 1, ... layers, without backward passes that no stage waits for."""
         waits = np.logical_or.accumulate(self.profile.trained)
         backward = np.where(waits, self.profile.seconds("backward_seconds"), 0.0)
         return [0.0, *np.cumsum(self.profile.seconds("forward_seconds") + backward).tolist()]
 
 
 Refuses = Callable[[Layout, Deal], bool]
-"""Whether a layout with its boundaries cannot be switched to."""
+"""Callback that returns whether a switch would refuse a layout with its boundaries."""
 
 
 @dataclass(frozen=True)
 class Members:
-    """Those that there are.
+    """The members among which layouts are chosen.
 
-    speeds: of each. memory_bytes: of each, for what `memory` counts. are_placed: they take ranks in their order,
-    whatever their speeds; else the fastest come first.
+    speeds: of each member. memory_bytes: bytes of each member, for the state, gradients and activations that
+    `peak_bytes` counts. are_placed: whether ranks follow the order of the members, whatever their speeds; else the
+    fastest come first.
     """
 
     speeds: tuple[float, ...]
@@ -115,7 +118,7 @@ class Members:
     are_placed: bool = False
 
     def __post_init__(self) -> None:
-        """LayoutError for no member, a speed that is not above 0, or no memory."""
+        """Raise LayoutError for no member, a speed that is not above 0, or no memory."""
         if not self.speeds or not min(self.speeds) > 0:
             raise LayoutError(f"members with the speeds {list(self.speeds)}; give a number above 0 for each member")
         if self.memory_bytes < 1:
@@ -124,19 +127,22 @@ class Members:
             )
 
     def working(self, count: int) -> tuple[int, ...]:
-        """So many of them by rank, the fastest first, so that slow ones share a stage, which gets fewer layers."""
+        """Return this many members by rank.
+
+        The fastest come first unless members are placed: slow ones then share a stage, which gets fewer layers.
+        """
         if self.are_placed:
             return tuple(range(count))
         return self._fastest_first[:count]
 
     @cached_property
     def are_alike(self) -> bool:
-        """Whether all are as fast."""
+        """Whether all members are equally fast."""
         return len(set(self.speeds)) == 1
 
     @cached_property
     def _in_order(self) -> Floats:
-        """Speeds as `working` has them."""
+        """Speeds in the order of `working`."""
         return np.array([self.speeds[member] for member in self.working(len(self.speeds))])
 
     @cached_property
@@ -144,20 +150,22 @@ class Members:
         return tuple(sorted(range(len(self.speeds)), key=lambda member: (-self.speeds[member], member)))
 
     def pace(self, layout: Layout) -> Floats:
-        """[stages, data]: the slowest member at each place."""
+        """Return [stages, data], the speed of the slowest member at each place."""
         speeds = self._in_order[: layout.world_size]
         return np.asarray(speeds.reshape(layout.pipe, layout.data, -1).min(axis=2))
 
 
 @dataclass(frozen=True)
 class Search:
-    """What is tried. pipes, zero_stages: None for all. micro_batches: of a data rank, if it is to be one number.
+    """The range of a search. pipes, zero_stages: None for all. micro_batches: their number on a data rank; None for
+    any.
 
-    least_micro_batch: samples; None for those that were timed, which are the most in any case. Smaller ones count as
-    that much faster, which they are on no device once they are small. pipeline: whether the model is a PipelineModule;
-    others have no stages. slack: by how much the slowest stage may exceed the optimum to move fewer bytes.
-    horizon_steps: over which the cost of a switch is spread; without it that counts for nothing. count: of answers.
-    accumulation: the number of micro-batches that a job makes in a layout, in place of those that could be tried.
+    least_micro_batch: samples; None for those that were timed, which are the upper limit in any case. The time of a
+    smaller one is scaled down in proportion, which is too optimistic once it is small. pipeline: whether the model is a
+    PipelineModule; others have no stages. slack: share by which the slowest stage may exceed the optimum to move fewer
+    bytes. horizon_steps: steps over which the cost of a switch is spread; None to ignore that cost. count: number of
+    answers. accumulation: returns the number of micro-batches that a job makes in a layout; replaces the numbers that
+    would be tried.
     """
 
     pipes: tuple[int, ...] | None = None
@@ -171,7 +179,7 @@ class Search:
     accumulation: Callable[[Layout], int] | None = None
 
     def deals(self, profile: Profile, layout: Layout) -> Iterator[Deal]:
-        """All numbers of micro-batches that a layout may have."""
+        """Yield a deal for each number of micro-batches that a layout may have."""
         if self.accumulation is not None:
             yield Deal.of(profile, layout, self.accumulation(layout), self.pipeline)
             return
@@ -185,7 +193,7 @@ class Search:
         yield from (Deal.of(profile, layout, number, False) for number in tried if number <= share)
 
     def _in_columns(self, profile: Profile, layout: Layout) -> Iterator[Deal]:
-        """Micro-batches of one size."""
+        """Yield deals of micro-batches of one size."""
         given, limit = (layout.data, layout.shares), profile.micro_batch_size
         if self.micro_batches is None:
             limits = range(min(self.least_micro_batch or limit, limit), limit + 1)
@@ -198,9 +206,9 @@ class Search:
 
 @dataclass(frozen=True)
 class Choice:
-    """A layout that fits. members: by rank; who is not there is idle. peak_bytes: of the rank with the most.
+    """A layout that fits. members: by rank; members not listed are idle. peak_bytes: of the rank with the most.
 
-    switch_seconds: what it takes to get there. seconds: of a step, with its part of the switch.
+    switch_seconds: seconds of the switch to this layout. seconds: of a step, with its part of the switch.
     """
 
     layout: Layout
@@ -213,7 +221,7 @@ class Choice:
 
     @property
     def order(self) -> tuple[object, ...]:
-        """What is better is smaller; of equals the one with fewer members, stages, and so on."""
+        """Sort key: the fastest first; among equals the one with fewer members, stages, and so on."""
         layout = self.layout
         rest = (layout.world_size, layout.pipe, layout.zero_stage, self.deal.micro_batches, layout.boundaries)
         return (_rounded(self.seconds), *rest)
@@ -227,24 +235,27 @@ def choose(
     refused: Refuses = lambda layout, deal: False,
     switch_seconds: Callable[[Layout], float] = lambda layout: 0.0,
 ) -> tuple[Choice, ...]:
-    """The best layouts, best first; the axes but pipe and data, and what a move costs, are those of `present`.
+    """Return the best layouts, best first; axes other than pipe and data are those of `present`, and moves start there.
 
-    refused: what a switch would refuse, besides what is known here (`is_possible`). switch_seconds: of a switch from
-    `present`; asked of no layout that is equal to it. LayoutError if nothing fits, with the reason for the largest.
+    refused: says what a switch would refuse, besides the rules known here (`is_possible`). switch_seconds: of a switch
+    from `present`; not called for a layout equal to it. LayoutError if nothing fits, with the reason for the largest.
     """
     return _Choosing(profile, present, members, search or Search(), refused, switch_seconds).best()
 
 
 def is_possible(layout: Layout, deal: Deal, pipeline: bool) -> bool:
-    """Whether it can be trained: a PipelineModule in ZeRO stages 0 and 1 alone, with micro-batches of one size, and as
-    many on all ranks that share experts."""
+    """Return whether a layout can be trained.
+
+    A PipelineModule needs ZeRO stage 0 or 1, micro-batches of one size, and equally many on all ranks that share
+    experts.
+    """
     if not pipeline:
         return layout.pipe == 1
     return layout.zero_stage < 2 and deal.has_one_size and (layout.expert == 1 or deal.is_even)
 
 
 def problem_of(profile: Profile, layout: Layout, deal: Deal, members: Members) -> Problem:
-    """The layers to be cut: seconds of a step on each stage, bytes on each of its ranks."""
+    """Return the partition problem of a layout: seconds of a step on each stage, bytes on each of its ranks."""
     passes = profile.forward_with_loading(layout.pipe) + profile.seconds("backward_seconds")
     stepped = np.where(profile.trained, profile.seconds("optimizer_seconds"), 0.0)
     samples = max(deal.shares) / profile.micro_batch_size
@@ -262,7 +273,9 @@ def problem_of(profile: Profile, layout: Layout, deal: Deal, members: Members) -
 
 @dataclass(frozen=True, order=True)
 class _Candidate:
-    """seconds: that it takes at the least. number: in the order in which all are tried. layout: without boundaries."""
+    """A layout to look into. seconds: the least that it takes. number: its place in the order of trials. layout:
+    without boundaries.
+    """
 
     seconds: float
     number: tuple[int, int]
@@ -272,7 +285,7 @@ class _Candidate:
 
 @dataclass(frozen=True, eq=False)
 class _Choosing:
-    """One search. reasons: why what does not fit does not, by number of members. seen: what was tried.
+    """One search. reasons: why layouts do not fit, by number of members. seen: the layouts that were tried.
 
     dealt: by data ranks and shares.
     """
@@ -307,7 +320,9 @@ class _Choosing:
         return tuple(found)
 
     def _in_order(self) -> Iterator[_Candidate]:
-        """The least bound first; a number of stages and data ranks is looked into once its turn comes."""
+        """Yield candidates, the least bound first; a number of stages and data ranks is expanded only when its turn
+        comes.
+        """
         known: list[_Candidate] = []
         sizes = sorted((self.bound.of_size(*size), number, size) for number, size in enumerate(self._sizes()))
         for least, number, size in sizes:
@@ -322,7 +337,7 @@ class _Choosing:
             yield heapq.heappop(known)
 
     def _is_beyond(self, seconds: float, layout: Layout, deal: Deal) -> bool:
-        """Whether no boundaries make a step of so many seconds."""
+        """Return whether no boundaries make a step of so many seconds."""
         if self._may_be_dealt_again(layout):
             return False
         return self.bound.is_beyond(seconds, layout, deal, self.members.pace(layout))
@@ -331,7 +346,7 @@ class _Choosing:
         return layout.pipe > 1 and layout.data > 1 and not self.members.are_alike
 
     def _sizes(self) -> Iterator[tuple[int, int]]:
-        """Numbers of stages and of data ranks."""
+        """Yield pairs of a number of stages and a number of data ranks."""
         per_data = self.present.sequence * self.present.tensor
         most = min(len(self.members.speeds) // per_data, self.profile.train_batch_size * len(self.profile.layers))
         for pipe in self.search.pipes or range(1, min(most, len(self.profile.layers)) + 1):
@@ -340,7 +355,7 @@ class _Choosing:
                     yield pipe, data
 
     def _candidates(self, pipe: int, data: int) -> Iterator[tuple[Layout, Deal]]:
-        """Layouts without boundaries."""
+        """Yield possible layouts, without boundaries, and their deals."""
         for zero_stage in self.search.zero_stages or STAGES:
             layout = self.present.replace(pipe=pipe, data=data, zero_stage=zero_stage, boundaries=None)
             for shared in self._shared(layout):
@@ -349,7 +364,7 @@ class _Choosing:
                         yield shared, deal
 
     def _deals(self, layout: Layout) -> tuple[Deal, ...]:
-        """Of a search without a job's own numbers they are the same for every number of stages."""
+        """Return the deals of a layout; without a job's own numbers they are the same for every number of stages."""
         if self.search.accumulation is not None:
             return tuple(self.search.deals(self.profile, layout))
         key = layout.data, layout.shares
@@ -358,7 +373,9 @@ class _Choosing:
         return self.dealt[key]
 
     def _shared(self, layout: Layout) -> Iterator[Layout]:
-        """With equal shares; with those that suit the members' speeds; with the present ones, if it is that layout."""
+        """Yield the layout with equal shares, with the present ones where they apply, and with those that suit the
+        members.
+        """
         even = layout if layout.shares is None else layout.replace(shares=None)
         found = {even: None, layout: None}
         if layout.data > 1 and not self.members.are_alike:
@@ -368,7 +385,7 @@ class _Choosing:
         yield from found
 
     def _fair(self, layout: Layout, deal: Deal) -> tuple[int, ...]:
-        """Shares in which all data indices are done at about the same time, if stages have as much to do.
+        """Return shares with which all data indices end at about the same time, if their stages have equal loads.
 
         A pipeline is as fast as its slowest stage, once its first micro-batch has come through the others.
         """
@@ -381,7 +398,9 @@ class _Choosing:
         return _samples(deal, counts)
 
     def _fitted(self, layout: Layout, deal: Deal) -> Iterator[Choice]:
-        """With the best boundaries, and with the present ones, which were found for other costs and may not fit."""
+        """Yield choices with the best boundaries, and with the present ones, which were found for other costs and may
+        not fit.
+        """
         found = {(layout.replace(boundaries=cut), deal): None for cut in self._boundaries(layout, deal)}
         for each, _ in [*found]:
             found |= dict.fromkeys(self._dealt_again(each, deal))
@@ -400,7 +419,9 @@ class _Choosing:
             yield choice
 
     def _dealt_again(self, layout: Layout, deal: Deal) -> Iterator[tuple[Layout, Deal]]:
-        """With the shares that suit these boundaries where members differ, and the boundaries that suit those."""
+        """Yield the layout with shares that suit these boundaries where members differ, then with boundaries that suit
+        those.
+        """
         if not self._may_be_dealt_again(layout):
             return
         working = self.members.working(layout.world_size)
@@ -417,7 +438,7 @@ class _Choosing:
                 yield from ((shared.replace(boundaries=cut), its) for cut in self._boundaries(shared, its))
 
     def _boundaries(self, layout: Layout, deal: Deal) -> tuple[tuple[int, ...] | None, ...]:
-        """The best ones, if any fit; a layout of one stage has those that it had."""
+        """Return the best boundaries, if any fit; a layout of one stage keeps those that it had."""
         try:
             problem = problem_of(self.profile, layout, deal, self.members)
             cut = partition(problem, self.present.boundaries, self.search.slack).boundaries
@@ -449,11 +470,11 @@ class _Choosing:
 
 
 def _samples(deal: Deal, counts: tuple[int, ...]) -> tuple[int, ...]:
-    """Shares of so many micro-batches."""
+    """Return the shares that these numbers of micro-batches make."""
     size = max(deal.shares) // deal.micro_batches
     return tuple(size * count for count in counts)
 
 
 def _rounded(seconds: float) -> float:
-    """So that what differs by the order of additions alone is equal."""
+    """Round seconds, so that values that differ only by the order of additions are equal."""
     return float(f"{seconds:.12g}")

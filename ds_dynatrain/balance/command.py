@@ -1,4 +1,4 @@
-"""`ds-dynatrain balance`."""
+"""The command `ds-dynatrain balance`."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
-"""Seconds of one step of a layout, from a profile: the schedule of a pipeline, then what the data ranks send.
+"""Seconds of one step of a layout, from a profile: the schedule of a pipeline, then the messages of the data ranks.
 
-A model, not a measurement. Seconds of a layer go with the samples of a micro-batch, and with one over the speed of its
-rank; nothing runs beside anything else on a rank, so what DeepSpeed overlaps is counted in full.
+The result is a prediction, not a measurement. Seconds of a layer are proportional to the samples of a micro-batch and
+inversely proportional to the speed of its rank; nothing on a rank overlaps, so communication that DeepSpeed overlaps is
+counted in full.
 
-The schedule is read off DeepSpeed 0.19.8: `runtime/pipe/schedule.py` `TrainSchedule` (one forward, one backward) and
+The schedule is that of DeepSpeed 0.19.8: `runtime/pipe/schedule.py` `TrainSchedule` (one forward, one backward) and
 `runtime/pipe/engine.py` `_exec_schedule`. Stage s of P passes micro-batch m forward at step 2 m + s and backward at
-step 2 m + 2 P - s - 1, so at each step a stage is either forward or backward. What it has computed it sends at the
-step after: to the next stage, after it has taken a gradient from there, or to the one before, before it takes
-activations from there.
+step 2 m + 2 P - s - 1, so at each step a stage is either forward or backward. It sends its result at the step after: to
+the next stage, after it has taken a gradient from there, or to the one before, before it takes activations from there.
 
-A send waits until it is taken, as it does in gloo and, for messages beyond its buffers, in NCCL: both stages go on at
-the same moment. So a stage that is late holds up its neighbours, also where they only hand something over.
+A send waits until it is taken, as it does in gloo and, for messages beyond its buffers, in NCCL: both stages continue
+at the same moment. A late stage therefore holds up its neighbours, even where they only hand something over.
 """
 
 from __future__ import annotations
@@ -34,39 +34,40 @@ from ds_dynatrain.space.zero import group_size
 
 @dataclass(frozen=True)
 class Link:
-    """bytes_per_second: of one member, each way. latency_seconds: of one message. LayoutError for what cannot be."""
+    """A connection between members. bytes_per_second: of one member, each way. latency_seconds: of one message."""
 
     bytes_per_second: float = math.inf
     latency_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        """Check both numbers."""
+        """Raise LayoutError for a rate that is not above 0, or a latency that is negative or infinite."""
         if not self.bytes_per_second > 0:
             raise LayoutError(f"a link of {self.bytes_per_second} bytes per second: give more than 0")
         if not 0 <= self.latency_seconds < math.inf:
             raise LayoutError(f"a link with a latency of {self.latency_seconds} seconds: give 0 or more")
 
     def send(self, nbytes: float) -> float:
-        """Seconds of one message."""
+        """Return the seconds of one message."""
         return self.latency_seconds + nbytes / self.bytes_per_second
 
     def gather(self, nbytes: float, ranks: int) -> float:
-        """Seconds of a ring's all-gather, or of its reduce-scatter: ranks - 1 messages of a part each.
+        """Return the seconds of a ring's all-gather, or of its reduce-scatter: ranks - 1 messages of a part each.
 
         nbytes: of all parts together.
         """
         return (ranks - 1) * self.send(nbytes / ranks) if ranks > 1 else 0.0
 
     def reduce(self, nbytes: float, ranks: int) -> float:
-        """Seconds of a ring's all-reduce: a reduce-scatter and an all-gather."""
+        """Return the seconds of a ring's all-reduce: a reduce-scatter and an all-gather."""
         return 2 * self.gather(nbytes, ranks)
 
 
 @dataclass(frozen=True)
 class Links:
-    """The default costs nothing. per_node: members of a node, in the order of their numbers; None: all are on one.
+    """The links inside nodes and between them; by default all messages are free.
 
-    members: by rank; empty if each rank is the member of its number.
+    per_node: number of members of a node, in the order of their numbers; None if all are on one node. members: by rank;
+    empty if each rank is the member of its number.
     """
 
     inside: Link = field(default_factory=Link)
@@ -75,34 +76,36 @@ class Links:
     members: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """LayoutError for a node without members."""
+        """Raise LayoutError for a node without members."""
         if self.per_node is not None and self.per_node < 1:
             raise LayoutError(f"{self.per_node} members on a node: give 1 or more")
 
     def of(self, ranks: Sequence[int]) -> Link:
-        """The slowest link among these ranks: that between nodes if they are on several."""
+        """Return the slowest link among these ranks: that between nodes if they are on several."""
         if self.per_node is None:
             return self.inside
         nodes = {(self.members[rank] if self.members else rank) // self.per_node for rank in ranks}
         return self.inside if len(nodes) == 1 else self.between
 
     def between_members(self, members: tuple[int, ...]) -> Links:
-        """The same with these members at the ranks."""
+        """Return the same links with these members at the ranks."""
         return dataclasses.replace(self, members=members)
 
 
 def step_count(stages: int, micro_batches: int) -> int:
-    """Steps of a schedule: each micro-batch comes by twice, and the last stage is as far behind the first twice."""
+    """Return the steps of a schedule: two for each micro-batch, and two for each stage that the last one is behind the
+    first.
+    """
     return 2 * (micro_batches + stages - 1)
 
 
 @dataclass(frozen=True, eq=False)
 class StageWork:
-    """What the stages of one pipeline do for one micro-batch.
+    """The work of one pipeline's stages for one micro-batch.
 
-    forward, backward: [stages], seconds of a pass. send, send_back: [stages - 1], seconds of the activations from stage
-    s to s + 1, and of the gradient from there. returns: [stages - 1], whether there is such a gradient; where all
-    before is frozen nobody waits for one.
+    forward, backward: [stages], seconds of a pass. send, send_back: [stages - 1], seconds for the activations from
+    stage s to s + 1, and for the gradient back. returns: [stages - 1], whether there is such a gradient; there is none
+    if all layers before are frozen.
     """
 
     forward: Floats
@@ -114,10 +117,10 @@ class StageWork:
 
 @dataclass(frozen=True, eq=False)
 class Simulated:
-    """How one batch goes through a pipeline, by simulation: all passes, without what follows them.
+    """The simulated passes of one batch through a pipeline, without the steps that follow them.
 
-    ends: [stages], seconds after which a stage has made its last pass and handed on what came of it. busy: [stages],
-    seconds that it computes.
+    ends: [stages], seconds until a stage has made its last pass and handed on the result. busy: [stages], seconds that
+    it computes.
     """
 
     ends: Floats
@@ -125,10 +128,10 @@ class Simulated:
 
 
 def simulate(work: StageWork, micro_batches: int) -> Simulated:
-    """Play the schedule through; LayoutError without a micro-batch.
+    """Simulate the schedule; LayoutError without a micro-batch.
 
-    At a step a stage meets one neighbour alone: the one before if it is forward, else the next. Both have the same
-    two messages for each other in the same order, so a step is one meeting and one pass.
+    At a step a stage meets one neighbour alone: the one before if it is forward, else the next. Both have the same two
+    messages for each other in the same order, so a step is one meeting and one pass.
     """
     if micro_batches < 1:
         raise LayoutError(f"{micro_batches} micro-batches: a batch has at least one; give 1 or more")
@@ -157,11 +160,11 @@ FREE = Links()
 class StepTime:
     """Predicted seconds of one step; the first six add up to it.
 
-    compute_seconds: the passes of the rank with the most, and the samples that it loads. waiting_seconds: until the
-    last stage has made its passes, beyond that: messages between stages, and the bubble. reduce_seconds: of gradients.
-    optimizer_seconds, and gather_seconds, of weights. beside_seconds: of a pipeline, once a step (`Profile`). busy: by
-    stage, seconds that its slowest rank computes, with the optimizer. efficiency: the mean over all ranks of the share
-    of the step that they compute.
+    compute_seconds: the passes of the busiest rank, and loading its samples. waiting_seconds: further time until the
+    last stage has made its passes: messages between stages, and the bubble. reduce_seconds: reducing gradients.
+    optimizer_seconds: the optimizer's step. gather_seconds: gathering weights. beside_seconds: once a step of a
+    pipeline (see `Profile`). busy: by stage, seconds that its slowest rank computes, with the optimizer. efficiency:
+    share of the step that a rank computes, the mean over all ranks.
     """
 
     compute_seconds: float
@@ -175,7 +178,7 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """Of the step."""
+        """Seconds of the whole step."""
         return sum(self._terms().values())
 
     @property
@@ -185,7 +188,7 @@ class StepTime:
 
     @property
     def step_ms(self) -> dict[str, float]:
-        """The terms in milliseconds, and behind them their sum."""
+        """The terms in milliseconds, followed by their sum, `total`."""
         return {name: 1e3 * seconds for name, seconds in [*self._terms().items(), ("total", self.seconds)]}
 
     def _terms(self) -> dict[str, float]:
@@ -196,10 +199,10 @@ class StepTime:
 def step_time(
     profile: Profile, layout: Layout, deal: Deal, speeds: Sequence[float] | None = None, links: Links = FREE
 ) -> StepTime:
-    """What a step of the layout takes. speeds: by rank, of a member of speed 1 without them.
+    """Predict a step of the layout. speeds: by rank; without them every member has speed 1.
 
-    LayoutError for boundaries, shares or speeds that are not of this layout, and for stages whose micro-batches would
-    differ in size.
+    LayoutError for boundaries, shares or speeds that do not belong to this layout, and for stages whose micro-batches
+    would differ in size.
     """
     if len(deal.shares) != layout.data:
         raise LayoutError(f"{layout} with shares for {len(deal.shares)} data indices; give {layout.data} shares")
@@ -214,9 +217,9 @@ def step_time(
 def column_seconds(
     profile: Profile, layout: Layout, deal: Deal, speeds: Sequence[float], links: Links = FREE
 ) -> tuple[Floats, Floats]:
-    """([data], [data]): seconds until each data index has made its passes, and those that one more micro-batch takes.
+    """Return ([data], [data]): seconds until each data index has made its passes, and seconds of one more micro-batch.
 
-    LayoutError as `step_time`.
+    LayoutError as in `step_time`.
     """
     model = _Model(profile, layout, deal, _pace(layout, speeds), links)
     ends, busy = model._passes()
@@ -225,7 +228,7 @@ def column_seconds(
 
 @dataclass(frozen=True, eq=False)
 class _Model:
-    """One prediction. pace: [stages, data], the slowest of the ranks that are there."""
+    """One prediction. pace: [stages, data], the speed of the slowest rank at each place."""
 
     profile: Profile
     layout: Layout
@@ -251,11 +254,11 @@ class _Model:
         return cut_of(self.profile, self.layout)
 
     def by_stage(self, values: Floats) -> Floats:
-        """[layers] summed up to [stages]."""
+        """Sum [layers] up to [stages]."""
         return np.add.reduceat(values, np.array(self.cut[:-1]))
 
     def _passes(self) -> tuple[Floats, Floats]:
-        """(end, busy) of each [stage, data index]; data indices that are alike are played through once."""
+        """Return (end, busy) of each [stage, data index]; equal data indices are simulated once."""
         ends, busy = np.zeros_like(self.pace), np.zeros_like(self.pace)
         counts, sizes = self._micro_batches()
         alike: dict[bytes, list[int]] = {}
@@ -268,7 +271,10 @@ class _Model:
         return ends, busy
 
     def _micro_batches(self) -> tuple[Floats, Floats]:
-        """([data], [data]): numbers, and samples of each; of one size in a pipeline, else as many everywhere."""
+        """Return ([data], [data]): numbers of micro-batches, and samples of each.
+
+        In a pipeline all have one size; without stages all data indices have equally many.
+        """
         if self.layout.pipe > 1:
             return np.array(self.deal.counts, dtype=np.float64), np.full(self.layout.data, self.deal.size)
         number = float(self.deal.micro_batches)
@@ -296,7 +302,10 @@ class _Model:
         return StageWork(forward * scale / pace, backward * scale / pace, lasts, lasts, returns)
 
     def _rings(self, seconds: str, nbytes: Floats) -> Floats:
-        """[stages]: what the data ranks of each stage need for that many bytes."""
+        """Return [stages], seconds that the data ranks of each stage need for these bytes.
+
+        seconds: the method of `Link` to call.
+        """
         ranks = group_size(self.layout)
         found = []
         for stage, size in enumerate(nbytes):
@@ -306,7 +315,7 @@ class _Model:
         return np.array(found)
 
     def _reductions(self) -> Floats:
-        """[stages]: of gradients; once in stages 0 and 1, with every micro-batch in stages 2 and 3.
+        """Return [stages], seconds for gradients; once in ZeRO stages 0 and 1, with every micro-batch in 2 and 3.
 
         DeepSpeed reduces whole buckets in stages 1 and 2, of which each rank keeps its part.
         """
@@ -318,7 +327,9 @@ class _Model:
         return self.deal.micro_batches * self._rings(way, gradients)
 
     def _gathers(self) -> Floats:
-        """[stages]: of weights; after the step in stages 1 and 2, for each pass of a micro-batch in stage 3."""
+        """Return [stages], seconds for weights; after the step in ZeRO stages 1 and 2, for each pass of a micro-batch
+        in 3.
+        """
         weights = self.profile.kind_bytes(WEIGHT).astype(np.float64)
         if self.layout.zero_stage == 0:
             return np.zeros(self.layout.pipe)
@@ -329,14 +340,14 @@ class _Model:
         return self.deal.micro_batches * passes
 
     def _optimizer(self) -> Floats:
-        """[stages, data]: of the trained elements that a rank steps."""
+        """Return [stages, data], seconds of the optimizer for the trained elements that a rank steps."""
         seconds = self.by_stage(np.where(self.profile.trained, self.profile.seconds("optimizer_seconds"), 0.0))
         share = group_size(self.layout) if self.layout.zero_stage else 1
         return np.asarray(seconds[:, None] / share / self.pace)
 
 
 def _pace(layout: Layout, speeds: Sequence[float] | None) -> Floats:
-    """[stages, data]: the slowest of the ranks at each place."""
+    """Return [stages, data], the speed of the slowest rank at each place; LayoutError for speeds that do not fit."""
     if speeds is None:
         return np.ones((layout.pipe, layout.data))
     given = np.asarray(speeds, dtype=np.float64)

@@ -1,6 +1,6 @@
-"""What all members remember of moves, and what a window adds to that: the last move is judged, the next one decided.
+"""The course of moves, known to all members: each window judges the last move and decides the next one.
 
-A pure function of numbers: the first member of a world asks it, and its answer is everybody's.
+A pure function of numbers: the first member of a world evaluates it, and all members take its answer.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.space.layout import Layout
 
 ENOUGH_STEPS = 4
-"""That must have been seen before a move, and after it, for it to be judged."""
+"""Measured steps that are needed before a move, and again after it to judge it."""
 EXPLAINS = 0.5
-"""Layers that take so much less, as a share of what a step takes less since a move, may be why."""
+"""A change of layers' seconds may explain a change of a step's seconds if it is at least this share of it."""
 
 
 def can_judge(move: Made, measured: Measured) -> bool:
-    """Whether enough steps were seen after a move. Where they look slower, which may be noise, more are waited for, up
-    to all that are remembered.
+    """Return whether enough steps were seen after a move.
+
+    If they look slower, which may be noise, more steps are needed, up to all that are remembered.
     """
     looks_slower = move.before_seconds < measured.seconds <= move.slower_from(measured.error)
     return measured.count >= (LAST_STEPS if looks_slower else ENOUGH_STEPS)
@@ -35,9 +36,9 @@ def can_judge(move: Made, measured: Measured) -> bool:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of both passes of each layer for a sample, and their standard errors.
+    """Seconds of both passes of each layer for one sample, and their standard errors.
 
-    For a sample, as another layout may cut the batch into micro-batches of another size.
+    They are kept by sample since another layout may cut the batch into micro-batches of another size.
     """
 
     seconds: tuple[float, ...]
@@ -45,13 +46,13 @@ class Costs:
 
     @classmethod
     def of(cls, profile: Profile) -> Costs:
-        """As measured."""
+        """Return the costs that a profile has measured."""
         passes = profile.seconds("forward_seconds") + profile.seconds("backward_seconds")
         errors = np.hypot(profile.seconds("forward_error"), profile.seconds("backward_error"))
         return cls(*(tuple((each / profile.micro_batch_size).tolist()) for each in (passes, errors)))
 
     def drift(self, now: Costs, places: Bools, least: float) -> Drift:
-        """Whether those at some places are others now, by `least` of the whole at least, and which way."""
+        """Return whether and which way the costs at these places have changed, by `least` of the whole at least."""
         before, after = (np.array(each.seconds)[places] for each in (self, now))
         error = np.hypot(np.array(self.errors)[places], np.array(now.errors)[places])
         return drift_of(before, after, error, least) if len(before) else Drift.SAME
@@ -59,8 +60,9 @@ class Costs:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A move that is to be made now. before, costs: as they are before it. without: ranks that are let go. back:
-    whether it takes the last move back.
+    """A move that is to be made now. before: the measured step before it. costs: layers' costs before it.
+
+    without: ranks that are let go. back: whether it takes the last move back.
     """
 
     layout: Layout
@@ -74,12 +76,11 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Course:
-    """See the module.
+    """A state of the course; every method returns the next one.
 
-    left, costs: the layout before the move that is open, and what layers took there. verdict, gain: of the move that
-    the last window has judged; gain is what a step takes less since, as a share; None where nobody can say. wanted: the
-    next move. needs_steps: whether one would be made, had enough steps been seen before it. why: what was decided, in
-    words.
+    left, costs: the layout before the open move, and layers' costs in it. verdict, gain: the last window's judgement of
+    a move; gain is the share by which a step became shorter, None if that cannot be told. wanted: the next move.
+    needs_steps: whether a move would be made if enough steps had been seen before it. why: the decision in words.
     """
 
     history: History
@@ -94,15 +95,15 @@ class Course:
 
     @classmethod
     def new(cls, rules: BalanceConfig, step: int = 0) -> Course:
-        """Before anything was measured."""
+        """Return the course before any measurement."""
         return cls(History.new(rules, step))
 
     def at(self, since: tuple[int, ...], slow: Slow | None = None) -> Course:
-        """With what is known of costs by now. since: see `History`."""
+        """Return the course with the changes of costs that are known by now. since: see `History`."""
         return replace(self, history=replace(self.history, since=since), slow=self.slow if slow is None else slow)
 
     def in_doubt(self) -> Course:
-        """With one more window that differs from those before it: nothing is judged or decided until the next one."""
+        """Return the course after a window that differs from those before it: the next window decides."""
         return self._unjudged(
             "this window differs from those before it: the next one is to say whether costs have changed"
         )
@@ -119,8 +120,10 @@ class Course:
         profile: Profile,
         advise: Callable[[History], Advice],
     ) -> Course:
-        """With one more window. measured: a step by the clock. present: with its boundaries. advise: what would be
-        faster; LayoutError if nothing fits.
+        """Return the course after one more window. measured: a step by the clock. present: the layout, with its
+        boundaries.
+
+        advise: returns the fastest layout; LayoutError if nothing fits.
         """
         course = self._unjudged("")
         open_move = self.history.open
@@ -145,8 +148,9 @@ class Course:
         return replace(course, wanted=wanted, why=advice.decision.why)
 
     def _drift(self, least: float, present: Layout, now: Costs) -> Drift:
-        """Of layers that have stayed where they were, since the move, by that share at least. What has become slower by
-        being moved speaks against the move.
+        """Return the drift, by `least` at least, of layers that have stayed on their stage since the move.
+
+        Layers that became slower by being moved speak against the move, so they are left out.
         """
         if self.left is None or self.costs is None or len(self.costs.seconds) != len(now.seconds):
             return Drift.MIXED
@@ -166,23 +170,25 @@ class Course:
         return replace(course, wanted=back, why=verdict.value)
 
     def moved(self, wanted: Wanted, step: int, left: Layout) -> Course:
-        """What was wanted has been done. A move back is judged by no window."""
+        """Return the course after the wanted move was made. A move back is judged by no window."""
         if wanted.back:
             return replace(self, wanted=None)
         move = Made(step, wanted.predicted_gain, wanted.before.seconds, wanted.before.error)
         return replace(self, history=self.history.moved(move), left=left, costs=wanted.costs, wanted=None)
 
     def overtaken(self) -> Course:
-        """Another switch was made, by the script or as members changed: no window can judge the last move any more."""
+        """Return the course after a switch made elsewhere, by the script or as members changed: the last move stays
+        unjudged.
+        """
         return replace(self, history=replace(self.history, open=None), left=None, costs=None, wanted=None)
 
     def failed(self, step: int) -> Course:
-        """What was wanted did not come about: the next try waits as long as after a move."""
+        """Return the course after the wanted move failed: the next try waits as long as after a move."""
         history = replace(self.history, cool_from=max(self.history.cool_from, step + self.history.waits))
         return replace(self, history=history, wanted=None)
 
 
 def _stages(layout: Layout, layers: int) -> Ints:
-    """[layers], the stage of each."""
+    """Return [layers], the stage of each layer."""
     cut = layout.boundaries or (0, layers)
     return np.searchsorted(np.array(cut[1:]), np.arange(layers), side="right")

@@ -1,14 +1,14 @@
-"""What a rank of a layout gets of a global batch, and what it holds at the most while it trains, from a profile.
+"""The samples that each rank of a layout gets of a global batch, and the peak bytes it holds, from a profile.
 
 State lies as `space.zero` says: weights are cut by stage 3, masters and moments by stages 1 to 3; where weight and
 master are the same bytes (fp32), stages 0 and 3 hold them once. Gradients are held in the type of the weights, cut from
 stage 2 on, and once more in the type of the masters while the optimizer steps, cut as these are. Activations are held
-for each micro-batch in flight. Every number adds up over layers but what stage 3 gathers, so that the partition can
-keep to it.
+for each micro-batch in flight. Every number except stage 3's gathered weights adds up over layers, so that the
+partition can observe it.
 
-A profile knows layers, not tensors. What it says of a layer counts as whole on each place of the tensor and expert
-axes, which is too much where they cut it. Buffers of DeepSpeed's reductions come in addition, and what an allocator
-loses."""
+A profile knows layers, not tensors. A layer's bytes count as whole on each place of the tensor and expert axes, which
+is too much where these cut it. Buffers of DeepSpeed's reductions and losses of the allocator come in addition.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ds_dynatrain.space.zero import group_size
 
 @dataclass(frozen=True)
 class Deal:
-    """Samples of a global batch; LayoutError for a share or a number of micro-batches below 1.
+    """A division of the samples of a global batch.
 
     shares: samples by data index. micro_batches: of the data index with the most samples, in one optimizer step.
     """
@@ -40,7 +40,7 @@ class Deal:
     micro_batches: int
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
+        """Raise LayoutError for a share below 1, or a number of micro-batches outside of 1 to the largest share."""
         if not self.shares or min(self.shares) < 1:
             raise LayoutError(f"shares {self.shares}: each data index needs a sample; use fewer data ranks")
         if not 1 <= self.micro_batches <= max(self.shares):
@@ -53,11 +53,11 @@ class Deal:
     def of(
         cls, profile: Profile, layout: Layout, micro_batches: int | None = None, pipeline: bool | None = None
     ) -> Deal:
-        """The deal of a layout; without a number in micro-batches as large as those timed.
+        """Return the deal of a layout; without a given number its micro-batches are as large as those timed.
 
-        pipeline: whether the model is a PipelineModule, whose micro-batches have one size (`space.columns`); without
-        it, whether there are several stages. LayoutError for shares that are not of all samples, and for a number of
-        micro-batches that no size gives.
+        pipeline: whether the model is a PipelineModule, whose micro-batches have one size (`space.columns`); None to
+        derive it from whether there are several stages. LayoutError for shares that do not add up to all samples, and
+        for a number of micro-batches that no size gives.
         """
         batch, data = profile.train_batch_size, layout.data
         dealt = layout.shares or tuple(batch // data + (k < batch % data) for k in range(data))
@@ -72,12 +72,12 @@ class Deal:
 
     @classmethod
     def in_columns(cls, columns: Columns) -> Deal:
-        """That of pipelines side by side."""
+        """Return the deal of pipelines side by side."""
         return cls(columns.shares, columns.longest)
 
     @cached_property
     def size(self) -> float:
-        """Samples of a micro-batch of the data index with the most."""
+        """Samples of a micro-batch at the data index with the largest share."""
         return max(self.shares) / self.micro_batches
 
     @property
@@ -88,7 +88,7 @@ class Deal:
 
     @property
     def is_even(self) -> bool:
-        """Whether all data indices have as many samples."""
+        """Whether all data indices have equally many samples."""
         return min(self.shares) == max(self.shares)
 
     @cached_property
@@ -99,7 +99,7 @@ class Deal:
 
 
 def _columns(profile: Profile, layout: Layout, micro_batches: int | None) -> Columns:
-    """As a job would have them, of micro-batches of at most the size that was timed; or with so many in the longest."""
+    """Return the columns of a job: micro-batches of at most the timed size, or this many in the longest pipeline."""
     given = profile.train_batch_size, layout.data, layout.shares
     if micro_batches is None:
         return Columns.of(given[0], profile.micro_batch_size, *given[1:])
@@ -113,11 +113,11 @@ def _columns(profile: Profile, layout: Layout, micro_batches: int | None) -> Col
 
 
 def shares_of(pace: Sequence[float], samples: int, first: Sequence[float] | None = None) -> tuple[int, ...]:
-    """So many samples over data indices of different speeds, so that the last is done as early as it can be.
+    """Deal samples out to data indices of different speeds, so that the last one is done as early as possible.
 
-    One after the other goes to the index that would have it done first, the first of several: for a bottleneck of sums
-    of equal parts that is optimal. first: when each begins; without it all at once. Each has one at least; LayoutError
-    if there are too few.
+    Each sample in turn goes to the index that would finish it first, the lowest of several; this is optimal when a
+    bottleneck is a sum of equal parts. first: seconds at which each index begins; without it all begin at once. Every
+    index gets at least one sample; LayoutError if there are too few.
     """
     if samples < len(pace):
         raise LayoutError(
@@ -136,9 +136,9 @@ def shares_of(pace: Sequence[float], samples: int, first: Sequence[float] | None
 
 @dataclass(frozen=True)
 class StageBytes:
-    """What each rank of one pipeline stage holds, in bytes. states: masters, moments, and what else the kinds have.
+    """Bytes that each rank of one pipeline stage holds. states: masters, moments, and the other state kinds.
 
-    gathered: what stage 3 has of other ranks at the most, two layers that follow each other.
+    gathered: peak of weights gathered from other ranks in stage 3, for two consecutive layers.
     """
 
     weights: int
@@ -149,12 +149,12 @@ class StageBytes:
 
     @property
     def total(self) -> int:
-        """At the most."""
+        """Peak bytes of a rank, all parts together."""
         return self.weights + self.states + self.gradients + self.activations + self.gathered
 
 
 def peak_bytes(profile: Profile, layout: Layout, deal: Deal) -> tuple[StageBytes, ...]:
-    """What a rank of each stage holds; LayoutError for boundaries that are not of these layers."""
+    """Return the bytes of a rank of each stage; LayoutError for boundaries that do not fit the layers."""
     cut = cut_of(profile, layout)
     weights, states, gradients = _state(profile, layout)
     activations, gathered = _activations(profile, layout, deal), gathered_bytes(profile, layout)
@@ -166,12 +166,12 @@ def peak_bytes(profile: Profile, layout: Layout, deal: Deal) -> tuple[StageBytes
 
 
 def taken_bytes(profile: Profile, layout: Layout, deal: Deal) -> Ints:
-    """[stages, layers]: what a layer takes on a rank of each stage."""
+    """Return [stages, layers], bytes that a layer takes on a rank of each stage."""
     return _activations(profile, layout, deal) + sum(_state(profile, layout))
 
 
 def gathered_bytes(profile: Profile, layout: Layout) -> int:
-    """What stage 3 has of other ranks at the most: the layer at work, and the next one, fetched ahead."""
+    """Return the peak of weights gathered in stage 3: those of the current layer and of the next one, fetched ahead."""
     if layout.zero_stage < 3:
         return 0
     weights = profile.kind_bytes(WEIGHT)
@@ -179,7 +179,9 @@ def gathered_bytes(profile: Profile, layout: Layout) -> int:
 
 
 def cut_of(profile: Profile, layout: Layout) -> tuple[int, ...]:
-    """The boundaries of a layout: of one stage all layers; LayoutError if there are none, or not of these layers."""
+    """Return the boundaries of a layout, all layers for one stage; LayoutError if they are missing or do not fit the
+    layers.
+    """
     layers = len(profile.layers)
     cut = layout.boundaries or ((0, layers) if layout.pipe == 1 else ())
     if not cut or cut[-1] != layers:
@@ -188,12 +190,12 @@ def cut_of(profile: Profile, layout: Layout) -> tuple[int, ...]:
 
 
 def in_flight(stages: int, micro_batches: int, stage: int) -> int:
-    """The most micro-batches that a stage has passed forward and not yet backward: their activations are held."""
+    """Return the most micro-batches that a stage has passed forward and not yet back: it holds their activations."""
     return min(stages - stage, micro_batches)
 
 
 def _state(profile: Profile, layout: Layout) -> tuple[Ints, Ints, Ints]:
-    """(weights, other kinds, gradients): [layers] each, bytes on a rank."""
+    """Return (weights, other kinds, gradients): [layers] each, bytes on a rank."""
     ranks, stage = group_size(layout), layout.zero_stage
     weight, master = profile.kind_bytes(WEIGHT), profile.kind_bytes(MASTER)
     shared = (weight == master) & (stage in (0, 3))
@@ -209,7 +211,7 @@ def _parts(values: Ints, ranks: int) -> Ints:
 
 
 def _activations(profile: Profile, layout: Layout, deal: Deal) -> Ints:
-    """[stages, layers]: of all micro-batches in flight."""
+    """Return [stages, layers], bytes of all micro-batches in flight."""
     flights = np.array([in_flight(layout.pipe, deal.micro_batches, stage) for stage in range(layout.pipe)])
     one = profile.counts("activation_bytes") * (deal.size / profile.micro_batch_size)
     return np.asarray(np.ceil(flights[:, None] * one[None, :]), dtype=np.int64)

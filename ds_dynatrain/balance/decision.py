@@ -1,7 +1,7 @@
-"""Whether to move: a table of rules over predicted gains, and the judgement of the window that follows a move.
+"""Decisions on moves: a table of rules over predicted gains, and the judgement of the window that follows a move.
 
-A move pays if its gain is worth having at all, is no noise, and over the steps for which costs stay as they are earns
-several times what the move costs. A move that made steps slower is taken back, and the next one has to wait twice as
+A move pays if its gain is large enough, is no noise, and over the steps for which costs are expected to stay earns
+several times the cost of the move. A move that made steps slower is taken back, and the next one has to wait twice as
 long. Nothing here measures, moves or waits: numbers come in, and an answer with its arithmetic comes out, the same on
 all members.
 """
@@ -22,19 +22,20 @@ from ds_dynatrain.config import BalanceConfig
 from ds_dynatrain.errors import ConfigError
 
 ERRORS = 3.0
-"""Standard errors that a difference must exceed to count. Two would do for one look, but each window is one, at every
-stage: with 10 % of noise, and moves that cost nothing, 1 of 225 simulated runs of 2,000 steps moved at two, none at
-three."""
+"""Standard errors that a difference must exceed to count. Two would do for a single test, but every window at every
+stage is one: with 10 % of noise, and moves that cost nothing, 1 of 225 simulated runs of 2,000 steps moved at two, none
+at three.
+"""
 CERTAIN = 4.0
-"""Standard errors by which a layer or member must differ to have changed: each of them is asked in every window."""
+"""Standard errors by which a layer or member must differ to have changed: each of them is tested in every window."""
 REMEMBERED = 9
-"""Changes of costs; the intervals between them count."""
+"""Number of remembered changes of costs; the intervals between them count."""
 LEAST_FACTOR = 0.1
-"""So that a large gain can still be had after a move that gained nothing."""
+"""Lower limit of `History.factor`: a large gain can still be had after a move that gained nothing."""
 
 
 class Answer(Enum):
-    """What the table says of an offer; the first one that holds, in this order."""
+    """The table's answers to an offer; the first one that holds counts, in this order."""
 
     COOLING = "the last move is too fresh"
     OPEN = "the last move is not judged yet"
@@ -45,7 +46,7 @@ class Answer(Enum):
 
 
 class Verdict(Enum):
-    """What a window says of the move before it."""
+    """A window's judgement of the move before it."""
 
     KEPT = "it gained at least half of what was predicted"
     LESS = "it gained less than half of that: predictions count for as much less"
@@ -54,7 +55,7 @@ class Verdict(Enum):
 
 
 class Drift(Enum):
-    """What layers take since then, those that have not been moved."""
+    """The change of layers' seconds since a move, for layers that the move left in place."""
 
     SAME = "as long as before"
     LONGER = "longer"
@@ -67,13 +68,14 @@ SPEAKING = {
     Verdict.LESS: (Drift.SAME,),
     Verdict.BACK: (Drift.SAME, Drift.SHORTER),
 }
-"""Where a verdict holds: layers that take longer may be why steps did not become faster, and not why they did. Where
-stages that waited compute beside each other now, they often do: they share caches and memory."""
+"""The drifts with which a verdict holds: layers that take longer may be why steps did not become faster, but not why
+they did. Layers often take longer once stages compute side by side that used to wait: they share caches and memory.
+"""
 
 
 @dataclass(frozen=True)
 class Offer:
-    """A move as predicted: seconds of a step before and after it, their difference's standard error, what it costs."""
+    """A predicted move: seconds of a step before and after it, the standard error of their difference, and its cost."""
 
     present_seconds: float
     target_seconds: float
@@ -82,13 +84,13 @@ class Offer:
 
     @property
     def gain(self) -> float:
-        """Share of the present step."""
+        """Predicted saving, as a share of the present step."""
         return 1 - self.target_seconds / self.present_seconds if self.present_seconds else 0.0
 
 
 @dataclass(frozen=True)
 class Move:
-    """A move that was made. predicted_gain: the offer's. before_seconds: of a step, measured; before_error: of that."""
+    """A move that was made. predicted_gain: the offer's. before_seconds, before_error: a measured step before it."""
 
     step: int
     predicted_gain: float
@@ -96,30 +98,30 @@ class Move:
     before_error: float
 
     def slower_from(self, error: float) -> float:
-        """Steps of more seconds than these are slower than before it, and that is no noise. error: of such a step."""
+        """Return the seconds above which a step is slower than before the move beyond noise. error: of such a step."""
         return self.before_seconds + ERRORS * math.hypot(error, self.before_error)
 
 
 @dataclass(frozen=True)
 class Decision:
-    """An answer, and the numbers behind it for people."""
+    """An answer, and the numbers behind it as text."""
 
     answer: Answer
     why: str
 
     @property
     def acts(self) -> bool:
-        """Whether to move."""
+        """Whether the answer is to move."""
         return self.answer is Answer.ACT
 
 
 @dataclass(frozen=True)
 class History:
-    """What decisions remember; every method gives the next one.
+    """The memory of decisions; every method returns the next one.
 
-    waits: steps after the next move. since: the steps at which costs became what they then were, the last few of them;
-    measuring began with the first. cool_from: the step from which moves are allowed. factor: measured ÷ predicted gain
-    of the last move, where that was below a half. open: the move that no window has judged yet.
+    waits: steps to wait after the next move. since: the steps at which costs changed, the last few of them, beginning
+    with the step at which measuring began. cool_from: the step from which moves are allowed. factor: measured ÷
+    predicted gain of the last move, where that was below a half. open: the move that no window has judged yet.
     """
 
     waits: int
@@ -130,17 +132,17 @@ class History:
 
     @classmethod
     def new(cls, rules: BalanceConfig, step: int = 0) -> History:
-        """Before anything was measured."""
+        """Return the history before any measurement."""
         return cls(rules.cooldown_steps, (step,))
 
     def moved(self, move: Move) -> History:
-        """A move was made, and waits for its judgement."""
+        """Return the history after a move, which waits for its judgement."""
         return dataclasses.replace(self, open=move, cool_from=move.step + self.waits)
 
     def horizon(self, rules: BalanceConfig, step: int) -> float:
-        """Steps for which costs may be expected to stay: as long as they did in the mean, or have by now.
+        """Return the steps for which costs are expected to stay: as long as they did on average, or have by now.
 
-        That of the rules is a limit, which costs that change faster cannot use up.
+        `horizon_steps` of the rules is an upper limit, and is the answer as long as costs have not changed.
         """
         intervals = [later - earlier for earlier, later in itertools.pairwise(self.since)]
         mean = sum(intervals) / len(intervals) if intervals else 0.0
@@ -151,7 +153,8 @@ class History:
 
 
 def costs_differ(before: Floats, after: Floats, error: Floats, least: float) -> bool:
-    """Whether seconds of layers, or speeds of members, are others: those that certainly are make `least` of the whole.
+    """Return whether seconds of layers, or speeds of members, have changed: certain changes make up `least` of the
+    whole.
 
     error: standard error of each difference.
     """
@@ -159,7 +162,9 @@ def costs_differ(before: Floats, after: Floats, error: Floats, least: float) -> 
 
 
 def drift_of(before: Floats, after: Floats, error: Floats, least: float) -> Drift:
-    """Which way they differ, as `costs_differ` asks it; MIXED where less than half of it goes either way."""
+    """Return which way seconds have changed, by the rule of `costs_differ`; MIXED if the net change is below half of
+    it.
+    """
     difference = after - before
     certain = difference[np.abs(difference) > CERTAIN * error]
     size = float(np.abs(certain).sum())
@@ -172,7 +177,7 @@ def drift_of(before: Floats, after: Floats, error: Floats, least: float) -> Drif
 
 
 def decide(rules: BalanceConfig, history: History, step: int, offer: Offer) -> Decision:
-    """Whether to make this move at this step."""
+    """Decide whether to make this move at this step."""
     saved = (offer.present_seconds - offer.target_seconds) * history.factor
     gain, steps = offer.gain * history.factor, history.horizon(rules, step)
     asked = rules.safety * offer.cost_seconds
@@ -201,11 +206,11 @@ def decide(rules: BalanceConfig, history: History, step: int, offer: Offer) -> D
 def judge(
     rules: BalanceConfig, history: History, step: int, seconds: float, error: float, drift: Drift = Drift.SAME
 ) -> tuple[Verdict, History]:
-    """What the first window after a move says of it, and the history after that; ConfigError if no move is open.
+    """Return the verdict of the first window after a move, and the history after that; ConfigError if no move is open.
 
-    seconds, error: of a step, measured in that window. drift: of layers and members that the move has left alone;
-    where it may be why steps take what they do, the verdict is UNKNOWN (`SPEAKING`). After BACK the caller moves back;
-    that move is judged by no window, and the next one must wait for twice as long as the last.
+    seconds, error: of a step, measured in that window. drift: of layers and members that the move left in place; where
+    it may be the reason for the change of steps, the verdict is UNKNOWN (`SPEAKING`). After BACK the caller moves back;
+    that move is judged by no window, and the next one must wait twice as long as the last.
     """
     if history.open is None:
         raise ConfigError(f"there is no move to judge at step {step}; call judge after a move was decided")
@@ -223,25 +228,26 @@ def judge(
 
 
 RECENT = 16
-"""Switches that count; older ones were made with other neighbours on the machine."""
+"""Number of switches that count; older ones ran beside other programs on the machine."""
 
 
 @dataclass(frozen=True)
 class Pause:
-    """seconds = fixed_seconds + seconds_per_byte x bytes moved."""
+    """A model of a switch's pause: seconds = fixed_seconds + seconds_per_byte x bytes moved."""
 
     fixed_seconds: float
     seconds_per_byte: float
 
     def seconds(self, nbytes: float) -> float:
-        """Of a switch that moves so many bytes."""
+        """Return the seconds of a switch that moves this many bytes."""
         return self.fixed_seconds + self.seconds_per_byte * nbytes
 
     def fitted(self, made: Sequence[tuple[int, float]]) -> Pause:
-        """This one, corrected by the switches that were made: (bytes moved, seconds) of each, the last one last.
+        """Return this model, corrected by switches that were made: (bytes moved, seconds) of each, the latest at the
+        end.
 
-        Least squares with neither part below 0. Where all moved equally many bytes only the fixed part is corrected,
-        since nothing tells the two apart.
+        Least squares with neither part below 0. Where all switches moved equally many bytes only the fixed part is
+        corrected, since the two cannot be told apart.
         """
         if not made:
             return self
@@ -260,12 +266,14 @@ class Pause:
 
 @dataclass(frozen=True)
 class Slow:
-    """since: member -> the step of the first of the windows in a row that have found it slow."""
+    """The slow members. since: member -> the step of the first of the consecutive windows that have found it slow."""
 
     since: Mapping[int, int] = field(default_factory=dict)
 
     def after(self, members: Sequence[int], speeds: Sequence[float], step: int, ratio: float | None) -> Slow:
-        """With one more window. ratio: a member is slow that takes so many times as long as its stage's middle one."""
+        """Return the slow members after one more window. ratio: slow is a member that takes this many times its stage's
+        middle.
+        """
         if ratio is None:
             return Slow()
         return Slow(
@@ -277,5 +285,5 @@ class Slow:
         )
 
     def counted(self, step: int, steps: int) -> frozenset[int]:
-        """The members that have been slow for so many steps."""
+        """Return the members that have been slow for this many steps."""
         return frozenset(member for member, since in self.since.items() if step - since >= steps)

@@ -1,4 +1,4 @@
-"""The extension that times layers and members, and says or does what would be faster; and `engine.suggest`."""
+"""The extension that times layers and members, and proposes or makes faster layouts; and `engine.suggest`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ds_dynatrain.space import Layout
 def suggest(
     engine: EngineParts, profile: Profile | str | Path | None, members: int | None, horizon_steps: float | None
 ) -> tuple[Choice, ...]:
-    """Answer `engine.suggest`, which see; the job may have no `balance` block."""
+    """Answer `engine.suggest`, whose arguments these are; the job may have no `balance` block."""
     own = engine.extension("balance")
     if profile is not None:
         known = profile_for(engine, profile)
@@ -50,8 +50,8 @@ def suggest(
 def best(engine: EngineParts, profile: Profile, members: int) -> Iterator[Layout]:
     """Yield the layouts of `dynatrain.layouts: "best"`; SwitchRefused with the reason if nothing fits.
 
-    A member has the bytes that are configured, or those of its device, or its part of the host, which the members of a
-    node share.
+    A member's memory is the configured one, or that of its device, or its part of the host, which the members of a node
+    share.
     """
     nodes = engine.candidates.nodes
     here = sum(node == nodes[engine.candidates.mine] for node in nodes.values())
@@ -63,9 +63,10 @@ def best(engine: EngineParts, profile: Profile, members: int) -> Iterator[Layout
 
 
 def profile_for(engine: EngineCore, profile: Profile | str | Path) -> Profile:
-    """A profile, read if it is the name of a file; ProfileError unless it is of this job's global batch and layers.
+    """Return a profile, read first if it is given as a file; ProfileError unless it has this job's global batch and
+    layers.
 
-    Its micro-batches may have another size: a job's have, in some layouts, and seconds go with the samples.
+    Its micro-batches may have another size than the job's: seconds are scaled by the samples.
     """
     found = profile if isinstance(profile, Profile) else Profile.load(Path(profile))
     size, shaper = engine.job.batch_sizes.train_batch_size, engine.host.shaper
@@ -90,12 +91,12 @@ def fastest(
     horizon_steps: float | None = None,
     switch_seconds: Callable[[Layout], float] = lambda layout: 0.0,
 ) -> tuple[Choice, ...]:
-    """Return the best layouts for so many members, best first; LayoutError if there is none.
+    """Return the best layouts for this many members, best first; LayoutError if there is none.
 
-    The members that work now are as fast as the profile says, if it has a speed for each; others are all alike. They
-    are taken in the order of their ranks, as a switch places them. memory_bytes: of each. horizon_steps: over how many
-    a switch is spread; without it that counts for nothing. The ZeRO stage stays as it is: what tells stages apart is
-    what links take, and no profile knows that.
+    The present members are as fast as the profile says, if it has a speed for each; others are all alike. They are
+    taken in the order of their ranks, as a switch places them. memory_bytes: of each member. horizon_steps: steps over
+    which the cost of a switch is spread; None to ignore that cost. The ZeRO stage stays as it is: stages differ by
+    communication, which no profile knows.
     """
     search = Search(
         zero_stages=(engine.layout.zero_stage,),
@@ -133,16 +134,17 @@ def step_ms(engine: EngineCore, profile: Profile, layout: Layout, members: Seque
 
 
 def _speeds(engine: EngineCore, profile: Profile, members: int) -> tuple[float, ...]:
-    """Return the speed of each rank: that of the present ones, if they are as many and the profile has all of them.
+    """Return the speed of each rank: that of the present members, if they are this many and the profile has all of
+    them.
 
-    Else all are alike: who would work is not known then.
+    Otherwise all are alike, since the members that would work are not known.
     """
     is_known = len(profile.speeds) == len(engine.members) == members
     return profile.speeds if is_known else (1.0,) * members
 
 
 def _limit_of(engine: EngineCore) -> int | None:
-    """Return the bytes of a member that are configured."""
+    """Return the configured bytes of a member."""
     return None if engine.settings.balance is None else engine.settings.balance.memory_limit_bytes
 
 
@@ -150,7 +152,7 @@ KEY = "dynatrain.balance.profile"
 
 
 class Balance(Extension):
-    """The `balance` block of a job. balancer: what `engine.balancer` gives; None in mode "off"."""
+    """The `balance` block of a job. balancer: the value of `engine.balancer`; None in mode "off"."""
 
     name = "balance"
     balancer: Balancer | None = None
@@ -162,16 +164,16 @@ class Balance(Extension):
 
     @property
     def profile(self) -> Profile | None:
-        """What was measured, or else the profile of the configuration."""
+        """The measured profile, or else the one of the configuration."""
         measured = None if self.balancer is None else self.balancer.profile
         return measured or self._configured
 
     # ---- when an engine is made --------------------------------------------------------------------------------------
 
     def stage_cut(self, config: Mapping[str, Any], exchange: Callable[[str, Any], Mapping[int, Any]]) -> Cut | None:
-        """Cut layers where the configured profile says, for `pipeline.partition: "profile"`.
+        """Cut layers by the configured profile, for `pipeline.partition: "profile"`.
 
-        DeepSpeed has the name, and raises. ConfigError for a profile that cannot be read or is not the same on all
+        DeepSpeed knows that name, but raises. ConfigError for a profile that cannot be read or is not the same on all
         processes.
         """
         file = self._settings.profile
@@ -205,7 +207,7 @@ class Balance(Extension):
         return self._described
 
     def attach(self, engine: Any) -> None:
-        """Read the configured profile, whose file may be gone later, and begin to measure."""
+        """Read the configured profile, whose file may be gone later, and start measuring."""
         super().attach(engine)
         parts: EngineParts = engine._parts
         if self._settings.profile is not None:
@@ -250,6 +252,6 @@ class Balance(Extension):
         return nullcontext() if self.balancer is None else self.balancer.timed_update()
 
     def after_step(self) -> None:
-        """End the window that is over; a collective of the world then."""
+        """End the window if it is over; a collective of the world then."""
         if self.balancer is not None:
             self.balancer.finish_step()

@@ -1,4 +1,5 @@
-"""Layers to stages: the optimum of the slowest stage, and near it the cut that moves the fewest bytes.
+"""The partition of layers into stages: the optimum of the slowest stage, and near it the cut that moves the fewest
+bytes.
 
 A stage holds consecutive layers, at least one. Stages may differ in speed and in room, so that bisection of the
 bottleneck with a greedy probe (as DeepSpeed's `partition_balanced` of old, and DynMo's) is not optimal: a stage that
@@ -22,12 +23,12 @@ from ds_dynatrain.balance.profile import Floats, Ints
 from ds_dynatrain.errors import LayoutError
 
 PLENTY = 2**62
-"""Bytes that no stage needs."""
+"""Bytes that no stage exceeds: memory without a limit."""
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """What is to be cut; LayoutError for more stages than layers.
+    """The layers to be cut and the stages to hold them; LayoutError for more stages than layers.
 
     seconds: [stages, layers], of a layer on a stage, not negative. taken: [stages, layers], bytes that a layer takes
     there. room: [stages], bytes that a stage has. moved: [layers], bytes that travel if a layer comes to a stage that
@@ -41,7 +42,7 @@ class Problem:
     moved: Ints
 
     def __post_init__(self) -> None:
-        """Check the numbers of layers and stages."""
+        """Raise LayoutError for more stages than layers, or arrays that do not fit the names."""
         stages, layers = self.seconds.shape
         if layers != len(self.names) or stages < 1 or layers < stages:
             raise LayoutError(
@@ -61,7 +62,7 @@ class Problem:
         moved: npt.ArrayLike = 1,
         names: Sequence[str] = (),
     ) -> Problem:
-        """From what broadcasts to its arrays: speeds and room by stage, all others by layer.
+        """Return the problem of values that broadcast to its arrays: speeds and room by stage, all others by layer.
 
         speeds: of each stage; a layer takes its seconds divided by this.
         """
@@ -77,28 +78,28 @@ class Problem:
 
     @property
     def stages(self) -> int:
-        """Number of stages."""
+        """The number of stages."""
         return len(self.room)
 
     @property
     def layers(self) -> int:
-        """Number of layers."""
+        """The number of layers."""
         return len(self.names)
 
     def stage_seconds(self, boundaries: Sequence[int]) -> Floats:
-        """[stages]: what each stage takes with these boundaries, as the solver adds it up."""
+        """Return [stages], seconds of each stage with these boundaries, added up in the solver's order."""
         sums = [_sums(each) for each in self.seconds]
         cuts = itertools.pairwise(boundaries)
         return np.array([line[stop] - line[start] for line, (start, stop) in zip(sums, cuts, strict=True)])
 
     def moved_bytes(self, boundaries: Sequence[int], present: Sequence[int]) -> int:
-        """Bytes of the layers that are on another stage with `boundaries` than with `present`."""
+        """Return the bytes of the layers that are on another stage with `boundaries` than with `present`."""
         where = [np.repeat(np.arange(len(cut) - 1), np.diff(cut)) for cut in (boundaries, present)]
         return int(self.moved[where[0] != where[1]].sum())
 
 
 def uniform(layers: int, stages: int) -> tuple[int, ...]:
-    """Boundaries of stages with as many layers each, the first ones with one more: DeepSpeed's "uniform"."""
+    """Return boundaries of stages with equally many layers, the first ones with one more: DeepSpeed's "uniform"."""
     small, larger = divmod(layers, stages)
     return tuple(stage * small + min(stage, larger) for stage in range(stages + 1))
 
@@ -107,8 +108,8 @@ def uniform(layers: int, stages: int) -> tuple[int, ...]:
 class Cut:
     """Layers dealt out to stages.
 
-    boundaries: as in a `Layout`. seconds: of the slowest stage. optimum: the least that this could be. moved_bytes:
-    against the present boundaries; 0 if none were given.
+    boundaries: as in a `Layout`. seconds: of the slowest stage. optimum: the least possible value of `seconds`.
+    moved_bytes: compared with the present boundaries; 0 if none were given.
     """
 
     boundaries: tuple[int, ...]
@@ -118,11 +119,11 @@ class Cut:
 
 
 def partition(problem: Problem, present: Sequence[int] | None = None, slack: float = 0.0) -> Cut:
-    """The cut whose slowest stage takes at most (1 + slack) x the least seconds there can be.
+    """Return a cut whose slowest stage takes at most (1 + slack) x the least possible seconds.
 
-    Of all those it is one that moves the fewest bytes from the present boundaries (of any number of stages), then one
-    with the least sum of squared seconds, so that stages are even, then the one whose last stage begins
-    earliest, and so on forward. LayoutError if no cut fits, with the layer, the stage and the bytes.
+    Among these it is one that moves the fewest bytes from the present boundaries (of any number of stages), then one
+    with the least sum of squared seconds, so that stages are even, then the one whose last stage begins earliest, and
+    so on forward. LayoutError if no cut fits, with the layer, the stage and the bytes.
     """
     if present is not None and (present[0] != 0 or present[-1] != problem.layers):
         raise LayoutError(
@@ -136,7 +137,10 @@ def partition(problem: Problem, present: Sequence[int] | None = None, slack: flo
 
 
 def _optimum(problem: Problem) -> float:
-    """Least seconds of the slowest stage: D[p][l] = min over k of max(D[p - 1][k], seconds of stage p from k to l)."""
+    """Return the least seconds of the slowest stage.
+
+    D[p][l] = min over k of max(D[p - 1][k], seconds of stage p from k to l).
+    """
     least = np.zeros(1)
     for stage in range(problem.stages):
         seconds, _ = _intervals(problem, stage)
@@ -150,9 +154,9 @@ def _optimum(problem: Problem) -> float:
 
 
 def _cheapest(problem: Problem, limit: float, present: Sequence[int] | None) -> tuple[int, ...]:
-    """Boundaries of the cut of least (bytes moved, sum of squares) with no stage above `limit` seconds.
+    """Return the boundaries of least (bytes moved, sum of squares) with no stage above `limit` seconds.
 
-    The same programming over pairs, of which each is a sum over stages.
+    The dynamic program of `_optimum` over such pairs, each of which is a sum over stages.
     """
     held = np.repeat(np.arange(len(present) - 1), np.diff(present)) if present is not None else None
     bytes_to, squares_to = np.zeros(1, dtype=np.int64), np.zeros(1)
@@ -176,9 +180,9 @@ def _cheapest(problem: Problem, limit: float, present: Sequence[int] | None) -> 
 
 
 def _intervals(problem: Problem, stage: int) -> tuple[Floats, int]:
-    """Seconds of a stage that begins with layer k (row) and ends before layer l (column), and the k of the first row.
+    """Return seconds of a stage that begins with layer k (row) and ends before layer l (column), and the first row's k.
 
-    Infinite where it may not hold these. Every stage has a layer, so l begins with stage + 1, and k with stage; the
+    Infinite where the layers do not fit. Every stage has a layer, so l begins with stage + 1, and k with stage; the
     first stage begins with layer 0.
     """
     rows = problem.layers - problem.stages + 1 if stage else 1
@@ -193,12 +197,15 @@ def _intervals(problem: Problem, stage: int) -> tuple[Floats, int]:
 
 
 def _sums(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Sums of the first 0, 1, ... values."""
+    """Return the sums of the first 0, 1, ... values."""
     return np.concatenate((np.zeros(1, values.dtype), np.cumsum(values)))
 
 
 def _infeasible(problem: Problem, stage: int, least: Floats) -> LayoutError:
-    """Why no cut fits, where the stages before `stage` can, and this one cannot (`stage` = all: layers are left)."""
+    """Return the error that says why no cut fits: stages before `stage` can be filled, and this one cannot.
+
+    `stage` equal to the number of stages: layers are left over.
+    """
     small = problem.taken.min(axis=0)
     worst = int((small - problem.room.max()).argmax())
     if not (problem.taken[:, worst] <= problem.room).any():

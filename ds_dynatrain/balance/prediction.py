@@ -1,4 +1,4 @@
-"""What a profile says of layouts, for eyes and for programs. Needs neither torch nor DeepSpeed."""
+"""Predictions from a profile, printed for readers and as JSON for programs. Needs neither torch nor DeepSpeed."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ BEST = "proposed"
 
 @dataclass(frozen=True)
 class Question:
-    """What was asked. stages: None for all numbers; members: None for as many as stages, or as the profile has.
+    """The options of the command. stages: None for any number; members: None for one per stage, or as in the profile.
 
-    present: boundaries, None for uniform ones of so many stages. memory: bytes of a member.
+    present: boundaries; None for uniform ones of this many stages. memory: bytes of a member.
     """
 
     stages: int | None
@@ -39,13 +39,13 @@ class Question:
 
     @property
     def is_pipeline(self) -> bool:
-        """Whether the model is a PipelineModule; one for which nobody wants stages, or ZeRO stage 2 or 3, is not."""
+        """Whether the model counts as a PipelineModule: not with --stages 1, nor with ZeRO stage 2 or 3."""
         return self.stages != 1 and self.zero_stage < 2
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """A layout, and what it would take. name: "proposed", "present", or "uniform" where nobody gave boundaries."""
+    """A layout and its prediction. name: "proposed", "present", or "uniform" where no boundaries were given."""
 
     layout: Layout
     deal: Deal
@@ -56,7 +56,7 @@ class Predicted:
 
 @dataclass(frozen=True)
 class Advice:
-    """What the present boundaries take, if there are any that can be trained, and what fits, best first."""
+    """The prediction for the present boundaries, if any can be trained, and for the layouts that fit, best first."""
 
     profile: Profile
     memory_bytes: int
@@ -65,12 +65,12 @@ class Advice:
 
     @property
     def known(self) -> tuple[Predicted, ...]:
-        """The present layout, if there is one, and the best."""
+        """The present layout, if there is one, and the best one."""
         return self.choices[:1] if self.present is None else (self.present, self.choices[0])
 
 
 def advise(file: Path, question: Question) -> Advice:
-    """Read the profile and search; ProfileError, LayoutError or ConfigError, and OSError, say what is wrong."""
+    """Read the profile and search; raises ProfileError, LayoutError, ConfigError or OSError."""
     profile = Profile.load(file)
     members = _members(profile, question)
     start = _start(profile, question)
@@ -88,7 +88,7 @@ def advise(file: Path, question: Question) -> Advice:
 
 
 def _members(profile: Profile, question: Question) -> Members:
-    """ConfigError for a number that does not go with the speeds of the profile."""
+    """Return the members; ConfigError for a number that does not fit the speeds of the profile."""
     measured = profile.speeds
     alone = question.stages if question.stages is not None and len(measured) == 1 else len(measured)
     count, stages = question.members or alone, question.stages or 1
@@ -113,7 +113,7 @@ def _members(profile: Profile, question: Question) -> Members:
 
 
 def _start(profile: Profile, question: Question) -> Layout:
-    """The present layout but for data; ConfigError for boundaries that are none, LayoutError for wrong ones."""
+    """Return the present layout but for data; ConfigError for malformed boundaries, LayoutError for wrong ones."""
     if question.present is not None:
         try:
             given = tuple(map(int, question.present.split(",")))
@@ -126,7 +126,9 @@ def _start(profile: Profile, question: Question) -> Layout:
 
 
 def _present(profile: Profile, start: Layout, members: Members, question: Question, search: Search) -> Predicted | None:
-    """Predict the present layout with as many data ranks as can be; None if it needs more members or nobody asked."""
+    """Predict the present layout with as many data ranks as possible; None if it needs more members, or was not asked
+    for.
+    """
     if question.stages is None and question.present is None:
         return None
     boundaries = start.boundaries or uniform(len(profile.layers), start.pipe)
@@ -144,7 +146,7 @@ def _present(profile: Profile, start: Layout, members: Members, question: Questi
 
 
 def show(advice: Advice) -> None:
-    """Print it for a reader."""
+    """Print the advice for a reader."""
     profile, shown = advice.profile, [each.layout for each in advice.known]
     measured = f"{profile.train_batch_size} samples a step, timed in micro-batches of {profile.micro_batch_size}"
     typer.echo(f"{len(profile.layers)} layers, {measured}{profile.source and f'; {profile.source}'}\n")
@@ -159,7 +161,7 @@ def show(advice: Advice) -> None:
 
 
 def _gain(advice: Advice) -> str:
-    """Compare both, in words; nothing where there is no present layout, or it would not fit."""
+    """Compare both layouts in words; "" if there is no present layout, or it would not fit."""
     present, best = advice.present, advice.choices[0].time.seconds
     if present is None or max(each.total for each in present.stages) > advice.memory_bytes:
         return ""
@@ -185,7 +187,7 @@ def _stages(advice: Advice, each: Predicted) -> Iterator[tuple[str, ...]]:
 
 
 def _columns(rows: Sequence[tuple[str, ...]]) -> str:
-    """Return a line for each row, of any width: a program may read them, too."""
+    """Return a line for each row, of any width, since programs may read them too."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 

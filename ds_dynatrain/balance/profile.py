@@ -1,4 +1,6 @@
-"""What was measured of each layer, and of the members: the one source of all seconds and bytes here, kept as JSON."""
+"""The profile of a model: measurements of each layer and of the members, the only source of seconds and bytes; a JSON
+file.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,13 @@ from ds_dynatrain.errors import ProfileError
 from ds_dynatrain.space.kind import WEIGHT
 
 VERSION = 1
-"""Of the file; another one is refused."""
+"""Version of the file format; another one is refused."""
 
 SECONDS = ("forward_seconds", "backward_seconds", "optimizer_seconds")
 ERRORS = ("forward_error", "backward_error", "optimizer_error")
 BYTES = ("activation_bytes", "output_bytes")
 BESIDE = ("load_seconds", "message_seconds", "beside_seconds")
-"""Of `Profile`: what a pipeline takes beside its layers."""
+"""Fields of `Profile`: time of a pipeline outside its layers."""
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -36,9 +38,9 @@ class LayerCost:
 
     forward_seconds, backward_seconds: of one micro-batch of `Profile.micro_batch_size` samples. optimizer_seconds: of
     one optimizer step over all of the layer's elements. The `_error`s are their standard errors, in seconds.
-    kind_bytes: of each state kind of the whole layer; of `weight` at least, and of a frozen layer of nothing else.
-    activation_bytes: kept of one micro-batch from its forward pass to its backward pass. output_bytes: sent to the next
-    layer for one micro-batch, and as a gradient back. trained: whether the optimizer steps any of it.
+    kind_bytes: bytes of the whole layer by state kind; `weight` is always given, and is the only one of a frozen layer.
+    activation_bytes: kept for one micro-batch from its forward pass to its backward pass. output_bytes: sent to the
+    next layer for one micro-batch, and as a gradient back. trained: whether the optimizer steps any of it.
     """
 
     name: str
@@ -54,7 +56,7 @@ class LayerCost:
     trained: bool = True
 
     def __post_init__(self) -> None:
-        """Check every number."""
+        """Raise ProfileError for a field that is of the wrong type, negative or not finite."""
         where = f"layer {self.name!r}"
         _check(isinstance(self.name, str), f"layer {self.name!r}: its name is no string")
         for name in (*SECONDS, *ERRORS):
@@ -70,21 +72,21 @@ class LayerCost:
 
     @property
     def total_bytes(self) -> int:
-        """Of all its state kinds: what moves with the layer at the most."""
+        """Bytes of all state kinds: the most that moves with the layer."""
         return sum(self.kind_bytes.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """The layers of a model in order, the members, and the batch; ProfileError for numbers that cannot be.
+    """The layers of a model in order, the members, and the batch; ProfileError for impossible numbers.
 
-    speeds: of each member, relative: a layer takes its seconds divided by this. train_batch_size: samples of one
+    speeds: relative speed of each member: a layer takes its seconds divided by this. train_batch_size: samples of one
     optimizer step in all members. micro_batch_size: samples of the micro-batches that were timed. source: where the
     numbers come from, for people.
 
-    load_seconds: of the samples of a micro-batch, on the first and on the last stage of a pipeline. message_seconds: of
-    one message between stages, on each of both, whatever its bytes. beside_seconds: once in a step of a pipeline, of
-    what is none of these, no layer and no optimizer step. 0 where they were not measured.
+    load_seconds: of loading a micro-batch's samples, on the first and on the last stage of a pipeline. message_seconds:
+    of one message between stages, on each of both, whatever its bytes. beside_seconds: of the rest of a pipeline's
+    step, which belongs to none of these, no layer and no optimizer step. 0 where they were not measured.
     """
 
     layers: tuple[LayerCost, ...]
@@ -98,7 +100,7 @@ class Profile:
     version: int = field(default=VERSION)
 
     def __post_init__(self) -> None:
-        """Check what holds over all layers."""
+        """Raise ProfileError for another version, no layer, no member, or a number that no measurement can give."""
         _check(self.version == VERSION, f"version {self.version!r}: this is made for version {VERSION}")
         _check(len(self.layers) > 0, "there is no layer")
         _check(len(self.speeds) > 0, "speeds: there is no member")
@@ -112,21 +114,22 @@ class Profile:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the layers, in order."""
+        """Names of the layers, in order."""
         return tuple(layer.name for layer in self.layers)
 
     @property
     def trained(self) -> npt.NDArray[np.bool_]:
-        """Of each layer, whether anything in it is trained."""
+        """[layers], whether anything in a layer is trained."""
         return np.array([layer.trained for layer in self.layers])
 
     def seconds(self, name: str) -> Floats:
-        """One of the numbers of seconds (or their errors) of each layer, by the field's name."""
+        """Return one field of seconds (or of their errors) for each layer, by the field's name."""
         return np.array([getattr(layer, name) for layer in self.layers], dtype=np.float64)
 
     def forward_with_loading(self, stages: int) -> Floats:
-        """[layers], seconds of a forward pass in so many stages; with those of loading samples, which the first stage
-        does, and the last one.
+        """Return [layers], seconds of a forward pass in this many stages.
+
+        They include loading samples, which the first and the last stage do.
         """
         seconds = self.seconds("forward_seconds")
         seconds[0] += self.load_seconds
@@ -135,20 +138,20 @@ class Profile:
         return seconds
 
     def counts(self, name: str) -> Ints:
-        """One of the numbers of bytes of each layer, by the name of the field or of the property."""
+        """Return one number of bytes for each layer, by the name of the field or of the property."""
         return np.array([getattr(layer, name) for layer in self.layers], dtype=np.int64)
 
     def kind_bytes(self, kind: str) -> Ints:
-        """Bytes of one state kind of each layer, 0 where there are none."""
+        """Return the bytes of one state kind for each layer, 0 where a layer has none."""
         return np.array([layer.kind_bytes.get(kind, 0) for layer in self.layers], dtype=np.int64)
 
     def to_json(self) -> str:
-        """The text of a file; `from_json` gives the same profile back, every digit of it."""
+        """Return the text of a file; `from_json` returns the same profile from it, every digit of it."""
         return json.dumps(dataclasses.asdict(self), indent=1, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
-        """The inverse of `to_json`; ProfileError for text that is cut off, of another version, or has wrong names."""
+        """Read the text of `to_json`; ProfileError for text that is cut off, of another version, or has wrong names."""
         try:
             said = json.loads(text)
         except ValueError as error:
@@ -164,12 +167,12 @@ class Profile:
         return cls(**{**given, **lists})
 
     def save(self, file: str | Path) -> None:
-        """Write it as JSON; OSError where it cannot be written."""
+        """Write the profile as JSON; OSError where it cannot be written."""
         Path(file).write_text(self.to_json() + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, file: str | Path) -> Profile:
-        """Read what `save` wrote; ProfileError with its name if it is no profile, OSError if it cannot be read."""
+        """Read a file that `save` wrote; OSError if it is not readable, ProfileError naming it, if it is no profile."""
         try:
             return cls.from_json(Path(file).read_text(encoding="utf-8"))
         except (ProfileError, UnicodeDecodeError) as error:
@@ -177,7 +180,7 @@ class Profile:
 
 
 def _fields(kind: type[Any], said: Any, where: str) -> dict[str, Any]:
-    """An object of JSON as arguments of a dataclass; ProfileError for names that are missing or unknown."""
+    """Return a JSON object as arguments of a dataclass; ProfileError for names that are missing or unknown."""
     _check(isinstance(said, dict), f"{where} is no object")
     known = dataclasses.fields(kind)
     unknown = sorted(set(said) - {each.name for each in known})

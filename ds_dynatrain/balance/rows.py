@@ -1,4 +1,4 @@
-"""The row of layers and members that are timed (`dynatrain.balance`)."""
+"""The row on timing layers and members (`dynatrain.balance`)."""
 
 from __future__ import annotations
 

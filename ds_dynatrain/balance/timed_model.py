@@ -1,6 +1,4 @@
-"""Which layers are timed: those of a pipeline's stages, or a model without stages as one, or some modules of it; and
-what is known of them.
-"""
+"""The layers that are timed: those of a pipeline's stages, or of a model without stages the whole or some modules."""
 
 from __future__ import annotations
 
@@ -21,13 +19,13 @@ from ds_dynatrain.space import Layout, LogicalTensor
 from ds_dynatrain.space.kind import WEIGHT
 
 WHOLE, REST = "model", "rest"
-"""The one layer of a model without stages, and what is left of it where modules are named."""
+"""Names of the one layer of a model without stages, and of the remainder where modules are named."""
 
 
 class TimedModel:
-    """The layers of an engine's model without stages: the modules of these names, and behind them the rest as one.
+    """The layers of an engine's model without stages: the modules of these names, followed by the rest as one layer.
 
-    Without names the whole model is one layer: what its passes take tells slow members from others.
+    Without names the whole model is one layer: the time of its passes tells slow members from others.
     """
 
     def __init__(self, engine: EngineCore, modules: Sequence[str] = ()) -> None:
@@ -35,7 +33,7 @@ class TimedModel:
 
     @property
     def is_cheap(self) -> bool:
-        """Whether timing costs so little that all steps are timed, and a window ends when it is due."""
+        """Whether timing is so cheap that all steps are timed; a window then ends when it is due."""
         return not self._modules
 
     @property
@@ -45,17 +43,19 @@ class TimedModel:
 
     @property
     def cut(self) -> tuple[int, ...]:
-        """Layers to stages."""
+        """Boundaries of the stages, in layers."""
         return 0, len(self._modules) + 1
 
     def timer(self) -> Timer:
-        """Return what times the steps of a window."""
+        """Return the timer for the steps of a window."""
         host = self._engine.host
         modules = children_of(host.module, self._modules) if self._modules else {}
         return ModuleTimer(host.basic_optimizer, tuple(modules.values()))
 
     def rows(self, times: StageTimes) -> Floats:
-        """[layers of this rank's stage, COLUMNS]. The optimizer's seconds are shared out by the elements it steps."""
+        """Return [layers of this rank's stage, COLUMNS]; the optimizer's seconds are shared out by the elements it
+        steps.
+        """
         start = self.cut[self._engine.place("pipe")]
         mine = self._tensors()[start : start + times.forward.shape[1]]
         elements = np.array([_trained(held) for held in mine], dtype=np.float64)
@@ -63,7 +63,7 @@ class TimedModel:
         return rows_of(times.forward, times.backward, rate * elements[None], times.kept_bytes, times.output_bytes)
 
     def layers(self) -> list[Known]:
-        """Return what is known of all layers of the model, in the present registration."""
+        """Return the static facts of all layers of the model, in the present registration."""
         return [_known(self._engine, name, held) for name, held in zip(self._names(), self._tensors(), strict=True)]
 
     def _names(self) -> Sequence[str]:
@@ -79,7 +79,7 @@ class TimedModel:
 
 
 class TimedStages(TimedModel):
-    """The layers of a `PipelineModule`."""
+    """The layers of a `PipelineModule`, timed as the model cuts them."""
 
     is_cheap = False
 
@@ -91,11 +91,11 @@ class TimedStages(TimedModel):
 
     @property
     def cut(self) -> tuple[int, ...]:
-        """Layers to stages."""
+        """Boundaries of the stages, in layers."""
         return tuple(self.present.boundaries or ())
 
     def timer(self) -> Timer:
-        """Return what times the steps of a window."""
+        """Return the timer for the steps of a window."""
         return StageTimer(self._engine.deepspeed, self._engine.host.basic_optimizer)
 
     @property
@@ -106,7 +106,7 @@ class TimedStages(TimedModel):
         return [f"{number}.{name or 'function'}" for number, name in enumerate(self._template.names)]
 
     def _tensors(self) -> list[list[LogicalTensor]]:
-        """Return the tensors of each layer; a tied one has them at each of its places."""
+        """Return the tensors of each layer; a tied layer has them at each of its places."""
         by_prefix: dict[str, list[LogicalTensor]] = {prefix: [] for prefix in self._template.prefixes()}
         for tensor in self._engine.vps.tensors:
             by_prefix[layer_of(tensor.name)].append(tensor)
@@ -114,12 +114,12 @@ class TimedStages(TimedModel):
 
 
 def timed_model(engine: EngineCore) -> TimedModel:
-    """Return the layers of a model, a PipelineModule's as they are."""
+    """Return the layers of an engine's model: those of a PipelineModule, or the whole model as one."""
     return TimedStages(engine) if isinstance(engine.host.shaper, PipelineShaper) else TimedModel(engine)
 
 
 def metered_model(engine: EngineCore, names: Sequence[str]) -> TimedModel:
-    """Return a model without stages, by modules of these names; ConfigError where these cannot be timed."""
+    """Return a model without stages, cut into the modules of these names; ConfigError if they cannot be timed."""
     if isinstance(engine.host.shaper, PipelineShaper):
         raise ConfigError("engine.meter: the layers of a PipelineModule are timed as they are; leave the call out")
     children_of(engine.host.module, names)
@@ -127,7 +127,7 @@ def metered_model(engine: EngineCore, names: Sequence[str]) -> TimedModel:
 
 
 def _trained(tensors: Iterable[LogicalTensor]) -> int:
-    """Elements that are trained."""
+    """Return the number of trained elements."""
     return sum(tensor.numel for tensor in tensors if tensor.trainable)
 
 

@@ -1,8 +1,8 @@
-"""What ranks timed in one window, and the mean over windows.
+"""The timings of all ranks in one window, and the mean over windows.
 
 A rank has a row for each layer of its stage (`COLUMNS`, float64): medians over micro-batches. The rows of all ranks
-make one window. Windows are averaged while costs stay what they are; the mean begins anew when two in a row say that
-they have changed.
+make one window. Windows are averaged while costs stay as they are; the mean begins anew when two windows in a row say
+that they have changed.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ Rows = Annotated[
 ]
 """An array, which records hold as nested lists."""
 COLUMNS = (*SECONDS, *ERRORS, *BYTES)
-"""Of a row: the fields of `LayerCost` that are measured."""
+"""The columns of a row: the fields of `LayerCost` that are measured."""
 OF_MEDIAN = math.sqrt(math.pi / 2)
-"""Standard error of a median of normal numbers, by that of their mean."""
+"""Standard error of a median of normal numbers, divided by that of their mean."""
 OF_DEVIATION = 1.4826
-"""Standard deviation of normal numbers, by their median distance from the median."""
+"""Standard deviation of normal numbers, divided by their median distance from the median."""
 
 PASSES = slice(0, 2)
 """The columns of both passes' seconds."""
 _TIMES = slice(0, len(SECONDS))
 ERROR_COLUMNS = slice(len(SECONDS), len(SECONDS) + len(ERRORS))
-"""Those of standard errors, of passes first."""
+"""The columns of standard errors, those of passes first."""
 
 
 def rows_of(
     forward: Floats, backward: Floats, optimizer: Floats, kept_bytes: Sequence[int], output_bytes: Sequence[int]
 ) -> Floats:
-    """[layers, COLUMNS] of one rank.
+    """Return [layers, COLUMNS] of one rank.
 
-    forward, backward: [passes, layers], seconds; no pass at all is 0 s. optimizer: [steps, layers], seconds of a step
-    over all of a layer's elements.
+    forward, backward: [passes, layers], seconds; without any pass they are 0 s. optimizer: [steps, layers], seconds of
+    a step over all of a layer's elements.
     """
     parts = [_median(each) for each in (forward, backward, optimizer)]
     columns = [*(middle for middle, _ in parts), *(error for _, error in parts), kept_bytes, output_bytes]
@@ -56,7 +56,7 @@ def rows_of(
 
 
 def _median(passes: Floats) -> tuple[Floats, Floats]:
-    """Of each layer, and its standard error; a single pass says nothing of its error, which is then all of it."""
+    """Return the median of each layer and its standard error; with a single pass the error is as large as the value."""
     count, layers = passes.shape
     if not count:
         return np.zeros(layers), np.zeros(layers)
@@ -69,11 +69,11 @@ def _median(passes: Floats) -> tuple[Floats, Floats]:
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """What all ranks say. rows: [layers of the model, COLUMNS] on a member of speed 1. speeds: by rank. beside:
-    [BESIDE], the middle one of those that have measured it, else 0.
+    """The merged timings of all ranks. rows: [layers of the model, COLUMNS] on a member of speed 1. speeds: by rank.
 
-    Speeds compare the ranks of one stage: nobody else has the same layers. The middle one of them has 1, and so has
-    who differs from it by no more than 4 standard errors.
+    beside: [BESIDE], the median over the ranks that have measured it, else 0. Speeds compare the ranks of one stage,
+    since no others have the same layers. The middle rank has speed 1, and so have all that differ from it by at most 4
+    standard errors.
     """
 
     rows: Floats
@@ -88,7 +88,10 @@ class Window:
         boundaries: Sequence[int],
         beside: Sequence[Sequence[float]] = (),
     ) -> Window:
-        """beside: [ranks, BESIDE]. ProfileError unless every rank has a row for each layer of its stage."""
+        """Merge the rows of all ranks. beside: [ranks, BESIDE].
+
+        ProfileError unless every rank has a row for each layer of its stage.
+        """
         size = layout.ranks_per_stage
         rows, speeds = [], list[float]()
         for stage in range(layout.pipe):
@@ -109,13 +112,15 @@ class Window:
 
 
 def _middle(beside: Sequence[Sequence[float]]) -> Floats:
-    """[BESIDE]; a stage that loads nothing, or has no neighbour, has 0 s and does not count."""
+    """Return [BESIDE]; a stage that loads nothing, or has no neighbour, has 0 s and does not count."""
     columns = np.array(beside, dtype=np.float64).reshape(-1, len(BESIDE)).T
     return np.array([np.median(each[each > 0]) if (each > 0).any() else 0.0 for each in columns])
 
 
 def _merged(found: Floats) -> tuple[Floats, Floats]:
-    """[ranks, layers, COLUMNS] of one stage as [layers, COLUMNS] on a member of speed 1, and the speeds."""
+    """Merge [ranks, layers, COLUMNS] of one stage into [layers, COLUMNS] on a member of speed 1; return also the
+    speeds.
+    """
     total = found[:, :, PASSES].sum(axis=(1, 2))
     errors = np.sqrt((found[:, :, ERROR_COLUMNS][:, :, PASSES] ** 2).sum(axis=(1, 2)))
     middle = int(np.argsort(total, kind="stable")[(len(total) - 1) // 2])
@@ -131,12 +136,12 @@ def _merged(found: Floats) -> tuple[Floats, Floats]:
 
 
 LAST_STEPS = 16
-"""Steps; what was before them may have had other costs."""
+"""Number of remembered steps; older ones may have had other costs."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds of a step, the middle one of `count`. error: its standard error, in seconds."""
+    """Seconds of a step, the median of `count` steps. error: its standard error, in seconds."""
 
     seconds: float
     error: float
@@ -144,24 +149,27 @@ class Measured:
 
 
 class StepSeconds:
-    """The last steps on one member, in one layout."""
+    """Seconds of the last steps on one member, in one layout."""
 
     def __init__(self) -> None:
         self._seconds: deque[float] = deque(maxlen=LAST_STEPS)
 
     def add(self, seconds: float) -> None:
-        """One more step."""
+        """Add one more step."""
         self._seconds.append(seconds)
 
     def forget(self, but: int = 0) -> None:
-        """What follows is another layout, or other members; or other costs, which the newest so many steps had, too."""
+        """Forget all but the newest steps; called when the layout, the members or the costs have changed.
+
+        but: number of steps to keep, which had the new costs already.
+        """
         while len(self._seconds) > but:
             self._seconds.popleft()
 
     def measured(self, newest: int | None = None) -> Measured:
-        """Of the newest so many; all by default. What spreads them is taken from all, as a share of the middle one.
+        """Return the median of the newest steps, by default of all that are remembered.
 
-        A single step says nothing of its error, which is then all of it.
+        Its error follows from the relative spread of all of them; with a single step it is as large as the value.
         """
         known = np.array(self._seconds, dtype=np.float64)
         if not len(known):
@@ -175,12 +183,12 @@ class StepSeconds:
 
 
 NEW_SHARE = 0.25
-"""Of a window in the mean, once there are four; before that all windows count alike."""
+"""Share of a new window in the mean, once there are four; before that all windows count alike."""
 
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of a layer without measuring it; see `LayerCost`."""
+    """The static facts of a layer, known without measuring it; see `LayerCost`."""
 
     name: str
     kind_bytes: Mapping[str, int]
@@ -189,7 +197,7 @@ class Known:
 
 @dataclass(frozen=True, eq=False)
 class Doubted:
-    """A window that differs from those before it: [layers, COLUMNS], as of a step."""
+    """A window that differs from those before it: [layers, COLUMNS], and its step."""
 
     rows: Rows
     step: int
@@ -199,9 +207,9 @@ class Doubted:
 class Averaged:
     """The mean over windows. batch: (samples of a step, of a micro-batch). since: see `decision.History`.
 
-    windows: how many it is of. speeds: of the last one. beside: [BESIDE]. doubted: the last one, where it is not in the
-    mean: layers that have not changed may take a third longer in all passes of one window, as where a core is shared,
-    so costs are others only once the next window says the same.
+    windows: number of windows in the mean. speeds: of the last one. beside: [BESIDE]. doubted: the last window, if it
+    is not in the mean. Layers that have not changed may take a third longer in all passes of one window, for example
+    where a core is shared, so costs count as changed only once the next window agrees.
     """
 
     rows: Rows
@@ -216,9 +224,10 @@ class Averaged:
     def after(
         cls, before: Averaged | None, window: Window, batch: tuple[int, int], step: int, least: float, is_new: bool
     ) -> Averaged:
-        """With one more window. least: share of all layers' seconds by which costs must differ to be others.
+        """Return the mean after one more window. least: share of all layers' seconds that a change of costs must
+        exceed.
 
-        is_new: whether they are known to be others.
+        is_new: whether costs are known to have changed.
         """
         now = cls(window.rows, window.speeds, window.beside, batch, since=(step,))
         if before is None or before.batch != batch or before.rows.shape != window.rows.shape:
@@ -233,7 +242,7 @@ class Averaged:
         return replace(before, speeds=window.speeds, doubted=Doubted(window.rows, step))
 
     def _begun_anew(self, window: Window, step: int) -> Averaged:
-        """Costs are others since a step. The window that was doubted stays out: it may have been noise all the same."""
+        """Begin the mean anew at a step. The doubted window stays out: it may have been noise after all."""
         since = (*self.since, step)[-REMEMBERED:]
         return Averaged(window.rows, window.speeds, self._beside(window, 1.0), self.batch, since=since)
 
@@ -246,12 +255,14 @@ class Averaged:
         return Averaged(rows, window.speeds, self._beside(window, share), self.batch, self.windows + 1, self.since)
 
     def _beside(self, window: Window, share: float) -> Floats:
-        """What a window has not measured stays, and what it is the first to measure counts in full."""
+        """Average [BESIDE]: values that the window has not measured stay, values measured for the first time count in
+        full.
+        """
         mixed = np.where(self.beside > 0, (1 - share) * self.beside + share * window.beside, window.beside)
         return np.where(window.beside > 0, mixed, self.beside)
 
     def profile(self, layers: Sequence[Known], source: str = "") -> Profile:
-        """With what is known of the layers."""
+        """Return the profile that these measurements make with the static facts of the layers."""
         costs = []
         for known, row in zip(layers, self.rows.tolist(), strict=True):
             measured = dict(zip(COLUMNS, row, strict=True))
@@ -281,11 +292,11 @@ def _differ(before: Floats, after: Floats, least: float) -> bool:
 
 
 def _is_nearer(rows: Floats, one: Floats, other: Floats) -> bool:
-    """Whether layers take times that are nearer to those of the one than to those of the other."""
+    """Return whether the layers' times are nearer to those of `one` than to those of `other`."""
     distances = [np.abs(_seconds(rows) - _seconds(each)).sum() for each in (one, other)]
     return bool(distances[0] < distances[1])
 
 
 def _seconds(rows: Floats) -> Floats:
-    """[layers], of both passes."""
+    """Return [layers], seconds of both passes."""
     return np.asarray(rows[:, PASSES].sum(axis=1))

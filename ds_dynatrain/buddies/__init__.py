@@ -1,12 +1,12 @@
-"""Buddies: what one rank holds alone is kept by another member, too, in host memory, so that a death loses little.
+"""Buddies: members that keep, in host memory, copies of state that only one rank holds, so that a death loses little.
 
 | file | |
 |---|---|
-| `extension` | when copies are taken, and what is seen of it: what the engine calls |
-| `placement` | who keeps whose copies |
-| `taking` | a copy is taken, and becomes bytes and a header |
-| `shipping` | one engine's copies in its present world: a thread sends each, and keeps what comes |
-| `rows` | what works, and what is refused |
+| `extension` | the extension that the engine calls: when copies are taken, and what users see of them |
+| `placement` | which rank keeps the copies of which |
+| `taking` | takes a copy, and turns it into bytes and a header |
+| `shipping` | sends one engine's copies in its present world from a thread, and keeps those that arrive |
+| `rows` | supported and refused uses |
 
-What a copy is, where a process keeps it, and how a state is put together from copies: `engine/copies`.
+`engine/copies` defines a copy, its place in a process, and how a state is put together from copies.
 """

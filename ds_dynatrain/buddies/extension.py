@@ -1,11 +1,11 @@
-"""When copies are taken, who keeps them, and what a user sees of it.
+"""The extension that keeps buddies' copies: when copies are taken, which members keep them, and the state users see.
 
-All working members come by the same boundaries and decide from the same numbers: what each says of the round before is
-reduced over their world, so that all take their copies at the same steps, or none does. Only when all have all copies
-of a moment may the older ones be written over.
+All working members pass the same boundaries and decide from the same numbers: the results of the last round are reduced
+over their world, so that all of them take copies at the same steps, or none does. Older copies may be overwritten only
+when all members have all copies of a moment.
 
-Of several engines in a process the first one's decides, at its boundaries, when no other is in a global batch: there
-all take their copies, with the same buddies, and these are whole together or not at all.
+With several engines in a process the first one decides, at its boundaries and while no other is in a global batch: then
+all engines take copies, with the same buddies, and these count as whole together or not at all.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from ds_dynatrain.space import Layout
 
 @dataclass(frozen=True)
 class Protection:
-    """How far an engine's state is protected, as this member sees it.
+    """The protection of an engine's state against a death, as this member sees it.
 
-    buddies: member -> the members that keep its copies. step: the newest of which all copies are known to be with all
-    who keep them; None if there is none. is_protected: whether the death of one member costs the steps after that one
-    alone. why: if not, or if there is nothing to copy. memory_bytes: of host memory, for copies. sent_bytes, take_ms,
-    ship_ms: of the last round: what was sent, how long the step waited for the copy, and how long it travelled. taken,
-    skipped: how many rounds there were, and how many were left out because the one before had not ended.
+    buddies: member -> the members that keep its copies. step: the newest step of which all keepers are known to have
+    all copies; None if there is none. is_protected: whether the death of one member costs only the steps after `step`.
+    why: the reason if not, or if nothing needs a copy. memory_bytes: host memory for copies. sent_bytes, take_ms,
+    ship_ms: of the last round: bytes sent, how long the step waited for the copy, and how long it was under way. taken,
+    skipped: number of rounds, and of those left out because the one before had not ended.
     """
 
     buddies: dict[int, tuple[int, ...]]
@@ -66,9 +66,9 @@ class Protection:
 MILLIONTHS = 1_000_000
 NEW_WORLD = "no copy of this world is whole yet"
 MOST_BY_DEFAULT = 0.5
-"""Share of a node's free memory that copies may take where nobody has asked for them."""
+"""Share of a node's free memory that copies may take if the user has not asked for them."""
 MUCH_OF_A_STEP = 0.1
-"""A step that waits longer than this share of its time for copies is worth a warning."""
+"""Share of a step's time from which waiting for copies is worth a warning."""
 
 
 class Buddies(Extension):
@@ -83,29 +83,29 @@ class Buddies(Extension):
         self.kept = Kept()
         self._settings = settings.buddies
         self._worlds: list[World | None] = []
-        """The worlds of all engines when buddies were dealt last."""
+        """The worlds of all engines when buddies were last assigned."""
         self._by_member: dict[int, tuple[int, ...]] = {}
-        """Member -> those who keep its copies, of whichever engine; the same on all that work."""
+        """Member -> the members that keep its copies, for all engines; the same on all working members."""
         self._why = NEW_WORLD
         self._is_protected = self._is_behind = self._has_said_cost = False
         self._cannot = ""
-        """Why no copies are taken in this world, where they are on by default."""
+        """The reason for which no copies are taken in this world, where they are on by default."""
         self._lacks = ""
-        """Why copies alone do not protect this world."""
+        """The reason for which copies alone do not protect this world."""
         self._last_warning = ""
         self._whole_of: dict[int, tuple[int, ...]] = {}
         """`_by_member` at the newest moment that is whole, which may be in an earlier world."""
         self._seen: tuple[str, tuple[int, ...], int] = ("", (), -1)
         self._next: int | None = None
-        """The step at which a copy is due; None: at once."""
+        """The step at which the next copy is due; None for immediately."""
         self._rounds: Sequence[Round] = ()
-        """The rounds that are under way, one for each engine."""
+        """The rounds under way, one for each engine."""
         self._left_at, self._share = 0.0, 0.0
         self._taken = self._skipped = 0
         self._last_error = ""
 
     def attach(self, engine: Any) -> None:
-        """Let the engine know where copies of its state are kept."""
+        """Give the engine the place of its copies."""
         super().attach(engine)
         self._engine = engine._parts
         self._engine.kept = self.kept
@@ -113,7 +113,9 @@ class Buddies(Extension):
 
     @property
     def _all(self) -> Sequence[Buddies]:
-        """The buddies of all engines of the process, the first one's first; of this one while it is being made."""
+        """The buddies of all engines of the process, the first engine's first; only this one while its engine is being
+        made.
+        """
         open_ones = [found for one in open_engines() if isinstance(found := one.extension(self.name), Buddies)]
         return open_ones or (self,)
 
@@ -127,12 +129,12 @@ class Buddies(Extension):
         return [one.keeper for one in self._all]
 
     def check_launch(self, is_elastic: bool) -> None:
-        """Refuse a launch of fixed size."""
+        """Raise an error in a launch of fixed size."""
         if not is_elastic:
             raise IN_A_FIXED_LAUNCH.error()
 
     def check_beside(self, here: DynatrainConfig, there: DynatrainConfig, number: int) -> None:
-        """Refuse two engines of a process with different blocks, also where one of them has no buddies."""
+        """Raise ConfigError if two engines of a process have different blocks, also if one of them has no buddies."""
         if here.buddies != there.buddies:
             blocks = here.buddies.model_dump(), there.buddies.model_dump()
             raise ConfigError(
@@ -143,9 +145,9 @@ class Buddies(Extension):
     def on_start(self) -> None:
         """Refuse a first world that cannot have the buddies that the user asked for.
 
-        Raise ConfigError if it has too few members, or this node too little host memory for its copies and those of the
-        engines that are there already. Where buddies are on by default nothing is refused: `_why_not` finds what they
-        lack, in every world.
+        Raise ConfigError if it has too few members, or if this node has too little host memory for its copies and those
+        of the engines made before. Where buddies are on by default nothing is refused: `_why_not` then finds the
+        reason, in every world.
         """
         if self._settings.mode is None:
             return
@@ -165,7 +167,7 @@ class Buddies(Extension):
             )
 
     def _needs(self, nodes: Sequence[str]) -> list[int]:
-        """Return the bytes that copies of all engines take at each rank. nodes: the node of each rank."""
+        """Return the bytes that copies of all engines take on each rank. nodes: the node of each rank."""
         engines = [*(one._engine for one in self._all if one is not self), self._engine]
         alone, copies = [has_single_holders(one.vps, one.layout) for one in engines], self._settings.copies
         is_needed = any(needs_copies(one.vps, one.layout, nodes) for one in engines)
@@ -176,9 +178,9 @@ class Buddies(Extension):
         return [sum(of_rank) for of_rank in zip(*needs, strict=True)]
 
     def _why_not(self) -> str:
-        """Return why this world has no copies where they are on by default, or nothing; all members find the same.
+        """Return why this world has no copies where they are on by default, or ""; all members find the same.
 
-        Collective over the world of the engine where there are two nodes or more.
+        A collective over the engine's world if it has two nodes or more.
         """
         engine, world = self._engine, self._engine.world
         where = [engine.candidates.nodes[member] for member in engine.members]
@@ -206,8 +208,8 @@ class Buddies(Extension):
     def at_boundary(self) -> None:
         """Take a copy if one is due; working members call this between two global batches, once for each step.
 
-        It comes after all else at that boundary, so that no switch waits for a copy that was taken just before it. The
-        loss of a member raises nothing here: the next collective of training finds it, too.
+        It is the last thing at a boundary, so that no switch waits for a copy that was taken just before it. The loss
+        of a member raises nothing here: the next collective of training finds it, too.
         """
         engine, keepers = self._engine, self._keepers
         now = engine.segment, engine.global_steps
@@ -217,7 +219,7 @@ class Buddies(Extension):
         if (now[0], registered) != self._seen[:2]:
             self._next = None
         if registered != self._seen[1]:
-            self.forget()  # what the copies are of is not registered any more
+            self.forget()  # the copies are of another registration
         waited = sum(each.take_seconds for each in keepers)
         self._seen, self._share = (now[0], registered, now[1]), waited / max(begin - self._left_at, 1e-6)
         try:
@@ -233,16 +235,18 @@ class Buddies(Extension):
         self.keeper.settle()
 
     def before_load(self) -> None:
-        """Void all copies, which would bring back what the load replaces; a collective of the working members."""
+        """Void all copies, which would bring back the state that the load replaces; a collective of the working
+        members.
+        """
         engine = self._engine
-        if (first := open_engines()[0]) is not engine:  # by whose places copies of all engines go
+        if (first := open_engines()[0]) is not engine:  # copies of all engines follow the first engine's places
             first.repeat_places()
         say = partial(PROCESS.membership.say_replaced, self.stretch)
         Session(engine.control, f"replaced/{engine.segment}", engine.members, "load").first("said", say, "saying so")
         self.replace()
 
     def memory_in(self, layout: Layout, members: tuple[int, ...]) -> int:
-        """Return the bytes of copies in a layout, on the member with the most."""
+        """Return the bytes of copies in a layout, on the member that has the most."""
         engine, places = self._engine, self._engine.candidates.nodes
         others = [one for one in PROCESS.engines if one is not engine]
         has_alone = has_single_holders(engine.vps, layout)
@@ -256,13 +260,13 @@ class Buddies(Extension):
         return mark_of(self._first._engine).stretch
 
     def replace(self) -> None:
-        """Void the copies of all engines, as a state of one was loaded on all members that work."""
+        """Void the copies of all engines, after a state of one was loaded on all working members."""
         for keeper in self._keepers:
             keeper.kept.void_before(self.stretch)
         self.forget()
 
     def forget(self) -> None:
-        """Let no copy count that this process has, of any engine."""
+        """Forget all copies of this process, of every engine, and void the rounds under way."""
         self._first._forget()
 
     def _forget(self) -> None:
@@ -288,7 +292,7 @@ class Buddies(Extension):
                 self._skipped += 1
 
     def _enter(self) -> None:
-        """Settle who keeps whose copies in another world of an engine, and how far that protects it."""
+        """Assign buddies in a new world of an engine, and settle how far they protect it."""
         keepers, self._rounds, self._next = self._keepers, (), None
         self._worlds = [keeper.engine.world for keeper in keepers]
         self._cannot = self._why_not()
@@ -315,7 +319,7 @@ class Buddies(Extension):
             logger.info("buddies: %s", self._why)
 
     def _dealt(self, nodes: Sequence[str]) -> dict[int, tuple[int, ...]]:
-        """Return who keeps the copies of each member. nodes: the node of each rank."""
+        """Return the members that keep the copies of each member. nodes: the node of each rank."""
         members, asked = self._engine.members, self._settings.copies
         buddies = buddies_of(nodes, asked)
         if self._engine.rank == 0 and buddies and len(buddies[0]) < asked:
@@ -327,7 +331,7 @@ class Buddies(Extension):
         return {member: tuple(members[each] for each in its) for member, its in zip(members, buddies, strict=False)}
 
     def _warn(self) -> None:
-        """Say what a death would cost, on rank 0; once for each reason in a row."""
+        """Log on rank 0 what a death would cost; once for consecutive equal reasons."""
         why, fallback = self._why, self._engine.settings.fallback
         if self._engine.rank != 0 or why == self._last_warning:
             return
@@ -343,7 +347,7 @@ class Buddies(Extension):
     # ---- rounds ------------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Begin a round for each engine; all of them have a world, or none."""
+        """Begin a round for each engine; either all of them have a world, or none."""
         for keeper in self._keepers:
             keeper.engine.agree()
         first = mark_of(self._engine)
@@ -355,7 +359,7 @@ class Buddies(Extension):
         self._taken += 1
 
     def _see(self, found: Sequence[Round]) -> None:
-        """Settle how the last rounds have ended, if they have on all members: a reduction over the world."""
+        """Settle the result of the last rounds, if they have ended on all members: a reduction over the world."""
         share, is_over = -int(self._share * MILLIONTHS), all(each.is_over for each in found)
         is_whole = is_over and all(each.is_whole for each in found)
         said = torch.tensor([int(is_over), int(is_whole), share])
@@ -374,7 +378,7 @@ class Buddies(Extension):
         self._say_cost(-int(said[2]) / MILLIONTHS)
 
     def _say_cost(self, share: float) -> None:
-        """Warn once, on rank 0, if a step waits long for copies. share: of the step, on the rank that waits most."""
+        """Warn once, on rank 0, if steps wait long for copies. share: of a step, on the rank that waits longest."""
         if self._engine.rank or self._has_said_cost or share < MUCH_OF_A_STEP:
             return
         self._has_said_cost = True
@@ -409,14 +413,14 @@ class Buddies(Extension):
     # ---- what is seen ------------------------------------------------------------------------------------------------
 
     def protects(self) -> Literal["", "no", "yes"]:
-        """Return what the status of the job says of this member; nothing if it holds no state."""
+        """Return this member's entry in the status of the job; "" if it holds no state."""
         if self._engine.idle:
             return ""
         return "yes" if self.protection.is_protected else "no"
 
     @property
     def protection(self) -> Protection:
-        """Return how far the state is protected against a death, as this member knows it; `engine.buddies` gives it."""
+        """The protection of the state against a death, as this member knows it; the value of `engine.buddies`."""
         first, keeper, whole = self._first, self.keeper, self.kept.whole
         is_known = keeper.world is self._engine.world
         return Protection(
@@ -434,7 +438,7 @@ class Buddies(Extension):
 
 
 def _lack(engine: EngineCore, nodes: Sequence[str]) -> str:
-    """Return which part of an engine's state is in no copy and goes with a node, or nothing. nodes: of each rank."""
+    """Return which part of an engine's state has no copy and is lost with a node, or "". nodes: of each rank."""
     layout = engine.layout
     if not lacks_frozen(engine.vps, layout) or outlives_a_node(layout.replace(zero_stage=0), nodes):
         return ""

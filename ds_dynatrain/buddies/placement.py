@@ -1,16 +1,16 @@
-"""Who keeps copies of whose state: its *buddies*, on other nodes wherever there are any.
+"""The assignment of *buddies*, the ranks that keep copies of a rank's state: on other nodes wherever there are any.
 
-Nodes of equal size are in pairs, whose ranks keep each other's copies: of all double deaths of nodes, n of them, pairs
-lose state in 1/(n - 1), a ring in 2/(n - 1). What is left over is one group with as many of the pairs as it takes to
-have no node in it that is larger than all others together; its ranks, node by node, keep the copies of those that stand
-so many before them. Every rank then keeps one copy. Only where one node has more ranks than all others together, these
-keep several each, and some of its own ranks none.
+Nodes of equal size form pairs, whose ranks keep each other's copies: of all double deaths among n nodes, pairs lose
+state in 1/(n - 1), a ring in 2/(n - 1). The remaining nodes form one group, together with as many pairs as it takes for
+no node in it to be larger than all others together. In the group ranks are in a row, node by node, and each keeps the
+copy of the rank a fixed number of places before it. Every rank then keeps one copy. Only if one node has more ranks
+than all others together, these keep several each, and some ranks of the large node none.
 
-Further buddies, where more than one is asked for, are assigned by the Hungarian method (scipy's
-`linear_sum_assignment`): on nodes that have no copy of that rank yet, and not on its own node as long as there is
-another rank elsewhere; then as evenly as that allows.
+Further buddies, if more than one is asked for, are assigned by the Hungarian method (scipy's `linear_sum_assignment`):
+on nodes that have no copy of that rank yet, and not on its own node as long as there is another rank elsewhere; then as
+evenly as that allows.
 
-On a single node each rank counts as a node of its own: a process that dies alone is what is left to be guarded against.
+On a single node each rank counts as a node of its own: copies then protect against a process that dies alone.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from ds_dynatrain.plan import is_copied
 from ds_dynatrain.space import Layout, VirtualParameterSpace
 
 Node = tuple[int, ...]
-"""The ranks on it."""
+"""The ranks on a node."""
 MOMENTS = 2
-"""Of each copy so many are kept, so that a whole one is there while the next one is written."""
+"""Copies that are kept of each rank, so that a whole one exists while the next one is written."""
 
 
 def memory_of_copies(
@@ -38,7 +38,7 @@ def memory_of_copies(
 ) -> tuple[int, ...]:
     """Return the bytes that each rank needs for copies: of its own and of its wards' buffers, `MOMENTS` of each.
 
-    Nothing where one member is alone. everything: see `is_copied`.
+    0 if a member is alone. everything: see `is_copied`.
     """
     buddies = buddies_of(nodes, copies)
     own = [_bytes(vps, layout, rank, everything) for rank in range(len(nodes))]
@@ -49,16 +49,16 @@ def memory_of_copies(
 
 
 def _bytes(vps: VirtualParameterSpace, layout: Layout, rank: int, everything: bool) -> int:
-    """Of the buffers in a rank's copy."""
+    """Return the bytes of the buffers in a rank's copy."""
     sizes = vps.local(layout, rank).sizes()
     kept = {key: numel for key, numel in sizes.items() if is_copied(vps, layout, *key, everything)}
     return sum(numel * vps.kind(kind).itemsize for (kind, _), numel in kept.items())
 
 
 def buddies_of(nodes: Sequence[str], copies: int = 1) -> tuple[tuple[int, ...], ...]:
-    """Return the buddies of each rank, so many or all others; nobody has any where one member is alone.
+    """Return the buddies of each rank: this many, or all others if there are fewer; () where a member is alone.
 
-    nodes[rank] is the node of a rank. The first buddies are the same however many there are.
+    nodes[rank] is the node of a rank. The first buddies are the same for any number of copies.
     """
     if len(nodes) < 2:
         return ()
@@ -80,9 +80,9 @@ def _first(names: Sequence[str]) -> list[int]:
 
 
 def _further(names: Sequence[str], before: Sequence[Sequence[int]]) -> list[int]:
-    """Return one more buddy of each rank. names: of the nodes; before: the buddies that there are.
+    """Return one more buddy of each rank. names: the nodes of the ranks; before: the buddies assigned so far.
 
-    A member keeps one copy more, or as many more as it takes to leave out nodes of their own.
+    Each rank keeps one more copy, or as many as it takes to keep copies off the node of their own rank.
     """
     count, ranks = len(names), np.arange(len(names))
     node = np.unique(list(names), return_inverse=True)[1]
@@ -98,7 +98,7 @@ def _further(names: Sequence[str], before: Sequence[Sequence[int]]) -> list[int]
         costs = [np.where(is_barred, np.inf, near * (count * most + 1) + n) for n in range(most)]
         try:
             _, places = linear_sum_assignment(np.hstack(costs))
-        except ValueError:  # somebody must keep more than so many
+        except ValueError:  # some rank must keep more than `most`
             most += 1
         else:
             return [int(place) % count for place in places]
@@ -110,7 +110,7 @@ def wards_of(buddies: Sequence[Sequence[int]], rank: int) -> tuple[int, ...]:
 
 
 def _by_size(names: Sequence[str]) -> list[Node]:
-    """The nodes, the largest first."""
+    """Return the nodes, the largest first."""
     ranks: dict[str, list[int]] = {}
     for rank, name in enumerate(names):
         ranks.setdefault(name, []).append(rank)
@@ -118,7 +118,7 @@ def _by_size(names: Sequence[str]) -> list[Node]:
 
 
 def _grouped(nodes: list[Node]) -> tuple[list[tuple[Node, Node]], list[Node]]:
-    """(pairs of equal size, all others, the largest first)."""
+    """Return (pairs of equal size, all other nodes, the largest first)."""
     pairs: list[tuple[Node, Node]] = []
     rest: list[Node] = []
     for node in nodes:
@@ -132,7 +132,7 @@ def _grouped(nodes: list[Node]) -> tuple[list[tuple[Node, Node]], list[Node]]:
 
 
 def _around(group: list[Node]) -> dict[int, int]:
-    """The buddies of ranks whose nodes are one group."""
+    """Return the buddies of ranks whose nodes form one group."""
     ranks = [rank for node in group for rank in node]
     shift = len(group[0]) if group else 0
     if 2 * shift <= len(ranks):

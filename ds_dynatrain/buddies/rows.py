@@ -1,4 +1,4 @@
-"""Rows of what users may do with copies that members keep for each other."""
+"""Rows on copies that members keep for each other (`dynatrain.buddies`)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""One round: each member's copy goes to its buddies, over a group of its own and from a thread, while training goes on.
+"""A round of copies: each member's copy goes to its buddies, over a separate group and from a thread, during training.
 
-A copy travels so: the ward says of how many bytes it is, the buddy answers whether it has room, and then come the bytes
-and, with its own length ahead, the header, which has the digests and so is the last; then the buddy says whether it has
-it all. A length of -1 says that there is none. Whatever fails on one member, all others come to the end of the round.
+The ward sends the length of its copy in bytes; the buddy answers whether it has room. Then come the bytes and, after
+its own length, the header, which contains the digests and is therefore the last; finally the buddy answers whether it
+has everything. A length of -1 says that there is no copy. Whatever fails on one member, all others reach the end of the
+round.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ from ds_dynatrain.report import logger
 from ds_dynatrain.transfer import GroupTransport, Handle, Transport
 
 TO_BUDDY, TO_WARD = 1, 2
-"""Tags."""
+"""Tags of messages from ward to buddy, and back."""
 NOTHING = -1
 LONGEST_HEADER = 1 << 30
 SECONDS = 1800.0
-"""As long as collectives of training wait: who is later than that has stopped."""
+"""Time-out of a round, equal to that of training's collectives: a member that is later has stopped."""
 
 
 @dataclass(frozen=True)
 class Ward:
-    """A member whose copy is kept here, its rank, and where."""
+    """A member whose copy is kept here, its rank, and the room for the copy."""
 
     member: int
     rank: int
@@ -47,10 +48,11 @@ class Ward:
 
 
 class Round:
-    """A copy of each rank on its way.
+    """The exchange of one copy of each rank.
 
-    taken: None where this member could not take its own. is_over: the thread has nothing more to do. is_whole: the own
-    copy is with its buddies and those of all wards are here. is_void: it does not count, whatever becomes of it.
+    taken: None if this member could not take its own copy. is_over: whether the thread has done its work. is_whole:
+    whether the own copy is with its buddies and the copies of all wards are here. is_void: whether the round counts for
+    nothing, however it ends.
     """
 
     def __init__(
@@ -73,18 +75,18 @@ class Round:
 
     @property
     def is_over(self) -> bool:
-        """Whether the thread has nothing more to do."""
+        """Whether the thread has done its work."""
         return self._over.is_set()
 
     def run(self) -> None:
-        """Carry the round out, in a thread."""
+        """Carry out the round; the body of its thread."""
         begin = time.perf_counter()
         try:
             self._carry_out()
-        except Exception as error:  # of whatever kind: training goes on, and all learn that it is not whole
+        except Exception as error:  # of any kind: training continues, and all members learn that the round is not whole
             self._note(f"{type(error).__name__}: {error}")
         finally:
-            self._transport, self._taken, self._under_way = None, None, []  # which hold the group
+            self._transport, self._taken, self._under_way = None, None, []  # these hold the group
             self.seconds = time.perf_counter() - begin
             self.is_whole = not self.error
             self._over.set()
@@ -96,7 +98,10 @@ class Round:
     # ---- the exchange ------------------------------------------------------------------------------------------------
 
     def _carry_out(self) -> None:
-        """Exchange it all. No send is waited for before the end: it ends only when the other side takes it."""
+        """Exchange copies, headers and answers.
+
+        Sends are waited for only at the end, since each ends only when the other side receives it.
+        """
         own = None if self._taken is None else self._taken.memory
         self._offer(own, self._buddies)
         values = {ward.rank: self._ask(ward, ward.room) for ward in self._wards}
@@ -124,7 +129,7 @@ class Round:
             handle.wait(self._deadline)
 
     def _header(self) -> torch.Tensor | None:
-        """Return the header of the own copy, which counts from here on; None if it cannot be described."""
+        """Return the header of the own copy, which is kept from here on; None if it cannot be described."""
         if self._taken is None:
             return None
         try:
@@ -137,7 +142,7 @@ class Round:
         return torch.frombuffer(bytearray(header), dtype=torch.uint8)
 
     def _take_in(self, ward: Ward, said: torch.Tensor, memory: torch.Tensor | None) -> bool:
-        """Keep a ward's copy that has come; return whether it is the one that was due."""
+        """Keep a ward's copy that has arrived; return whether it is the one that was due."""
         try:
             if memory is None:
                 raise TransferError(f"member {ward.member} described a copy that it did not send")
@@ -156,12 +161,12 @@ class Round:
     # ---- messages ----------------------------------------------------------------------------------------------------
 
     def _offer(self, values: torch.Tensor | None, buddies: Sequence[int]) -> None:
-        """Tell these buddies how long that is."""
+        """Send these buddies the length of a message, or `NOTHING`."""
         for buddy in buddies:
             self._send(torch.tensor([NOTHING if values is None else values.numel()]), buddy, TO_BUDDY)
 
     def _send_where_welcome(self, values: torch.Tensor, buddies: Sequence[int]) -> tuple[int, ...]:
-        """Send it to those of these buddies that have room for it, who are given."""
+        """Send values to the buddies that have room for them, and return these buddies."""
         return tuple(buddy for buddy in buddies if self._send_if_welcome(values, buddy))
 
     def _send_if_welcome(self, values: torch.Tensor, buddy: int) -> bool:
@@ -179,7 +184,10 @@ class Round:
         return bool(answer.item())
 
     def _ask(self, ward: Ward, room: Room, most: int | None = None) -> torch.Tensor | None:
-        """Hear how long a ward's message is, and answer; return where it will be, or None if nothing comes."""
+        """Receive the length of a ward's message, and answer whether there is room.
+
+        Return the memory for it, or None if nothing will come.
+        """
         numel = torch.zeros(1, dtype=torch.int64)
         self._receive(numel, ward).wait(self._deadline)
         length = int(numel)
@@ -210,13 +218,13 @@ class Round:
 
 
 GROUP = "buddies"
-"""The kind of the group of all ranks over which copies go, from a thread beside training."""
+"""Kind of the group of all ranks over which copies are sent, from a thread beside training."""
 
 
 class Keeper:
-    """What takes and sends the copies of one engine, for the whole job.
+    """The sender and holder of one engine's copies, for the whole job.
 
-    kept: the copies that this process has. world: in which they are taken. buddies: of each rank in it; none where
+    kept: the copies that this process has. world: the one in which copies are taken. buddies: of each rank in it; () if
     nothing is copied. take_seconds, ship_seconds, sent_bytes: of the last copy.
     """
 
@@ -230,11 +238,11 @@ class Keeper:
 
     @property
     def has_single_holders(self) -> bool:
-        """Whether this member's death could take elements away."""
+        """Whether elements exist that only one member holds, so that its death would lose them."""
         return has_single_holders(self.engine.vps, self.engine.layout)
 
     def enter(self, buddies: Mapping[int, tuple[int, ...]]) -> None:
-        """Begin with the present world of the engine. buddies: member -> those who keep its copies."""
+        """Enter the present world of the engine. buddies: member -> the members that keep its copies."""
         self.settle()
         self.world, members = self.engine.world, self.engine.members
         self.buddies = tuple(tuple(map(members.index, buddies[one])) for one in members) if buddies else ()
@@ -246,9 +254,10 @@ class Keeper:
             self._thread = None
 
     def begin(self, mark: Mark, world: World) -> Round:
-        """Take a copy, and send it beside training. mark: the present moment.
+        """Take a copy, and send it while training continues. mark: the present moment.
 
-        What only others have alone is copied whole here: all engines go back together.
+        State that other members hold as well is copied too if this engine has nothing that one member holds alone: all
+        engines go back together.
         """
         self.settle()
         engine, begin = self.engine, time.perf_counter()
@@ -260,7 +269,7 @@ class Keeper:
                 taken = take(engine, own, mark, everything=not self.has_single_holders)
             self.kept.frozen, self.kept.frozen_of = taken.frozen, (engine.layout, rank)
             self._last_error = ""
-        except (DynatrainError, RuntimeError, MemoryError, OSError) as error:  # torch has no memory: RuntimeError
+        except (DynatrainError, RuntimeError, MemoryError, OSError) as error:  # RuntimeError: torch lacks memory
             if str(error) != self._last_error:
                 logger.error(
                     "buddies: member %d has no copy of step %d (%s); a death costs what follows the last whole copies",
@@ -276,7 +285,10 @@ class Keeper:
         return found
 
     def see(self, found: Round, is_whole: bool) -> None:
-        """Note a round that is over on all members. is_whole: the copies of all engines are where they belong."""
+        """Note a round that is over on all members.
+
+        is_whole: whether the copies of all engines are where they belong.
+        """
         self.sent_bytes, self.ship_seconds = found.sent_bytes, found.seconds
         if is_whole:
             self.kept.is_whole(found.mark)

@@ -1,6 +1,6 @@
-"""Taking a copy, at a boundary, which a step waits for; and its form in memory and on the way to a buddy.
+"""The taking of a copy, at a boundary, for which a step waits; and its form in memory and on the way to a buddy.
 
-All tensors lie end to end, and a header in JSON says what they are.
+All tensors lie end to end, and a header in JSON describes them.
 """
 
 from __future__ import annotations
@@ -29,26 +29,28 @@ from ds_dynatrain.records import from_record, to_record
 from ds_dynatrain.space import BufferId, VirtualParameterSpace
 
 ALIGN = 64
-"""Each tensor begins at a multiple of so many bytes."""
+"""Bytes: each tensor starts at a multiple of this."""
 Shape = tuple[torch.dtype, tuple[int, ...]]
 
 
 Rows = Mapping[tuple[str, BufferId], Shape]
-"""(kind, buffer) -> what it is."""
+"""(kind, buffer) -> its type and shape."""
 
 
 def rows_of(buffers: Buffers) -> Rows:
-    """Return the rows of buffers, in their order."""
+    """Return the type and shape of each buffer, in the order of the buffers."""
     return {key: (held.dtype, (held.numel(),)) for key, held in buffers.items()}
 
 
 def nbytes_of(rows: Rows, tensors: Iterable[Shape]) -> int:
-    """Return the bytes of buffers and further tensors as `spread` lays them out."""
+    """Return the bytes that buffers and further tensors take as `spread` lays them out."""
     return sum(map(_padded, [*rows.values(), *tensors]))
 
 
 def spread(memory: torch.Tensor, rows: Rows, tensors: Sequence[Shape]) -> tuple[Buffers, list[torch.Tensor]]:
-    """(buffers, further tensors) as views of `memory`, flat uint8; TransferError if they are not as long as that."""
+    """Return (buffers, further tensors) as views of `memory`, flat uint8; TransferError if it has another length than
+    they.
+    """
     if nbytes_of(rows, tensors) != memory.numel():
         raise TransferError(f"a copy of {nbytes_of(rows, tensors)} bytes was announced, and {memory.numel()} came")
     views, at = [], 0
@@ -60,7 +62,7 @@ def spread(memory: torch.Tensor, rows: Rows, tensors: Sequence[Shape]) -> tuple[
 
 
 def header_of(copy: Copy) -> bytes:
-    """What has to be known of a copy besides its bytes."""
+    """Return the header of a copy: JSON with everything but the bytes of its tensors."""
     rows = [
         [kind, name.place, name.index, str(held.dtype).partition(".")[2], held.numel()]
         for (kind, name), held in copy.buffers.items()
@@ -71,7 +73,7 @@ def header_of(copy: Copy) -> bytes:
 
 
 def copy_of(header: bytes, memory: torch.Tensor) -> Copy:
-    """The copy that was announced so, over `memory`; TransferError for what no header can say."""
+    """Return the copy that a header describes, over `memory`; TransferError for a header that cannot be read."""
     try:
         found = json.loads(header)
         rows = dict(_row(*each) for each in found["rows"])
@@ -84,7 +86,7 @@ def copy_of(header: bytes, memory: torch.Tensor) -> Copy:
 
 
 def shapes_of(said: dict[str, Any]) -> list[Shape]:
-    """Of the tensors that the encoded rest in `Copy.said` asks for, by their numbers."""
+    """Return the shapes of the tensors to which the encoded rest in `Copy.said` refers, ordered by their numbers."""
     return [shape for _, shape in sorted(announced(said["rest"]).items())]
 
 
@@ -101,7 +103,7 @@ def _padded(shape: Shape) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Taken:
-    """A copy without its digests, which a thread computes.
+    """A copy without its digests, which the thread of its round computes.
 
     frozen: see `Kept`. memory: all its tensors, flat uint8.
     """
@@ -123,17 +125,20 @@ class Taken:
 
 
 def mark_of(engine: EngineCore, first: Mark | None = None) -> Mark:
-    """Return the present moment, between two global batches. first: that of the process's first engine, if another."""
+    """Return the present moment, between two global batches. first: the moment of the process's first engine, if
+    another.
+    """
     when = engine.generation, engine.segment, len(engine.registered), engine.global_steps
     return Mark(*when, engine.layout, () if first is None else first.moment)
 
 
 def take(engine: EngineCore, room: Room, mark: Mark | None = None, everything: bool = False) -> Taken:
-    """Copy what this rank holds alone into a room. Parameters that stage 3 has gathered stay so: parts are the state.
+    """Copy the state that this rank holds alone into a room.
 
-    mark: the present moment, if not that of this engine alone. everything: see `is_copied`.
+    Parameters that stage 3 has gathered stay gathered: their parts are the state. mark: the present moment, if it is
+    not that of this engine alone. everything: see `is_copied`.
 
-    ConfigError, CheckpointError for carried objects or hyper-parameters that cannot be copied.
+    ConfigError or CheckpointError for carried objects or hyper-parameters that cannot be copied.
     """
     state, scalars = engine.host.state_buffers()
     held, tensors = copied(engine.vps, engine.layout, state, everything), list[torch.Tensor]()

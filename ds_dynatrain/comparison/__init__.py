@@ -1,10 +1,10 @@
 """The yardstick: one change, done live and by checkpoint and restart, measured side by side in real processes.
 
-The process that was asked (`comparison`) starts ranks, which run `worker`; what they noted becomes `results`, and these
-a table (`markdown`), pictures (`charts`) and a page (`page`). Ranks import torch and DeepSpeed; the process that was
-asked imports neither. Both know `job`: sizes, changes, ways.
+The process that the user starts (`comparison`) launches ranks, which run `worker`; their notes become `results`, and
+these a table (`markdown`), pictures (`charts`) and a page (`page`). Ranks import torch and DeepSpeed; the first process
+imports neither. Both use `job`: sizes, changes, ways.
 
-What ranks run: `ours`, `stock` and `dcp`, each a trainer of `workload`; `converter` is between two runs of DeepSpeed.
-`notes` is what they write down. States of different programs are compared by digests of what each framework's own
-functions give: no code is shared with what is measured.
+Ranks run `ours`, `stock` or `dcp`, each a trainer of `workload`; `converter` runs between two jobs of DeepSpeed. Ranks
+write down their measurements in `notes`. States of different programs are compared by digests of the tensors that each
+framework's own functions return: no code is shared with the subject of the measurement.
 """

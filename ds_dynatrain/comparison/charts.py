@@ -1,4 +1,4 @@
-"""The figures as pictures, drawn by matplotlib, which the extra `demo` brings."""
+"""The figures as charts, drawn by matplotlib, which the extra `demo` installs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FONTS: dict[Any, Any] = {"font.family": "sans-serif", "font.size": 10, "svg.font
 
 
 def phases(found: Comparison, size: str, change: str, name: str) -> str:
-    """Stacked phases of each way as SVG: all of them on the left, on the right the same under a lens."""
+    """Return the stacked phases of each way as SVG: the whole on the left, its start enlarged on the right."""
     measures = {way: each for way, each in found.of(size, change).items() if each.is_done}
     figure = _figure(11, 1.1 + 0.42 * len(measures))
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
@@ -40,7 +40,7 @@ def phases(found: Comparison, size: str, change: str, name: str) -> str:
     for axes in (left, right):
         _stack(axes, measures, used)
     live = [each.total for way, each in measures.items() if way_of(way).is_live]
-    left.invert_yaxis()  # and with it the other one
+    left.invert_yaxis()  # and the shared axis of `right`
     right.set_xlim(0, 1.1 * max(live, default=1.0))
     left.set_title("seconds to the end of the first new step", loc="left", fontsize=10)
     right.set_title("the same, under a lens", loc="left", fontsize=10)
@@ -49,7 +49,7 @@ def phases(found: Comparison, size: str, change: str, name: str) -> str:
 
 
 def growth(found: Comparison, change: str, name: str) -> str:
-    """How long training stands still against the size of the model, a line a way, as SVG."""
+    """Return how long training stands still against the size of the model, as SVG with a line for each way."""
     figure = _figure(7, 4)
     axes = figure.subplots()
     sizes = [size for size, each in found.cases() if each == change]
@@ -70,7 +70,7 @@ def growth(found: Comparison, change: str, name: str) -> str:
 
 
 def losses(found: Comparison, size: str, change: str, name: str) -> str:
-    """Loss curves of all ways through the change, as SVG."""
+    """Return the loss curves of all ways through the change, as SVG."""
     figure = _figure(9, 3.6)
     axes = figure.subplots()
     measures = {way: each for way, each in found.of(size, change).items() if each.is_done}
@@ -104,7 +104,7 @@ def _figure(width: float, height: float) -> Figure:
 
 
 def _svg(figure: Figure, name: str) -> str:
-    """An element to stand in a page: without a prolog, with identifiers that begin with `name`."""
+    """Return an element to embed in a page: without a prolog, with identifiers that begin with `name`."""
     from matplotlib import rc_context
 
     text = io.StringIO()

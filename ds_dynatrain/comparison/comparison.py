@@ -1,6 +1,6 @@
 """The measurement itself: every way of every change at every size, one after the other, in ranks under torchrun.
 
-Whatever ends this process ends the ranks, too. What they noted becomes a measure.
+The ranks end with this process, whatever ends it. A measure is made from their notes.
 """
 
 from __future__ import annotations
@@ -30,24 +30,25 @@ ENVIRONMENT: Mapping[str, str] = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "DS_LOG_LEVEL": "error",
 }
-"""Unless the user's has them: several ranks share the cores, and only CPU members can switch."""
+"""Environment of the ranks, unless the user sets these: several ranks share the cores, and only CPU members can switch.
+"""
 END_SECONDS = 10.0
 
 
 class LaunchError(DynatrainError):
-    """A launch ended with an error, or not in time. The message is the first rank's own, if it had one."""
+    """A launch that ended with an error, or not in time. The message is the first rank's own, if it had one."""
 
 
 @dataclass(frozen=True)
 class Launched:
-    """A launch that is over: when it was started (the machine's clock) and what its ranks noted, by member."""
+    """A finished launch: when it was started (the machine's clock), and the notes of its ranks, by member."""
 
     at: float
     notes: Mapping[int, Read]
 
 
 def launch(task: Task, processes: int, notes: Path, limit_seconds: float) -> Launched:
-    """Run a task in `processes` ranks, notes into a new folder. LaunchError with the reason if that fails."""
+    """Run a task in `processes` ranks, which write notes into a new folder; LaunchError with the reason if it fails."""
     notes.mkdir(parents=True)
     command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     command += ["-m", "ds_dynatrain.comparison.worker", str(notes), task.to_json()]
@@ -55,7 +56,7 @@ def launch(task: Task, processes: int, notes: Path, limit_seconds: float) -> Lau
 
 
 def convert(folder: Path, notes: Path, limit_seconds: float) -> tuple[float, Launched]:
-    """Convert DeepSpeed's checkpoint; (seconds, notes)."""
+    """Convert DeepSpeed's checkpoint to its universal form; return (seconds, notes)."""
     notes.mkdir(parents=True)
     done = _launched(
         ["-m", "ds_dynatrain.comparison.converter", str(folder), str(notes)], notes, limit_seconds, "the converter"
@@ -89,7 +90,7 @@ def _launched(arguments: Sequence[str], notes: Path, limit_seconds: float, what:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the launch and all that it started, if there is any left."""
+    """End the launch and all processes that it started, if any are left."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -104,19 +105,19 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _reason(read: Mapping[int, Read], output: Path) -> str:
-    """Why a launch failed: what a rank noted, else its last line."""
+    """Return why a launch failed: the error that a rank noted, else the last line of the output."""
     errors = [record["text"] for rank in read.values() for record in rank.every("error")]
     lines = output.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     return str(errors[0]) if errors else lines[-1] if lines else ""
 
 
 WARM = 2
-"""So many first steps of a layout are not counted as steady."""
+"""Number of first steps in a layout that do not count as steady."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """The launches of one way: one that lives through the change (old is new), or two and what came between."""
+    """The launches of one way: one that lives through the change (old is new), or two, and perhaps a converter."""
 
     task: Task
     old: Launched
@@ -131,7 +132,7 @@ class Run:
 
 
 def measure(way: Way, run: Run) -> Measure:
-    """KeyError, naming what is missing, for ranks that did not note what they should have."""
+    """Return the measure of a finished run; KeyError, naming the missing note, if a rank did not write it."""
     first, last, task = run.old.notes[0], run.new.notes[0], run.task
     phases, total = _phases(run, first, last)
     phases["rest"] = total - sum(phases.values())
@@ -163,12 +164,12 @@ def measure(way: Way, run: Run) -> Measure:
 
 
 def written(folder: Path) -> int:
-    """Bytes of all files below a folder."""
+    """Return the bytes of all files below a folder."""
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file() and not file.is_symlink())
 
 
 def _phases(run: Run, first: Read, last: Read) -> tuple[dict[str, float], float]:
-    """Seconds by phase, and the total."""
+    """Return (seconds by phase, the total)."""
     apart = sum(float(record["seconds"]) for record in last.every("apart"))
     new_step = last.at("end") - last.at("resume") - apart
     if run.is_one:
@@ -185,7 +186,7 @@ def _phases(run: Run, first: Read, last: Read) -> tuple[dict[str, float], float]
 
 
 def _ahead(rank: Read, task: Task) -> float:
-    """How much longer the steps took between the asking and the change."""
+    """Return the seconds by which the steps between the request and the change took longer than plain ones."""
     plain = _median_step(rank, WARM + 1, task.before - task.lead)
     steps = rank.steps()
     asked = [float(steps[number]["seconds"]) for number in range(task.before - task.lead + 1, task.before + 1)]
@@ -198,7 +199,7 @@ def _median_step(rank: Read, first: int, last: int) -> float:
 
 
 def _lost(run: Run, resumed: int) -> dict[str, int]:
-    """What the first new step says of steps and samples."""
+    """Return the steps and samples that were lost or repeated, counted in the first new step."""
     first_step = [rank.steps()[resumed + 1] for rank in run.new.notes.values() if resumed + 1 in rank.steps()]
     seen = {number for step in first_step for number in step["samples"]}
     wanted = set(range(run.task.before * BATCH, (run.task.before + 1) * BATCH))
@@ -207,13 +208,13 @@ def _lost(run: Run, resumed: int) -> dict[str, int]:
 
 
 def _digest(notes: Mapping[int, Read], when: str) -> str:
-    """The one digest that all ranks have noted; one that says so if they differ."""
+    """Return the digest that all ranks have noted; a text that equals no digest if they differ."""
     found = {record["value"] for rank in notes.values() for record in rank.every("digest") if record["when"] == when}
     return found.pop() if len(found) == 1 else f"{when}: {len(found)} digests"
 
 
 def _losses(run: Run) -> dict[int, float]:
-    """The mean over ranks, whose shares are equal."""
+    """Return the loss of each step, the mean over ranks, whose shares are equal."""
     found: dict[int, list[float]] = {}
     launches = (run.old,) if run.is_one else (run.old, run.new)
     for rank in (rank for launched in launches for rank in launched.notes.values()):
@@ -238,10 +239,11 @@ def compare(
     say: Say = lambda line: None,
     keep: Keep = lambda found: None,
 ) -> Comparison:
-    """Measure. A way that fails is a measure with the reason; whatever else goes wrong is raised.
+    """Measure all ways of all changes at all sizes.
 
-    limit_seconds: of one launch. scratch: where checkpoints are written, on the disk to measure; a temporary folder by
-    default. say: called with a line before and after each way. keep: with all that was measured, after each way.
+    A way that fails becomes a measure with the reason; other errors are raised. limit_seconds: of one launch. scratch:
+    where checkpoints are written, on the disk to measure; a temporary folder by default. say: called with a line before
+    and after each way. keep: called with all measures so far, after each way.
     """
     found: list[Measure] = []
     comparison = Comparison(machine(), command, Task("", "", "", changes[0], "").before, ())
@@ -258,7 +260,7 @@ def compare(
 
 
 def machine() -> str:
-    """Where the figures were taken, and how busy it was."""
+    """Return in words the machine on which the figures are taken, its versions, and how busy it is."""
     names = [
         line.partition(":")[2].strip()
         for line in Path("/proc/cpuinfo").read_text().splitlines()
@@ -295,7 +297,7 @@ def _run(way: Way, size: str, change: Change, folder: Path, limit_seconds: float
 
 
 def _line(found: Measure) -> str:
-    """A measure in a line."""
+    """Return a measure as one line."""
     if not found.is_done:
         return f"    not possible: {found.reason.splitlines()[0]}"
     pause = "" if found.pause is None else f", pause {1e3 * found.pause:.0f} ms"

@@ -1,6 +1,6 @@
-"""DeepSpeed's converter to its universal format, with the memory that it took noted.
+"""DeepSpeed's converter to its universal format, with a note of the memory that it took.
 
-python -m ds_dynatrain.comparison.converter FOLDER NOTES: between the two forms in the checkpoint's folder.
+Usage: python -m ds_dynatrain.comparison.converter FOLDER NOTES, where FOLDER has the checkpoint and gets the new form.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from ds_dynatrain.comparison.notes import Notes
 
 
 def main(folder: Path, notes: Notes) -> int:
-    """Convert; `--inject_missing_state` because a plain model's checkpoint lacks what the converter asks for."""
+    """Run the converter, and return its exit status.
+
+    `--inject_missing_state` is needed because a plain model's checkpoint lacks entries that the converter asks for.
+    """
     command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
     command += ["--input_folder", str(folder / SAVED / "step"), "--output_folder", str(folder / UNIVERSAL)]
     status = subprocess.run(command, check=False).returncode

@@ -1,6 +1,6 @@
 """Ranks of plain torch: FSDP2 (fp32 shards, computing in bf16), saved and loaded by `torch.distributed.checkpoint`.
 
-It shards as ZeRO-3 does and has no other stage, so of a change it takes part in the number of ranks alone.
+It shards as ZeRO-3 does and has no other stage, so of a change it only follows the number of ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ds_dynatrain.comparison.notes import Notes
 
 
 class Trainer(workload.Trainer):
-    """A sharded model and its optimizer."""
+    """A model sharded by FSDP2, and its optimizer."""
 
     def __init__(self, task: Task, notes: Notes) -> None:
         super().__init__(task, notes)
@@ -38,7 +38,7 @@ class Trainer(workload.Trainer):
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=workload.LEARNING_RATE)
 
     def train(self, tokens: Tensor) -> Tensor:
-        """Make a step."""
+        """Make one optimizer step, and return the loss."""
         loss: Tensor = self.model(tokens)
         loss.backward()
         self.optimizer.step()
@@ -47,23 +47,23 @@ class Trainer(workload.Trainer):
         return loss
 
     def state(self) -> Iterator[Tensor]:
-        """Yield all weights, which are the masters, and moments."""
+        """Yield all weights, which are the masters, and all moments, whole; a collective of all ranks."""
         for parameter in self.model.parameters():
             for value in (parameter, *(self.optimizer.state[parameter][name] for name in MOMENTS)):
                 yield value.full_tensor()
 
     def _saved(self) -> dict[str, Any]:
-        """Return what is saved, by reference."""
+        """Return the state to save, by reference."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer, "done": self.done}
 
     def save(self) -> None:
-        """Save it all, and wait for all."""
+        """Save all state, and wait until all ranks have."""
         save(self._saved(), checkpoint_id=self.task.folder)
         td.barrier()
 
     def load(self) -> None:
-        """Take over what was saved, in whatever world."""
+        """Load the saved state, in a world of any size."""
         state = self._saved()
         load(state, checkpoint_id=self.task.folder)
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])

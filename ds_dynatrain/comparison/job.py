@@ -1,4 +1,4 @@
-"""What is compared: models by size, changes, and the ways to carry one out."""
+"""The subject of a comparison: models by size, changes, and the ways to carry one out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.records import from_record, to_record
 
 BATCH, LENGTH = 12, 16
-"""Samples of a global batch, whatever the world, and the length of a sample in bytes of text."""
+"""Samples of a global batch, in any world, and the length of a sample in bytes of text."""
 SHAPES: Mapping[str, tuple[int, int, int]] = {
     "tiny": (2, 64, 2),
     "8M": (6, 336, 6),
@@ -22,7 +22,7 @@ SHAPES: Mapping[str, tuple[int, int, int]] = {
 
 @dataclass(frozen=True)
 class Side:
-    """A layout of data parallelism alone, which every way knows."""
+    """A layout of data parallelism alone, which every way can have."""
 
     data: int
     zero_stage: int
@@ -33,7 +33,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Change:
-    """From one layout to another."""
+    """A change from one layout to another."""
 
     source: Side
     target: Side
@@ -43,7 +43,7 @@ class Change:
 
     @property
     def processes(self) -> int:
-        """How many a launch has that lives through the change."""
+        """Number of processes in a launch that lives through the change."""
         return max(self.source.data, self.target.data)
 
     @staticmethod
@@ -68,10 +68,10 @@ class Change:
 
 @dataclass(frozen=True)
 class Way:
-    """How a change is carried out. name: short, for options and files. title: for readers.
+    """A way to carry out a change. name: short, for options and files. title: for readers.
 
-    program: which part of `worker` runs. is_restarted: the old processes end and new ones begin. converts: DeepSpeed's
-    converter runs in between. transport, safety, late: as in the `dynatrain` block.
+    program: the program that `worker` runs. is_restarted: whether the old processes end and new ones begin. converts:
+    whether DeepSpeed's converter runs in between. transport, safety, late: as in the `dynatrain` block.
     """
 
     name: str
@@ -85,7 +85,7 @@ class Way:
 
     @property
     def is_live(self) -> bool:
-        """Whether it is a switch of ours that needs no disk."""
+        """Whether it is one of our switches that needs no disk."""
         return self.program == "live" and self.safety == "rollback"
 
 
@@ -100,19 +100,20 @@ WAYS: tuple[Way, ...] = (
     Way("dcp", "FSDP2 and torch DCP, restart", "dcp", is_restarted=True),
 )
 SAVED, UNIVERSAL = "saved", "universal"
-"""The folders of the two forms of DeepSpeed's checkpoint, inside that of a task."""
+"""Folders of the two forms of DeepSpeed's checkpoint, inside the folder of a task."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""The state of AdamW, as torch and DeepSpeed call it."""
+"""Names of AdamW's state in torch and DeepSpeed."""
 YARD = "deepspeed"
-"""The way that the live ones are held against."""
+"""The way with which the live ones are compared."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What one launch of ranks does.
+    """The work of one launch of ranks.
 
-    part: "whole" for processes that live through the change, else "old" or "new". folder: where checkpoints go.
-    before, after: steps on both sides. lead: so many steps before the change it is asked for, where that is possible.
+    part: "whole" for processes that live through the change, else "old" or "new". folder: for checkpoints. before,
+    after: number of steps before and after the change. lead: steps before the change at which it is requested, where a
+    way can do that.
     """
 
     program: str
@@ -128,10 +129,10 @@ class Task:
     lead: int = 2
 
     def to_json(self) -> str:
-        """For a rank's command line."""
+        """Return the task as an argument of a rank's command line."""
         return json.dumps(to_record(self))
 
     @staticmethod
     def from_json(text: str) -> Task:
-        """What `to_json` wrote."""
+        """Read a task that `to_json` wrote."""
         return from_record(Task, json.loads(text))

@@ -1,4 +1,4 @@
-"""The figures as Markdown tables."""
+"""The figures of a comparison as Markdown tables."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NOT_COUNTED = (
 
 
 def document(found: Comparison) -> str:
-    """All tables, case by case, and what they mean."""
+    """Return all tables, case by case, with an explanation of the figures."""
     text = [f"Measured on: {found.machine}. By: `{found.command}`.", NOT_COUNTED]
     for size, change in found.cases():
         measures = found.of(size, change)
@@ -30,7 +30,7 @@ def document(found: Comparison) -> str:
 
 
 def short(found: Comparison) -> str:
-    """One table for a README: of each case the ways, one beside the other."""
+    """Return one table for a README: a row for each way, a column for each case."""
     cases = found.cases()
     names = {each.way for each in found.measures}
     ways = [way for way in WAYS if way.name in names]
@@ -41,26 +41,26 @@ def short(found: Comparison) -> str:
 
 
 def title(size: str, measures: dict[str, Measure]) -> str:
-    """A model by its parameters."""
+    """Return the name of a model by its number of parameters."""
     count = max((each.parameters for each in measures.values()), default=0)
     return f"{count / 1e6:.1f}M parameters" if count else size
 
 
 def rows(measures: dict[str, Measure]) -> list[Row]:
-    """A row a way."""
+    """Return a row of the main table for each way."""
     live = [each.still for name, each in measures.items() if each.is_done and way_of(name).is_live]
     best = min(live, default=0.0)
     return [_row(way_of(name), each, best) for name, each in measures.items()]
 
 
 def phase_rows(measures: dict[str, Measure]) -> list[Row]:
-    """A row a way, a column a phase."""
+    """Return a row for each way, with a column for each phase."""
     done = [(way_of(name), each) for name, each in measures.items() if each.is_done]
     return [(way.title, *(_seconds(each.phases.get(phase, 0.0)) for phase in PHASES)) for way, each in done]
 
 
 def verdicts(measures: dict[str, Measure]) -> list[str]:
-    """(total - one steady step) ÷ pause against its bar, a sentence each."""
+    """Return a sentence for each live way: (total - one steady step) ÷ pause, compared with its bar."""
     said = []
     for way, whole, apart in ratios(measures):
         first, second = "with what the first step waits", "by the pause alone"
@@ -75,7 +75,7 @@ def verdicts(measures: dict[str, Measure]) -> list[str]:
 
 
 def reasons(measures: dict[str, Measure]) -> list[str]:
-    """What could not be done, and why."""
+    """Return a sentence for each way that failed, with the reason."""
     return [
         f"{way_of(name).title}: not possible. `{each.reason.splitlines()[0][:300]}`"
         for name, each in measures.items()
@@ -84,7 +84,7 @@ def reasons(measures: dict[str, Measure]) -> list[str]:
 
 
 def table(head: Row, lines: Iterable[Row]) -> str:
-    """A Markdown table; numbers to the right."""
+    """Return a Markdown table, with numbers aligned to the right."""
     marks = ["---" if not column else "---:" for column in range(len(head))]
     return "\n".join(f"| {' | '.join(line)} |" for line in (head, marks, *lines))
 

@@ -1,4 +1,4 @@
-"""Ranks of the ways that are ours: live, by a checkpoint in the living processes, by one and a restart."""
+"""Ranks that run our ways: live, by a checkpoint in the living processes, and by a checkpoint and a restart."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ PHASES = {
     "commit": "proof",
     "late": "move",
 }
-"""How the phases of a switch are called in the comparison."""
+"""Names of a switch's phases in the comparison."""
 IN_STEP = ("late", "commit")
-"""Those of a late switch for which the first step waits."""
+"""Phases of a late switch for which the first step waits."""
 
 
 class Trainer(DeepSpeedTrainer):
-    """An engine in a layout, and the batches that it is given."""
+    """An engine in a layout, and the loader of its batches."""
 
     def __init__(self, task: Task, notes: Notes, side: Side) -> None:
         super().__init__(task, notes)
@@ -51,14 +51,14 @@ class Trainer(DeepSpeedTrainer):
         self._batches: Iterator[Any] = iter(self.engine.loader(self.samples, num_workers=0, shuffle=False))
 
     def step(self) -> bool:
-        """Train a micro-batch; return False where none comes any more, because this member is idle until the end."""
+        """Train a micro-batch; return False if there is none, because this member is idle until the end."""
         batch = self.next()
         if batch is not None:
             self.train_batch(batch)
         return batch is not None
 
     def next(self) -> Any:
-        """Return the next batch; here a switch takes effect. None on a member that is idle until the scripts end."""
+        """Return the next batch; a switch takes effect here. None on a member that is idle until the scripts end."""
         try:
             return next(self._batches, None)
         except SystemExit as end:
@@ -67,20 +67,20 @@ class Trainer(DeepSpeedTrainer):
             return None
 
     def train_batch(self, batch: Any) -> None:
-        """Train a micro-batch that came already."""
+        """Train a micro-batch that `next` has returned."""
         self.noted(batch[0], batch[1].tolist())
 
     def save(self) -> None:
-        """Save it all."""
+        """Save all state into the folder of the task."""
         self.engine.save(self.task.folder, TAG)
 
     def load(self) -> None:
-        """Load it, in whatever layout."""
+        """Load the saved state, in any layout."""
         self.engine.load(self.task.folder, TAG)
 
 
 def run(task: Task, notes: Notes) -> None:
-    """Run the program of the task."""
+    """Run the program that the task names."""
     if task.program == "ours":
         side = task.change.source if task.part == "old" else task.change.target
         restarted(task, notes, partial(Trainer, side=side))
@@ -106,7 +106,7 @@ def _live(task: Task, notes: Notes) -> None:
             is_in_step = task.late and name in IN_STEP
             notes.write("part", name=PHASES.get(name, "rest"), seconds=milliseconds / 1e3, is_in_step=is_in_step)
         if task.late and event.outcome == "committed" and not engine.idle:
-            with notes.apart():  # inside of the first step: masters and moments were not there before
+            with notes.apart():  # inside the first step: masters and moments arrive only then
                 trainer.digest("after")
 
     engine.on_switch(note)
@@ -126,7 +126,7 @@ def _live(task: Task, notes: Notes) -> None:
 
 
 def _here(task: Task, notes: Notes) -> None:
-    """All processes live; those that are idle on one side wait meanwhile."""
+    """Run "here": all processes stay alive, and those that are idle on one side of the change wait."""
     trainer = Trainer(task, notes, task.change.source)
     if trainer.engine.idle:
         notes.forget_memory()

@@ -1,4 +1,4 @@
-"""One self-contained page: no script, no file beside it, nothing from a network."""
+"""The figures as one self-contained HTML page: no script, no further files, nothing from a network."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ figcaption, .small { color: #666; font-size: .85rem } code { font-size: .85em } 
 
 
 def page(found: Comparison) -> str:
-    """The whole document. ImportError without matplotlib."""
+    """Return the whole document; ImportError without matplotlib."""
     changes = list(dict.fromkeys(change for _, change in found.cases()))
     body = [
         "<h1>The same change, live and by checkpoint</h1>",
@@ -64,7 +64,7 @@ def _case(found: Comparison, size: str, change: str, number: int) -> list[str]:
 
 
 def _best(found: Comparison) -> list[str]:
-    """How far the goal is reached, over all cases."""
+    """Return a paragraph on how far the goal is reached, over all cases."""
     all_of = [each for case in found.cases() for each in ratios(found.of(*case))]
     if not all_of:
         return []
@@ -84,7 +84,7 @@ def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 def _sentence(text: str) -> str:
-    """Markdown's bold and code as HTML."""
+    """Turn Markdown's bold and code into HTML."""
     for mark, tag in (("**", "b"), ("`", "code")):
         parts = enumerate(text.split(mark))
         text = "".join(f"\0{tag}\1{part}\0/{tag}\1" if number % 2 else part for number, part in parts)

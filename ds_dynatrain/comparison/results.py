@@ -1,4 +1,4 @@
-"""What was measured, as values that go into JSON and come back, and the figures that follow from them."""
+"""The measurements of a run, as values that are written to JSON and read back, and the figures derived from them."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ PHASES = (
     "first step",
     "rest",
 )
-"""In the order in which they are shown. rest: what belongs to none of them, waiting for other ranks most of all."""
+"""Phases in the order in which they are shown. rest: time outside all others, mostly waiting for other ranks."""
 BAR = 100.0
-"""What `ratio` is to reach."""
+"""The value that `ratio` is to reach."""
 
 
 @dataclass(frozen=True)
 class Measure:
-    """One way of one change, once. Times in seconds, as rank 0 sees them; sizes in bytes.
+    """One measurement of one way of one change. Times in seconds, as rank 0 sees them; sizes in bytes.
 
-    total: from the end of the last old step to the end of the first new one. steady: a step of the new layout later on.
-    pause, certificate: of a live switch, the longest among members that go on. wait: how long
-    the first step stood still for what came late. ahead: how much longer the steps took
-    during which a switch was prepared. moved: between members. peak: of one process, the largest. steps_lost,
-    samples_lost, samples_repeated: counted in the first new step. is_equal: whether all masters and moments are bit for
-    bit what they were. losses: by step. reason: why it could not be done; then the rest is empty.
+    total: from the end of the last old step to the end of the first new one. steady: a later step of the new layout.
+    pause, certificate: of a live switch, the longest among members that continue. wait: how long the first step waited
+    for late state. ahead: by how much the steps took longer during which a switch was prepared. moved: between members.
+    peak: of one process, the largest. steps_lost, samples_lost, samples_repeated: counted in the first new step.
+    is_equal: whether all masters and moments are bit for bit as before. losses: by step. reason: why the way failed;
+    then the rest is empty.
     """
 
     way: str
@@ -67,18 +67,21 @@ class Measure:
 
     @property
     def is_done(self) -> bool:
-        """Whether it could be done at all."""
+        """Whether the way succeeded."""
         return not self.reason
 
     @property
     def still(self) -> float:
-        """How long training stood still: pause and wait of a live switch, else the total without a step."""
+        """Seconds for which training stood still: pause and wait of a live switch, else the total without one step."""
         return self.total - self.steady if self.pause is None else self.pause + self.wait
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """All measures of a run; where and how it was made, in words. before: the step after which the change came."""
+    """The measures of a run, and its circumstances.
+
+    machine: where it ran, in words. command: how it was started. before: the step after which the change came.
+    """
 
     machine: str
     command: str
@@ -86,11 +89,11 @@ class Comparison:
     measures: tuple[Measure, ...]
 
     def cases(self) -> list[tuple[str, str]]:
-        """(size, change) in the order of measuring."""
+        """Return the pairs (size, change) in the order of measuring."""
         return list(dict.fromkeys((each.size, each.change) for each in self.measures))
 
     def of(self, size: str, change: str) -> dict[str, Measure]:
-        """The measures of a case by way, in the order of `WAYS`; of several of a kind the one in the middle."""
+        """Return the measures of a case by way, in the order of `WAYS`; the middle one of repeated measures."""
         found: dict[str, Measure] = {}
         for way in WAYS:
             mine = [m for m in self.measures if (m.way, m.size, m.change) == (way.name, size, change)]
@@ -99,12 +102,12 @@ class Comparison:
         return found
 
     def to_json(self) -> str:
-        """The whole, for a file."""
+        """Return the whole comparison as the text of a file."""
         return json.dumps({"format": FORMAT, **to_record(self)}, indent=1) + "\n"
 
     @staticmethod
     def from_json(text: str) -> Comparison:
-        """What `to_json` wrote; ConfigError for anything else."""
+        """Read the text of `to_json`; ConfigError for any other text."""
         try:
             read: dict[str, Any] = json.loads(text)
             if read.pop("format") != FORMAT:
@@ -117,9 +120,10 @@ class Comparison:
 
 
 def ratio(live: Measure, yard: Measure, is_whole: bool) -> float:
-    """(total of the yard - one steady step) ÷ what a live switch stands still: how many times shorter that is.
+    """Return (total of the yard - one steady step) ÷ the time that a live switch stands still.
 
-    is_whole: with all that it stands still; else less its certificate, which of a late switch is in the wait.
+    is_whole: whether that time includes the certificate. Without it the wait of a late switch is left out, as it
+    contains the certificate.
     """
     pause = live.pause or 0.0
     apart = pause if way_of(live.way).late else pause - (live.certificate or 0.0)
@@ -127,7 +131,10 @@ def ratio(live: Measure, yard: Measure, is_whole: bool) -> float:
 
 
 def ratios(found: Mapping[str, Measure]) -> list[tuple[Way, float, float]]:
-    """(live way, ratio with the certificate, without it) of a case, where both sides were done."""
+    """Return (live way, ratio with the certificate, ratio without it) for a case.
+
+    Empty unless the yard and a live way succeeded.
+    """
     yard = found.get(YARD)
     if yard is None or not yard.is_done:
         return []
@@ -136,7 +143,7 @@ def ratios(found: Mapping[str, Measure]) -> list[tuple[Way, float, float]]:
 
 
 def way_of(name: str) -> Way:
-    """The way of a name; ConfigError if there is none."""
+    """Return the way of this name; ConfigError if there is none."""
     for way in WAYS:
         if way.name == name:
             return way

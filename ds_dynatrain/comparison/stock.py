@@ -1,4 +1,4 @@
-"""Ranks of plain DeepSpeed: its own checkpoint, which is converted to its universal format and loaded by a new job."""
+"""Ranks of plain DeepSpeed: a job saves DeepSpeed's own checkpoint, and a new job loads its universal form."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class DeepSpeedTrainer(workload.Trainer):
 
     @property
     def done(self) -> int:  # type: ignore[override]
-        """Optimizer steps."""
+        """Number of optimizer steps."""
         return int(self.engine.global_steps)
 
     def train(self, tokens: Tensor) -> Tensor:
-        """Train a micro-batch; a step where no gradients are accumulated."""
+        """Train a micro-batch, which is a whole step without gradient accumulation; return the loss."""
         loss: Tensor = self.engine(tokens)
         self.engine.backward(loss)
         self.engine.step()
         return loss
 
     def state(self) -> Iterator[Tensor]:
-        """Yield all masters and moments, by DeepSpeed's own functions."""
+        """Yield all masters and moments, whole, by DeepSpeed's own functions."""
         for parameter in self.engine.module.parameters():
             yield deepspeed.utils.safe_get_full_fp32_param(parameter)
             for name in MOMENTS:
@@ -53,12 +53,12 @@ class Trainer(DeepSpeedTrainer):
         self.engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
 
     def save(self) -> None:
-        """Save it all, and wait for all."""
+        """Save DeepSpeed's checkpoint, and wait until all ranks have."""
         self.engine.save_checkpoint(str(Path(self.task.folder) / SAVED), tag="step")
         td.barrier()
 
     def load(self) -> None:
-        """Load what the converter made of it."""
+        """Load the universal checkpoint that the converter made."""
         self.engine.load_checkpoint(self.task.folder, tag=UNIVERSAL)
 
 

@@ -20,13 +20,13 @@ PROGRAMS = {"live": "ours", "here": "ours", "ours": "ours", "stock": "stock", "d
 
 
 def main(folder: Path, task: Task) -> None:
-    """Run the task; an error is noted before it is raised."""
+    """Run the task; note an error before raising it."""
     begin, notes = time.monotonic(), Notes(folder, int(os.environ["RANK"]))
     notes.write("stamp", name="started", at=begin)
     try:
         module = importlib.import_module(f"ds_dynatrain.comparison.{PROGRAMS[task.program]}")
         notes.write("phase", name="import", seconds=time.monotonic() - begin)
-        import torch  # which the module has
+        import torch  # which the module has imported already
 
         torch.set_num_threads(1)
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""What is trained, a GPT over bytes with text for it, and how a rank trains it before and after a restart."""
+"""The training that is compared: a GPT over bytes, text for it, and how a rank trains before and after a restart."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LEARNING_RATE = 5e-4
 
 
 class Block(nn.Module):
-    """Attention to what came before, then a feed-forward layer, each added to its input."""
+    """Attention to earlier places, then a feed-forward layer, each added to its input."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Returns the loss of guessing each next byte of a (batch, LENGTH + 1) tensor."""
+    """A GPT over bytes; it returns the loss of guessing each next byte of a (batch, LENGTH + 1) tensor."""
 
     def __init__(self, layers: int, width: int, heads: int) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class GPT(nn.Module):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """The mean cross-entropy."""
+        """Return the mean cross-entropy over all guessed bytes."""
         x = self.byte(tokens[:, :-1]) + self.place.weight
         for block in self.blocks:
             x = block(x)
@@ -73,19 +73,19 @@ class Samples(torch.utils.data.Dataset[tuple[Tensor, int]]):
         return self._count
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        """((LENGTH + 1,) bytes, the number)."""
+        """Return ((LENGTH + 1,) bytes, the number of the sample)."""
         begin = index * self._stride
         return self._text[begin : begin + LENGTH + 1].long(), index
 
 
 def model_of(size: str) -> GPT:
-    """The model of a name in `SHAPES`, with the same weights in every process."""
+    """Return the model of a name in `SHAPES`, with the same weights in every process."""
     torch.manual_seed(0)
     return GPT(*SHAPES[size])
 
 
 class Trainer:
-    """A model in training, by whichever framework. done: optimizer steps."""
+    """Base of the trainers, one for each framework. done: number of optimizer steps."""
 
     done = 0
 
@@ -94,7 +94,7 @@ class Trainer:
         self.samples = Samples((task.before + task.after + 1) * BATCH)
 
     def model_made(self) -> GPT:
-        """Return the model of the task, its size noted."""
+        """Return the model of the task, and note its size."""
         model = model_of(self.task.size)
         self.notes.write("model", parameters=sum(parameter.numel() for parameter in model.parameters()))
         return model
@@ -112,7 +112,7 @@ class Trainer:
         raise NotImplementedError
 
     def load(self) -> None:
-        """Take over what was saved, in whatever world."""
+        """Load the saved state, in a world of any size."""
         raise NotImplementedError
 
     def step(self) -> Any:
@@ -123,14 +123,14 @@ class Trainer:
         self.noted(torch.stack([self.samples[number][0] for number in numbers]), numbers)
 
     def noted(self, tokens: Tensor, numbers: list[int]) -> None:
-        """Train a micro-batch of these samples, and note what it took."""
+        """Train a micro-batch of these samples, and note its seconds, loss and samples."""
         number, begin = self.done + 1, time.monotonic()
         loss = self.train(tokens)
         seconds = time.monotonic() - begin
         self.notes.write("step", number=number, seconds=seconds, loss=loss.item(), samples=numbers)
 
     def digest(self, when: str) -> None:
-        """Note one digest of all state, which is the same however it is sharded."""
+        """Note one digest of all state, which does not depend on how it is sharded."""
         found = hashlib.sha256()
         for value in self.state():
             found.update(value.detach().contiguous().numpy().data)
@@ -138,7 +138,7 @@ class Trainer:
 
 
 def restarted(task: Task, notes: Notes, kind: Callable[[Task, Notes], Trainer]) -> None:
-    """Run the old job, which saves and ends, or the new one, which loads and goes on."""
+    """Run the old job, which saves and ends, or the new one, which loads and continues."""
     if task.part == "old":
         trainer = kind(task, notes)
         for _ in range(task.before):
@@ -165,7 +165,7 @@ def restarted(task: Task, notes: Notes, kind: Callable[[Task, Notes], Trainer]) 
 
 
 def config(stage: int) -> dict[str, Any]:
-    """DeepSpeed's configuration: bf16, and AdamW of torch, since DeepSpeed's own wants a compiler."""
+    """Return DeepSpeed's configuration: bf16, and AdamW of torch, since DeepSpeed's own needs a compiler."""
     return {
         "train_batch_size": BATCH,
         "steps_per_print": 10**9,

@@ -2,10 +2,10 @@
 
 | file | |
 |---|---|
-| `extension` | what the engine calls: checks, hooks, and the engine classes of `adapters` |
-| `adapters/` | DeepSpeed's engines with gradients that are added leaf by leaf |
-| `bits/sums`, `bits/squares` | arithmetic without an order: leaves added in pairs, a sum of squares in integers |
-| `bits/steps`, `records`, `difference` | what each step had, in bits; its lines in the report file; two runs compared |
-| `bits/rows` | what was tried, and what is refused |
+| `extension` | the extension that the engine calls: checks, hooks, and the engine classes of `adapters` |
+| `adapters/` | DeepSpeed's engines, adding gradients leaf by leaf |
+| `bits/sums`, `bits/squares` | sums that do not depend on the world: leaves in pairs, squares as integers |
+| `bits/steps`, `records`, `difference` | records of each step, their lines in the report file, and comparing two runs |
+| `bits/rows` | features that were tried, and refusals |
 | `command`, `machine`, `trial` | `ds-dynatrain compare-exact` and `doctor --exact` |
 """

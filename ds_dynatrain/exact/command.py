@@ -1,4 +1,4 @@
-"""`ds-dynatrain compare-exact`."""
+"""The command `ds-dynatrain compare-exact`."""
 
 from __future__ import annotations
 

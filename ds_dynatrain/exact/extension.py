@@ -1,4 +1,4 @@
-"""The extension that makes a job exact: what it checks, and what it notes of each step."""
+"""The extension that makes a job exact: its checks, and its records of each step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ds_dynatrain.support.checks import is_low
 
 
 class Exact(Extension):
-    """`"exact": true` in the `dynatrain` block. steps: what `engine.exact` gives."""
+    """`"exact": true` in the `dynatrain` block. steps: the value of `engine.exact`."""
 
     name = "exact"
     has_leaves = True
@@ -51,15 +51,15 @@ class Exact(Extension):
         refuse_inexact_model(config, model, mpu)
 
     def deepspeed_config(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Return DeepSpeed's configuration without what gives one stage bits of its own."""
+        """Return DeepSpeed's configuration without settings that would give one ZeRO stage bits of its own."""
         return exact_config(config)
 
     def described(self, config: Mapping[str, Any]) -> dict[str, str]:
-        """Return what decides how this process rounds."""
+        """Return the settings that decide how this process rounds."""
         return {f"dynatrain.exact: {name}": value for name, value in machine(is_low(config)).items()}
 
     def engine_class(self, kind: type[Any]) -> type[Any]:
-        """Return the engine that trains leaves, with pipelines or without."""
+        """Return the engine class that trains leaves, with pipelines or without."""
         from ds_dynatrain.engine.pipeline import DynatrainPipelineEngine
         from ds_dynatrain.exact.adapters.engine import LeafEngine
         from ds_dynatrain.exact.adapters.pipeline import LeafPipelineEngine
@@ -84,7 +84,7 @@ class Exact(Extension):
         self.steps = ExactSteps(engine._parts, self._every_steps)
 
     def around_forward(self) -> AbstractContextManager[None]:
-        """Refuse a buffer that a forward pass of training changes."""
+        """Raise UnsupportedError if a forward pass of training changes a buffer."""
         module = self.engine.module
         return unchanged_buffers(module) if module.training else nullcontext()
 
@@ -93,7 +93,7 @@ class Exact(Extension):
         self.steps.note_loss(output)
 
     def after_backward(self, loss: Any) -> None:
-        """Record the loss that `engine.backward` was given, which the forward pass may not have returned."""
+        """Record the loss passed to `engine.backward`, which may be another one than the forward pass returned."""
         self.steps.note_loss(loss)
 
     def after_batch(self) -> None:

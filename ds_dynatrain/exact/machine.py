@@ -1,4 +1,4 @@
-"""What an exact job needs of a machine: settings, threads, compiled sums, and kernels that round alike everywhere."""
+"""Checks of a machine for exact jobs: settings, threads, compiled sums, and kernels that round alike everywhere."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ VALUES = 10_007
 
 @dataclass(frozen=True)
 class ExactMachine:
-    """checks: line by line. machine: what has to be equal on all machines of a job, and bits: a hash over what a few
-    kernels made, which is then equal, too; empty where nothing could be run."""
+    """The result of the checks of one machine. checks: line by line. machine: values that must be equal on all machines
+    of a job. bits: a hash over the results of a few kernels, which must then be equal, too; empty where nothing could
+    be run.
+    """
 
     checks: tuple[Check, ...]
     machine: dict[str, str]
@@ -26,12 +28,15 @@ class ExactMachine:
 
     @property
     def failed(self) -> tuple[str, ...]:
-        """Names of what stands against an exact job."""
+        """Names of the checks that failed, each of which rules an exact job out."""
         return tuple(check.name for check in self.checks if check.is_well is False)
 
 
 def examine_exact(has_deepspeed: bool) -> ExactMachine:
-    """Look at this process, and run a few kernels; a second. has_deepspeed: with all names that are relied on."""
+    """Check this process and run a few kernels; takes about a second.
+
+    has_deepspeed: whether DeepSpeed is installed, with all names that this package relies on.
+    """
     if not has_deepspeed:
         return ExactMachine((Check("kernels", "not run", False, "torch and DeepSpeed are needed, see above"),), {})
     with redirect_stdout(sys.stderr):
@@ -58,7 +63,7 @@ def _device() -> Iterator[Check]:
 
 
 def _settings(values: dict[str, str]) -> Iterator[Check]:
-    """What is compared when a job starts; what of it can be judged on one machine is."""
+    """Yield the values that are compared when a job starts, judged where one machine alone can judge them."""
     import torch
 
     from ds_dynatrain.exact.adapters.refusals import LOOSE_MODES, MODE
@@ -78,7 +83,7 @@ def _settings(values: dict[str, str]) -> Iterator[Check]:
 
 
 def _sums() -> Iterator[Check]:
-    """Squares and digests, compiled and in numpy: the same numbers, so that machines may have either."""
+    """Compare compiled squares and digests with numpy's: both must give the same, as machines may use either."""
     import numpy as np
 
     from ds_dynatrain.exact.bits.squares import Grid, in_numpy, largest, largest_in_numpy, square_sums

@@ -1,7 +1,7 @@
-"""What this machine makes of a few kernels: whether their bits follow where operands lie, and what the bits are.
+"""A trial of a few kernels on this machine: whether their bits depend on where operands lie, and a hash of the bits.
 
-Operands are made by whole numbers, so they are the same everywhere, and lie at several places behind an aligned
-address, as parts of flat buffers do, whose places follow from the ZeRO stage and the world.
+Operands are made from whole numbers, so they are the same everywhere. They lie at several offsets from an aligned
+address, as parts of flat buffers do, whose offsets follow from the ZeRO stage and the world.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ import torch
 from torch.nn import functional
 
 PLACES = (0, 1, 3, 8)
-"""Numbers behind an address that torch has aligned."""
+"""Offsets of operands from an address that torch has aligned, in elements."""
 SHAPES = ((3, 24, 96), (16, 64, 64), (5, 33, 7))
-"""Rows, features in and out, of a linear layer. MKL rounds the first by its alignment, where it is not told to."""
+"""Rows, input and output features of a linear layer. MKL rounds the first by its alignment, unless told not to."""
 LENGTH = 1003
 
 
 @dataclass(frozen=True)
 class Trial:
-    """moving: the kernels whose bits follow the place of their operands. bits: one hash over what all gave."""
+    """The result of a trial. moving: the kernels whose bits depend on the place of their operands. bits: one hash over
+    the results of all.
+    """
 
     moving: tuple[str, ...]
     bits: str
@@ -32,7 +34,9 @@ class Trial:
 def try_kernels(
     kernels: Mapping[str, Callable[[int], Iterator[torch.Tensor]]] | None = None, device: str = "cpu"
 ) -> Trial:
-    """Run each at all places. kernels: by default those of a transformer and of its optimizer. device: where."""
+    """Run each kernel at all places. kernels: by default those of a transformer and its optimizer. device: where they
+    run.
+    """
     hashed, moving = hashlib.blake2b(digest_size=8), []
     for name, kernel in (KERNELS if kernels is None else kernels).items():
         with torch.device(device):
@@ -44,7 +48,7 @@ def try_kernels(
 
 
 def _products(place: int, dtype: torch.dtype = torch.float32) -> Iterator[torch.Tensor]:
-    """Of linear layers, forward and backward."""
+    """Yield the matrix products of linear layers, forward and backward."""
     for rows, features, out in SHAPES:
         sizes = (rows, features), (out, features), (rows, out)
         inputs, weight, gradient = (_placed(place, *size, dtype=dtype) for size in sizes)
@@ -54,7 +58,7 @@ def _products(place: int, dtype: torch.dtype = torch.float32) -> Iterator[torch.
 
 
 def _functions(place: int) -> Iterator[torch.Tensor]:
-    """Element by element, and over rows."""
+    """Yield results of functions that work element by element, and over rows."""
     values, targets = _placed(place, 17, 59), torch.arange(17)
     yield functional.gelu(values)
     yield functional.layer_norm(values, (59,))
@@ -63,7 +67,7 @@ def _functions(place: int) -> Iterator[torch.Tensor]:
 
 
 def _updates(place: int) -> Iterator[torch.Tensor]:
-    """Three steps of AdamW."""
+    """Yield a parameter after three steps of AdamW, without and with `foreach`."""
     for foreach in (False, True):
         held = torch.nn.Parameter(_placed(place, LENGTH))
         optimizer = torch.optim.AdamW([held], lr=1e-3, weight_decay=0.1, foreach=foreach)
@@ -83,7 +87,7 @@ KERNELS: Mapping[str, Callable[[int], Iterator[torch.Tensor]]] = {
 
 
 def _placed(place: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Numbers between -8 and 8, so many behind an aligned address."""
+    """Return numbers between -8 and 8 that begin `place` elements behind an aligned address."""
     count = torch.Size(shape).numel()
     room = torch.empty(place + count, dtype=dtype)
     whole = (torch.arange(count) * 40503 + 12289) % 65536 - 32768

@@ -1,13 +1,14 @@
-"""What each layer of a pipeline stage takes, pass by pass, in the steps that are timed.
+"""The timer of a pipeline stage: seconds of each layer, pass by pass, in the steps of a window.
 
 The stage's callables and DeepSpeed's forward and backward instructions are replaced for that time. No module gets a
-hook and nothing is compiled again. A pass is a row of marks: from this moment on, the time is that layer's. Forward, a
-mark is where a layer is called. Backward, it is where the gradient of a layer's output arrives, by a hook on that
-tensor, or where a layer is called again to recompute its activations. So all of a pass is some layer's: the loss is the
-last one's, and what waits for other stages is between passes.
-What the thread does beside passes is kept apart: the samples, messages, and the rest of a step.
+hook, and nothing is compiled again. A pass is a row of marks: from a mark on, time counts for the mark's layer. In a
+forward pass a mark is set when a layer is called; in a backward pass, when the gradient of a layer's output arrives (by
+a hook on that tensor), or when a layer is called again to recompute its activations. All time of a pass therefore
+belongs to some layer: the loss to the last one. Waiting for other stages falls between passes.
 
-On a CPU torch makes both passes in the thread that is timed.
+The thread's time outside passes is recorded separately: loading samples, messages, and the rest of a step.
+
+On a CPU torch runs both passes in the thread that is timed.
 """
 
 from __future__ import annotations
@@ -42,22 +43,22 @@ MESSAGES = (SendActivation, RecvActivation, SendGrad, RecvGrad)
 
 
 class StageTimer(Timer):
-    """The clock of the present stage of a pipeline engine."""
+    """The timer of the present stage of a pipeline engine."""
 
     def __init__(self, engine: Any, optimizer: torch.optim.Optimizer) -> None:
         self._engine, self._module = engine, engine.module
         super().__init__(optimizer, len(self._module.forward_funcs))
         self._is_backward = False
         self._hooked: Sequence[torch.Tensor] = ()
-        """Inputs of the layer that was called last."""
+        """The inputs of the layer that was called last."""
         self._output_bytes, self._kept_bytes = [0] * self._layers, [0] * self._layers
         self._kept: set[int] = set()
         self._wholes, self._loads, self._messages = list[float](), list[float](), list[float]()
-        """Seconds of the thread: of each step, of a micro-batch's samples, and of each message."""
+        """Thread seconds of each step, of loading each micro-batch, and of each message."""
 
     @contextmanager
     def timing(self) -> Iterator[None]:
-        """Time the engine's steps in this block."""
+        """Time the engine's steps within this context."""
         layers = [self._timed_layer(number, layer) for number, layer in enumerate(self._module.forward_funcs)]
         known = self._engine._INSTRUCTION_MAP
         passes = {
@@ -79,7 +80,7 @@ class StageTimer(Timer):
         found = replace(super().times(), output_bytes=tuple(self._output_bytes), kept_bytes=tuple(self._kept_bytes))
         if not len(found.backward):  # a stage that does not go backward takes no time for it
             found = replace(found, backward=np.zeros_like(found.forward))
-        if is_accelerated() or not self._wholes:  # there the thread runs ahead
+        if is_accelerated() or not self._wholes:  # on accelerators the thread runs ahead
             return found
         known = found.forward.sum() + found.backward.sum() + found.step_seconds + sum(self._loads) + sum(self._messages)
         load, message = (float(np.median(each)) if each else 0.0 for each in (self._loads, self._messages))
@@ -106,10 +107,10 @@ class StageTimer(Timer):
         return timed
 
     def _hook(self, tensors: Any, maker: int) -> None:
-        """Count time for the layer that made these tensors once their gradients are there.
+        """Set a mark for the layer that made these tensors when their gradients arrive.
 
-        What that layer was given, too, and handed on, was made before it. A stage's outputs have hooks as well: where
-        there are several DeepSpeed goes back from one after the other.
+        An input that a layer hands on unchanged was made by an earlier layer. A stage's outputs get hooks as well:
+        where there are several, DeepSpeed goes back from one after the other.
         """
         wanted = with_gradients(tensors)
         for tensor in wanted:
@@ -120,7 +121,7 @@ class StageTimer(Timer):
     # ---- a layer -----------------------------------------------------------------------------------------------------
 
     def _timed_layer(self, number: int, layer: Layer) -> Layer:
-        """A layer, called for a forward pass or to recompute what one made."""
+        """Wrap a layer, which is called for a forward pass or to recompute its activations."""
         may_count = not _is_compiled(layer)
 
         def timed(inputs: Any) -> Any:
@@ -134,7 +135,7 @@ class StageTimer(Timer):
                 outputs = layer(inputs)
             self._output_bytes[number] = sum(tensor.nbytes for tensor in tensors_in(outputs))
             if torch.is_grad_enabled() and not any(tensor.requires_grad for tensor in tensors_in(outputs)):
-                self._kept_bytes[number] = 0  # there is no graph
+                self._kept_bytes[number] = 0  # without a graph nothing is kept
             return outputs
 
         return timed
@@ -142,7 +143,7 @@ class StageTimer(Timer):
     # ---- what is kept ------------------------------------------------------------------------------------------------
 
     def _counting(self, number: int, inputs: Any) -> AbstractContextManager[Any]:
-        """Count what autograd keeps in this block for a layer, each piece of memory once."""
+        """Count the bytes that autograd keeps for a layer within this context, each piece of memory once."""
         interval = int(self._module.activation_checkpoint_interval)
         if interval:
             if number % interval == 0:
@@ -162,7 +163,7 @@ class StageTimer(Timer):
 
 
 def _adding(run: Callable[..., None], seconds: list[float]) -> Callable[..., None]:
-    """Wrap one of DeepSpeed's instructions; what the thread takes for it is added."""
+    """Wrap one of DeepSpeed's instructions so that the thread's seconds in it are added to the list."""
 
     def timed(engine: Any, **given: Any) -> None:
         begin = time.thread_time()
@@ -173,7 +174,9 @@ def _adding(run: Callable[..., None], seconds: list[float]) -> Callable[..., Non
 
 
 def _is_compiled(layer: Layer) -> bool:
-    """Whether anything of it is: hooks on what autograd keeps would compile it again."""
+    """Return whether any part of the layer is compiled: hooks on the tensors that autograd keeps would compile it
+    again.
+    """
     parts = [layer, *layer.args] if isinstance(layer, partial) else [layer]
     if any(hasattr(part, "_torchdynamo_orig_callable") for part in parts):
         return True

@@ -1,13 +1,14 @@
-"""The clock by which layers are timed on one rank, and that of a model without stages.
+"""The clock by which layers are timed on one rank, and the timer of a model without stages.
 
 On a CPU the clock is the time of this thread: wall time on cores that others share says little. On an accelerator a
-moment is an event on the present stream, which is read once the device has reached it.
+moment is an event on the current stream, which is read once the device has reached it.
 
-A pass is a row of marks: from this moment on, the time is that layer's. In a model without stages the layers are some
-modules, and behind them the rest. Forward, a module's time is that of its call. Backward it begins when the gradient of
-what the module gave arrives, and ends when that of what it was given does; a module whose inputs need no gradient has
-what is left of the pass, until another one's begins. Hooks are on the modules in the forward passes of a window alone.
-Where no module is named, the stream of an accelerator may wait for messages within a pass, and that counts.
+A pass is a row of marks: from a mark on, time counts for the mark's layer. In a model without stages the layers are the
+named modules, followed by the rest of the model. In a forward pass a module's time is that of its call. In a backward
+pass it begins when the gradient of the module's output arrives, and ends when that of its input does; a module whose
+inputs need no gradient gets the remainder of the pass, until another module's time begins. Modules carry hooks only in
+the forward passes of a window. Where no module is named, waits of an accelerator's stream for messages within a pass
+count as well.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ from ds_dynatrain.adapters.device import is_accelerated, synchronize
 from ds_dynatrain.errors import ConfigError
 
 Mark = tuple[int, Any]
-"""A layer, and the moment from which on time is its; the last mark of a pass ends it."""
+"""A layer, and the moment from which time counts for it; the last mark of a pass ends the pass."""
 
 
 @dataclass(frozen=True, eq=False)
 class StageTimes:
-    """What was timed on one rank. forward, backward: [passes, layers of the stage], seconds.
+    """Timings of one rank. forward, backward: [passes, layers of the stage], seconds.
 
-    step_seconds: of the optimizer, norms and messages not included, for `stepped` elements. output_bytes: of each
-    layer's output for one micro-batch. kept_bytes: of what its forward pass leaves for the backward pass; with
-    activation checkpointing the inputs of what is computed again; 0 for a layer that is compiled.
+    step_seconds: seconds of the optimizer for `stepped` elements, without norms and messages. output_bytes: bytes of
+    each layer's output for one micro-batch. kept_bytes: bytes that a layer's forward pass keeps for the backward pass;
+    with activation checkpointing, the inputs from which it is recomputed; 0 for a compiled layer.
 
-    load_seconds, message_seconds, beside_seconds: see `balance.profile.Profile`; of the thread, so 0 on accelerators.
+    load_seconds, message_seconds, beside_seconds: see `balance.profile.Profile`; thread time, so 0 on accelerators.
     """
 
     forward: npt.NDArray[np.float64]
@@ -66,26 +67,26 @@ def now() -> Any:
 
 
 def between(begin: Any, end: Any) -> float:
-    """Return the seconds between two moments; of events the device must have reached the second."""
+    """Return the seconds between two moments; with events, the device must have reached the second one."""
     return end - begin if isinstance(begin, float) else 1e-3 * float(begin.elapsed_time(end))
 
 
 class Timer:
     """Base of the timers of this rank's layers, in the steps of a window.
 
-    optimizer: the one that steps the elements, without ZeRO. layers: how many there are.
+    optimizer: the one that steps the elements, without ZeRO. layers: the number of layers.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, layers: int) -> None:
         self._optimizer, self._layers = optimizer, layers
         self._passes: tuple[list[tuple[list[Mark], float]], ...] = [], []
-        """Forward and backward passes: their marks, and their samples by those of a micro-batch."""
+        """Forward and backward passes: the marks of each, and its samples as a share of a micro-batch."""
         self._marks: list[Mark] | None = None
         """The marks of the pass that is under way."""
         self._updates: list[tuple[Any, Any]] = []
         self._began: Any = None
         self._stepped = 0
-        """Elements, in all steps of the optimizer."""
+        """Number of elements stepped, over all steps of the optimizer."""
 
     def timing(self) -> AbstractContextManager[None]:
         """Time a whole step, where that is one call."""
@@ -94,7 +95,7 @@ class Timer:
     def passing(self, is_backward: bool, share: float) -> AbstractContextManager[None]:
         """Time a pass, where a step is several calls.
 
-        share: its samples, by those of a micro-batch as the profile counts them.
+        share: samples of this pass, divided by those of a micro-batch of the profile.
         """
         return nullcontext()
 
@@ -103,7 +104,7 @@ class Timer:
         return nullcontext()
 
     def times(self) -> StageTimes:
-        """Return all that was timed, once the device has done it; of a model without stages no bytes."""
+        """Return all timings, once the device has finished; bytes are 0 for a model without stages."""
         synchronize()
         none = (0,) * self._layers
         return StageTimes(self._seconds(False), self._seconds(True), self._update_seconds, self._stepped, none, none)
@@ -114,7 +115,7 @@ class Timer:
             self._marks.append((layer, now()))
 
     def _seconds(self, is_backward: bool) -> npt.NDArray[np.float64]:
-        """[passes, layers] of a whole micro-batch each; passes without a sample of their own count nothing."""
+        """Return [passes, layers], scaled to a whole micro-batch; passes without samples of their own are left out."""
         counted = [(marks, share) for marks, share in self._passes[is_backward] if share]
         found = np.zeros((len(counted), self._layers))
         for row, (marks, share) in zip(found, counted, strict=True):
@@ -128,7 +129,7 @@ class Timer:
 
     @contextmanager
     def _timed_updates(self) -> Iterator[None]:
-        """Time the optimizer's steps in this block."""
+        """Time the optimizer's steps within this context."""
         with ExitStack() as stack:
             stack.callback(self._optimizer.register_step_pre_hook(self._before_update).remove)
             stack.callback(self._optimizer.register_step_post_hook(self._after_update).remove)
@@ -144,7 +145,9 @@ class Timer:
 
 
 def children_of(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
-    """Return the modules of these names; ConfigError for one that is not there, is in another one, or is compiled."""
+    """Return the modules of these names; ConfigError if one is missing, named twice or compiled, or if two share a
+    module.
+    """
     known = dict(model.named_modules(remove_duplicate=False))
     found = {name: known[name] for name in names if name in known and name}
     if not names or len(found) < len(names):
@@ -168,17 +171,17 @@ def children_of(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
 
 
 class ModuleTimer(Timer):
-    """The clock of some modules of a model without stages, and of the rest; without modules, of the whole model."""
+    """The timer of some modules of a model without stages, and of the rest; without modules, of the whole model."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module]) -> None:
         super().__init__(optimizer, len(modules) + 1)
         self._modules, self._rest = modules, len(modules)
         self._given: list[torch.Tensor] = []
-        """What the modules have given in the forward pass that is under way."""
+        """Outputs of the modules in the current forward pass."""
 
     @contextmanager
     def passing(self, is_backward: bool, share: float) -> Iterator[None]:
-        """Time a pass."""
+        """Time a forward or backward pass, with hooks on the modules in the forward pass."""
         marks = self._marks = [(self._rest, now())]
         try:
             with nullcontext() if is_backward else self._hooked():
@@ -203,7 +206,7 @@ class ModuleTimer(Timer):
             yield
 
     def _begin(self, number: int, module: nn.Module, inputs: Any, named: Any) -> None:
-        self._hook_gradients((inputs, named), self._rest)  # but where another one's begins with this gradient
+        self._hook_gradients((inputs, named), self._rest)  # unless another module's time begins with this gradient
         self._at(number)
 
     def _end(self, number: int, module: nn.Module, inputs: Any, outputs: Any) -> None:
@@ -211,7 +214,7 @@ class ModuleTimer(Timer):
         self._given += self._hook_gradients(outputs, number)
 
     def _hook_gradients(self, tensors: Any, whose: int) -> list[torch.Tensor]:
-        """Hook the gradients of those tensors that no module has given so far, and return them."""
+        """Hook the gradients of the tensors that no module has returned so far, and return these tensors."""
         known = {id(each) for each in self._given}
         found = [each for each in with_gradients(tensors) if id(each) not in known]
         for tensor in found:
@@ -220,12 +223,12 @@ class ModuleTimer(Timer):
 
 
 def with_gradients(given: Any) -> list[torch.Tensor]:
-    """Return those of `tensors_in` to which a gradient comes back and that are no parameters."""
+    """Return the tensors of `tensors_in` that receive a gradient and are no parameters."""
     return [each for each in tensors_in(given) if each.requires_grad and not isinstance(each, nn.Parameter)]
 
 
 def tensors_in(given: Any) -> Iterator[torch.Tensor]:
-    """Yield a tensor, or those in lists, tuples and dictionaries, such as the outputs of transformers."""
+    """Yield a tensor, or the tensors in lists, tuples and dictionaries, such as the outputs of transformers."""
     if isinstance(given, torch.Tensor):
         yield given
     elif isinstance(given, Mapping):

@@ -1,1 +1,1 @@
-"""DeepSpeed's engines with gradients that are added leaf by leaf."""
+"""DeepSpeed's engines, adding gradients leaf by leaf."""

@@ -1,4 +1,4 @@
-"""An engine that adds gradients up micro-batch by micro-batch, in an order that is the same in every world.
+"""An engine that adds up gradients one micro-batch after the other, in an order that is the same in every world.
 
 Such a micro-batch is a *leaf*: it holds the same samples in every world.
 """
@@ -30,12 +30,12 @@ class LeafHost(Host):
     _nodes: GraphNodes | None = None
 
     def look(self, basic: torch.optim.Optimizer) -> None:
-        """Refuse an optimizer whose update of an element may depend on its place."""
+        """Raise UnsupportedError for an optimizer whose update of an element may depend on its place."""
         refuse_inexact_optimizer(basic)
         super().look(basic)
 
     def optimizer_made(self) -> None:
-        """Let the new optimizer add gradients up leaf by leaf."""
+        """Let the new optimizer add up gradients leaf by leaf."""
         order = {id(parameter): number for number, parameter in enumerate(self.module.parameters())}
         self.sums = LeafSums.put_on(self.optimizer, order, lambda: self.micro_step)
         self._take_nodes_away()
@@ -75,9 +75,9 @@ class LeafEngine(DynatrainEngine):
         return steps
 
     def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> Any:
-        """Have DeepSpeed wrap the optimizer in ZeRO's in all stages.
+        """Make DeepSpeed wrap the optimizer in a ZeRO optimizer in all stages.
 
-        At stage 1 in bf16 it would take BF16_Optimizer for sums in fp32, which reduces and clips in orders of its own.
+        At stage 1 in bf16 with sums in fp32 it would take BF16_Optimizer, which reduces and clips in orders of its own.
         """
         super()._do_optimizer_sanity_check(basic_optimizer)
         return ZERO_OPTIMIZATION
@@ -87,7 +87,9 @@ class LeafEngine(DynatrainEngine):
         raise usage("exact: torch.compile").error("engine.compile")
 
     def micro_batch(self, one: MicroBatch, is_divided: bool = False) -> AbstractContextManager[None]:
-        """Refuse a loss that is divided: a leaf is divided by nothing but its weight."""
+        """Raise UnsupportedError for a loss that is divided: a leaf's loss is multiplied by its weight and by nothing
+        else.
+        """
         if is_divided:
             raise usage("exact: a loss that is divided").error("engine.micro_batch(is_divided=True)")
         return super().micro_batch(one)
@@ -95,7 +97,10 @@ class LeafEngine(DynatrainEngine):
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, *, tokens: int | None = None
     ) -> torch.Tensor:
-        """Divide the loss of a leaf by nothing but its weight."""
+        """Run the backward pass of a leaf, whose loss is multiplied by its weight and by nothing else.
+
+        UnsupportedError for a micro-batch that did not come from a loader of the engine.
+        """
         if not self.is_discarded and self._host.micro_step is None:
             raise usage("exact: a micro-batch that is no leaf").error("engine.backward")
         return super().backward(loss, retain_graph, False, tokens=tokens)
@@ -105,7 +110,7 @@ class LeafEngine(DynatrainEngine):
         return scaled if grad is None or scaled is grad else grad * self._host.loss_weight
 
     def allreduce_gradients(self, bucket_size: int = MEMORY_OPT_ALLREDUCE_SIZE) -> None:
-        """Add leaves up at the end of every backward pass, at stage 1 too."""
+        """Add up the leaf at the end of every backward pass, at stage 1 too."""
         self.optimizer.set_gradient_accumulation_boundary(self.is_gradient_accumulation_boundary())
         self.optimizer.overlapping_partition_gradients_reduce_epilogue()
 

@@ -1,9 +1,9 @@
-"""One graph of autograd in all stages of an exact job.
+"""Additional autograd nodes that make the graph the same in all ZeRO stages of an exact job.
 
-ZeRO-3 lets what goes into a module, and what comes out of it, pass through nodes of its own. Where a tensor is used
-twice in a module and once beside it, as by Llama's norm and the residual connection around it, its gradient is then a
-sum of two, and of that and the third; without the nodes it is a sum of all three, in the order in which they come. So
-stages 1 and 2 have such nodes, too, on the same modules.
+ZeRO-3 passes the inputs and outputs of a module through nodes of its own. If a tensor is used twice in a module and
+once beside it, as by Llama's norm and the residual connection around it, its gradient is then a sum of two, plus the
+third; without the nodes it is a sum of all three, in the order in which they come. Stages 1 and 2 therefore get such
+nodes, too, on the same modules.
 """
 
 from __future__ import annotations
@@ -18,25 +18,28 @@ from torch import nn
 
 
 class _Node(torch.autograd.Function):
-    """Changes nothing: it is there.
+    """An identity, which only adds a node to the graph.
 
-    A view (`value[...]`) would be a node in C++, and sooner, but with it deepspeed.checkpointing that partitions
-    activations, and so empties tensors and fills them again, had other gradients (measured).
+    A view (`value[...]`) would be a node in C++, and faster, but it gave other gradients (measured) with
+    deepspeed.checkpointing that partitions activations, and so empties tensors and fills them again.
     """
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
-        """As DeepSpeed's, without a `setup_context`, for which torch binds the arguments anew in every call."""
+        """Return the value, detached, as DeepSpeed's node does.
+
+        There is no `setup_context`, for which torch would bind the arguments anew in every call.
+        """
         return value.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        """As they come."""
+        """Return the gradients unchanged."""
         return gradients
 
 
 class GraphNodes:
-    """Nodes on the modules of a model, until `stop`."""
+    """Identity nodes on the modules of a model, until `stop` is called."""
 
     def __init__(self, model: nn.Module) -> None:
         self._handles = []
@@ -45,14 +48,16 @@ class GraphNodes:
             self._handles.append(module.register_forward_pre_hook(lambda module, inputs: _passed(inputs)))
 
     def stop(self) -> None:
-        """Take them away."""
+        """Remove the nodes from the modules."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
 
 def _with_hooks(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules on which ZeRO-3 has hooks; one that is in several others has them several times."""
+    """Yield the modules on which ZeRO-3 has hooks; a module in several others is yielded several times, as its hooks
+    are.
+    """
     if not z3_leaf_module(module):
         for child in module.children():
             yield from _with_hooks(child)

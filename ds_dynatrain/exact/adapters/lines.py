@@ -1,7 +1,8 @@
-"""Whose gradients lie where: what the sums of an exact job need to know of ZeRO stages 1 and 2, and of stage 3.
+"""The places of gradients in ZeRO stages 1 and 2, and in stage 3, by which the sums of an exact job are planned.
 
-A *line* is what a rank owns of the gradients that are reduced together: of an optimizer group in stages 1 and 2, of all
-parameters in stage 3. A *chunk* is sent at once; each rank owns a part of it, which lies in one piece of its line.
+A *line* is a rank's own part of the gradients that are reduced together: those of an optimizer group in stages 1 and 2,
+those of all parameters in stage 3. A *chunk* is sent at once; each rank owns a part of it, which lies in one piece of
+its line.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from torch import nn
 from ds_dynatrain.adapters.versions import flat_offsets
 
 LEAST_CHUNK = 1 << 20
-"""Elements: a message that is worth its latency."""
+"""Elements of a message that is worth its latency."""
 Run = tuple[int, int]
-"""From the first to behind the last element of a line."""
+"""Elements of a line: the first one, and the one behind the last."""
 Span = tuple[nn.Parameter, int, int]
-"""A parameter, and the run of a line that is its gradient."""
+"""A parameter, and the run of a line that is its gradient: start and stop."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What is sent at once, in the order of its owners; between pieces there are zeros.
+    """Gradients that are sent at once, in the order of their owners; the gaps between pieces are zeros.
 
-    line: its number. splits: how much of it each rank owns. begin: where this rank's part of it lies in its line.
-    freed: the parameters of which nothing is left to send.
+    line: number of the line. splits: elements that each rank owns of the chunk. begin: offset of this rank's part in
+    its line. freed: the parameters that have no later chunk, and whose gradients are dropped after this one.
     """
 
     line: int
@@ -52,15 +53,16 @@ class Chunk:
 
     @property
     def numel(self) -> int:
-        """Of all ranks."""
+        """Elements of the chunk, those of all ranks."""
         return sum(self.splits)
 
 
 class Lines:
-    """The gradients of one ZeRO optimizer, base of those of its stages.
+    """The gradients of one ZeRO optimizer; base of the classes for its stages.
 
-    is_eager: whether chunks are sent while a backward pass still runs. chunks: as they are sent: the layers that a
-    backward pass comes to first are the first. lengths: what this rank owns of each line, padding counted.
+    is_eager: whether chunks are sent while a backward pass still runs. chunks: in the order of sending, which begins
+    with the layers that a backward pass reaches first. lengths: elements that this rank owns of each line, with
+    padding.
     """
 
     is_eager = True
@@ -77,7 +79,7 @@ class Lines:
 
     @property
     def sharing(self) -> list[Any]:
-        """The process groups over which what `held` gives is the whole gradient, each element once."""
+        """Process groups over which the tensors of `held` make the whole gradient, each element once."""
         return [self._zero.dp_process_group]
 
     def group(self, line: int) -> Any:
@@ -85,23 +87,28 @@ class Lines:
         return self._zero.dp_process_group
 
     def take(self, line: int, total: torch.Tensor) -> None:
-        """Let DeepSpeed go on with the sum of a whole global batch."""
+        """Hand DeepSpeed the sum of a whole global batch, so that its step continues with it."""
         raise NotImplementedError
 
     def held(self) -> list[torch.Tensor]:
-        """Return the sums that DeepSpeed has, in fp32; padding is 0."""
+        """Return the sums that DeepSpeed holds, in fp32; padding is 0."""
         raise NotImplementedError
 
 
 def lines_of(zero: Any, order: Mapping[int, int]) -> Lines | None:
-    """Those of an optimizer of stages 1 to 3, None of another one. order: of parameters in the module, by id."""
+    """Return the lines of a ZeRO optimizer of stages 1 to 3, None for another one.
+
+    order: number of each parameter in the module, by id.
+    """
     if isinstance(zero, DeepSpeedZeroOptimizer):
         return FlatLines(zero, order)
     return CutLines(zero, order) if isinstance(zero, DeepSpeedZeroOptimizer_Stage3) else None
 
 
 class FlatLines(Lines):
-    """Stages 1 and 2: a group's parameters lie end to end, and are cut into equal parts, wherever one begins."""
+    """Lines of stages 1 and 2: a group's parameters lie end to end, and are cut into equal parts, also within
+    parameters.
+    """
 
     def __init__(self, zero: Any, order: Mapping[int, int]) -> None:
         super().__init__(zero)
@@ -113,19 +120,19 @@ class FlatLines(Lines):
 
     @property
     def numel(self) -> int:
-        """See `Lines`."""
+        """Elements of the whole model that have a gradient."""
         return sum(stop - start for spans in self.spans for _, start, stop in spans)
 
     def group(self, line: int) -> Any:
-        """See `Lines`."""
+        """Return the group's own process group for this line."""
         return self._zero.real_dp_process_group[line]
 
     def take(self, line: int, total: torch.Tensor) -> None:
-        """See `Lines`."""
+        """Make the sum the averaged gradient of an optimizer group."""
         self._zero.averaged_gradients[line] = [total]
 
     def held(self) -> list[torch.Tensor]:
-        """See `Lines`."""
+        """Return the averaged gradients of all optimizer groups."""
         return [part for parts in self._zero.averaged_gradients.values() for part in parts]
 
     def _chunks_of(self, line: int) -> Iterator[Chunk]:
@@ -140,7 +147,7 @@ class FlatLines(Lines):
 
 
 class CutLines(Lines):
-    """Stage 3: each parameter is cut into equal parts, the last of them with padding; parts lie end to end."""
+    """The line of stage 3: each parameter is cut into equal parts, the last one padded; parts lie end to end."""
 
     def __init__(self, zero: Any, order: Mapping[int, int]) -> None:
         super().__init__(zero)
@@ -149,11 +156,14 @@ class CutLines(Lines):
 
     @property
     def numel(self) -> int:
-        """See `Lines`."""
+        """Elements of the whole model that have a gradient."""
         return sum(int(held.ds_numel) for parameters in self._zero.fp16_groups for held in parameters)
 
     def take(self, line: int, total: torch.Tensor) -> None:
-        """See `Lines`. What a parameter got last is state here, and is this."""
+        """Copy the sum into the flat buffer, and make its slices the averaged gradients of the parameters.
+
+        The buffer is state here: it holds the gradient that a parameter got last.
+        """
         zero, position = self._zero, 0
         zero.grad_partitions_flat_buffer.copy_(total)
         for number, parameters in enumerate(zero.fp16_groups):
@@ -164,7 +174,7 @@ class CutLines(Lines):
             zero.averaged_gradients[number] = parts
 
     def held(self) -> list[torch.Tensor]:
-        """See `Lines`."""
+        """Return the flat buffer of gradients."""
         return [self._zero.grad_partitions_flat_buffer]
 
     def _all_chunks(self) -> Iterator[Chunk]:
@@ -183,7 +193,7 @@ class CutLines(Lines):
             yield self._chunk(taken, begin, ranks)
 
     def _chunk(self, parameters: Sequence[nn.Parameter], begin: int, ranks: int) -> Chunk:
-        """Of parameters that are neighbours in the line."""
+        """Return the chunk of parameters that are neighbours in the line."""
         parts = [(held, int(held.partition_numel()), int(held.ds_numel)) for held in parameters]  # type: ignore[attr-defined]
         size, pieces = sum(part for _, part, _ in parts), []
         for rank in range(ranks):
@@ -197,10 +207,12 @@ class CutLines(Lines):
 
 
 def cut(end: int, size: int, ranks: int, most: int, is_eager: bool) -> Iterator[list[Run]]:
-    """The runs of each chunk of a line of `end` elements, of which each rank owns `size`; at most `most` in a chunk.
+    """Yield the runs of each chunk of a line of `end` elements, of which each rank owns `size`; at most `most` in a
+    chunk.
 
-    A chunk is as large as lets a rank receive no more than it owns. is_eager: a chunk is of neighbours, whose gradients
-    are there at one time, else of as much from each rank's part, so that all receive alike.
+    A chunk is only as large as keeps a rank from receiving more than it owns. is_eager: whether a chunk consists of
+    neighbours, whose gradients arrive at about the same time; else it takes equally much from each rank's part, so that
+    all ranks receive alike.
     """
     most = max(1, min(most, max(LEAST_CHUNK, size // ranks)))
     if is_eager:
@@ -213,7 +225,9 @@ def cut(end: int, size: int, ranks: int, most: int, is_eager: bool) -> Iterator[
 
 
 def in_order(chunks: list[Chunk], order: Mapping[int, int]) -> list[Chunk]:
-    """As they are sent, each parameter in the `freed` of the last chunk that has a piece of it."""
+    """Return the chunks in the order of sending, with each parameter in `freed` of the last chunk that has a piece of
+    it.
+    """
 
     def reached(chunk: Chunk) -> int:
         return -min((order.get(id(piece.parameter), 0) for piece in chunk.pieces), default=0)
@@ -233,7 +247,7 @@ def _end_to_end(parameters: Sequence[nn.Parameter], offsets: Sequence[int]) -> l
 
 
 def _pieces(spans: list[Span], runs: list[Run]) -> Iterator[Piece]:
-    """Of parameters that lie at (first, last) of a line, what lies in runs of it that a chunk has end to end."""
+    """Yield the pieces of parameters, given as spans of a line, in runs of the line that a chunk has end to end."""
     base = 0
     for run in runs:
         for held, low, high in spans:
@@ -244,6 +258,6 @@ def _pieces(spans: list[Span], runs: list[Run]) -> Iterator[Piece]:
 
 
 def overlap(one: Run, other: Run) -> Run:
-    """What two runs have in common; empty if nothing."""
+    """Return the common part of two runs; an empty run if there is none."""
     start = max(one[0], other[0])
     return start, max(start, min(one[1], other[1]))

@@ -1,8 +1,9 @@
 """A pipeline engine whose micro-batches are leaves, whichever stages they go through.
 
-All columns run as many micro-batches; one without a leaf for its last one borrows leaf 0 at weight 0. Before each layer
-of a leaf the generators are set, by the layer's number in the whole model, also where activations are recomputed. What
-goes from layer to layer lies as a message would leave it, whether there is one or not: so a cut changes nothing.
+All columns run equally many micro-batches; one without a leaf for its last one borrows leaf 0 at weight 0. Before each
+layer of a leaf the generators are set, by the layer's number in the whole model, also where activations are recomputed.
+The output of every layer is laid out in memory as a message would leave it, whether it is sent or not, so a cut between
+layers changes no bits.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from ds_dynatrain.space import Columns, Layout
 from ds_dynatrain.space.leaves import MicroStep
 
 Seed = Callable[[int, int], None]
-"""Sets all generators for (leaf, layer of the whole model)."""
+"""Function that sets all generators for (leaf, layer of the whole model)."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,9 @@ class LeafPass:
 
 @dataclass
 class Leaves:
-    """The micro-batches of this column in a global batch. forward, backward: how many of them were begun; now: the one
-    that a pass is under way of."""
+    """The micro-batches of this column in a global batch. forward, backward: how many of them have begun that pass.
+    now: the one whose pass is running.
+    """
 
     passes: Sequence[LeafPass]
     seed: Seed
@@ -60,12 +62,12 @@ class Leaves:
     now: int = 0
 
     def begin_forward(self) -> LeafPass:
-        """The next one to go forward."""
+        """Return the next micro-batch to go forward, and make it the current one."""
         self.now, self.forward = self.forward, self.forward + 1
         return self.passes[self.now]
 
     def begin_backward(self) -> LeafPass:
-        """The next one to go backward."""
+        """Return the next micro-batch to go backward, and make it the current one."""
         self.now, self.backward = self.backward, self.backward + 1
         return self.passes[self.now]
 
@@ -76,7 +78,7 @@ class LeafStageHost(LeafHost, StageHost):
     uses = Uses(())
 
     def optimizer_made(self) -> None:
-        """Add the gradients of all stages up leaf by leaf."""
+        """Let the new optimizer add up the gradients of all stages leaf by leaf."""
         order = {id(parameter): number for number, parameter in enumerate(self.module.parameters())}
         trained = {tensor.name: held for tensor, held in self.trained()}
         self.uses = Uses.of(self.module, self.shaper.template, {id(held) for held in trained.values()})
@@ -96,18 +98,18 @@ class LeafPipelineEngine(LeafEngine, DynatrainPipelineEngine):
 
     _HOST: ClassVar[type[Host]] = LeafStageHost
     _leaves: Leaves | None = None
-    """There while a global batch is trained."""
+    """Set while a global batch is trained."""
     _host: LeafStageHost
 
     def _train_samples(self, samples: Iterator[Any]) -> torch.Tensor:
-        """Train the leaves of a global batch, which a loader of the engine deals."""
+        """Train the leaves of a global batch; UnsupportedError unless a loader of the engine deals them."""
         if not isinstance(samples, Pass):
             raise usage("exact: a micro-batch that is no leaf").error(f"train_batch reads a {type(samples).__name__}")
         module = self.module
         if module.activation_checkpoint_func is not non_reentrant_checkpoint and module.activation_checkpoint_interval:
             row = usage("exact: reentrant checkpointing in a pipeline")
             raise row.error(f"exact: activation_checkpoint_interval={module.activation_checkpoint_interval}")
-        first = int(module._local_start)  # numpy's, where DeepSpeed has partitioned: a seed would be another one
+        first = int(module._local_start)  # else numpy's integer, which would make other seeds
         layers = [partial(self._run_layer, first + at, layer) for at, layer in enumerate(module.forward_funcs)]
         self._host.uses.renew()
         with replaced(self, "_leaves", self._dealt()), replaced(module, "forward_funcs", layers):
@@ -134,7 +136,7 @@ class LeafPipelineEngine(LeafEngine, DynatrainPipelineEngine):
         return output if number + 1 == self.module._num_layers else as_sent(output, number)
 
     def _enter_columns(self, layout: Layout) -> None:
-        """Let all columns run as many leaves."""
+        """Let all columns run equally many leaves."""
         super()._enter_columns(layout)
         count = int(self.gradient_accumulation_steps())
         self._columns = Columns(int(self.train_micro_batch_size_per_gpu()), (count,) * layout.data)
@@ -183,7 +185,9 @@ class LeafPipelineEngine(LeafEngine, DynatrainPipelineEngine):
     }
 
     def _total_loss(self) -> torch.Tensor:
-        """Return DeepSpeed's, or the mean over all samples of the losses of leaves, added in their order."""
+        """Return the mean over all samples of the losses of leaves, added in their order; outside `_leaves` DeepSpeed's
+        loss.
+        """
         if self._leaves is None:
             return super()._total_loss()
         losses = torch.zeros(self._leaves.passes[-1].step.leaves, dtype=torch.float64, device="cpu")
@@ -200,9 +204,10 @@ class LeafPipelineEngine(LeafEngine, DynatrainPipelineEngine):
 
 
 def as_sent(output: Any, number: int) -> Any:
-    """Return what layer `number` gives to the next one, as a stage would receive it; so its gradient as it comes back.
+    """Return the output of layer `number` as the next stage would receive it, with its gradient laid out as it would
+    return.
 
-    Raise UnsupportedError for several tensors that have gradients: a stage makes a backward pass for each of them.
+    UnsupportedError for several floating-point tensors: a stage makes a backward pass for each of them.
     """
     parts = output if isinstance(output, tuple) else (output,)
     if sum(torch.is_tensor(part) and part.is_floating_point() for part in parts) > 1:

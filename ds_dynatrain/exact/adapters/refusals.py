@@ -1,4 +1,4 @@
-"""What an exact job cannot be, in live objects, and what its machines must have in common."""
+"""Refusals of live objects that an exact job cannot have, and the settings that its machines must have in common."""
 
 from __future__ import annotations
 
@@ -27,17 +27,20 @@ from ds_dynatrain.support.checks import is_low
 
 MODE = "MKL_CBWR"
 LOOSE_MODES = ("", "OFF", "AUTO")
-"""In which MKL chooses by the processor, or by the alignment of memory."""
+"""Modes in which MKL chooses kernels by the processor, or by the alignment of memory."""
 
 
 def refuse_series(series: Series | None = None) -> None:
-    """Raise UnsupportedError where an exact job was not tested with this series of DeepSpeed."""
+    """Raise UnsupportedError if exact jobs were not tested with this series of DeepSpeed."""
     if not (series or present()).follows_leaves:
         raise UnsupportedError(f"dynatrain.exact: {UNTRIED}")
 
 
 def refuse_inexact_job(config: Mapping[str, Any], model: nn.Module, mpu: Any) -> None:
-    """UnsupportedError, naming the feature, for what an exact job has not been tried with. config: DeepSpeed's."""
+    """Raise UnsupportedError, naming the feature, for anything that was not tested in exact jobs.
+
+    config: DeepSpeed's configuration.
+    """
     refuse_series()
     if is_accelerated():
         raise usage("exact: an accelerator").error(f"exact on {compute_device().type!r}")
@@ -54,7 +57,9 @@ def refuse_inexact_job(config: Mapping[str, Any], model: nn.Module, mpu: Any) ->
 
 
 def refuse_inexact_model(config: Mapping[str, Any], model: nn.Module, mpu: Any) -> None:
-    """The same for what a model has in it, which must have all its layers."""
+    """Raise UnsupportedError for parts of a model that were not tested in exact jobs; the model must have all its
+    layers.
+    """
     if (
         experts.is_on(config)
         or _has_further_losses(model)
@@ -71,17 +76,17 @@ def refuse_inexact_model(config: Mapping[str, Any], model: nn.Module, mpu: Any) 
 
 
 def _has_further_losses(model: nn.Module) -> bool:
-    """Whether a pipeline has losses besides that of its micro-batches."""
+    """Return whether a pipeline has losses besides that of its micro-batches."""
     if not isinstance(model, PipelineModule):
         return False
     return type(model).get_additional_losses is not PipelineModule.get_additional_losses
 
 
 def exact_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """DeepSpeed's configuration with what it must have in an exact job, so that no stage has bits of its own.
+    """Return DeepSpeed's configuration with the settings of an exact job, so that no ZeRO stage has bits of its own.
 
-    ZeRO-3's own linear layer has weight gradients with other bits. Sums of leaves are in fp32, of whichever type the
-    weights are, and so is the memory in which DeepSpeed takes them over.
+    ZeRO-3's own linear layer has weight gradients with other bits. Sums of leaves are in fp32, whatever the type of the
+    weights, and so is the memory in which DeepSpeed receives them.
     """
     zero = {**(config.get("zero_optimization") or {}), "memory_efficient_linear": False}
     types = {**(config.get("data_types") or {}), "grad_accum_dtype": "fp32"}
@@ -89,7 +94,7 @@ def exact_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_inexact_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """UnsupportedError for an optimizer whose update of an element may depend on its place."""
+    """Raise UnsupportedError for an optimizer whose update of an element may depend on its place."""
     fused = any(group.get("fused") for group in optimizer.param_groups)
     if fused or not rule_of(optimizer).placeless:
         name = f"fused {full_name(type(optimizer))}" if fused else full_name(type(optimizer))
@@ -98,7 +103,10 @@ def refuse_inexact_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 @contextmanager
 def unchanged_buffers(module: nn.Module) -> Iterator[None]:
-    """UnsupportedError if a forward pass inside the block changes a buffer of floating point: each rank its own."""
+    """Raise UnsupportedError if a forward pass within this context changes a floating-point buffer.
+
+    Each rank would change it by its own micro-batches.
+    """
     before = [(name, held, held._version) for name, held in module.named_buffers() if held.is_floating_point()]
     yield
     now = dict(module.named_buffers())
@@ -108,7 +116,10 @@ def unchanged_buffers(module: nn.Module) -> Iterator[None]:
 
 
 def machine(low: bool = True) -> dict[str, str]:
-    """What decides how this process rounds: equal on all of an exact job. low: whether its weights are of 16 bits."""
+    """Return the settings that decide how this process rounds, which must be equal in all processes of an exact job.
+
+    low: whether the weights are of 16 bits.
+    """
     found = {
         "torch": torch.__version__,
         "threads (torch.get_num_threads, OMP_NUM_THREADS)": str(torch.get_num_threads()),
@@ -116,7 +127,7 @@ def machine(low: bool = True) -> dict[str, str]:
         MODE: os.environ.get(MODE, ""),
         "deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),
     }
-    if low:  # oneDNN multiplies matrices of 16 bits by whichever of these there is
+    if low:  # oneDNN multiplies 16-bit matrices by the best of these
         names = ("avx512_bf16", "amx_tile", "amx_fp16")
         held = [name for name in names if getattr(torch.cpu, f"_is_{name}_supported")()]
         found["instructions for 16 bits (torch.cpu)"] = " ".join(held) or "none"

@@ -1,15 +1,15 @@
-"""ZeRO in an exact job: gradients of leaves, added in one order by whoever owns them; and their norm.
+"""Gradient sums of an exact job's ZeRO optimizer: owners add the gradients of leaves in one order; and their norm.
 
 DeepSpeed adds micro-batches where they were computed and ranks where the network does, in an order that follows from
 the world. Here each micro-step sends every slice of every leaf's gradient to the slice's owner, by an all-to-all, and
-the owner adds leaves in the order of their numbers (`exact.sums`). All stages do this, with the same bits: 2 and 3 as
-soon as gradients are there, stage 1 at the end of a backward pass, as it holds whole gradients anyway.
+the owner adds leaves in the order of their numbers (`exact.bits.sums`). All ZeRO stages do this, with the same bits:
+stages 2 and 3 as soon as gradients arrive, stage 1 at the end of a backward pass, as it holds whole gradients anyway.
 
-Gradients are sent in the type of the weights, and added in fp32: what fp16 has are those of the scaled loss. A sum that
-is not finite makes the norm infinite, and that alone, alike in all stages, makes DeepSpeed skip a step.
+Gradients are sent in the type of the weights, and added in fp32: in fp16 they are those of the scaled loss. A sum that
+is not finite makes the norm infinite, and that alone makes DeepSpeed skip a step, in all stages alike.
 
-Gradients are sent in chunks (`lines`), by one plan on every rank: a parameter that got no gradient is sent as
-zeros, so ranks need not use the same parameters (at stage 3 they must, as its layers are gathered on all at once).
+Gradients are sent in chunks (`lines`), by one plan on every rank: a parameter that got no gradient is sent as zeros, so
+ranks need not use the same parameters (at stage 3 they must, as its layers are gathered on all at once).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ds_dynatrain.space.leaves import MicroStep
 
 
 class LeafSums:
-    """The gradients of one ZeRO optimizer. now: the micro-step that was dealt last, None where none was."""
+    """The gradient sums of one ZeRO optimizer. now: returns the micro-step that was dealt last, None if none was."""
 
     def __init__(self, zero: Any, lines: Lines, now: Callable[[], MicroStep | None]) -> None:
         self._zero, self._lines, self._now = zero, lines, now
@@ -47,31 +47,31 @@ class LeafSums:
 
     @staticmethod
     def put_on(zero: Any, order: Mapping[int, int], now: Callable[[], MicroStep | None]) -> LeafSums | None:
-        """Let a ZeRO optimizer's gradients be summed so, and their norm be one that no holder makes a difference to.
+        """Make a ZeRO optimizer sum its gradients this way, with a norm that does not depend on which rank holds what.
 
-        None of another optimizer. order: of parameters in the module, by id.
+        None for another optimizer. order: number of each parameter in the module, by id.
         """
         lines = lines_of(zero, order)
         return None if lines is None else LeafSums.over(lines, zero, now)
 
     @staticmethod
     def over(lines: Lines, zero: Any, now: Callable[[], MicroStep | None]) -> LeafSums:
-        """`put_on`, where it is known whose gradients lie where."""
+        """Make a ZeRO optimizer sum its gradients by lines that are known already; see `put_on`."""
         sums = LeafSums(zero, lines, now)
-        zero.has_overflow = lambda partition_gradients=True: False  # the norm tells
+        zero.has_overflow = lambda partition_gradients=True: False  # an infinite norm skips the step instead
         zero.overlapping_partition_gradients_reduce_epilogue = sums.finish
         if isinstance(zero, DeepSpeedZeroOptimizer_Stage3):
             zero.reduce_ready_partitions_and_remove_grads = sums.arrive
             zero._get_norm_groups = lambda: [global_norm(zero, lines)]
         else:
-            zero.check_grad_overflow = True  # else a norm that is infinite skips no step in bf16, as at stage 3
+            zero.check_grad_overflow = True  # otherwise an infinite norm would skip no step in bf16
             zero.use_grad_accum_attribute = False  # gradients are taken from where autograd leaves them
             zero.process_gradients = lambda parameter, group: sums.arrive(parameter)
             zero.scaled_global_norm = lambda norm_type=2: utils.combine_grad_norm_groups([global_norm(zero, lines)])
         return sums
 
     def forget(self) -> None:
-        """No global batch is open, whatever was."""
+        """Forget the open global batch, if there is one."""
         self._done = 0
         self._begin()
 
@@ -81,7 +81,10 @@ class LeafSums:
         self._came: set[int] = set()
 
     def arrive(self, parameter: nn.Parameter) -> None:
-        """A gradient is complete in this backward pass; the chunks are sent that are, unless that comes at the end."""
+        """Count a gradient that is complete in this backward pass, and send the chunks that are then complete.
+
+        At stage 1 all chunks are sent at the end instead.
+        """
         if not self._lines.is_eager or id(parameter) not in self._waits:
             return
         if id(parameter) in self._came:
@@ -93,13 +96,13 @@ class LeafSums:
             self._send_next()
 
     def finish(self) -> None:
-        """A backward pass is over: what was not sent is; with the last one of a global batch DeepSpeed has the sums."""
+        """End a backward pass; after the last one of a global batch, hand the sums to DeepSpeed."""
         self.end_leaf()
         if self._zero.is_gradient_accumulation_boundary():
             self.close()
 
     def end_leaf(self) -> None:
-        """A backward pass is over, of whichever micro-step."""
+        """End a backward pass of any micro-step: send the chunks that were not sent."""
         step = self._present()
         if step.number != self._done:
             raise usage("exact: a micro-batch that is no leaf").error(
@@ -111,7 +114,7 @@ class LeafSums:
         self._done += 1
 
     def close(self) -> None:
-        """All backward passes of a global batch are over, if this rank had any: DeepSpeed has the sums."""
+        """End a global batch, of which this rank may have trained no leaf: hand the sums to DeepSpeed."""
         self._done = 0
         for line in range(len(self._lines.lengths)):
             self._lines.take(line, self._close(line, self._present().leaves))
@@ -133,7 +136,7 @@ class LeafSums:
             parameter.grad = None
 
     def _rows(self, chunk: Chunk) -> Iterator[torch.Tensor]:
-        """What each rank has of this one's part of a chunk."""
+        """Return the gradients that each rank has for this rank's part of a chunk."""
         send, size = self._filled(chunk), len(chunk.splits)
         if size == 1:
             return iter([send])
@@ -144,11 +147,11 @@ class LeafSums:
         return iter(receive.view(size, mine))
 
     def _filled(self, chunk: Chunk) -> torch.Tensor:
-        """This rank's gradients of a chunk, in the type of the weights."""
+        """Return this rank's gradients of a chunk, in the type of the weights."""
         self._make_room()
         send = self._send[: chunk.numel]
         if sum(piece.numel for piece in chunk.pieces) < chunk.numel:
-            send.zero_()  # between pieces
+            send.zero_()  # for the gaps between pieces
         for piece in chunk.pieces:
             part, gradient = send[piece.at : piece.at + piece.numel], piece.parameter.grad
             if gradient is None:
@@ -167,7 +170,7 @@ class LeafSums:
 
     @torch.no_grad()
     def _close(self, line: int, leaves: int) -> torch.Tensor:
-        """The sum of all leaves, of this rank's part of a line; no zero in it is negative."""
+        """Return the sum of all leaves for this rank's part of a line; no zero in it is negative."""
         levels = self._sums_of(line)
         newest, *older = rest_of(leaves)
         total = levels[newest]
@@ -176,14 +179,14 @@ class LeafSums:
         return total.add_(0.0)
 
     def _sums_of(self, line: int) -> list[torch.Tensor]:
-        """The partial sums of a line by level. What is padding in them stays 0."""
+        """Return the partial sums of a line by level. Their padding stays 0."""
         held = self._levels.setdefault(line, [])
         while len(held) < levels_of(self._present().leaves):
             held.append(torch.zeros(self._lines.lengths[line], dtype=torch.float32, device="cpu"))
         return held
 
     def _make_room(self) -> None:
-        """What chunks are sent from and received in, once."""
+        """Allocate the buffers in which chunks are sent and received, once."""
         if not len(self._send):
             chunks = self._lines.chunks
             (dtype,) = {piece.parameter.dtype for chunk in chunks for piece in chunk.pieces}
@@ -193,9 +196,9 @@ class LeafSums:
 
 
 def global_norm(zero: Any, lines: Lines) -> torch.Tensor:
-    """The norm of all gradients, of no dims in fp32, whoever holds them; inf where one is not finite.
+    """Return the norm of all gradients, a 0-D fp32 tensor, whichever rank holds which; inf where one is not finite.
 
-    What is counted are the elements of the model: padding, which depends on the world, would make another grid.
+    Only elements of the model count: padding, which depends on the world, would make another grid.
     """
     parts = [part.numpy() for part in lines.held()]
     most = torch.tensor([max(map(largest, parts), default=0.0)], dtype=torch.float64)

@@ -1,8 +1,8 @@
-"""Tied weights in an exact job: the gradient of each layer that uses one is summed apart, and then layer by layer.
+"""Tied weights in an exact job: each layer's gradient of a tie is summed over leaves first, then layer by layer.
 
 With several stages each has the gradient of its own layers' uses; on one stage autograd would add them up for every
-leaf. Which sum comes first makes a difference in floating point, so in every layout it is that over leaves: where a
-stage has several layers of a tie, those behind the first use a stand-in of the parameter, which gets their gradient.
+leaf. Since the order of sums makes a difference in floating point, the sum over leaves comes first in every layout:
+where a stage has several layers of a tie, all but the first use a stand-in of the parameter, which gets their gradient.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from ds_dynatrain.exact.adapters.lines import FlatLines, Run, in_order, overlap
 class Tied:
     """A trained parameter of a tied module on this stage.
 
-    places: (module, attribute), wherever it is one. layers: of the whole model, that use it. grads: of those on this
-    stage, what its gradient comes to: the parameter itself for the first one, stand-ins for others.
+    places: all places of the parameter as (module, attribute). layers: numbers of the layers of the whole model that
+    use it. grads: for each of those on this stage, the parameter that receives its gradient: the tied one itself for
+    the first layer, stand-ins for the others.
     """
 
     key: str
@@ -38,13 +39,13 @@ class Tied:
 
 @dataclass(frozen=True, eq=False)
 class Uses:
-    """All uses of tied parameters on a stage."""
+    """Uses of tied parameters on a stage, by layer."""
 
     tied: tuple[Tied, ...]
 
     @staticmethod
     def of(module: PipelineModule, template: PipelineTemplate, trained: Collection[int]) -> Uses:
-        """Those of a module that has its stage's layers. trained: parameters, by id."""
+        """Return the uses in a module that has its stage's layers. trained: ids of the trained parameters."""
         found = []
         for key in sorted(module.tied_modules):
             layers = tuple(number for number, each in enumerate(template.keys) if each == key)
@@ -57,18 +58,18 @@ class Uses:
 
     @property
     def stand_ins(self) -> list[nn.Parameter]:
-        """In one order on all ranks of a stage."""
+        """The stand-ins, in the same order on all ranks of a stage."""
         return [grad for each in self.tied for grad in each.grads.values() if grad is not each.parameter]
 
     def renew(self) -> None:
-        """Let stand-ins have the memory that the parameters have now."""
+        """Point the stand-ins to the memory that the parameters have now."""
         for each in self.tied:
             for grad in each.grads.values():
                 grad.data = each.parameter.data
 
     @contextmanager
     def of_layer(self, layer: int) -> Iterator[None]:
-        """In it the parameters are those that get this layer's gradient."""
+        """Put the parameters that receive this layer's gradient into their modules, within this context."""
         used = [each for each in self.tied if layer in each.grads]
         for each in used:
             _put(each.places, each.grads[layer])
@@ -80,9 +81,9 @@ class Uses:
 
 
 class StageLines(FlatLines):
-    """ZeRO stage 1 on a stage of a pipeline; each stand-in has a line of its own, behind those of ZeRO.
+    """Lines of ZeRO stage 1 on a stage of a pipeline; each stand-in has a line of its own, behind those of ZeRO.
 
-    numel: elements that are trained in the whole model.
+    numel: trained elements of the whole model.
     """
 
     def __init__(self, zero: Any, order: Mapping[int, int], uses: Uses, numel: int, module: PipelineModule) -> None:
@@ -98,21 +99,21 @@ class StageLines(FlatLines):
 
     @property
     def numel(self) -> int:
-        """See `Lines`."""
+        """Trained elements of the whole model, each counted once."""
         return self._numel
 
     @property
     def sharing(self) -> list[Any]:
-        """See `Lines`: all stages, too."""
+        """Process groups of `Lines.sharing`, and that of all stages."""
         zero = self._zero
         return [*super().sharing, *([zero.model_parallel_group] if zero.model_parallel_world_size > 1 else [])]
 
     def group(self, line: int) -> Any:
-        """See `Lines`."""
+        """Return the process group whose ranks own a line, also for the lines of stand-ins."""
         return super().group(line) if line < self._own else self._zero.dp_process_group
 
     def take(self, line: int, total: torch.Tensor) -> None:
-        """See `Lines`. With the last line, what other layers made of tied parameters is added."""
+        """Keep the sum of a line; with the last line, add the gradients that other layers gave to tied parameters."""
         self._totals[line] = total
         if line < self._own:
             super().take(line, total)
@@ -122,7 +123,7 @@ class StageLines(FlatLines):
             self._totals.clear()
 
     def held(self) -> list[torch.Tensor]:
-        """See `Lines`; without what an earlier stage has, too."""
+        """Return the sums that DeepSpeed holds, without parameters that count on another stage."""
         found = []
         for line, part in enumerate(super().held()):
             begin = dist.get_rank(group=self.group(line)) * len(part)
@@ -131,7 +132,10 @@ class StageLines(FlatLines):
         return found
 
     def _add_layers(self, tied: Tied) -> None:
-        """Add the layers of a tie, in their order. One rank has an element of each: added to zeros it stays."""
+        """Add the gradients of the layers of a tie, in their order.
+
+        Only one rank has an element of each layer, so adding it to the zeros of others leaves it unchanged.
+        """
         rows = torch.zeros(len(tied.layers), tied.parameter.numel(), dtype=torch.float32, device="cpu")
         for layer, grad in tied.grads.items():
             for total, within, part in self._parts(grad):
@@ -145,7 +149,7 @@ class StageLines(FlatLines):
             self._totals[total][part[0] : part[1]] = rows[0, within[0] : within[1]]
 
     def _parts(self, parameter: nn.Parameter) -> Iterator[tuple[int, Run, Run]]:
-        """What this rank owns of a gradient: the line, the run of the parameter, and the run of this rank's part."""
+        """Yield this rank's parts of a gradient: the line, the run of the parameter, and the run of the rank's line."""
         for line, spans in enumerate(self.spans):
             begin = dist.get_rank(group=self.group(line)) * self.lengths[line]
             for held, low, high in spans:
@@ -155,7 +159,7 @@ class StageLines(FlatLines):
 
 
 def _counted(begin: int, end: int, spans: list[tuple[nn.Parameter, int, int]]) -> Iterator[Run]:
-    """What is left of a run without the parameters that count on another stage."""
+    """Yield the runs that remain of a run without the parameters that count on another stage."""
     for held, low, high in spans:
         if getattr(held, "ds_pipe_replicated", False) and begin < high and low < end:
             if begin < low:
@@ -166,7 +170,7 @@ def _counted(begin: int, end: int, spans: list[tuple[nn.Parameter, int, int]]) -
 
 
 def _places(module: nn.Module) -> dict[nn.Parameter, tuple[tuple[nn.Module, str], ...]]:
-    """Each parameter, and wherever in the module it is."""
+    """Return each parameter with all its places in the module."""
     found: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for part in module.modules():
         for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):

@@ -1,1 +1,3 @@
-"""Arithmetic whose results have the same bits in any world, what each step had, and the rows of what was tried."""
+"""Arithmetic whose results have the same bits in any world, records of each step in bits, and the rows of tried
+features.
+"""

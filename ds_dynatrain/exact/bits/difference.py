@@ -1,4 +1,4 @@
-"""Two runs of an exact job, held against each other: the first step that differs, and what of it."""
+"""The comparison of two runs of an exact job: the first step that differs, and everything that differs in it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from ds_dynatrain.exact.bits.records import ExactRun, ExactStep, read_exact
 
 LOSS, NORM = "loss", "norm"
 MOST_LINES = 10
-"""Of what differs in a step; the JSON has all."""
+"""Most differences of a step that are printed; the JSON has all of them."""
 _FIRST_KINDS = ("weight", "master")
-"""Moments come after them: they are what is asked for last."""
+"""The state kinds that are reported first; moments come after them, as the least interesting."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing that differs. kind: "loss" (name: "leaf 3"), "norm", or a state kind (name: of a tensor). one, other:
-    the values, of tensors their digests."""
+    """One value that differs. kind: "loss" (name: "leaf 3"), "norm", or a state kind (name: that of a tensor). one,
+    other: the two values; for tensors, their digests.
+    """
 
     kind: str
     name: str
@@ -34,10 +35,12 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Of two runs. steps: that both have, before the first that differs. states: those of them of which both have
-    digests of weights and moments. unknown: losses and norms in them that one run alone has, as where a rank has died
-    with its own. step: the first that differs, None if none does. differences: all that differs in
-    it, in the order in which a step makes it: losses by leaf, the norm, weights, masters, moments."""
+    """The result of comparing two runs. steps: the steps that both have, before the first that differs. states: those
+    of them for which both have digests of weights and moments. unknown: number of losses and norms in them that only
+    one run has, for example where a rank died with its own. step: the first step that differs, None if none does.
+    differences: all differences of that step, in the order in which a step computes the values: losses by leaf, the
+    norm, weights, masters, moments.
+    """
 
     steps: tuple[int, ...]
     states: tuple[int, ...]
@@ -52,8 +55,11 @@ class Comparison:
 
 
 def compare(one: ExactRun, other: ExactRun) -> Comparison:
-    """Hold two runs against each other, step by step. ValueError for two that nothing can be said of: of unlike jobs,
-    without a step that both have, or without one of which both have digests of weights and moments."""
+    """Compare two runs, step by step.
+
+    ValueError for runs that cannot be compared: those of unlike jobs, without a common step, or without a common step
+    for which both have digests of weights and moments.
+    """
     what = f"{one.path} and {other.path}"
     if unlike := one.job.difference(other.job):
         raise ValueError(f"{what} are of two jobs, whose bits have nothing in common: {unlike}")
@@ -101,7 +107,7 @@ def _numbers(step: ExactStep) -> tuple[float | None, ...]:
 
 
 def _differ(one: float | None, other: float | None) -> bool:
-    """Whether both are known and have other bits; that there is a zero of either sign and one nan is in the words."""
+    """Return whether both are known and differ in `repr`, which tells -0.0 from 0.0 and finds nan equal to nan."""
     return one is not None and other is not None and repr(one) != repr(other)
 
 
@@ -110,7 +116,7 @@ def _range(run: ExactRun) -> str:
 
 
 def compared(one: Path, other: Path) -> tuple[tuple[ExactRun, ExactRun], Comparison]:
-    """Read and compare two files; ConfigError for one without an exact job, a damaged one, and for two jobs."""
+    """Read and compare two files; ConfigError for a damaged file, one without an exact job, and two unlike jobs."""
     try:
         runs = read_exact(one), read_exact(other)
         return runs, compare(*runs)
@@ -119,7 +125,7 @@ def compared(one: Path, other: Path) -> tuple[tuple[ExactRun, ExactRun], Compari
 
 
 def report(runs: Sequence[ExactRun], found: Comparison) -> dict[str, Any]:
-    """Return the object of JSON of docs/exact.md."""
+    """Return the JSON object that docs/exact.md describes."""
     return {
         "identical": found.is_identical,
         "runs": [{"path": run.path, "steps": len(run.steps), "last": max(run.steps)} for run in runs],
@@ -133,7 +139,7 @@ def report(runs: Sequence[ExactRun], found: Comparison) -> dict[str, Any]:
 
 
 def lines(runs: tuple[ExactRun, ExactRun], found: Comparison) -> Iterator[str]:
-    """Yield what a reader wants to know, the verdict first."""
+    """Yield the lines that the command prints, the verdict first."""
     if found.is_identical:
         states, are_all = found.states, len(found.states) == len(found.steps)
         digested = "each" if are_all else f"{len(states)} of them, the last of which is step {states[-1]}"
@@ -155,7 +161,7 @@ def lines(runs: tuple[ExactRun, ExactRun], found: Comparison) -> Iterator[str]:
 
 
 def _before(found: Comparison) -> str:
-    """Return what was still equal: where to look for the reason."""
+    """Return a sentence on what was still equal before, which is where to look for the reason."""
     if not found.states:
         return "No step before it has digests of weights and moments in both."
     last = f"weights and moments were equal after step {found.states[-1]}"
@@ -165,7 +171,7 @@ def _before(found: Comparison) -> str:
 
 
 def _steps(steps: Sequence[int]) -> str:
-    """In words, with the verb that they need."""
+    """Return these steps in words, with the verb that they need."""
     if len(steps) == 1:
         return f"step {steps[0]} is"
     whole = len(steps) == steps[-1] - steps[0] + 1

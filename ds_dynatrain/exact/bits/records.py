@@ -1,8 +1,8 @@
-"""What an exact job was and what each of its steps had, in bits: lines of the report file, and a whole run of them.
+"""Records of an exact job and of each of its steps, in bits: lines of the report file, and a whole run made of them.
 
-A line about a job comes before the first of its steps, and wherever steps are not one after the other: after a load, or
-where another process goes on with the file. A step that comes again makes those before it, from it on, void: the job
-went back there. Each line about a step has a digest of all else in it, so that a damaged one is seen.
+A line about a job comes before the first of its steps, and wherever steps are not consecutive: after a load, or where
+another process continues the file. A step number that comes again voids the earlier steps from that number on: the job
+went back there. Each line about a step has a digest of everything else in it, so that damage is noticed.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from typing import Any
 
 JOB, STEP = "exact_job", "exact_step"
 OF_SWITCHES = ("switch", "recompile", "gain")
-"""Other lines of a report file."""
+"""Events of the other lines of a report file."""
 DIGEST_BYTES = 8
-"""Of one tensor in one state kind, little endian."""
+"""Bytes of the digest of one tensor in one state kind, little endian."""
 
 
 @dataclass(frozen=True)
 class ExactJob:
-    """What must be equal in two runs for their bits to be so. batch_size, leaf_size: in samples. kinds: names of state
-    kinds. tensors: names and shapes, in the order of the names."""
+    """The facts that must be equal in two runs for their bits to be equal. batch_size, leaf_size: in samples. kinds:
+    names of state kinds. tensors: names and shapes, in the order of the names.
+    """
 
     seed: int
     batch_size: int
@@ -35,18 +36,18 @@ class ExactJob:
     tensors: tuple[tuple[str, tuple[int, ...]], ...]
 
     def to_json(self) -> str:
-        """One line without a line break."""
+        """Return the record as one line, without a line break."""
         return _line({"event": JOB, **{name: getattr(self, name) for name in self.__dataclass_fields__}})
 
     @staticmethod
     def read(record: Mapping[str, Any]) -> ExactJob:
-        """The inverse, of a line that is parsed; KeyError, TypeError or ValueError for another one."""
+        """Return the job of a parsed line; KeyError, TypeError or ValueError for a line of another form."""
         tensors = tuple((str(name), tuple(map(int, shape))) for name, shape in record["tensors"])
         seed, batch, leaf = (int(record[name]) for name in ("seed", "batch_size", "leaf_size"))
         return ExactJob(seed, batch, leaf, tuple(map(str, record["kinds"])), tensors)
 
     def difference(self, other: ExactJob) -> str:
-        """The first thing in which another job is not this one, in words; empty if none is."""
+        """Return the first fact in which another job differs, in words; "" if none does."""
         for name in ("batch_size", "leaf_size", "seed", "kinds"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
@@ -62,9 +63,10 @@ class ExactJob:
 
 @dataclass(frozen=True)
 class ExactStep:
-    """What one optimizer step had. step: how many were complete after it. norm: of the gradients, before clipping; None
-    if it was not computed. losses: by leaf, None where the engine was not given one. state: state kind -> digests of
-    all tensors, `DIGEST_BYTES` each; empty where they were not computed."""
+    """The results of one optimizer step. step: number of completed steps, with this one. norm: of the gradients, before
+    clipping; None if it was not computed. losses: by leaf, None where the engine was not given one. state: state kind
+    -> digests of all tensors, `DIGEST_BYTES` each; empty where they were not computed.
+    """
 
     step: int
     norm: float | None
@@ -73,16 +75,16 @@ class ExactStep:
 
     @property
     def digest(self) -> str:
-        """One digest over all that is here, in hexadecimal digits."""
+        """One digest over all fields, in hexadecimal digits."""
         return hashlib.blake2b(_line(self._record()).encode(), digest_size=16).hexdigest()
 
     def tensor_digest(self, kind: str, tensor: int) -> str:
-        """Of one tensor in one state kind, in hexadecimal digits."""
+        """Return the digest of one tensor in one state kind, in hexadecimal digits."""
         part = self.state[kind][DIGEST_BYTES * tensor : DIGEST_BYTES * (tensor + 1)]
         return f"{int.from_bytes(part, 'little'):016x}"
 
     def to_json(self) -> str:
-        """One line without a line break."""
+        """Return the record as one line, without a line break."""
         return _line({**self._record(), "digest": self.digest})
 
     def _record(self) -> dict[str, Any]:
@@ -92,7 +94,9 @@ class ExactStep:
 
     @staticmethod
     def read(record: Mapping[str, Any], job: ExactJob) -> ExactStep:
-        """The inverse, of a line that is parsed; KeyError, TypeError or ValueError for another one."""
+        """Return the step of a parsed line; KeyError, TypeError or ValueError for a line of another form, or a wrong
+        digest.
+        """
         state = {str(kind): base64.b64decode(held, validate=True) for kind, held in record["state"].items()}
         norm, *losses = (None if each is None else float(each) for each in (record["norm"], *record["losses"]))
         made = ExactStep(int(record["step"]), norm, tuple(losses), state)
@@ -106,7 +110,7 @@ class ExactStep:
 
 @dataclass(frozen=True)
 class ExactRun:
-    """The steps of an exact job that count, by number, in order."""
+    """The valid steps of an exact job, by number, in order."""
 
     path: str
     job: ExactJob
@@ -114,9 +118,9 @@ class ExactRun:
 
 
 def read_exact(path: str | Path) -> ExactRun:
-    """What a report file says of an exact job; other lines are passed over.
+    """Read the run of an exact job from a report file; other lines are passed over.
 
-    ValueError, naming the file and the line, for one that is damaged, cut off, of two jobs, or says nothing of any;
+    ValueError, naming the file and the line, for a file that is damaged, cut off, of two jobs, or without an exact job;
     OSError for one that cannot be opened.
     """
     reading = _Reading()
@@ -135,7 +139,7 @@ def read_exact(path: str | Path) -> ExactRun:
 
 
 class _Reading:
-    """What the lines so far say."""
+    """The job and the steps that the lines so far contain."""
 
     def __init__(self) -> None:
         self.job: ExactJob | None = None
@@ -180,7 +184,7 @@ def _parsed(line: bytes) -> Mapping[str, Any]:
 
 
 def _plain(value: float | None) -> float | str | None:
-    """As JSON has it: with as many digits as tell it from any other, and a word where there is no number."""
+    """Return the value as JSON can hold it: a number to its last digit, and a word for infinities and nan."""
     return value if value is None or math.isfinite(value) else str(value)
 
 

@@ -1,4 +1,4 @@
-"""Rows of an exact job (`dynatrain.exact`), and the keys of the configuration that were tried in one."""
+"""Rows on exact jobs (`dynatrain.exact`), and the keys of DeepSpeed's configuration that were tried in one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from ds_dynatrain.support.row import Row, Verdict
 
 EXACT_STAGES = (1, 2, 3)
-"""Of ZeRO."""
+"""The ZeRO stages that an exact job may have."""
 TRIED = frozenset(
     {
         "train_batch_size",
@@ -73,9 +73,9 @@ TRIED_VALUES: Mapping[str, object] = {
     "zero_optimization.reduce_scatter": True,
     "zero_optimization.memory_efficient_linear": False,
 }
-"""The one value that was tried of other keys."""
+"""Other keys, of which a single value was tried."""
 _OPEN = ("optimizer.params.", "scheduler.params.")
-"""Sections of which all keys are."""
+"""Sections of which all keys are allowed."""
 _TEST = "tests/engine/test_exact_refusals.py::test_"
 _OF_PIPELINES = "tests/engine/test_exact_pipeline.py::test_"
 
@@ -211,7 +211,7 @@ ROWS = (
 
 
 def refuse_inexact(key: str, value: object, is_off: bool) -> None:
-    """UnsupportedError for a key of DeepSpeed's configuration that was not tried in an exact job."""
+    """Raise UnsupportedError for a key of DeepSpeed's configuration that was not tried in an exact job."""
     tried = TRIED_VALUES.get(key)
     is_tried_value = tried is not None and tried == value and type(tried) is type(value)
     is_tried = key in TRIED or key.startswith(_OPEN) or is_tried_value

@@ -1,10 +1,10 @@
-"""What each step of an exact job had, in bits: losses of its leaves, the norm, and digests of weights and moments.
+"""The bits of each step of an exact job: losses of its leaves, the norm, and digests of weights and moments.
 
-Each rank has the losses of its own leaves and parts of the state. What it knows goes into one vector of integers, whose
-sum over all ranks is the same whoever holds what: a loss as the bits of its fp64 number, which no other rank has; a
-tensor's digest as that of the rank's parts. Of a weight that several ranks or stages hold whole, one's counts, and to
-it comes a sum over all of their copies that is 0 where they are equal (`transaction.certificate`): one that differs
-shows.
+Each rank has the losses of its own leaves and parts of the state. It puts them into one vector of integers, whose sum
+over all ranks does not depend on which rank holds what: a loss as the bits of its fp64 number, which no other rank has;
+a tensor's digest as the digest of the rank's parts. If several ranks or stages hold a weight whole, one of them counts;
+a second sum over all copies is added, which is 0 where they are equal (`transaction.certificate`), so a copy that
+differs shows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ Int64s = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class _Batch:
-    """A global batch that was trained, as this rank knows it. place: the stretch of training, and the step."""
+    """A global batch that was trained, as this rank knows it. place: the segment of training, and the step. losses: by
+    leaf.
+    """
 
     place: tuple[str, int]
     leaves: int
@@ -41,8 +43,9 @@ class _Batch:
 
 
 class ExactSteps:
-    """Those of one engine. step, digest: of the newest optimizer step of which all was digested, and one digest over
-    it, in hexadecimal digits, equal in every world; None before the first."""
+    """The steps of one engine. step, digest: the newest optimizer step with a digest of its state, and that digest over
+    the whole step, in hexadecimal digits, equal in every world; None before the first.
+    """
 
     def __init__(self, engine: EngineCore, every_steps: int) -> None:
         self._engine, self._every = engine, every_steps
@@ -54,7 +57,7 @@ class ExactSteps:
         """The job and the step of the last line that this process wrote."""
 
     def note_loss(self, loss: object) -> None:
-        """That of the leaf which this rank trains; a later one of the same leaf counts."""
+        """Note the loss of the leaf that this rank trains; a later one of the same leaf replaces it."""
         host = self._engine.host
         if host.micro_step is None or host.slot_is_borrowed or not _is_loss(loss):
             return
@@ -62,26 +65,28 @@ class ExactSteps:
         self._losses[leaf] = _kept(loss)
 
     def note_losses(self, losses: Sequence[torch.Tensor]) -> None:
-        """Those of all micro-batches of a pipeline, in order, on its last stage."""
+        """Note the losses of all micro-batches of a pipeline, in order; called on its last stage."""
         step = self._engine.host.micro_step
         if step is not None:
             mine = range(self._engine.place("data"), step.leaves, step.data)
             self._losses = {leaf: _kept(loss) for leaf, loss in zip(mine, losses, strict=False)}  # else it is borrowed
 
     def forget_batch(self) -> None:
-        """Losses of the open global batch do not count."""
+        """Forget the losses of the open global batch."""
         self._losses = {}
 
     def close_batch(self) -> None:
-        """The optimizer has made its step with all leaves."""
+        """Keep the losses of the global batch with which the optimizer has made its step."""
         step = self._engine.host.micro_step
         if step is not None:
             self._trained = _Batch(self._place, step.leaves, self._losses)
 
     def finish_step(self) -> None:
-        """After a step that closed a global batch, on all ranks: tell each other what it had."""
+        """Reduce the record of the step over all ranks and write it; called on all of them after a step that closed a
+        batch.
+        """
         batch, self._trained = self._trained, None
-        if batch is None or batch.place != self._place:  # its world has ended before anything was told
+        if batch is None or batch.place != self._place:  # the world ended before the step was recorded
             return
         engine = self._engine
         is_due = engine.global_steps % self._every == 0
@@ -103,7 +108,7 @@ class ExactSteps:
         return self._engine.segment, self._engine.global_steps
 
     def _own_digests(self) -> dict[str, Digests]:
-        """This rank's part in those of each kind, the tensors in the order of their names."""
+        """Return this rank's part of the digests of each kind, the tensors in the order of their names."""
         engine = self._engine
         vps, layout, rank = engine.vps, engine.layout, engine.rank
         buffers = engine.host.state_buffers()[0]
@@ -118,7 +123,10 @@ class ExactSteps:
         return {kind: digests[order] for kind, digests in found.items()}
 
     def _added(self, mine: Digests) -> Digests:
-        """The sum over all ranks, modulo 2^64: of the halves of each number, which 64 bits hold in any world."""
+        """Return the sum over all ranks, modulo 2^64.
+
+        The halves of each number are added separately, so that 64 bits hold their sums in any world.
+        """
         world = self._engine.world
         if world is None or self._engine.layout.world_size == 1:
             return mine
@@ -170,13 +178,13 @@ def _kinds(engine: EngineCore) -> tuple[str, ...]:
 
 
 def _by_name(engine: EngineCore) -> Int64s:
-    """Numbers of the tensors in the order of their names, which stays when optimizer groups change."""
+    """Return the numbers of the tensors in the order of their names, which stays when optimizer groups change."""
     names = [tensor.name for tensor in engine.vps.tensors]
     return np.array(sorted(range(len(names)), key=names.__getitem__), dtype=np.int64)
 
 
 def _bits(batch: _Batch) -> Digests:
-    """Of each leaf: whether this rank has its loss, and the bits of that."""
+    """Return two numbers for each leaf: whether this rank has its loss, and the bits of that loss."""
     found = np.zeros((batch.leaves, 2), np.uint64)
     for leaf, loss in batch.losses.items():
         found[leaf] = 1, loss.cpu().numpy().reshape(1).view(np.uint64)[0]

@@ -1,8 +1,9 @@
 """The order in which leaves are added: pairs, then pairs of pairs, as they come (Higham 1993, pairwise summation).
 
 Leaves come in the order of their numbers, from 0, each a partial sum of one. While the two newest partial sums span
-equally many leaves they are added; so the one of 2^k leaves lies on level k, and no level has two. At the end what is
-left is added, the newest first. Who adds, and when, makes no difference: the pairs follow from the numbers.
+equally many leaves they are added; so the sum of 2^k leaves lies on level k, and no level has two. At the end the
+remaining ones are added, the newest first. The result does not depend on which rank adds, or when: the pairs follow
+from the numbers alone.
 
     leaf           0   1   2   3   4   5        6 leaves: ((0+1)+(2+3)) + (4+5)
     level_of       0   1   0   2   0   1        levels that are left: 2 and 1
@@ -14,22 +15,24 @@ from collections.abc import Sequence
 
 
 def level_of(leaf: int) -> int:
-    """The level on which the sum lies that a leaf completes: it is added to those on all levels below, from 0 on."""
+    """Return the level of the partial sum that a leaf completes: the leaf is added to those on all levels below, from 0
+    on.
+    """
     return ((leaf + 1) & -(leaf + 1)).bit_length() - 1
 
 
 def levels_of(leaves: int) -> int:
-    """How many levels a sum of so many leaves needs, each of one partial sum."""
+    """Return the number of levels that a sum of this many leaves needs, each of one partial sum."""
     return leaves.bit_length()
 
 
 def rest_of(leaves: int) -> tuple[int, ...]:
-    """The levels that hold a partial sum when so many leaves have come, the newest first."""
+    """Return the levels that hold a partial sum after this many leaves, the newest first."""
     return tuple(level for level in range(leaves.bit_length()) if leaves >> level & 1)
 
 
 def pairwise_sum(leaves: Sequence[float]) -> float:
-    """The sum of numbers in that order; 0.0 of none, and never -0.0."""
+    """Return the sum of numbers in that order; 0.0 for none, and never -0.0."""
     partial = [0.0] * levels_of(len(leaves))
     for number, leaf in enumerate(leaves):
         total = leaf
