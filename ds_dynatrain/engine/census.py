@@ -15,9 +15,9 @@ Row = tuple[str, int, int, int, int]
 
 
 def predicted(vps: VirtualParameterSpace, rank: int, buffers: Buffers, kinds: set[str]) -> set[Row]:
-    """(kind, tensor number, first index, elements, address) of all that a rank holds of its local tensors.
+    """Return (kind, tensor number, first index, elements, address) of all that a rank holds of its local tensors.
 
-    CensusError if the layout names a buffer that is not there.
+    Raise CensusError if the layout names a buffer that does not exist, or that ends too early.
     """
     rows: set[Row] = set()
     local = vps.local(vps.layout, rank)
@@ -42,8 +42,9 @@ def predicted(vps: VirtualParameterSpace, rank: int, buffers: Buffers, kinds: se
 
 
 def check_census(host: Host, vps: VirtualParameterSpace, rank: int, buffers: Buffers, when: str) -> None:
-    """CensusError, with the tensor and both places, unless every element lies where the layout says, in the memory that
-    the placement says.
+    """Raise CensusError unless every element lies where the layout says, in the memory that the placement says.
+
+    The error names the tensor and both places. when: the moment of the check, for the error.
     """
     placement = host.placement
     for (kind, name), held in buffers.items():
