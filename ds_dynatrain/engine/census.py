@@ -17,7 +17,7 @@ Row = tuple[str, int, int, int, int]
 def predicted(vps: VirtualParameterSpace, rank: int, buffers: Buffers, kinds: set[str]) -> set[Row]:
     """Return (kind, tensor number, first index, elements, address) of all that a rank holds of its local tensors.
 
-    Raise CensusError if the layout names a buffer that does not exist, or that ends too early.
+    Raise CensusError if the layout names a buffer that does not exist, or that is too small.
     """
     rows: set[Row] = set()
     local = vps.local(vps.layout, rank)
