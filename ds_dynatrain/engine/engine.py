@@ -60,7 +60,7 @@ class DynatrainEngine(HostEngine):
 
     _parts: EngineParts
     resumed: Restored | None = None
-    """Result of `dynatrain.resume`; None if there was no checkpoint to resume from."""
+    """Checkpoint that the engine took its first state from; None if training began anew."""
 
     def __init__(
         self,
@@ -690,10 +690,10 @@ class DynatrainEngine(HostEngine):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save a checkpoint as DeepSpeed does. Return False, with a warning, if the world was aborted in this global
-        batch.
+        """Save a checkpoint as DeepSpeed does.
 
-        A member that came late saves under the folder and tag that the others have said.
+        Returns False, with a warning, if the world is aborted in it, or was in this global batch. A member that came
+        late saves under the folder and tag that the others have said.
         """
         save = partial(
             super().save_checkpoint,
