@@ -137,9 +137,7 @@ def serve(
 
 
 def _stay(engine: EngineParts, copies: WholeCopies) -> None:
-    """Let an engine overwrite its other copies first: those of this moment are needed until the other members are
-    whole.
-    """
+    """Keep an engine's copies of this moment until newer ones are whole: other copies are written over first."""
     if engine.kept is not None and any(copy.mark == copies.mark for copy in engine.kept.copies()):
         engine.kept.is_whole(copies.mark)
 
