@@ -9,7 +9,7 @@ from ds_dynatrain.errors import CensusError
 from ds_dynatrain.space import VirtualParameterSpace
 
 FROZEN_PARTS = "partition"
-"""The buffers of frozen tensors under stage 3."""
+"""Place of the buffers of frozen tensors under stage 3."""
 Row = tuple[str, int, int, int, int]
 """(state kind, tensor number, first row-major index, elements, address)."""
 

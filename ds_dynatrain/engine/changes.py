@@ -64,8 +64,8 @@ class Changes:
         self._told, self._formed = self._present(), PROCESS.membership.formed[0]
 
     def look(self) -> None:
-        """Tell the listeners of a change, if there is one; not while a new world is being formed, whose place is not
-        final.
+        """Tell the listeners of a change, if there is one; not while a new world is being formed, as the place is not
+        final then.
         """
         if self._told is None or PROCESS.membership.is_aborted:
             return

@@ -68,7 +68,7 @@ class Control:
         dead.
         """
         self.lost: OutcomeUnknown | None = None
-        """Why this member does not know what was decided; it must not train on."""
+        """Error of a member that does not know what was decided, and must not train on; else None."""
 
     @property
     def store(self) -> Store:

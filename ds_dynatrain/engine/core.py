@@ -116,9 +116,7 @@ class EngineCore:
     safe_at: tuple[str, int] = ("", 0)
     """Segment and step of the state that was saved or put together last."""
     formed_at: tuple[str, int] = ("", 0)
-    """Segment and step of the state put together last: until the next step its members need not come to one
-    boundary.
-    """
+    """Segment and step of the state put together last; until the next step members need not meet at one boundary."""
     began_from: str = ""
     """Tag of the fallback checkpoint that the engine started from, in place of a lost state."""
     safe_since: float = field(default_factory=time.monotonic)
@@ -283,11 +281,10 @@ class EngineCore:
         return dealt(self.job.batch_sizes, layout, self.job.has_stages)
 
     def agree(self, meet: Callable[[int], object] | None = None) -> None:
-        """Wait until an accelerator's collectives have given all ranks their results; see `adapters.gate`. All ranks
-        call it.
+        """Wait until an accelerator's collectives have given all ranks their results; see `adapters.gate`.
 
-        Raises WorldChanged if a rank may lack some: before a state made from them is stepped, copied, saved or moved.
-        meet: as in `World.agree`.
+        All ranks call it before a state made from those results is stepped, copied, saved or moved. Raises WorldChanged
+        if a rank may lack some. meet: as in `World.agree`.
         """
         if self.world is not None:
             self.world.agree(meet)

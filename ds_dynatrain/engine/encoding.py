@@ -32,7 +32,7 @@ def encode(value: Any, tensors: list[torch.Tensor], path: str = "") -> Any:
         tensors.append(value.detach())
         return {"__tensor__": len(tensors) - 1, "dtype": str(value.dtype).partition(".")[2], "shape": list(value.shape)}
     if isinstance(value, np.ndarray):
-        whole = np.ascontiguousarray(value).reshape(value.shape)  # it makes one dim of none
+        whole = np.ascontiguousarray(value).reshape(value.shape)  # ascontiguousarray gives a scalar one dimension
         return {"__array__": encode(torch.from_numpy(whole), tensors, path)}
     if isinstance(value, np.generic):
         return {"__number__": encode(torch.from_numpy(np.atleast_1d(value)), tensors, path)}

@@ -200,7 +200,8 @@ class DynatrainEngine(HostEngine):
         return None if found is None else found.steps
 
     def meter(self, *names: str) -> None:
-        """Time these modules of a model without stages apart in the windows of `balance`, and the rest of it.
+        """Time each of these modules, and the rest of the model, in the windows of `balance`. For models without
+        stages.
 
         names: as in the model's `named_modules`, none within another one. Call it on every process of the job, with the
         same names, before training begins; `engine.balancer.profile` then has a layer for each, and "rest". Raises
@@ -601,7 +602,7 @@ class DynatrainEngine(HostEngine):
             logger.warning(
                 "this global batch is void: it trains nothing, and the world before the switch deals it again"
             )
-            if parts.idle:  # who did not work in the old world waits here until it does
+            if parts.idle:  # a member that was idle in the old world waits here until it works
                 parts.switcher.at_boundary(place)
             return
         super().step(lr_kwargs)

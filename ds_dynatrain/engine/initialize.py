@@ -254,7 +254,7 @@ def _refuse_beside(
     for other in others:
         theirs, ours = other.settings.fallback, settings.fallback
         if place is not None:
-            if other.has_stood:  # members may have come, who would not know of it
+            if other.has_stood:  # members that have come would not know of this engine
                 raise ConfigError(
                     f"engine {other.job.number} of this process has dealt a batch already, and members that come "
                     "would not know of a new engine; make all engines before the first batch of any of them"
@@ -419,7 +419,7 @@ def _working(entry: Entry, ties: Sequence[tuple[int, ...]], given: dict[str, Any
         return _engine_in(world, world, given)
     except BaseException:
         entry.launch.install()
-        drop(world, is_broken=True).join(seconds)  # who was refused may ask again at once
+        drop(world, is_broken=True).join(seconds)  # a refused caller may ask again at once
         raise
 
 
@@ -433,7 +433,9 @@ def _idle(entry: Entry, ties: Sequence[tuple[int, ...]], given: dict[str, Any]) 
 
 
 def _settle(engine: EngineParts, entry: Entry) -> None:
-    """Let the member stand alone while it is idle, where it stood in the group of all who start together."""
+    """Replace the group of all that start together by one of this process alone, in which it stands while it is
+    idle.
+    """
     if entry.world is None or entry.alone is None or entry.joins:
         return
     engine.context = replace(engine.context, launch=entry.alone)

@@ -20,7 +20,7 @@ SILENT_BEATS = 5
 
 
 FIRST_ERROR = "first_error"
-"""Key of the error that ended a script first: the member, and its words."""
+"""Key of the error that ended a script first: [member, words]."""
 LAST_WORDS_SECONDS = 2.0
 LONG_SECONDS = 10.0
 """Length of a wait after which it says whom it waits for."""
@@ -57,7 +57,7 @@ class Heartbeat:
 
 @dataclass
 class Watch:
-    """Watch over other members from one that has nothing to do.
+    """Watch that a member with nothing to do keeps over others.
 
     by_hearts: judge them by their heartbeats. Otherwise the coordinator handles deaths, and the watch only looks for
     scripts that have ended.

@@ -83,7 +83,7 @@ class EngineParts(EngineCore):
         """Tell the extensions that a step is over; raise WorldChanged if a member was lost while replicas made it."""
         for extension in () if self.micro_steps % self.accumulation else self.extensions:
             extension.after_step()
-        if self.is_in_doubt and self.layout.zero_stage == 0:  # replicas: whoever lives goes on with what it has
+        if self.is_in_doubt and self.layout.zero_stage == 0:  # replicas: survivors keep what they have
             self.agree()
 
     def forget_batch(self) -> None:
@@ -107,7 +107,7 @@ class EngineParts(EngineCore):
             others = set() if compiled_by_wrapping(self.host.module) else {3}
             for stage in sorted({self.layout.zero_stage} | others):
                 layout = self.layout.replace(zero_stage=stage)
-                with suppress(SwitchRefused):  # it will never be asked to go there
+                with suppress(SwitchRefused):  # no switch can go there
                     self.targets.check_features(layout)
                     self.switcher.rehearse(layout, 0)
         PROCESS.membership.add(self)
@@ -137,7 +137,7 @@ class EngineParts(EngineCore):
             self.saver.settle()
             PROCESS.membership.say_end(self)
             self.close_loaders()
-        except RuntimeError:  # the store is gone: there is nobody left to tell
+        except RuntimeError:  # the store is gone: no member can be told
             pass
         PROCESS.membership.remove(self)
         if self.world is not None:

@@ -136,7 +136,7 @@ class Preparation:
     def own_error(self) -> BaseException | None:
         """Error that is this member's own affair: what it may allocate or open. None for any other error."""
         error = self.error
-        if isinstance(error, DynatrainError):  # but for a refusal, they may repeat another member's words
+        if isinstance(error, DynatrainError):  # other errors than refusals may repeat another member's words
             return error if isinstance(error, SwitchRefused) else None
         is_limit = isinstance(error, MemoryError) or any(words in str(error) for words in LIMITS)
         return error if is_limit else None
@@ -279,7 +279,7 @@ class Preparation:
         plan = partial(self._pause_plan, self.vps.present_kinds())
         self.ways.agree_on_batching(plan, self.on_device & stays_there, self.budget_bytes, self.session, world)
         if is_accelerated():
-            self._make_moves()  # they depend on it
+            self._make_moves()  # moves depend on the ways
 
     def _make_moves(self) -> None:
         self.moves(self.vps.present_kinds())

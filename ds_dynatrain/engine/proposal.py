@@ -67,9 +67,11 @@ class Proposal:
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def is_prepared(self, board: Board) -> bool:
-        """Whether all members have said that they are ready, or cannot be. Polls; never blocks."""
+        """Return whether all members have said that they are ready, or cannot be. Polls; never blocks."""
         return board.read(f"prepared/{self.generation}/all") is not None
 
     def has_begun(self, board: Board) -> bool:
-        """Whether rank 0 has reached the boundary of the switch. Called on idle members; polls and never blocks."""
+        """Return whether rank 0 has reached the boundary of the switch. Called on idle members; polls and never
+        blocks.
+        """
         return board.all_posted(f"{self.key}/meet/0", self.source_members[:1])

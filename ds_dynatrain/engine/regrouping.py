@@ -207,7 +207,7 @@ class FromGroups(StateSource):
                 anew = tensor.trainable and not old.tensors[before].trainable and kind != WEIGHT
                 if not (tensor.trainable or kind == WEIGHT) or not vps.has(kind, tensor.group):
                     continue
-                if (anew and kind != MASTER) or before not in weights:  # of other stages, or other experts
+                if (anew and kind != MASTER) or before not in weights:  # held by other stages or experts
                     continue
                 source, rows = (WEIGHT, weights) if anew else (kind, here)
                 first, value = self._value(source, before, rows.get(before, []))
@@ -233,7 +233,7 @@ class FromGroups(StateSource):
             value.narrow(0, start - first, numel).copy_(buffers[kind, name].narrow(0, offset, numel))
         group = self._goal.world.group("expert_data" if tensor.expert else "data")
         if group.size() > 1 and not is_cut and not vps.is_replicated(self._layout, kind):
-            # several may have an element, who has it not has zeros: the largest bytes are the value's
+            # several ranks may have an element, and the others have zeros: the largest bytes are the value's
             td.all_reduce(value.view(torch.uint8), td.ReduceOp.MAX, group=group)
         return first, value
 

@@ -311,7 +311,7 @@ class Switcher:
             logger.warning(said)
 
     def tell_of_batch(self) -> None:
-        """Warn, once, on rank 0, where the present layout cuts a global batch into micro-batches of one sample."""
+        """Warn, once, on rank 0, if the present layout cuts a global batch into micro-batches of one sample."""
         engine = self.engine
         if self._has_told_of_batch or engine.idle or engine.rank != 0:
             return
@@ -341,7 +341,7 @@ class Switcher:
         self._changes.look()
 
     def note_step(self) -> None:
-        """Warn, after an optimizer step, of whatever waits for a boundary while this loop comes to none."""
+        """Warn, after an optimizer step, of anything that waits for a boundary if this loop comes to none."""
         for waiting in self._steps.past_boundary(self._waiting()):
             logger.warning(
                 "%s, and there was no boundary in %d optimizer steps: %s",
@@ -378,7 +378,7 @@ class Switcher:
             return False
         proposal, step = self.engine.preparation.proposal, self.engine.global_steps
         if proposal.at is None:
-            synchronize()  # as above
+            synchronize()  # as in `connects_ahead`
         meet = agreement.meeting_step(self.engine.preparation.board, proposal, self.engine.rank, step, ahead)
         return meet is not None and step >= meet
 
@@ -549,7 +549,7 @@ class Switcher:
         if preparation is None:
             return
         if self.engine.pending is None and preparation.board is not self.engine.control:
-            self.engine.close_preparation()  # a change of members, which nobody has asked for here
+            self.engine.close_preparation()  # a change of members, which this script has not asked for
             return
         tell(self.engine, self._drop(preparation, "the job ended before a boundary came for it", "cancelled"))
 

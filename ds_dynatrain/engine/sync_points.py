@@ -57,7 +57,7 @@ class SyncPoints:
         engine = self._first()
         if engine is None or engine.idle:
             return
-        if engine.generation == 1:  # nobody can have come late to the first world, also where a switch goes back to it
+        if engine.generation == 1:  # no member comes late to the first world, nor when a switch goes back to it
             self._mark = self._begun = None
             return
         mark = engine.control, engine.segment
@@ -131,7 +131,7 @@ class SyncPoints:
             engine.control.post(f"{key}/{mine}", [sync_point, arguments])
             self._count += 1
             return arguments
-        leader = [one for one in engine.members if begun[one] == most][-1]  # what rank 0 does alone is none
+        leader = [one for one in engine.members if begun[one] == most][-1]  # rank 0 may call alone
         found = wait(lambda: engine.control.read(f"{key}/{leader}"), lambda: {leader})
         if found is not None and found[0] != sync_point:
             logger.info("member %d came late: not %s here, the others are at %s", mine, sync_point, found[0])
@@ -169,7 +169,7 @@ def _await(
     begin, pause, is_said, has_ended = time.monotonic(), POLL_SECONDS, False, False
     watch, mine = membership.watch(engine.control), engine.control.member
     while (found := look()) is None:
-        if has_ended:  # and had before this look: it may post what is looked for, and end then
+        if has_ended:  # had ended before this look: a script may post and then end
             logger.info("member %d came late, and the scripts of the others have ended: it ends, too", mine)
             raise SystemExit(0)
         has_ended = watch.look(missing())

@@ -61,7 +61,7 @@ class Targets:
         if not engine.idle:
             refuse_changes(engine.host)
             refuse_tensor_settings(engine)
-        feasible.check_combination(engine.job.features, target, processes)  # first: what else is said keeps its axes
+        feasible.check_combination(engine.job.features, target, processes)  # first: other refusals keep its axes
         feasible.check_size(target, processes)
         feasible.check_batch(
             target, engine.job.batch_sizes, engine.host.shaper.whole(engine.host.module), engine.job.has_stages

@@ -34,7 +34,7 @@ WAIT_SECONDS = 0.02
 """Time between two looks of a member that waits for work, or for others."""
 
 MEET_SECONDS = 1.0
-"""How long a member whose job ends waits at a boundary for the others before it trains on; they may be there, too."""
+"""Time that a member of an ending job waits at a boundary for the others, which may be there, before it trains on."""
 MOST_TRIES = 3
 """Attempts at one step in one world without a death; after these the script or the network is at fault."""
 GLOO_SOURCE = re.compile(r"\[\S+\.(?:cc|h):\d+\] ")
@@ -88,7 +88,7 @@ class Boundaries:
         self.see_failure()
         self._form_anew_if_aborted()
         for other in self.engines[1:]:
-            if other.is_discarded:  # what it has dealt since the world was aborted is dealt again
+            if other.is_discarded:  # its batches since the world was aborted are dealt again
                 with other.turn():
                     other.discard_window()
                 other.is_discarded = False
@@ -99,14 +99,14 @@ class Boundaries:
             self._wait_for_work()
             self._clock.skip()
             self.first.settle_state()
-            self._form_anew_if_aborted()  # somebody died just when this member got its share
+            self._form_anew_if_aborted()  # a member may have died just when this one got its share
             if self._is_paused:
                 self._work()
         self._tell()
         return obstacle
 
     def _tell(self) -> None:
-        """Report to the coordinator what this member goes on with."""
+        """Report this member's step, layout and figures to the coordinator, at the end of a boundary."""
         first, last = self.first, self.first.last_switch
         self._clock.depart(first.global_steps, int(first.deepspeed.global_samples))
         pause_ms = 0.0 if last is None else last.pause_ms
@@ -131,7 +131,7 @@ class Boundaries:
         self._form_anew_if_aborted()
         self._rounds.stay(engine.job.number, self.first.is_discarded)
         if self.first.is_discarded or engine.idle or engine.has_open_window or self.driver.machine.proposals:
-            return  # what is prepared for a change of members begins where the first engine stands
+            return  # a prepared change of members begins at a boundary of the first engine
         if self.driver.on_board(engine.switcher.is_due):
             engine.before_leaving_world()
             engine.switcher.transact(place)
@@ -195,7 +195,7 @@ class Boundaries:
         watch = Watch(self.first.control, by_hearts=False)
         with self._long_wait() as wait:
             while self.first.idle:
-                if self.driver.machine.world is None:  # it has no work, and waits for nobody
+                if self.driver.machine.world is None:  # without work it waits for no member
                     wait.rest()
                 wait.look()
                 watch.control = self.first.control
@@ -225,7 +225,7 @@ class Boundaries:
         if not self.first.idle:
             ahead = 0 if self._is_paused or self.elastic.is_aborted else 1
             if self.first.preparation is not None and self.first.preparation.proposal.late and not ahead:
-                return  # nobody makes the step in which the late kinds would follow
+                return  # no member makes the step in which the late kinds would follow
             if not machine.proposals and driver.on_board(lambda: self.first.switcher.is_due(ahead)):
                 self.first.before_leaving_world()
                 self.first.switcher.transact(self._place)
@@ -264,7 +264,7 @@ class Boundaries:
         Raises ElasticError if state was lost for good, or collectives hang again and again.
         """
         for engine in self.engines:
-            with engine.turn():  # what all hold then is that of one world, the old one or the new one
+            with engine.turn():  # all hold the state of one world then, the old one or the new one
                 engine.switcher.give_up_late("the world was aborted")
         for engine in self.engines:
             if not engine.idle:
@@ -279,7 +279,7 @@ class Boundaries:
                     break
                 time.sleep(POLL_SECONDS)
         for engine in self.engines:
-            if not engine.idle:  # discarded batches may still come, and where it stood before may count no more
+            if not engine.idle:  # discarded batches may still come, and the earlier beginning may be void
                 with engine.turn():
                     engine.window.note()
         self._clock.start_over(self.first.global_steps)

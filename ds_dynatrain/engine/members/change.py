@@ -164,7 +164,7 @@ class PostJob:
 
 @dataclass(frozen=True)
 class Void:
-    """Discard copies from before that stretch of training, on all members that have any."""
+    """Discard this process's copies from before that stretch of training."""
 
     before: tuple[int, ...]
 
@@ -401,7 +401,7 @@ class ChangeMachine:
             return [given_up, Leave()] if own.is_leaving or not newest.members else [given_up]
         is_in_none = own.member not in newest.members and (own.is_aborted or own.member not in newest.leaving)
         if newest.change == "planned" and is_in_none:
-            return [given_up, LetGo(), Leave()]  # the others have formed a world without what it holds
+            return [given_up, LetGo(), Leave()]  # the others have formed a world without its state
         if own.is_all_idle and newest.change == "planned" and not newest.survivors:
             why = f"generation {newest.generation}: the job that this process has made its engines for is over"
             return [given_up, Fail(ElasticError(f"{why}; start it again, and it begins anew"))]
@@ -468,7 +468,7 @@ class ChangeMachine:
         return found | {one: boards[0].read(f"survivor/{one}") or {} for one in leaving}
 
     def _be_left_out(self, own: Own) -> list[Action]:
-        """Let go of a share that nobody asks for: of a newcomer, or one that the coordinator had not heard of yet.
+        """Give up a share that no member asks for: of a newcomer, or one that the coordinator had not heard of yet.
 
         The others continue without it, and without this member if the new generation does not list it.
         """

@@ -107,7 +107,7 @@ def destinations(asked: Question, engines: Sequence[Rules], say: Callable[[str],
         return present
     able = pool if with_newcomers else tuple(one for one in pool if one in holders)
     choices = _choices(engines, len(able))
-    if any(choice.layout is None for choice in choices):  # those who come are needed, however often it was in vain
+    if any(choice.layout is None for choice in choices):  # newcomers are needed, however often they failed
         able = pool
         choices = _choices(engines, len(able))
     layouts = [choice.layout for choice in choices if choice.layout is not None]
@@ -128,7 +128,7 @@ def destinations(asked: Question, engines: Sequence[Rules], say: Callable[[str],
         return None
     targets: list[Destination] = []
     for engine, layout in zip(engines, layouts, strict=True):
-        able = engine.assign(layout, able)  # the members of the first are those of all
+        able = engine.assign(layout, able)  # all engines have the first one's members
         targets.append((layout, able))
     return targets
 

@@ -236,7 +236,7 @@ class Driver:
         ]
         moving = [(engine, proposal) for engine, proposal, _ in parts if not proposal.moves_nothing]
         refusals = dict[int, SwitchRefused | None]()
-        for engine, proposal in moving:  # all of them before a thread begins, which asks each what it needs
+        for engine, proposal in moving:  # all before any thread begins, as the first thread asks each for its needs
             with engine.turn():
                 engine.switcher.settle_meshes(proposal)
                 if engine.idle:

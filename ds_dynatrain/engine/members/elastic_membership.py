@@ -194,7 +194,7 @@ class ElasticMembership(Elastic):
             return call()
         except RuntimeError as error:
             if not losses.explains(error):
-                if found := complaint():  # it would be so in every call, and in what ends the script
+                if found := complaint():  # every later call would fail, too, also those that end the script
                     self._give_up(found)
                 raise
         finally:
@@ -220,7 +220,7 @@ class ElasticMembership(Elastic):
     def guard(self, preparation: Preparation) -> None:
         """Let a failure break a preparation off, which must not wait for the dead."""
         generation = self._generation_ahead
-        if self._abort is not None:  # nothing is built beside that
+        if self._abort is not None:  # no group is built during an abort
             self._abort.join()
             self._abort = None
         preparation.building = lambda: self.building(generation, preparation.number)

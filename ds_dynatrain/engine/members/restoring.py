@@ -25,7 +25,7 @@ from ds_dynatrain.report import logger
 
 POLL_SECONDS = 0.002
 NOTICE_SECONDS = 0.5
-"""How long a member that has failed waits for the coordinator to notice why."""
+"""Time that a member that has failed waits for the coordinator to notice why."""
 
 
 def restore(
