@@ -126,7 +126,7 @@ class EngineParts(EngineCore):
             td.destroy_process_group()
 
     def end_job(self) -> bool:
-        """Leave the world and stand in the launch group again; False if that was done before."""
+        """Leave the world and stand in the launch group again; return False if that was done before."""
         self.fallback.stop()
         if not self.is_open:
             return False

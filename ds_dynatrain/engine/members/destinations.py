@@ -47,7 +47,9 @@ class Registry:
         return Registry(numbers, following)
 
     def only(self, members: Iterable[str]) -> Registry:
-        """Return a registry of these alone; numbers of others are not given again. KeyError for an unknown one."""
+        """Return a registry of these members alone; numbers of others are not given again. Raise KeyError for an
+        unknown one.
+        """
         return Registry({member: self.numbers[member] for member in members}, self.following)
 
     def ids_of(self, numbers: Iterable[int]) -> frozenset[str]:
@@ -175,7 +177,9 @@ class Choice:
 
 
 def rule_of(layouts: str | Mapping[str, Mapping[str, Any]], best: Rule | None = None) -> Rule:
-    """Return the rule that `dynatrain.layouts` describes; ConfigError if it describes none. best: an engine's own."""
+    """Return the rule that `dynatrain.layouts` describes; raise ConfigError if it describes none. best: an engine's
+    own.
+    """
     if layouts == BEST:
         return best or growing
     if isinstance(layouts, str):

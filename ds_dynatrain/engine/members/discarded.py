@@ -109,7 +109,7 @@ def _leaf(value: Any) -> Any:
 
 
 def _unknown(value: Any) -> Any:
-    """Return a tensor of NaN in place of a floating-point one."""
+    """Return a floating-point tensor with NaN for each number; any other value as it is."""
     is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
     return torch.full_like(value, float("nan"), requires_grad=value.requires_grad) if is_float else value
 

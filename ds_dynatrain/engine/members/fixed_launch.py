@@ -64,7 +64,7 @@ class FixedLaunch(Membership):
         return ""
 
     def _wait_for_work(self, engine: EngineParts, place: str) -> None:
-        """Poll the board until this member works; SystemExit(0) when the working members' scripts have ended."""
+        """Poll the board until this member works; raise SystemExit(0) when the working members' scripts have ended."""
         switcher, watch = engine.switcher, self.watch(engine.control)
         engine.close_loaders()  # their processes must not outlive the world that they fetched for
         while engine.idle:

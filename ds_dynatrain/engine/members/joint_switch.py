@@ -100,7 +100,7 @@ class JointSwitch:
 
 
 class NodeMemory:
-    """Check that this node's memory has room for all engines of its processes in a change of members.
+    """Check of a node's memory: room for all engines of its processes in a change of members.
 
     It is made once, by the first engine's thread to ask: memory that an engine has taken by then is not counted twice.
     needs: of each engine. nodes: of all members.

@@ -108,7 +108,7 @@ class Membership:
         return Watch(board)
 
     def activate_between(self, engine: EngineCore) -> None:
-        """Put `torch.distributed` in place while none of several engines has the turn. engine: the first."""
+        """Set what `torch.distributed` speaks of while none of several engines has the turn. engine: the first."""
         engine.launch.install()
 
     # ---- training ----------------------------------------------------------------------------------------------------

@@ -105,7 +105,7 @@ def serve(
     registry: Registry,
     elastic: Elastic,
 ) -> None:
-    """Give members that restore the copies that this member keeps. A failure fails them, too, unless they know why.
+    """Give members that restore the copies that this member keeps. If that fails, they fail, too, or know why.
 
     All worlds are built before anything is given, as on the members that restore.
     """
