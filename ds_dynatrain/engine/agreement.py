@@ -1,6 +1,6 @@
-"""How members come to one decision: to switch at all, and at which step.
+"""Agreement of members on one decision: whether to switch at all, and at which step.
 
-Every working member says what it asks for; the first one judges that once for all, and a member that was late reads
+Every working member says what it asks for. The first member judges that once for all, and a member that was late reads
 what was decided.
 """
 
@@ -20,12 +20,15 @@ from ds_dynatrain.space import Layout
 MOST_PLACES = 4
 CONNECTING = "connecting"
 IN_THE_PAUSE = -1
-"""For a step: communicators are made when the switch takes place."""
+"""Value for a step: communicators are made during the switch itself."""
 
 
 @dataclass(frozen=True)
 class SwitchRequest:
-    """What one working member asks for, or why it cannot."""
+    """Request of one working member for a switch, or the reason why it cannot take part in one.
+
+    at: the step that was asked for; step: the member's own step when it asked. refusal: reason and way out.
+    """
 
     layout: dict[str, int]
     at: int | None
@@ -35,10 +38,10 @@ class SwitchRequest:
 
 
 def agree(control: Control, place: str, mine: SwitchRequest, working: tuple[int, ...], proposal: Proposal) -> Proposal:
-    """`proposal` if every working member asks for the same and none refuses; the same answer on all of them.
+    """Return `proposal` if every working member asks for the same and none refuses; the same answer on all of them.
 
-    place: where in the training it is asked. SwitchRefused: a member refuses, requests differ, or a member did not
-    ask within the time-out.
+    place: where in the training it is asked. Raises SwitchRefused if a member refuses, if requests differ, or if a
+    member did not ask within the time-out.
     """
     session = Session(control, f"request/{place}", working, f"switch to {proposal.layout}")
     asked = {name: value for name, value in asdict(mine).items() if name != "refusal"}
@@ -65,7 +68,7 @@ def _words(request: SwitchRequest) -> str:
 
 
 def say_prepared(control: Control, proposal: Proposal, error: str | None = None) -> None:
-    """This member is ready for the switch, or it cannot be; the last one says that all have said so."""
+    """Say that this member is ready for the switch, or why it cannot be; the last one says that all have said so."""
     key = f"prepared/{proposal.generation}"
     if error is not None:
         control.decide(f"{key}/failed", f"it could not be prepared on member {control.member}: {error}")
@@ -75,7 +78,7 @@ def say_prepared(control: Control, proposal: Proposal, error: str | None = None)
 
 
 def wait_until_prepared(control: Control, proposal: Proposal, stop: Callable[[], None]) -> None:
-    """SwitchFailed if somebody cannot be, MemberMissing for who says nothing."""
+    """Wait until all members are ready. Raise SwitchFailed if one cannot be, MemberMissing for silent ones."""
     key, what = f"prepared/{proposal.generation}", "preparing the switch"
     try:
         (failed,) = control.wait({proposal.union[0]: f"{key}/all"}, what, stop=stop).values()
@@ -87,10 +90,10 @@ def wait_until_prepared(control: Control, proposal: Proposal, stop: Callable[[],
 
 
 def meeting_step(control: Control, proposal: Proposal, rank: int, step: int, ahead: int = 1) -> int | None:
-    """The step at which the members meet, None while that is open.
+    """Return the step at which the members meet, None while that is open.
 
-    Rank 0 sets it to its next step once all are prepared. No member can have passed that one: every step needs rank 0's
-    gradients, and each member reads the board again at every boundary. ahead: 0 where nobody makes steps.
+    Rank 0 sets it to its next step once all are prepared. No member can have passed that step: every step needs rank
+    0's gradients, and each member reads the board again at every boundary. ahead: 0 while no member makes steps.
     """
     if proposal.at is not None:
         return proposal.at
@@ -104,10 +107,10 @@ def meeting_step(control: Control, proposal: Proposal, rank: int, step: int, ahe
 def connecting_step(
     control: Control, proposal: Proposal, rank: int, step: int, is_needed: Callable[[], bool]
 ) -> int | None:
-    """The step before that of a switch at which its communicators are made; `IN_THE_PAUSE` if there is none, None while
-    that is open.
+    """Return the step before that of a switch at which its communicators are made.
 
-    Rank 0 sets it to its next step once all are prepared, as in `meeting_step`. is_needed: whether it lacks one.
+    `IN_THE_PAUSE` if there is none, None while that is open. Rank 0 sets it to its next step once all are prepared, as
+    in `meeting_step`. is_needed: whether the next world lacks a communicator.
     """
     if proposal.at is None:
         return IN_THE_PAUSE
@@ -119,19 +122,19 @@ def connecting_step(
 
 
 def ahead_key(proposal: Proposal) -> str:
-    """Of what they do together at a boundary before it."""
+    """Return the prefix on the board of what the members do together at a boundary before that of the switch."""
     return f"ahead/{proposal.generation}"
 
 
 def is_connecting_ahead(board: Board, proposal: Proposal) -> bool:
-    """On a member that does not work: whether rank 0 stands where that is done (polled, no wait)."""
+    """Return whether rank 0 stands where communicators are made. Called on idle members; polls and never blocks."""
     return board.all_posted(f"{ahead_key(proposal)}/{CONNECTING}/0", proposal.source_members[:1])
 
 
 def meet(session: Session, proposal: Proposal, step: int, place: str) -> None:
-    """Be at the meeting, and see that all others are, at the same step and in the same loader.
+    """Wait at the meeting for all other members, and check that they are at the same step and in the same loader.
 
-    MemberMissing for those that do not come in time, SwitchRefused where they stand elsewhere.
+    Raise MemberMissing for those that do not come in time, SwitchRefused if they stand elsewhere.
     """
     member, leader = session.board.member, proposal.source_members[0]
     here = [member, place, step if member in proposal.source_members else None]
@@ -142,15 +145,13 @@ def meet(session: Session, proposal: Proposal, step: int, place: str) -> None:
 
 
 def _places(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Where rank 0 stands, and of each place and step one member that stands there; a few are enough to find a wrong
-    one.
-    """
+    """Join two reports: where rank 0 stands, and a member for each place and step, of which a few are enough."""
     stands = {(place, step): [member, place, step] for member, place, step in (*other["elsewhere"], *one["elsewhere"])}
     return {"leader": one["leader"] or other["leader"], "elsewhere": sorted(stands.values())[:MOST_PLACES]}
 
 
 def _judge_places(found: dict[str, Any]) -> list[str] | None:
-    """Reason and way out, where one stands elsewhere than rank 0."""
+    """Return the reason and the way out if a member stands elsewhere than rank 0; else None."""
     _, wanted, at = found["leader"]
     for member, place, step in found["elsewhere"]:
         if place != wanted:

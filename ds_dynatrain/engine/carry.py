@@ -1,8 +1,8 @@
 """The carry: everything of a training that is not a tensor element, and how a member takes it over.
 
 *Shared* carry is equal on all working members and is compared before a commit: counters, hyper-parameters of all
-parameter groups, optimizer scalars, the loss scale, the scheduler, the loaders' positions. The *rest* (what modules
-keep besides parameters, the user's own objects, the last gradient norm) may differ between members; one that starts to
+parameter groups, optimizer scalars, the loss scale, the scheduler, the loaders' positions. The *rest* (modules' state
+besides parameters, the user's own objects, the last gradient norm) may differ between members; a member that starts to
 work takes rank 0's.
 """
 
@@ -23,10 +23,10 @@ from ds_dynatrain.errors import SwitchFailed, SwitchRefused
 
 @dataclass(frozen=True)
 class Carried:
-    """What rank 0 tells all members in a switch.
+    """Carry that rank 0 sends to all members in a switch.
 
-    rest: encoded, without its tensors, which travel apart. prints, rest_print: hashes of what rank 0 has; the latter
-    only where a member starts to work. kinds: the state kinds that there are.
+    rest: encoded, without its tensors, which travel apart. prints, rest_print: hashes of rank 0's values; the latter is
+    "" unless a member starts to work. kinds: the state kinds that exist.
     """
 
     shared: dict[str, Any]
@@ -37,7 +37,10 @@ class Carried:
 
     @staticmethod
     def record(shared: dict[str, Any], rest: dict[str, Any], kinds: list[str], is_taken: bool) -> dict[str, Any]:
-        """On rank 0: as plain JSON. is_taken: whether a member starts to work. SwitchFailed for what cannot be."""
+        """Return the carry of rank 0 as plain JSON; raise SwitchFailed if the shared part holds a tensor.
+
+        is_taken: whether a member starts to work.
+        """
         tensors: list[torch.Tensor] = []
         record = {"shared": encode(shared, tensors), "rest": encode(rest, []), "kinds": kinds}
         if tensors:  # they would have to travel apart from the record
@@ -46,7 +49,7 @@ class Carried:
 
     @staticmethod
     def from_record(record: Mapping[str, Any]) -> Carried:
-        """The inverse."""
+        """Return the carry that `record` made JSON of."""
         shared, kinds = decode(record["shared"], []), tuple(record["kinds"])
         return Carried(shared, record["rest"], record["prints"], record["rest_print"], kinds)
 
@@ -74,12 +77,12 @@ def refuse_tensor_settings(engine: EngineCore) -> None:
 
 
 def fingerprints(shared: Mapping[str, Any]) -> dict[str, str]:
-    """A hash of each part of the shared carry."""
+    """Return a hash of each part of the shared carry."""
     return {part: fingerprint(value) for part, value in shared.items()}
 
 
 def shared_carry(engine: EngineCore, scalars: Scalars) -> dict[str, Any]:
-    """What must be equal on all working members, as values that `encoding.encode` takes."""
+    """Return the state that must be equal on all working members, as values that `encoding.encode` takes."""
     deepspeed, steps = engine.deepspeed, max(engine.accumulation, 1)
     return {
         "counters": {name: int(getattr(deepspeed, name)) for name in COUNTERS},
@@ -102,7 +105,7 @@ def shared_carry(engine: EngineCore, scalars: Scalars) -> dict[str, Any]:
 def rest_carry(engine: EngineCore, has_module: bool = True) -> dict[str, Any]:
     """Return what a member that starts to work takes from rank 0 besides the shared carry.
 
-    has_module: whether it holds what modules keep; without it, of these only the root's mode.
+    has_module: whether to include modules' state; without it only the root's mode is included.
     """
     norm, module = engine.deepspeed.get_global_grad_norm(), engine.host.module
     return {
@@ -113,14 +116,14 @@ def rest_carry(engine: EngineCore, has_module: bool = True) -> dict[str, Any]:
 
 
 def scalars_of(shared: dict[str, Any]) -> Scalars:
-    """The optimizer scalars of a shared carry."""
+    """Return the optimizer scalars of a shared carry."""
     return Scalars(
         {name: {int(key): value for key, value in table.items()} for name, table in shared["scalars"].items()}
     )
 
 
 def settle_counters(engine: EngineCore, shared: dict[str, Any]) -> None:
-    """Counters and loss scale of a working member in the new world.
+    """Set counters and loss scale of a working member in the new world.
 
     Micro-steps start anew on a multiple of the accumulation.
     """
@@ -134,7 +137,7 @@ def settle_counters(engine: EngineCore, shared: dict[str, Any]) -> None:
 
 
 def put_back(engine: EngineCore, shared: dict[str, Any]) -> None:
-    """Counters, loss scale, hyper-parameters and the scheduler as they were before a switch that failed."""
+    """Set counters, loss scale, hyper-parameters and the scheduler as they were before a switch that failed."""
     settle_counters(engine, shared)
     for group, values in zip(engine.host.basic_optimizer.param_groups, shared["groups"], strict=True):
         group.update(values)
@@ -143,7 +146,9 @@ def put_back(engine: EngineCore, shared: dict[str, Any]) -> None:
 
 
 def take_over(engine: EngineCore, shared: dict[str, Any], rest: dict[str, Any], casts: bool = False) -> None:
-    """Everything, on a member that starts to work; its optimizer is attached already. casts: see `take_state`."""
+    """Take over a whole carry on a member that starts to work; its optimizer is attached already. casts: see
+    `take_state`.
+    """
     put_back(engine, shared)
     engine.job_epoch, scheduler = shared["epoch"], engine.host.lr_scheduler
     if hasattr(scheduler, "_last_lr"):  # DeepSpeed's own schedulers leave it stale
@@ -162,22 +167,24 @@ def take_over(engine: EngineCore, shared: dict[str, Any], rest: dict[str, Any], 
 
 
 def take_all(engine: EngineCore, shared: dict[str, Any], rest: dict[str, Any]) -> None:
-    """Take over a whole carry; what is for a loader or an object that is not there yet waits for it."""
+    """Take over a whole carry; keep the parts of loaders and objects that do not exist yet until they do."""
     engine.keep_arrived({**shared["loaders"]}, {**rest["objects"]})
     objects = {name: state for name, state in rest["objects"].items() if name in engine.carried}
     take_over(engine, shared, {**rest, "objects": objects}, casts=True)
 
 
 def _hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
-    """All but what the layout decides: the parameters, and the name of a group of experts."""
+    """Return a group's values without those that the layout decides: its parameters, and the name of a group of
+    experts.
+    """
     left_out = ("params", "name") if group.get("moe") else ("params",)
     return {name: value for name, value in group.items() if name not in left_out}
 
 
 def _own(state: Any) -> Any:
-    """Return a state in containers of its own, for a `load_state_dict` that may keep them, or take things out.
+    """Return a state in containers of its own, for a `load_state_dict` that may keep or change them.
 
-    The one that is kept is compared with, and put back, later. Tensors are not copied.
+    The original is compared and put back later. Tensors are not copied.
     """
     if type(state) is dict:
         return {key: _own(value) for key, value in state.items()}

@@ -9,15 +9,15 @@ from ds_dynatrain.errors import CensusError
 from ds_dynatrain.space import VirtualParameterSpace
 
 FROZEN_PARTS = "partition"
-"""The buffers of frozen tensors under stage 3."""
+"""Place of the buffers of frozen tensors under stage 3."""
 Row = tuple[str, int, int, int, int]
 """(state kind, tensor number, first row-major index, elements, address)."""
 
 
 def predicted(vps: VirtualParameterSpace, rank: int, buffers: Buffers, kinds: set[str]) -> set[Row]:
-    """(kind, tensor number, first index, elements, address) of all that a rank holds of its local tensors.
+    """Return (kind, tensor number, first index, elements, address) of all that a rank holds of its local tensors.
 
-    CensusError if the layout names a buffer that is not there.
+    Raise CensusError if the layout names a buffer that does not exist, or that is too small.
     """
     rows: set[Row] = set()
     local = vps.local(vps.layout, rank)
@@ -42,8 +42,9 @@ def predicted(vps: VirtualParameterSpace, rank: int, buffers: Buffers, kinds: se
 
 
 def check_census(host: Host, vps: VirtualParameterSpace, rank: int, buffers: Buffers, when: str) -> None:
-    """CensusError, with the tensor and both places, unless every element lies where the layout says, in the memory that
-    the placement says.
+    """Raise CensusError unless every element lies where the layout says, in the memory that the placement says.
+
+    The error names the tensor and both places. when: the moment of the check, for the error.
     """
     placement = host.placement
     for (kind, name), held in buffers.items():

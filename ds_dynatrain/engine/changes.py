@@ -1,7 +1,7 @@
-"""Telling the script where it is now: after any change of its world, at one place, whatever the change came from.
+"""Changes that the script is told of: any change of this member's place, whatever caused it.
 
-Nobody who changes a world calls this. At the end of every boundary, and while a member waits for work, the place that
-it has now is held against the one that was told last.
+Code that changes a world does not call this. At the end of every boundary, and while a member waits for work, its place
+is compared with the one that was told last.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from ds_dynatrain.space import Layout
 
 @dataclass(frozen=True)
 class Place:
-    """Where a member is. layout, members: of the world that trains. rank: -1 on an idle member. generation: of its
-    world, 0 on an idle member."""
+    """Place of a member in the job.
+
+    layout, members: of the world that trains. rank: -1 on an idle member. generation: of its world, 0 on an idle
+    member.
+    """
 
     layout: Layout
     members: tuple[int, ...]
@@ -32,10 +35,10 @@ class Place:
 
 @dataclass(frozen=True)
 class Change:
-    """What a member was told last, and what is so now. step: optimizer steps done.
+    """Difference between the place that a member was told last and its present one. step: optimizer steps done.
 
-    reason: "switch", or the extension that has asked for it; "rolled back: ..." where a late switch was undone; what
-    the coordinator says where members have come or gone.
+    reason: "switch", or the extension that asked for it; "rolled back: ..." if a late switch was undone; the
+    coordinator's words if members have come or gone.
     """
 
     before: Place
@@ -48,7 +51,7 @@ OnChange = Callable[[Change], object]
 
 
 class Changes:
-    """Those of one engine. listeners: the user's."""
+    """Changes of one engine's place, and the user's listeners to them."""
 
     def __init__(self, engine: EngineCore) -> None:
         self._engine = engine
@@ -57,12 +60,13 @@ class Changes:
         self._formed = 0
 
     def begin(self) -> None:
-        """The engine is made, and the script can ask it where it is."""
+        """Remember the first place: the engine is made, and the script can ask it for its place."""
         self._told, self._formed = self._present(), PROCESS.membership.formed[0]
 
     def look(self) -> None:
-        """Tell of a change, if there is one. Nothing while the world is being formed anew: what is so then is not yet
-        what will be."""
+        """Tell the listeners of a change, if there is one; not while a new world is being formed, as the place is not
+        final then.
+        """
         if self._told is None or PROCESS.membership.is_aborted:
             return
         before, self._told = self._told, self._present()
@@ -78,7 +82,7 @@ class Changes:
         return Place(engine.layout, engine.members, engine.rank, 0 if engine.idle else engine.generation)
 
     def _reason(self, before: Place, formed: int) -> str:
-        """formed: the generation of members when it was told last."""
+        """Return why the place has changed. formed: the generation of members when the last place was told."""
         event, (now, words) = self._engine.last_switch, PROCESS.membership.formed
         if event is not None and (event.outcome, event.generation) == ("rolled_back", before.generation):
             if now <= formed:  # else members have come or gone since

@@ -1,4 +1,4 @@
-"""What a member has around it: who could work, the board, the group it idles in, the job, groups of the user's."""
+"""Surroundings of a member: who could work, the board, the group it idles in, the job, and the user's groups."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from ds_dynatrain.space import Layout
 from ds_dynatrain.support.axes import PIPELINE, ULYSSES, Features
 
 Boards = tuple[Control, Control]
-"""The board of a generation, and the same over another connection."""
+"""Board of a generation, and the same over another connection."""
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """Who could work: the numbers of all members of the job at present, idle ones too, and the node of each.
+    """Members that could work: the numbers of all members of the job at present, idle ones too, and the node of each.
 
     mine: this member's number. A number never changes and never belongs to two members.
     """
@@ -35,7 +35,7 @@ class Candidates:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The numbers, ascending."""
+        """Numbers of the members, ascending."""
         return tuple(sorted(self.nodes))
 
     def __len__(self) -> int:
@@ -44,10 +44,10 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Context:
-    """Replaced as a whole when members come and go; in a job of fixed size it is that of the launch to the end.
+    """Surroundings of an engine, replaced as a whole when members come and go; in a fixed launch they never change.
 
     launch: the group that this process stands in while it is idle. control: the board; background: the same over
-    a connection of its own, for what is made ready beside training.
+    another connection, for preparations beside training.
     """
 
     launch: LaunchWorld
@@ -57,17 +57,16 @@ class Context:
 
 
 OnIdle = Callable[[Any], object]
-"""Of the user's: called with the engine."""
+"""The user's function for idle members, called with the engine."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is settled once for the whole job, the same on every process.
+    """Settings that are fixed once for the whole job, the same on every process.
 
-    features: what the model has in it. rows: its parameters, and described: the configuration, as every process has to
-    have them. extensions: in the order in which their hooks are called; machine: what they want to be equal on every
-    process, by its name. number: of this engine
-    among those that the process has made, from 1.
+    features: of the model. rows: its parameters, and described: the configuration, as every process has to have them.
+    extensions: in the order in which their hooks are called; machine: values that they want to be equal on every
+    process, by name. number: of this engine among those that the process has made, from 1.
     """
 
     settings: DynatrainConfig
@@ -94,22 +93,25 @@ class Job:
 
 
 RanksOf = Callable[[Layout, Sequence[str]], Iterable[Iterable[int]]]
-"""(layout, the node of each rank) -> the ranks of each group; a rank is in one of them, or in none."""
+"""Function of (layout, the node of each rank) that returns the ranks of each group; a rank is in at most one of
+them.
+"""
 OF_A_USER = "own"
 
 
 @dataclass(frozen=True)
 class OwnGroup:
-    """What `engine.new_group` returns: the same object for the whole job, for another group in each world."""
+    """Handle that `engine.new_group` returns: the same object for the whole job, for another group in each world."""
 
     _world: Callable[[], World | None]
     _kind: str
 
     @property
     def group(self) -> td.ProcessGroup | object:
-        """The present one, for `group=`; as with torch's `new_group` an object that is none on a rank in no group.
+        """Group in the present world, for `group=`; on a rank in no group, the same placeholder as of torch's
+        `new_group`.
 
-        RuntimeError on an idle member.
+        Raises RuntimeError on an idle member.
         """
         world = self._world()
         if world is None:
@@ -118,14 +120,16 @@ class OwnGroup:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Ranks of the present world in this rank's group, in its order; none where it is in no group."""
+        """Ranks of the present world in this rank's group, in its order; () on a rank in no group."""
         world = self._world()
         return () if world is None or self._kind not in world.kinds else world.ranks(self._kind)
 
 
 class OwnGroups:
-    """All that the script has asked for, in order; the same on every process. of_all: kinds of groups of all ranks, for
-    extensions."""
+    """Groups that the script has asked for, in order; the same on every process.
+
+    of_all: kinds of groups of all ranks, for extensions.
+    """
 
     def __init__(self, of_all: Iterable[str] = ()) -> None:
         self._rules: list[RanksOf] = []
@@ -135,14 +139,16 @@ class OwnGroups:
         return len(self._rules)
 
     def add(self, rule: RanksOf | None) -> str:
-        """Take a rule in; the kind of its groups."""
+        """Add a rule; return the kind of its groups."""
         self._rules.append(rule or (lambda layout, nodes: [range(layout.world_size)]))
         return f"{OF_A_USER}{len(self._rules) - 1}"
 
     def kinds(
         self, layout: Layout, members: Sequence[int], nodes: Mapping[int, str], mine: int
     ) -> dict[str, tuple[int, ...]]:
-        """Kind -> ranks of the groups that a member is in, in a world; ConfigError for ranks that cannot be."""
+        """Return, by kind, the ranks of the groups that a member is in, in a world; raise ConfigError for impossible
+        ranks.
+        """
         if mine not in members:
             return {}
         rank, everybody = members.index(mine), tuple(range(layout.world_size))

@@ -1,8 +1,8 @@
 """The members' board: small records in the launcher's key-value store.
 
-Nothing here is a collective: a member posts, reads, or polls until others have posted, and every poll has an end. Keys
-are written once and never used again. Records are plain JSON, in which arrays of numbers lie as they do in memory. In a
-job with a token each record is sealed, since torch's store takes them from anybody; counts and lists are not.
+No operation here is a collective: a member posts, reads, or polls until others have posted, and every poll has an end.
+Keys are written once and never used again. Records are plain JSON, in which arrays of numbers lie as they do in memory.
+In a job with a token each record is sealed, since torch's store takes them from anybody; counts and lists are not.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from ds_dynatrain.errors import DynatrainError, MemberMissing, OutcomeUnknown, T
 
 LONGEST_POLL_SECONDS = 0.005
 POLL_RANGE = 16
-"""The longest time between two looks, by the shortest."""
+"""Longest time between two looks, divided by the shortest."""
 POLLS_PER_SECOND = 30_000
-"""What all members that wait for the same may ask of the store together: it answers some 50,000."""
+"""Looks per second that all members waiting for the same may take together: the store answers some 50,000."""
 LATER = 1 / 3
-"""The next look comes later by this share of the time that has been waited: a pause is short, other waits are long."""
+"""Delay of the next look as a share of the time waited so far: a pause is short, other waits are long."""
 STOP_SECONDS = 0.01
 MOST_STOP_SECONDS = 0.25
-"""Between two looks for a reason to give up, at least and at most."""
+"""Longest time between two looks for a reason to give up; `STOP_SECONDS` is the shortest."""
 AGAIN_SECONDS = 0.1
-"""Between two attempts to reach the store for a decision."""
+"""Time between two attempts to reach the store for a decision."""
 
 TAG_BYTES = 32
-"""HMAC-SHA256."""
+"""Length of an HMAC-SHA256 tag."""
 _WITH_ARRAYS = b"\x00"
 _LENGTH = 8
 _MARK = "__array__"
 
 
 class Control:
-    """One member's access to the board; a thread of its own needs a `clone`."""
+    """One member's access to the board; another thread needs a `clone`."""
 
     def __init__(
         self,
@@ -64,9 +64,11 @@ class Control:
         self.member = member
         self.timeout_seconds = timeout_seconds
         self.watch = watch
-        """Raises once nobody should wait on this board any longer: membership knows who is dead."""
+        """Raises an error once no member should wait on this board any longer: membership knows which members are
+        dead.
+        """
         self.lost: OutcomeUnknown | None = None
-        """Why this member does not know what was decided; it must not train on."""
+        """Error of a member that does not know what was decided, and must not train on; else None."""
 
     @property
     def store(self) -> Store:
@@ -74,7 +76,7 @@ class Control:
         return self._store
 
     def clone(self) -> Control:
-        """The same board over a connection of its own.
+        """Return the same board over a connection of its own.
 
         Do this once, not per switch: torch asks the name server for the peer's name at both ends of every new
         connection, and a name server that does not answer holds up the whole store for seconds.
@@ -88,19 +90,20 @@ class Control:
         self._store.set(key, self._packed(key, value))  # type: ignore[arg-type]
 
     def read(self, key: str) -> Any | None:
-        """The value under `key`, or None if nobody has posted it yet."""
+        """Return the value under `key`, None if it was not posted yet."""
         return self.value(key) if self._store.check([key]) else None
 
     def value(self, key: str) -> Any:
-        """The value under `key`, which is known to be there."""
+        """Return the value under `key`, which must have been posted."""
         return self._unpacked(key, self._store.get(key))
 
     def decide(self, key: str, value: Any) -> Any:
-        """Post `value` unless somebody was first; the value that counts, the same for all.
+        """Post `value` unless another member was first; return the value that counts, the same for all.
 
-        One cut connection is not the end of the store: it is asked again, over new ones, for the time-out (what is
-        written once can be asked for twice). Only a fixed launch's store can be: that of a job whose members come and
-        go may be another one by then, in which nothing was written yet. torch's DistError if there is no answer.
+        One cut connection is not the end of the store: it is asked again, over new connections, for the time-out (a
+        value that is written once can be asked for twice). Only a fixed launch's store is: in a job whose members come
+        and go it may be another store by then, without the earlier values. Raises torch's DistError if there is no
+        answer.
         """
         data, begin = self._packed(key, value), time.monotonic()
         while True:
@@ -115,12 +118,12 @@ class Control:
                 self._connect_anew()
 
     def raise_if_lost(self) -> None:
-        """OutcomeUnknown where what was decided is not known here."""
+        """Raise OutcomeUnknown if a decision is not known on this member."""
         if self.lost is not None:
             raise self.lost
 
     def _connect_anew(self) -> None:
-        """Another connection in place of one that is cut; DistError if there is none within the time-out."""
+        """Connect again after a cut; raise DistError if that fails within the time-out."""
         patience = self._base.timeout
         self._base.set_timeout(timedelta(seconds=self.timeout_seconds))
         try:
@@ -130,25 +133,25 @@ class Control:
         self._store = PrefixStore(self._prefix, self._base)
 
     def remove(self, keys: Iterable[str]) -> None:
-        """Take records away that everybody has read who will; not every store can, and then they stay."""
+        """Remove records that no member will read again. Not every store can; they stay then."""
         with suppress(RuntimeError):
             for key in keys:
                 self._store.delete_key(key)
 
     def count(self, key: str) -> int:
-        """Number of this call among all members' calls for `key`, from 1."""
+        """Return the number of this call among all members' calls for `key`, from 1."""
         return int(self._store.add(key, 1))
 
     def add_to_list(self, key: str, entry: int) -> None:
-        """Put a number on a list that all members write; nobody knows who else will."""
+        """Add a number to a list that all members write, without knowing which others will."""
         self._store.append(key, f"{entry},")  # type: ignore[attr-defined]  # torch leaves it out of its stubs
 
     def read_list(self, key: str) -> list[int]:
-        """The numbers on a list, ascending; it waits for the first one."""
+        """Return the numbers on a list, ascending; wait for the first one."""
         return sorted(int(entry) for entry in self._store.get(key).decode().split(",") if entry)
 
     def answers(self, seconds: float) -> bool:
-        """Whether the store answers within so many seconds; whoever asks it again before it does waits longer."""
+        """Return whether the store answers within so many seconds. A second call before the answer waits longer."""
         try:
             answered(lambda: self._store.check(["alive"]), seconds)
         except td.DistError:
@@ -156,7 +159,7 @@ class Control:
         return True
 
     def all_posted(self, key: str, members: Iterable[int | str]) -> bool:
-        """Whether `key/member` is there for every member."""
+        """Return whether `key/member` was posted for every member."""
         return bool(self._store.check([f"{key}/{member}" for member in members]))
 
     def gather(
@@ -167,10 +170,10 @@ class Control:
         deadline: float | None = None,
         stop: Callable[[], None] | None = None,
     ) -> dict[int, Any]:
-        """The records `key/member` of all members, as soon as all are there.
+        """Return the records `key/member` of all members, as soon as all were posted.
 
         deadline: a `time.monotonic()` value (default: the board's time-out from now). stop: called while polling; it
-        may raise. MemberMissing, naming the members and `what` was awaited, when the deadline passes.
+        may raise. Raises MemberMissing, naming the members and `what` was awaited, when the deadline passes.
         """
         return self.wait({member: f"{key}/{member}" for member in members}, what, deadline, stop)
 
@@ -184,10 +187,10 @@ class Control:
         longest: float = LONGEST_POLL_SECONDS,
         is_there: bool = True,
     ) -> dict[int, Any]:
-        """As `gather`, for one key of each member's own.
+        """Return each member's record under its own key, as soon as all were posted; as `gather`.
 
         crowd: how many members wait at the same time. longest: seconds between two looks at most, for a small crowd.
-        is_there: whether they may be there already.
+        is_there: whether the records may have been posted already.
         """
         begin, names = time.monotonic(), list(keys.values())
         end = begin + self.timeout_seconds if deadline is None else deadline
@@ -222,25 +225,27 @@ class Control:
         self._teardowns.add(thread)
 
     def finish_teardowns(self) -> None:
-        """Wait until no group is left half alive, at most the time-out each."""
+        """Wait until no group is half taken down, at most the time-out for each."""
         self._teardowns.finish(self.timeout_seconds)
 
 
 class Teardowns:
-    """Those of one process: whoever ends it waits for them first, because torch aborts a process that exits while a
-    group is half gone. Any thread may add one."""
+    """Threads of this process that take process groups down; any thread may add one.
+
+    The process waits for them before it ends, because torch aborts a process that exits while a group is half gone.
+    """
 
     def __init__(self) -> None:
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
 
     def add(self, thread: threading.Thread) -> None:
-        """It has been started, and ends by itself."""
+        """Add a thread that was started and ends by itself."""
         with self._lock:
             self._threads = [*(each for each in self._threads if each.is_alive()), thread]
 
     def finish(self, timeout_seconds: float) -> None:
-        """Wait until no group is left half alive, at most the time-out each."""
+        """Wait until no group is half taken down, at most the time-out for each."""
         with self._lock:
             threads, self._threads = self._threads, []
         for thread in threads:
@@ -251,7 +256,7 @@ class Teardowns:
 
 
 def pack(value: Any) -> bytes:
-    """`value`, plain JSON whose leaves may be one-dimensional uint64 arrays, as bytes."""
+    """Return `value`, plain JSON whose leaves may be one-dimensional uint64 arrays, as bytes."""
     parts: list[bytes] = []
     text = json.dumps(value, default=lambda held: _placed(held, parts)).encode()
     if not parts:
@@ -260,7 +265,7 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-    """The inverse of `pack`; TransferError for what it does not make. Arrays are views of `data`."""
+    """Return the value that `pack` made bytes of; arrays are views of `data`. Raise TransferError for other bytes."""
     if not data.startswith(_WITH_ARRAYS):
         return json.loads(data)
     begin = len(_WITH_ARRAYS) + _LENGTH
@@ -272,7 +277,7 @@ def unpack(data: bytes) -> Any:
 
 
 def _placed(held: Any, parts: list[bytes]) -> dict[str, list[int]]:
-    """Where an array lies behind the text; TypeError, as of `json`, for anything else."""
+    """Append an array to `parts`, and return its place there; raise TypeError for any other value, as `json` does."""
     if not isinstance(held, np.ndarray) or held.dtype != np.uint64 or held.ndim != 1:
         raise TypeError(f"a {type(held).__name__} is neither plain JSON nor an array of uint64")
     start = sum(map(len, parts))
@@ -288,26 +293,29 @@ def _found(held: dict[str, Any], data: bytes, base: int) -> Any:
 
 
 class RecordForged(DynatrainError, td.DistError):  # noqa: N818
-    """A record on the board that no member of the job has written. To whoever reads it, it is as if the store were
-    gone: a decision that should lie there is unknown.
+    """A record on the board that no member of the job has written.
+
+    To its reader it is as if the store were gone: the decision under that key is unknown.
     """
 
 
 class Seal:
-    """What members of a job with a token put before each record.
+    """Tag that members of a job with a token put before each record.
 
-    secret: that only they have, and that no other generation has, so no record of another one passes here.
+    secret: known to these members alone and different in each generation, so no record of another generation passes.
     """
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
 
     def put(self, key: str, data: bytes) -> bytes:
-        """A record with its tag."""
+        """Return a record with its tag."""
         return self._tag(key, data) + data
 
     def take(self, key: str, found: bytes) -> bytes:
-        """The record without it; RecordForged if it is not the one of this key and of a member."""
+        """Return the record without its tag; raise RecordForged if a member of this job did not write it under this
+        key.
+        """
         tag, data = found[:TAG_BYTES], found[TAG_BYTES:]
         if not hmac.compare_digest(self._tag(key, data), tag):
             raise RecordForged(

@@ -1,6 +1,7 @@
-"""What an engine holds, on this member: the one place where its state is declared, and the arithmetic on it.
+"""State of an engine on this member: the one place where it is declared, and the arithmetic on it.
 
-Every part of an engine works on an `EngineCore`, and on what else its constructor is given. It knows no part.
+Every part of an engine works on an `EngineCore` and on the other arguments of its constructor. `EngineCore` knows none
+of the parts.
 """
 
 from __future__ import annotations
@@ -32,31 +33,34 @@ from ds_dynatrain.report import SwitchEvent
 from ds_dynatrain.space import Layout, VirtualParameterSpace
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
-"""DeepSpeed's, which travel."""
+"""DeepSpeed's counters that travel."""
 
 
 @dataclass(frozen=True)
 class Own:
-    """What an engine has put aside, apart from its world, while others have the process."""
+    """State that an engine has put aside, apart from its world, while other engines use the process."""
 
     streams: Held
     wide: ProcessWide
 
     @staticmethod
     def now() -> Own:
-        """As it is at present."""
+        """Return the present state of the process."""
         return Own(Held.now(), ProcessWide.capture())
 
     def put(self) -> None:
-        """Make it so."""
+        """Make this the state of the process."""
         self.streams.put()
         self.wide.put()
 
 
 @dataclass(frozen=True)
 class OpenBatch:
-    """What was dealt of the open global batch. is_dealt: whether one of our loaders has begun it. samples: of it, where
-    known. is_last: whether the micro-batch that was dealt last closes it."""
+    """The open global batch, as far as it was dealt.
+
+    is_dealt: whether one of our loaders has begun it. samples: in the whole batch, None if unknown. is_last: whether
+    the micro-batch that was dealt last closes it.
+    """
 
     is_dealt: bool = False
     samples: int | None = None
@@ -65,7 +69,7 @@ class OpenBatch:
 
 @dataclass(eq=False)
 class EngineCore:
-    """See the module.
+    """State of one engine on this member; see the module.
 
     host: DeepSpeed's engine, and what can be done to it. layout, members: of the present world, also on an idle member.
     world: this member's process groups in it, None if it is idle.
@@ -80,13 +84,13 @@ class EngineCore:
     attempt: int = 1
     """The highest generation number that was ever proposed: none is used twice."""
     pending: PendingSwitch | None = None
-    """What was asked for, and has not happened yet."""
+    """The switch that was asked for and has not happened yet."""
     preparation: Preparation | None = None
-    """The switch that is made ready."""
+    """The switch that is being prepared."""
     own: Own | None = None
-    """What it has put aside while others have the process; None where it has the process to itself."""
+    """State put aside while other engines use the process; None if this engine has the process to itself."""
     registered: list[dict[str, Any]] = field(default_factory=list)
-    """What the job has registered anew, in order; plain JSON."""
+    """Registrations of the job since the start, in order; plain JSON."""
     job_epoch: int = 0
     """Epochs that the job has begun."""
     last_switch: SwitchEvent | None = None
@@ -94,7 +98,7 @@ class EngineCore:
     carried: dict[str, Any] = field(default_factory=dict)
     """The user's objects that travel, by name."""
     arrived: dict[str, dict[str, Any]] = field(default_factory=lambda: {"loaders": {}, "objects": {}})
-    """States that were loaded for loaders and objects which are not there yet."""
+    """Loaded states of loaders and objects that do not exist here yet."""
     open_batch: OpenBatch = OpenBatch()
     is_discarded: bool = False
     """Whether the world was formed anew in this global batch: it trains nothing, and will be dealt again."""
@@ -106,18 +110,18 @@ class EngineCore:
     is_stepping: bool = False
     """Whether an optimizer step was begun and not finished."""
     has_stood: bool = False
-    """Whether it has come to a boundary yet."""
+    """Whether the engine has come to a boundary yet."""
     is_open: bool = False
-    """From the last step of `initialize` to the end."""
+    """Whether the engine is open: from the last step of `initialize` to the end."""
     safe_at: tuple[str, int] = ("", 0)
     """Segment and step of the state that was saved or put together last."""
     formed_at: tuple[str, int] = ("", 0)
-    """Of that which was put together last: until the next step its members need not come to one boundary."""
+    """Segment and step of the state put together last; until the next step members need not meet at one boundary."""
     began_from: str = ""
-    """The tag of the fallback checkpoint that it started from, in place of a state that was lost."""
+    """Tag of the fallback checkpoint that the engine started from, in place of a lost state."""
     safe_since: float = field(default_factory=time.monotonic)
     stream_seed: int = 0
-    """What random streams of leaves are drawn from: of the job that has begun, also in one that goes on with it."""
+    """Seed of the leaves' random streams: that of the job as it began, also in a job that resumes it."""
     _loads: tuple[int, int] = (0, 0)
     _space: VirtualParameterSpace | None = None
     _configs: dict[Layout, tuple[dict[str, Any], Any]] = field(default_factory=dict)
@@ -126,7 +130,7 @@ class EngineCore:
 
     @property
     def settings(self) -> DynatrainConfig:
-        """The `dynatrain` block."""
+        """Settings of the `dynatrain` block."""
         return self.job.settings
 
     @property
@@ -136,7 +140,7 @@ class EngineCore:
 
     @property
     def candidates(self) -> Candidates:
-        """Who could work at present."""
+        """Members that could work at present."""
         return self.context.candidates
 
     @property
@@ -170,7 +174,7 @@ class EngineCore:
         return -1 if self.world is None or self.world.rank is None else self.world.rank
 
     def place(self, axis: str) -> int:
-        """This member's place on an axis (-1 on an idle member)."""
+        """Return this member's place on an axis (-1 on an idle member)."""
         return -1 if self.idle else self.layout.coordinate(self.rank)[axis]
 
     @property
@@ -180,7 +184,8 @@ class EngineCore:
 
     @property
     def segment(self) -> str:
-        """A stretch of training in which no step comes twice. Keys of what working members do together begin with it.
+        """Name of a stretch of training in which no step comes twice; keys of what working members do together begin
+        with it.
 
         It is the same on all of them, which `attempt` is not while a change of members is being prepared.
         """
@@ -188,18 +193,19 @@ class EngineCore:
         return f"{self.generation}.{count if generation == self.generation else 0}"
 
     def begin_segment(self) -> None:
-        """A load, on all that work: steps may come again, in the same world and from another state. CheckpointError,
-        on all alike, if that cannot be.
+        """Begin a new segment before a load, on all working members: steps may come again from another state.
+
+        Raises CheckpointError, on all alike, if that cannot be.
         """
         self.repeat_places()
 
     def repeat_places(self) -> None:
-        """Places in training come again, in the same world."""
+        """Begin a new segment, since places in training come again in the same world."""
         self._loads = self.generation, 1 + (self._loads[1] if self._loads[0] == self.generation else 0)
 
     @property
     def global_steps(self) -> int:
-        """Optimizer steps done."""
+        """Number of optimizer steps done."""
         return int(self.deepspeed.global_steps)
 
     @property
@@ -214,12 +220,12 @@ class EngineCore:
 
     @property
     def has_open_window(self) -> bool:
-        """Whether it is in a global batch; what holds the whole state is between two of them."""
+        """Whether the engine is in a global batch; operations on the whole state run between two of them."""
         return self.awaits_late or self.open_batch.is_dealt or self.micro_steps % self.accumulation != 0
 
     @property
     def window_in_words(self) -> str:
-        """How far the open global batch has come and what to do, for a boundary inside of it; "" between two."""
+        """Progress of the open global batch and what to do, for a boundary inside of it; "" between two."""
         if not self.has_open_window:
             return ""
         trained, of = self.micro_steps % self.accumulation, self.accumulation
@@ -232,7 +238,7 @@ class EngineCore:
 
     @property
     def is_in_epoch(self) -> bool:
-        """Whether the script goes through a train loader."""
+        """Whether the script is iterating over a train loader."""
         return any(loader.has_begun for loader in self.train_loaders.values())
 
     @property
@@ -242,7 +248,7 @@ class EngineCore:
 
     @property
     def is_lean(self) -> bool:
-        """Whether a switch lets go of the source before it takes the target."""
+        """Whether a switch releases the source before it takes the target."""
         return self.settings.safety == "lean"
 
     # ---- what it trains ----------------------------------------------------------------------------------------------
@@ -259,11 +265,11 @@ class EngineCore:
         self._space = space
 
     def memory_in(self, layout: Layout) -> dict[str, Memory]:
-        """What the buffers of each state kind are made of under a layout."""
+        """Return, by state kind, the memory that buffers are made of under a layout."""
         return self.host.memory(self.vps.present_kinds(layout), layout)
 
     def config_for(self, layout: Layout) -> tuple[dict[str, Any], Any]:
-        """DeepSpeed's configuration of a layout, as a dictionary and parsed; made once."""
+        """Return DeepSpeed's configuration of a layout, as a dictionary and parsed; made once."""
         if layout not in self._configs:
             config = copy.deepcopy(self.job.user_config)
             self.host.shaper.configure(config, layout)
@@ -271,21 +277,21 @@ class EngineCore:
         return self._configs[layout]
 
     def batch_for(self, layout: Layout) -> BatchArithmetic:
-        """How a global batch is dealt under a layout."""
+        """Return how a global batch is dealt under a layout."""
         return dealt(self.job.batch_sizes, layout, self.job.has_stages)
 
     def agree(self, meet: Callable[[int], object] | None = None) -> None:
-        """All ranks have what an accelerator's collectives were to give them; see `adapters.gate`. All of them call it.
+        """Wait until an accelerator's collectives have given all ranks their results; see `adapters.gate`.
 
-        WorldChanged where somebody may not: before a state is stepped, copied, saved or moved that came of them.
-        meet: as `World.agree`.
+        All ranks call it before a state made from those results is stepped, copied, saved or moved. Raises WorldChanged
+        if a rank may lack some. meet: as in `World.agree`.
         """
         if self.world is not None:
             self.world.agree(meet)
 
     @property
     def is_in_doubt(self) -> bool:
-        """Whether an accelerator's collectives may have left anything in the state: see `Gate`."""
+        """Whether an accelerator's collectives may have left wrong values in the state: see `Gate`."""
         return self.world is not None and self.world.status is not None and self.world.status.gate.is_in_doubt
 
     # ---- what happens to it ------------------------------------------------------------------------------------------
@@ -297,23 +303,23 @@ class EngineCore:
     def take_shape(
         self, space: VirtualParameterSpace, layout: Layout, rank: int, made: Made | None = None
     ) -> Replaced | None:
-        """`Host.reshape` to a rank of a layout, whose world must be installed."""
+        """Call `Host.reshape` for a rank of a layout, whose world must be installed."""
         return self.host.reshape(layout, rank, space.local(layout, rank).tensors, made)
 
     def keep_arrived(self, loaders: dict[str, Any], objects: dict[str, Any]) -> None:
-        """States of loaders and carried objects by name: what is not there yet gets its own when it is made."""
+        """Keep states of loaders and carried objects that do not exist yet; each takes its own when it is made."""
         self.arrived = {
             "loaders": {name: state for name, state in loaders.items() if name not in self.train_loaders},
             "objects": {name: state for name, state in objects.items() if name not in self.carried},
         }
 
     def forget_batch(self) -> None:
-        """No global batch is open, whatever was."""
+        """Note that no global batch is open any more."""
         self.open_batch = OpenBatch()
         self.host.slot_weight, self.host.slot_is_borrowed, self.host.micro_step = 1.0, False, None
 
     def begin_anew(self, generation: int) -> None:
-        """No batch is open and no change is pending, whatever was; numbers up to `generation` are used up."""
+        """Drop the open batch and any pending change; generation numbers up to `generation` are used up."""
         self.forget_batch()
         self.host.window_tokens = None
         self.close_preparation()
@@ -322,16 +328,16 @@ class EngineCore:
         self.settle_state()
 
     def settle_state(self) -> None:
-        """The state was put together just now, by a switch or a restoration."""
+        """Note that the state was put together just now, by a switch or a restoration."""
         self.formed_at = self.segment, self.global_steps
         self.settle_fallback()
 
     def settle_fallback(self) -> None:
-        """The state of this step is safe, or was put together just now: no save is due before the next step."""
+        """Note that this step's state is safe, or was put together just now: no save is due before the next step."""
         self.safe_at, self.safe_since = (self.segment, self.global_steps), time.monotonic()
 
     def close_preparation(self) -> None:
-        """Let go of whatever is being prepared."""
+        """Abandon the preparation, if there is one."""
         if self.preparation is not None:
             self.preparation.abandon()
             self.attempt = self.preparation.proposal.generation

@@ -1,4 +1,4 @@
-"""What must be equal on all processes: their configurations, their models, and what extensions want."""
+"""Comparison of processes: their configurations, their models, and what extensions want must be equal on all."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ FREE = ("dynatrain.report.", "dynatrain.timeout_seconds")
 
 
 def described(own: Mapping[str, Any], settings: DynatrainConfig) -> dict[str, str]:
-    """Every value of a configuration by its path, such as {"optimizer.params.lr": "0.1"}."""
+    """Return every value of a configuration by its path, such as {"optimizer.params.lr": "0.1"}."""
     found: dict[str, str] = {}
     _flatten({**own, "dynatrain": settings.model_dump()}, "", found)
     return {path: value for path, value in found.items() if not path.startswith(FREE)}
 
 
 def differing_key(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str:
-    """The first key that differs between a newcomer and the running job, in words; empty if none does."""
+    """Return, in words, the first key that differs between a newcomer and the running job; "" if none does."""
     for path in sorted({*mine, *theirs}):
         if mine.get(path) != theirs.get(path):
             here, there = mine.get(path, "not given"), theirs.get(path, "not given")
@@ -31,7 +31,7 @@ def differing_key(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str:
 def differing_parameter(
     first: Sequence[Any], other: Sequence[Any], of_first: str = "on member 0", of_other: str = "here"
 ) -> str:
-    """The first parameter that differs between two models, in words; empty if none does."""
+    """Return, in words, the first parameter that differs between two models; "" if none does."""
     first, other = plain(first), plain(other)
     for place in range(max(len(first), len(other))):
         theirs = first[place] if place < len(first) else None
@@ -45,7 +45,7 @@ def differing_parameter(
 
 
 def differing_machine(first: Mapping[str, str], other: Mapping[str, str], of_first: str, of_other: str = "here") -> str:
-    """Return the first thing that an extension wants to be equal and that differs, in words; "" if nothing does."""
+    """Return, in words, the first property that extensions want to be equal and that differs; "" if none does."""
     for name, value in first.items():
         if other[name] != value:
             return f"{name} is {value} {of_first} and {other[name]} {of_other}: make them equal"
@@ -53,7 +53,7 @@ def differing_machine(first: Mapping[str, str], other: Mapping[str, str], of_fir
 
 
 def plain(value: Any) -> Any:
-    """A value as it comes back from JSON; TypeError for what JSON has no word for."""
+    """Return a value as it comes back from JSON; raise TypeError for one that JSON cannot hold."""
     return json.loads(json.dumps(value))
 
 

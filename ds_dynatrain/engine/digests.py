@@ -1,10 +1,10 @@
 """Digests of what one rank holds on one side of a change, and how its buffers are cut for them.
 
-Per state kind a member has one 64-bit digest per logical tensor over the pieces that it holds. Of a partitioned kind
-the members' digests add up to that of the whole tensor, of a replicated one each member's is that of the whole, and so
-is that of each holder where a kind keeps tensors whole. `transaction.certificate` makes of this what always adds up.
+Per state kind a member has one 64-bit digest per logical tensor over the pieces that it holds. The members' digests of
+a partitioned kind add up to that of the whole tensor. Of a replicated kind, or one that keeps tensors whole, each
+holder's digest is that of the whole tensor. `transaction.certificate` turns both into sums.
 
-A switch cuts both sides while training runs (`engine.preparation`); in its pause only memory is read.
+A switch cuts both sides while training runs (`engine.preparation`); its pause only reads memory.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ Names = tuple[BufferId, ...]
 
 
 class Part(NamedTuple):
-    """The buffers of one kind that are read: those that stay, and the others. twin: the masters are the same memory, of
-    which nothing is read again.
+    """Buffers of one kind that are read: those that stay, and the others.
+
+    twin: the masters are the same memory as these weights; nothing of it is read again.
     """
 
     kind: str
@@ -39,8 +40,10 @@ class Part(NamedTuple):
 
 
 class Side:
-    """One rank's side. What was cut for some buffers is given for these alone, with elements of that size on that
-    device; for others it is cut anew. Kinds that lie alike are cut once.
+    """One rank's side of a change, and the tables by which its buffers are cut.
+
+    A table serves the same buffers with elements of the same size on the same device; other buffers are cut anew. Kinds
+    with equal pieces are cut once.
     """
 
     def __init__(self, vps: VirtualParameterSpace, layout: Layout, rank: int) -> None:
@@ -51,13 +54,13 @@ class Side:
         self._last: tuple[str, Pieces] | None = None
 
     def is_of(self, vps: VirtualParameterSpace, layout: Layout, rank: int, kinds: tuple[str, ...]) -> bool:
-        """Whether it is the side of this rank, as this space cuts these kinds."""
+        """Return whether this is the side of a rank in a layout, as this space cuts these kinds."""
         if (self.layout, self.rank) != (layout, rank) or vps.line is not self.vps.line:
             return False
         return all(vps.sharding(layout, kind) is self.vps.sharding(layout, kind) for kind in kinds)
 
     def parts(self, buffers: Buffers, kinds: tuple[str, ...], kept: Collection[tuple[str, BufferId]]) -> Iterator[Part]:
-        """What is read, kind by kind; the weight comes last, as it may be the master's memory."""
+        """Yield the buffers to read, kind by kind; the weight comes last, as it may be the master's memory."""
         for kind in sorted(kinds, key=lambda name: name == WEIGHT):
             names = self._names_of(kind)
             twin = kind == WEIGHT and MASTER in kinds and _same_memory(buffers, names)
@@ -66,7 +69,7 @@ class Side:
             yield Part(kind, twin, stay, tuple(name for name in read if (kind, name) not in kept))
 
     def of(self, kind: str, names: Names, held: Mapping[BufferId, torch.Tensor]) -> ReadyDigest:
-        """The digest of what one kind has in the named buffers of `held`."""
+        """Return the digest of one kind over the named buffers of `held`."""
         forms = Form.all_of(held, names)
         found = self._ready.get((kind, names))
         if found is None or found.forms != forms:
@@ -86,8 +89,9 @@ class Side:
         room: int,
         has_share: bool = False,
     ) -> None:
-        """Cut now what `buffers` will be asked for, up to `room` bytes of tables. has_share: what stays was weighed on
-        the other side.
+        """Cut now what `buffers` will be asked for, up to `room` bytes of tables.
+
+        has_share: the buffers that stay are read on the other side, so only the others are cut here.
         """
         there = tuple(kind for kind in kinds if all((kind, name) in buffers for name in self._names_of(kind)))
         parts = self.parts(buffers, there, kept)
@@ -101,11 +105,11 @@ class Side:
 
     @property
     def nbytes(self) -> int:
-        """Of memory that the tables take."""
+        """Bytes of memory that the tables take."""
         return sum({id(each): each.nbytes for each in self._ready.values()}.values())
 
     def _names_of(self, kind: str) -> Names:
-        """The buffers in which the rank has something of a kind."""
+        """Return the buffers in which the rank has elements of a kind."""
         if kind not in self._names:
             pieces = self._pieces(kind)
             used = np.flatnonzero(np.bincount(pieces.buffer, minlength=len(pieces.buffers)))
@@ -128,10 +132,11 @@ def side_digests(
     known: Mapping[str, Digests] | None = None,
     ready: Side | None = None,
 ) -> tuple[SideDigests, SideDigests]:
-    """(digests of a side, their share that lies in `kept` buffers).
+    """Return (digests of a side, their share that lies in `kept` buffers).
 
-    known: the share of the kept buffers, where it was computed before the moves; it is then not computed again. ready:
-    what was made ahead; nothing is taken from that of another rank or space. Kinds that are one memory are read once.
+    known: the share of the kept buffers, if it was computed before the moves; it is not computed again then. ready:
+    tables made ahead; they are ignored if they are another rank's or another space's. Kinds that are one memory are
+    read once.
     """
     found, share = SideDigests(), SideDigests()
     side = ready if ready is not None and ready.is_of(vps, layout, rank, kinds) else Side(vps, layout, rank)
@@ -148,7 +153,7 @@ def side_digests(
 
 
 def state_digest(whole: Mapping[str, Digests]) -> str:
-    """One digest over the whole state: of the tensors of every kind, in the order of the kinds' names."""
+    """Return one digest over the whole state: the tensors of every kind, in the order of the kinds' names."""
     summary = hashlib.blake2b(digest_size=16)
     for kind in sorted(whole):
         summary.update(kind.encode())
@@ -157,7 +162,10 @@ def state_digest(whole: Mapping[str, Digests]) -> str:
 
 
 def hint(kind: str) -> str:
-    """What may be behind it: a weight is cast from its master where that is cheaper than to send it."""
+    """Return a likely cause of differing digests of a kind, in words; "" if there is none.
+
+    A weight is cast from its master where that is cheaper than to send it, so both must have been changed alike.
+    """
     if kind not in (WEIGHT, MASTER):
         return ""
     return (
@@ -166,12 +174,12 @@ def hint(kind: str) -> str:
 
 
 def of_kind(buffers: Buffers, kind: str) -> dict[BufferId, Any]:
-    """The buffers of one kind, by their names."""
+    """Return the buffers of one kind, by their names."""
     return {name: held for (held_kind, name), held in buffers.items() if held_kind == kind}
 
 
 def only(pieces: Pieces, names: Names) -> Pieces:
-    """The pieces in the named buffers, with a table of just these."""
+    """Return the pieces in the named buffers, with a table of just these."""
     if names == pieces.buffers:
         return pieces
     number = {name: index for index, name in enumerate(names)}

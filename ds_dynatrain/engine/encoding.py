@@ -1,4 +1,4 @@
-"""Python values as plain JSON plus a list of tensors: nothing is pickled, and nothing that is read is executed."""
+"""Encoding of Python values as plain JSON plus a list of tensors: no pickle, and nothing that is read is executed."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _NOT_OF_NUMPY = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.f
 
 
 def encode(value: Any, tensors: list[torch.Tensor], path: str = "") -> Any:
-    """`value` as JSON; tensors are appended to `tensors` and replaced by their number, type and shape.
+    """Return `value` as JSON; tensors are appended to `tensors` and replaced by their number, type and shape.
 
-    None, booleans, numbers, strings, lists, tuples, dictionaries, torch tensors, numpy arrays and numbers, bytes.
-    ConfigError, naming the path and the type, for anything else.
+    Takes None, booleans, numbers, strings, lists, tuples, dictionaries, torch tensors, numpy arrays and numbers, bytes.
+    Raises ConfigError, naming the path and the type, for anything else.
     """
     if value is None or isinstance(value, (bool, str)):
         return value
@@ -32,7 +32,7 @@ def encode(value: Any, tensors: list[torch.Tensor], path: str = "") -> Any:
         tensors.append(value.detach())
         return {"__tensor__": len(tensors) - 1, "dtype": str(value.dtype).partition(".")[2], "shape": list(value.shape)}
     if isinstance(value, np.ndarray):
-        whole = np.ascontiguousarray(value).reshape(value.shape)  # it makes one dim of none
+        whole = np.ascontiguousarray(value).reshape(value.shape)  # ascontiguousarray gives a scalar one dimension
         return {"__array__": encode(torch.from_numpy(whole), tensors, path)}
     if isinstance(value, np.generic):
         return {"__number__": encode(torch.from_numpy(np.atleast_1d(value)), tensors, path)}
@@ -54,7 +54,7 @@ def encode(value: Any, tensors: list[torch.Tensor], path: str = "") -> Any:
 
 
 def decode(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """The inverse of `encode`; TransferError, saying what, for anything that `encode` does not make."""
+    """Return the value that `encode` made JSON of; raise TransferError, saying what, for any other JSON."""
     return _decoded(value, tensors, 0)
 
 
@@ -125,11 +125,13 @@ _MAKERS: Mapping[str, Callable[[Any, list[torch.Tensor]], Any]] = {
     "__tuple__": _tuple,
     "__items__": _items,
 }
-"""Mark -> what makes the value of it, out of what stands there, decoded where it is a value itself."""
+"""Function for each mark that makes the value from what is marked, which is decoded first if it is a value itself."""
 
 
 def announced(value: Any) -> dict[int, tuple[torch.dtype, tuple[int, ...]]]:
-    """Number -> (type, shape) of the tensors that an encoded value asks for; TransferError for an impossible one."""
+    """Return the (type, shape) of each tensor of an encoded value, by number; raise TransferError for an impossible
+    one.
+    """
     found: dict[int, tuple[torch.dtype, tuple[int, ...]]] = {}
 
     def visit(part: Any, depth: int) -> None:
@@ -156,13 +158,13 @@ def _is_size(dim: object) -> bool:
 
 
 def blank_tensors(value: Any) -> list[torch.Tensor]:
-    """Empty tensors of the types and shapes that an encoded value asks for, in the order of their numbers."""
+    """Return empty tensors of the types and shapes of an encoded value, in the order of their numbers."""
     found = announced(value)
     return [torch.empty(shape, dtype=dtype) for _, (dtype, shape) in sorted(found.items())]
 
 
 def fingerprint(value: Any) -> str:
-    """A short hexadecimal hash of any value that `encode` takes, tensors by their bytes."""
+    """Return a short hexadecimal hash of any value that `encode` takes, tensors by their bytes."""
     tensors: list[torch.Tensor] = []
     text = json.dumps(encode(value, tensors), sort_keys=True)
     sum_of = hashlib.blake2b(text.encode(), digest_size=16)

@@ -40,7 +40,7 @@ Call = TypeVar("Call", bound=Callable[..., Any])
 
 
 def in_turn(call: Call) -> Call:
-    """Decorates a call of an engine: where a process has several, it is made in the engine's turn."""
+    """Decorate a call of an engine: where a process has several, it is made in the engine's turn."""
 
     @wraps(call)
     def in_its_turn(engine: DynatrainEngine, *arguments: Any, **named: Any) -> Any:
@@ -54,13 +54,13 @@ def in_turn(call: Call) -> Call:
 class DynatrainEngine(HostEngine):
     """A DeepSpeed engine whose world and ZeRO stage change between two steps. Built by `ds_dynatrain.initialize`.
 
-    What it is made of hangs on `_parts`. Below are the calls that DeepSpeed's engine has not, and then those of its
-    calls that do more here: in a world that may be aborted meanwhile, in the engine's turn.
+    Its parts hang on `_parts`. Below are the calls that DeepSpeed's engine does not have, and then those of its calls
+    that do more here: in a world that may be aborted meanwhile, and in the engine's turn.
     """
 
     _parts: EngineParts
     resumed: Restored | None = None
-    """What `dynatrain.resume` found, None if it began."""
+    """Checkpoint that the engine took its first state from; None if training began anew."""
 
     def __init__(
         self,
@@ -74,8 +74,11 @@ class DynatrainEngine(HostEngine):
         whole: bool = True,
         **arguments: Any,
     ) -> None:
-        """world: this member's process groups, which are installed; None on an idle member. arguments: of DeepSpeed's
-        constructor, which calls methods that ask the parts."""
+        """Make DeepSpeed's engine and the parts around it.
+
+        world: this member's process groups, which are installed; None on an idle member. arguments: of DeepSpeed's
+        constructor, which calls methods that ask the parts.
+        """
         sizes = int(job.batch_sizes.train_batch_size), world is not None
         host = self._host = self._HOST(self, layout, shaper, *sizes, whole, in_leaves=job.batch_sizes.in_leaves)
         self._parts = EngineParts(host, job, context, layout, members, world)
@@ -84,10 +87,10 @@ class DynatrainEngine(HostEngine):
         super().__init__(**arguments)
 
     def turn(self) -> AbstractContextManager[None]:
-        """A block in which `torch.distributed`, DeepSpeed and the random generators are this engine's.
+        """Return a block in which `torch.distributed`, DeepSpeed and the random generators are this engine's.
 
-        They are in all of its calls. Code of your own needs it only where a process has several engines, and there
-        only to ask `torch.distributed` about this engine's world, or to draw from its random streams.
+        They are in all of its calls. Your own code needs the block only if a process has several engines, and then only
+        to ask `torch.distributed` about this engine's world, or to draw from its random streams.
         """
         return PROCESS.turn(self._parts)
 
@@ -95,7 +98,7 @@ class DynatrainEngine(HostEngine):
 
     @property
     def layout(self) -> Layout:
-        """That of the present world, also on an idle member."""
+        """Layout of the present world, also on an idle member."""
         return self._parts.layout
 
     @property
@@ -180,29 +183,30 @@ class DynatrainEngine(HostEngine):
 
     @property
     def buddies(self) -> Any:
-        """What the death of a member would cost, as this working member knows it; None where there are no buddies."""
+        """Cost of a member's death, as this working member knows it; None in a job without buddies."""
         found = self._parts.extension("buddies")
         return None if found is None else found.protection
 
     @property
     def balancer(self) -> Any:
-        """What layers take, and which boundaries they would best have; None without `dynatrain.balance`."""
+        """Measured times of layers, and the best boundaries for them; None without `dynatrain.balance`."""
         found = self._parts.extension("balance")
         return None if found is None else found.balancer
 
     @property
     def exact(self) -> Any:
-        """What the newest steps of an exact job had: `engine.exact.digest`; None of a job without `dynatrain.exact`."""
+        """Record of the newest steps of an exact job, such as `engine.exact.digest`; None without `dynatrain.exact`."""
         found = self._parts.extension("exact")
         return None if found is None else found.steps
 
     def meter(self, *names: str) -> None:
-        """Time these modules of a model without stages apart in the windows of `balance`, and the rest of it.
+        """Time each of these modules, and the rest of the model, in the windows of `balance`. For models without
+        stages.
 
-        names: as `named_modules` of the model has them, none within another one. Call it on every process of the job,
-        with the same names, before training begins; `engine.balancer.profile` then has a layer for each, and "rest".
-        ConfigError for a pipeline, without a `balance` block, once a window has begun, for a name that is not there,
-        and where something is compiled.
+        names: as in the model's `named_modules`, none within another one. Call it on every process of the job, with the
+        same names, before training begins; `engine.balancer.profile` then has a layer for each, and "rest". Raises
+        ConfigError for a pipeline, without a `balance` block, once a window has begun, for an unknown name, and if
+        anything is compiled.
         """
         if self.balancer is None:
             raise ConfigError(
@@ -213,8 +217,9 @@ class DynatrainEngine(HostEngine):
 
     @property
     def job_epoch(self) -> int:
-        """Epochs that `engine.epochs` has gone through, on whichever members. A plain loop leaves it 0: there
-        `loader.cursor.epoch` counts.
+        """Epochs that the job has gone through in `engine.epochs`, on any members.
+
+        A plain loop leaves it 0; `loader.cursor.epoch` counts there.
         """
         return self._parts.job_epoch
 
@@ -241,9 +246,11 @@ class DynatrainEngine(HostEngine):
         layout, or changes to the present one: `switch(data=4)`. at: take effect after that many optimizer steps
         (`engine.global_steps` for the very next boundary); without it at the first boundary at which all members are
         prepared. late: masters and moments follow during the first global batch of the new world, and the switch is
-        over with that batch's optimizer step; `dynatrain.late` by default. Returns as soon as all working members have
-        asked. SwitchRefused, on all members alike, says why not and what would be possible; nothing has changed then.
-        Asking again for what is pending gives the same answer. A roll-back later on does not raise: see `last_switch`.
+        over with that batch's optimizer step; `dynatrain.late` by default.
+
+        Returns as soon as all working members have asked. Raises SwitchRefused, on all members alike, with the reason
+        and what would be possible; nothing has changed then. Asking again for a pending switch gives the same answer. A
+        later roll-back raises nothing: see `last_switch`.
         """
         self._parts.window.refuse_switch()
         sizes = _given(data, zero_stage, pipe, expert, tensor, sequence, boundaries, shares)
@@ -263,7 +270,7 @@ class DynatrainEngine(HostEngine):
         boundaries: Sequence[int] | None = None,
         shares: Sequence[int] | None = None,
     ) -> SwitchEstimate:
-        """What a switch would cost, or why it would be refused; asks nobody and changes nothing."""
+        """Return what a switch would cost, or why it would be refused; asks no other member and changes nothing."""
         sizes = _given(data, zero_stage, pipe, expert, tensor, sequence, boundaries, shares)
         return self._parts.switcher.dry_run(layout, sizes)
 
@@ -271,12 +278,12 @@ class DynatrainEngine(HostEngine):
     def suggest(
         self, profile: Any = None, *, members: int | None = None, horizon_steps: float | None = None
     ) -> tuple[Any, ...]:
-        """The layouts that are fastest by a profile, best first, of those that a switch would not refuse.
+        """Return the layouts that are fastest by a profile, best first, of those that a switch would not refuse.
 
-        profile: or its file; by default what was measured, or else that of `dynatrain.balance`. members: how many there
-        are; all by default. horizon_steps: over how many steps what a switch takes is spread; without it that counts
-        for nothing. Each has `layout` and `time.step_ms`, a prediction. Asks nobody and changes nothing. ProfileError
-        for a profile of other batches, LayoutError if nothing fits.
+        profile: or its file; by default the measured one, or else that of `dynatrain.balance`. members: how many there
+        are; all by default. horizon_steps: number of steps over which the duration of a switch is spread; without it
+        that duration is not counted. Each result has `layout` and `time.step_ms`, a prediction. Asks no other member
+        and changes nothing. Raises ProfileError for a profile of other batches, LayoutError if no layout fits.
         """
         suggest = named("ds_dynatrain.balance.extension:suggest")
         return cast("tuple[Any, ...]", suggest(self._parts, profile, members, horizon_steps))
@@ -287,9 +294,9 @@ class DynatrainEngine(HostEngine):
         return function
 
     def on_change(self, function: OnChange) -> OnChange:
-        """Call `function(change)` on this member whenever its rank, the members or the layout have become others.
+        """Call `function(change)` on this member whenever its rank, the members or the layout have changed.
 
-        For whatever reason: a switch, one that is undone, members that come, leave or die. It is called at a boundary,
+        The cause may be a switch, one that is undone, or members that come, leave or die. It is called at a boundary,
         before the next batch is dealt; on an idle member while it waits, and before its first batch when it works. The
         change has `before` and `after`, each with `layout`, `members`, `rank` and `generation`. Usable as a decorator.
         """
@@ -298,7 +305,7 @@ class DynatrainEngine(HostEngine):
 
     @in_turn
     def boundary(self) -> None:
-        """For a loop without one of our loaders: call it at the top of the loop; a pending change takes effect here.
+        """Let a pending change take effect. Call it at the top of a loop that uses none of our loaders.
 
         On an idle member it returns when the member works again, and raises SystemExit(0) when the job has ended.
         """
@@ -309,17 +316,17 @@ class DynatrainEngine(HostEngine):
 
     @in_turn
     def update_param_groups(self, groups: Iterable[Mapping[str, Any]] | None = None) -> bool:
-        """Take over what has changed since it was registered: parameters' `requires_grad`, and new optimizer groups.
+        """Register what has changed: parameters' `requires_grad`, and new optimizer groups.
 
-        Call it on every working member at the same step, after `engine.step()`. What is frozen now loses its master and
-        moments and keeps its weight. What is trained now gets them, moments as zeros and counts as at the start, in a
-        new optimizer group with the hyper-parameters and schedule of the group that it was listed in. groups: for
-        parameters in no group, or for other hyper-parameters: `{"params": [...], "like": 0, "weight_decay": 0.1}`,
-        where `like` is the number of a present group. A group that trains nothing any more is removed.
+        Call it on every working member at the same step, after `engine.step()`. A newly frozen parameter loses its
+        master and moments and keeps its weight. A newly trained one gets them, moments as zeros and counts as at the
+        start, in a new optimizer group with the hyper-parameters and schedule of the group that it was listed in.
+        groups: for parameters in no group, or for other hyper-parameters: `{"params": [...], "like": 0, "weight_decay":
+        0.1}`, where `like` is the number of a present group. A group that trains nothing any more is removed.
 
-        False if nothing has changed. SwitchRefused, on all members alike, naming the parameter, for what cannot be;
-        SwitchFailed if it failed and the engine goes on as before, with `requires_grad` as it was registered;
-        OutcomeUnknown if this member cannot know which.
+        Returns False if nothing has changed. Raises SwitchRefused, on all members alike and naming the parameter, for
+        an impossible change; SwitchFailed if it failed and the engine goes on as before, with `requires_grad` as it was
+        registered; OutcomeUnknown if this member cannot know which.
         """
         if self.idle:
             raise SwitchRefused(
@@ -330,10 +337,10 @@ class DynatrainEngine(HostEngine):
         return self._parts.switcher.register(list(groups or ()))
 
     def register_for_checkpointing(self, name: str, value: Any) -> Any:
-        """Carry and save an object with `state_dict` and `load_state_dict`.
+        """Carry and save an object with `state_dict` and `load_state_dict`; return the object.
 
         A member that starts to work takes rank 0's state of it. Call it on every process, idle ones too, before the
-        first switch. Returns the object. ConfigError for one without the two methods, or a name that is taken.
+        first switch. Raises ConfigError for an object without the two methods, or a name that is taken.
         """
         wanted, parts = ("state_dict", "load_state_dict"), self._parts
         missing = [method for method in wanted if not callable(getattr(value, method, None))]
@@ -352,14 +359,14 @@ class DynatrainEngine(HostEngine):
 
     @in_turn
     def new_group(self, ranks: RanksOf | None = None) -> OwnGroup:
-        """A group that stands for one of every world; use it as `group=handle.group`, asked for each time.
+        """Return a handle for a process group of every world; use it as `group=handle.group`, asked for each time.
 
         Call it on every process, idle ones too, in the same order, before the first batch. ranks: called as
         `ranks(layout, nodes)`, where `nodes[rank]` names the node of each rank; it returns the ranks of each group, and
         a rank is in one of them or in none. By default all working members are in one group.
 
-        ConfigError after the first batch, or for ranks that cannot be; a layout for which `ranks` returns such is
-        refused.
+        Raises ConfigError after the first batch, or for impossible ranks; a layout for which `ranks` returns such ranks
+        is refused.
         """
         parts = self._parts
         if parts.has_stood or parts.is_switching:
@@ -388,18 +395,18 @@ class DynatrainEngine(HostEngine):
         seed: int | None = None,
         reshuffle: bool | None = None,
     ) -> TrainLoader | EvaluationLoader:
-        """A loader that follows the world; make it on every process, idle ones too, in the same order.
+        """Return a loader that follows the world; make it on every process, idle ones too, in the same order.
 
-        dataset: map-style, or a torch DataLoader over one, which is taken apart. A train loader has a position and is
-        where a change takes effect; an evaluation loader (`evaluation=True`, not shuffled unless asked; `batch_size` is
-        its own) has neither. seed: of the order. reshuffle: another order each epoch, that of `seed` + epoch; by
-        default what the DataLoader or `dynatrain.data` says.
+        dataset: map-style, or a torch DataLoader over one, which is taken apart. A train loader has a position, and
+        changes take effect at its batches; an evaluation loader (`evaluation=True`, not shuffled unless asked, with a
+        `batch_size` of its own) has and does neither. seed: of the order. reshuffle: another order each epoch, that of
+        `seed` + epoch; by default as the DataLoader or `dynatrain.data` says.
         """
         order = Shuffling(shuffle, seed, reshuffle)
         return self._parts.loaders.make(dataset, collate_fn, num_workers, order, evaluation, batch_size, name)
 
     def _training_loader(self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None) -> TrainLoader:
-        """The one of `training_data`."""
+        """Return the loader of `training_data`."""
         return cast("TrainLoader", self.loader(dataset, collate_fn=collate_fn))
 
     def deepspeed_io(
@@ -412,7 +419,7 @@ class DynatrainEngine(HostEngine):
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_local_io_workers: int | None = None,
     ) -> TrainLoader | EvaluationLoader:
-        """DeepSpeed's call for another loader: here one that follows the world. DataError for a sampler."""
+        """Return another loader that follows the world, by DeepSpeed's call for it. Raise DataError for a sampler."""
         if data_sampler is not None:
             raise DataError(
                 "deepspeed_io: a sampler of your own cannot follow the world; leave data_sampler out, or give "
@@ -433,33 +440,32 @@ class DynatrainEngine(HostEngine):
         )
 
     def epochs(self, count: int) -> Iterator[int]:
-        """The numbers, from 0, of the epochs that remain of `count` for the job, on whichever member."""
+        """Yield the numbers, from 0, of the epochs that remain of `count` for the job, on any members."""
         while self._parts.job_epoch < count:
             yield self._parts.job_epoch
             self._parts.job_epoch += 1
 
     def micro_batch(self, one: MicroBatch, *, is_divided: bool = False) -> AbstractContextManager[None]:
-        """A block whose forward and backward pass, and step, are about this micro-batch of `loader.windows()`.
+        """Return a block whose forward pass, backward pass and step are about this micro-batch of `loader.windows()`.
 
-        is_divided: the loss is divided by what the whole global batch has of something (its tokens over all ranks,
-        times the ranks that DeepSpeed means over), not a mean over the micro-batch: it is taken as it is, and that of a
-        borrowed one as 0. Say so for every micro-batch of a global batch or for none.
+        is_divided: the loss is not a mean over the micro-batch but was divided by a figure of the whole global batch
+        (its tokens over all ranks, times the ranks that DeepSpeed means over): it is taken as it is, and that of a
+        borrowed micro-batch as 0. Say so for every micro-batch of a global batch or for none.
 
-        DataError for a micro-batch of another world, and if `tokens` are given for a loss that is divided;
-        UnsupportedError for a pipeline, whose `train_batch` draws for itself, and for a divided loss in an exact job.
+        Raises DataError for a micro-batch of another world, and if `tokens` are given for a divided loss;
+        UnsupportedError for a pipeline, whose `train_batch` draws its own, and for a divided loss in an exact job.
         """
         if self._parts.job.has_stages:
             raise usage("engine.micro_batch of a pipeline").error("engine.micro_batch")
         return self._parts.loaders.micro_batch(one, is_divided)
 
     def mean(self, value: torch.Tensor | float, samples: int) -> torch.Tensor:
-        """The mean of `value` (one number) over the data axis, weighted by each rank's `samples`; fp32, on the
-        device of `value` (of a plain number: the CPU).
+        """Return the mean of `value` (one number) over the data axis, weighted by each rank's `samples`.
 
-        With sequence parallelism it is over sequence ranks too: each has the mean over its part of the same samples.
-        A collective of the working members. If the world is aborted in it, or the global batch is discarded, or
-        this member came late and the others are elsewhere, it is the value of this rank alone. DataError if nobody has
-        a sample.
+        The result is fp32 on the device of `value` (for a plain number, on the CPU). With sequence parallelism it is
+        over sequence ranks too: each has the mean over its part of the same samples. This is a collective of the
+        working members. If the world is aborted in it, the global batch is discarded, or this member came late and the
+        others are elsewhere, the result is this rank's value alone. Raises DataError if no rank has a sample.
         """
         return self._parts.loaders.mean(value, samples)
 
@@ -471,53 +477,57 @@ class DynatrainEngine(HostEngine):
     def save(self, path: Folder, tag: str | None = None, *, background: Literal[True]) -> PendingSave: ...
     @in_turn
     def save(self, path: Folder, tag: str | None = None, *, background: bool = False) -> Path | PendingSave:
-        """Save all state into a folder of checkpoints, as one that any layout and any world can load.
+        """Save all state into a folder of checkpoints, in a form that any layout and any world can load.
 
         Call it on every working member with the same arguments and at the same step, after `engine.step()`. path: a
         folder that all members see. tag: a name in it that is not taken; "step" and the number of steps by default.
         `latest` names it from then on. Returns the checkpoint's own folder.
 
-        background: the step waits for a copy in host memory alone, and a thread writes. The copy takes as much memory
-        as this member writes, and is kept for the next one. `wait()` of the result gives the folder, or raises why
-        there is none; a boundary that finds it failed logs the error. Another save, a load and the end of the engine
-        wait for it.
+        background: only a copy into host memory delays the step, and a thread writes. The copy takes as much memory as
+        this member writes, and is kept for the next one. `wait()` of the result returns the folder, or raises the
+        reason why there is none; a boundary that finds it failed logs the error. Another save, a load and the end of
+        the engine wait for it.
 
-        CheckpointError, on all members alike, says why there is none; what was there before is as it was, and training
-        can go on.
+        Raises CheckpointError, on all members alike, if the checkpoint could not be saved; earlier ones are as they
+        were, and training can go on.
         """
         return self._parts.checkpoints.save(path, tag, background)
 
     @in_turn
     def load(self, path: Folder, tag: str | None = None, *, trust_pickle: bool = False) -> Restored:
-        """Go on from a checkpoint of `save`, whatever layout and world it was saved in, in the present one.
+        """Load a checkpoint of `save`, of any layout and world, into the present one, and continue from there.
 
-        One of DeepSpeed's `save_checkpoint` is read as well; streams, positions and objects stay as they are then.
-        trust_pickle: of such files, run what they say where they hold more than tensors and plain values.
+        A checkpoint of DeepSpeed's `save_checkpoint` is read as well; streams, positions and objects stay as they are
+        then. trust_pickle: unpickle such files even if they hold more than tensors and plain values, which may run
+        their code.
 
-        Call it on every working member with the same arguments and at the same step. tag: what `latest` names by
-        default. All state is replaced: weights, optimizer, counters, schedule, random streams, loaders' positions,
+        Call it on every working member with the same arguments and at the same step. tag: the one that `latest` names
+        by default. All state is replaced: weights, optimizer, counters, schedule, random streams, loaders' positions,
         objects of `register_for_checkpointing`; a loader or object that is made later gets its own then. An iterator
         over a loader goes on from the position that was loaded.
 
-        CheckpointError, on all members alike, if there is none, it does not fit, or (CheckpointDamaged) it is not what
-        was saved: training goes on as before the call. OutcomeUnknown if this member cannot know whether others
-        have loaded it: it trains no further.
+        Raises CheckpointError, on all members alike, if there is no checkpoint, it does not fit, or (CheckpointDamaged)
+        it is not what was saved; training continues as before the call then. Raises OutcomeUnknown if this member
+        cannot know whether others have loaded it: it trains no further.
         """
         return self._parts.checkpoints.load(path, tag, trust_pickle)
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End of the script: tell the others, and take the process groups down while they can still answer."""
+        """End the engine with the script: tell the others, and take the process groups down while they can still
+        answer.
+        """
         self._parts.close()
 
     # ---- DeepSpeed's forward, backward and step, in a world that may be aborted meanwhile ----------------------------
 
     @in_turn
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """DeepSpeed's; a micro-batch without a sample of its own leaves no trace in the module's buffers.
+        """Run DeepSpeed's forward pass; a micro-batch without a sample of its own does not change the module's buffers.
 
-        Where members come and go: if the world is aborted in it, it is formed anew; what is returned trains nothing.
+        In a job whose members come and go: if the world is aborted in it, it is formed anew, and the output trains
+        nothing.
         """
         parts, window = self._parts, self._parts.window
         run = partial(self._forward, *inputs, **kwargs)
@@ -550,7 +560,7 @@ class DynatrainEngine(HostEngine):
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, *, tokens: int | None = None
     ) -> torch.Tensor:
-        """DeepSpeed's; see `HostEngine.backward`. In a global batch that is discarded it does nothing."""
+        """Run DeepSpeed's backward pass; see `HostEngine.backward`. Does nothing in a discarded global batch."""
         if self._parts.is_discarded:
             return loss
         loss, run, parts = plain(loss), super().backward, self._parts
@@ -565,17 +575,17 @@ class DynatrainEngine(HostEngine):
         return PROCESS.membership.surviving(parts, backward, lambda: loss)
 
     def _backward_prologue(self) -> None:
-        """DeepSpeed's, where any backward pass begins, also one of `loss.backward()`."""
+        """Run DeepSpeed's prologue of any backward pass, also of `loss.backward()`, and take the engine's turn."""
         with PROCESS.backward(self._parts):
             super()._backward_prologue()
 
     @in_turn
     def step(self, lr_kwargs: Any = None) -> None:
-        """DeepSpeed's; a complete window opens the way to the next boundary.
+        """Make DeepSpeed's step; after a complete window the next boundary can take effect.
 
-        UnsupportedError for a step that the user places (by `set_gradient_accumulation_boundary(True)`, or without
-        `managed_gradient_accumulation`) in the middle of a global batch: in another world that would be another set
-        of samples. In a global batch that is discarded it does nothing.
+        Raises UnsupportedError for a step that the user places (by `set_gradient_accumulation_boundary(True)`, or
+        without `managed_gradient_accumulation`) in the middle of a global batch: in another world it would take other
+        samples. Does nothing in a discarded global batch.
         """
         if not self._parts.is_discarded:
             PROCESS.membership.surviving(self._parts, lambda: self._step(lr_kwargs), lambda: None)
@@ -592,7 +602,7 @@ class DynatrainEngine(HostEngine):
             logger.warning(
                 "this global batch is void: it trains nothing, and the world before the switch deals it again"
             )
-            if parts.idle:  # who did not work in the old world waits here until it does
+            if parts.idle:  # a member that was idle in the old world waits here until it works
                 parts.switcher.at_boundary(place)
             return
         super().step(lr_kwargs)
@@ -603,7 +613,7 @@ class DynatrainEngine(HostEngine):
         parts.finish_step()
 
     def _take_model_step(self, *arguments: Any) -> None:
-        """DeepSpeed's; from its begin to its end the state is neither that before it nor that after it."""
+        """Make DeepSpeed's optimizer step; until it ends, the state is neither that before it nor that after it."""
         parts = self._parts
         parts.agree()
         parts.is_stepping = True
@@ -614,7 +624,7 @@ class DynatrainEngine(HostEngine):
             parts.world.status.gate.end_step()
 
     def _end_window(self, samples: int) -> None:
-        """After the optimizer's step; samples: `global_samples` before it."""
+        """Close the global batch after the optimizer's step. samples: `global_samples` before it."""
         parts = self._parts
         parts.switcher.note_first_step()
         parts.switcher.note_step()
@@ -632,9 +642,9 @@ class DynatrainEngine(HostEngine):
         schedule: Any = None,
         compiled_autograd_enabled: bool = False,
     ) -> None:
-        """DeepSpeed's, with `torch.compile`; call it on every process, idle ones too. Each switch compiles anew.
+        """Compile the module as DeepSpeed does; call it on every process, idle ones too. Each switch compiles anew.
 
-        UnsupportedError for a schedule of DeepCompile and for compiled autograd.
+        Raises UnsupportedError for a schedule of DeepCompile and for compiled autograd.
         """
         if schedule is not None:
             raise usage("DeepCompile").error("engine.compile(schedule=...)")
@@ -645,15 +655,18 @@ class DynatrainEngine(HostEngine):
     # ---- what there is of DeepSpeed's besides ------------------------------------------------------------------------
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """UnsupportedError: the loaders' epochs are cut by the batch size of the start."""
+        """Raise UnsupportedError: the loaders' epochs are cut by the first batch size."""
         raise usage("set_train_batch_size").error(f"set_train_batch_size({train_batch_size})")
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """UnsupportedError: the micro-batch follows from the global batch and the world."""
+        """Raise UnsupportedError: the micro-batch follows from the global batch and the world."""
         raise usage("set_train_micro_batch_size").error(f"set_train_micro_batch_size({micro_batch_size})")
 
     def set_custom_curriculum_learning_schedule(self, schedule_func_dict: dict[str, Callable[[int], Any]]) -> None:
-        """DeepSpeed's; call it on every process before the first batch, or the ConfigError says that it is too late."""
+        """Set a custom curriculum, as DeepSpeed does; call it on every process before the first batch.
+
+        Raises ConfigError if it is too late.
+        """
         for loader in self._parts.loaders.of_curricula:
             if loader.cursor > Cursor() or loader.mid_window:
                 raise ConfigError(
@@ -663,7 +676,9 @@ class DynatrainEngine(HostEngine):
             loader.order.set_schedule(schedule_func_dict)  # type: ignore[attr-defined]
 
     def set_data_post_process_func(self, post_process_func: Callable[[Any, dict[str, Any]], Any]) -> None:
-        """DeepSpeed's: with a curriculum, `function(batch, state of the sampler)` gives the batch to train on."""
+        """Set DeepSpeed's hook: with a curriculum, `function(batch, state of the sampler)` returns the batch to train
+        on.
+        """
         for loader in self._parts.loaders.of_curricula:
             loader.post_process = post_process_func
 
@@ -676,9 +691,10 @@ class DynatrainEngine(HostEngine):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """DeepSpeed's; False, with a warning, if the world is aborted in it, or was in this global batch.
+        """Save a checkpoint as DeepSpeed does.
 
-        On a member that came late it saves under the folder and tag that the others have said.
+        Returns False, with a warning, if the world is aborted in it, or was in this global batch. A member that came
+        late saves under the folder and tag that the others have said.
         """
         save = partial(
             super().save_checkpoint,
@@ -701,15 +717,15 @@ class DynatrainEngine(HostEngine):
         *,
         trust_pickle: bool = False,
     ) -> Any:
-        """DeepSpeed's; and it loads what was saved in another layout, and checkpoints of `engine.save`.
+        """Load a checkpoint as DeepSpeed does, also one of another layout or of `engine.save`.
 
-        That is one step for all members, as `engine.load`, which see also for `trust_pickle`; CheckpointError says
-        why it cannot be. In the layout that was saved, and cut by the same options, or with only weights asked for, it
-        is DeepSpeed's.
-        With `load_module_strict=False` frozen weights that it was saved without stay as they are.
+        Those are loaded in one step for all members, as in `engine.load`, which also explains `trust_pickle`;
+        CheckpointError has the reason if they cannot be. DeepSpeed's own code loads a checkpoint of this layout that
+        was cut by the same options, and one of which only weights are asked for. With `load_module_strict=False`,
+        frozen weights that the checkpoint lacks stay as they are.
 
-        On a member that joins a running job, before its first batch there, it loads nothing and returns what the job's
-        own call returned, with those parts of the client state that JSON can hold.
+        On a member that joins a running job, before its first batch there, it loads nothing and returns the result of
+        the job's own call, with those parts of the client state that JSON can hold.
         """
         part = Part(
             load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn
@@ -722,7 +738,7 @@ class DynatrainEngine(HostEngine):
     reload_states = in_turn(HostEngine.reload_states)
 
     def destroy(self) -> None:
-        """DeepSpeed's, and the end of this engine's job: members that wait for work in it are let go."""
+        """Destroy DeepSpeed's engine, and end its job: members that wait for work in it may go."""
         if "_parts" not in self.__dict__:
             return
         with self.turn():
@@ -734,6 +750,6 @@ class DynatrainEngine(HostEngine):
 
 
 def _given(*sizes: object) -> dict[str, Any]:
-    """The changes to a layout that were asked for."""
+    """Return the changes to a layout that were asked for."""
     names = ("data", "zero_stage", "pipe", "expert", "tensor", "sequence", "boundaries", "shares")
     return {name: size for name, size in zip(names, sizes, strict=True) if size is not None}

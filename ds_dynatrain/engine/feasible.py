@@ -1,4 +1,4 @@
-"""Can a switch be done at all? Every check here is arithmetic on data that all members share, or is posted by each."""
+"""Feasibility of a switch. Every check is arithmetic on data that all members share, or that each member posts."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from ds_dynatrain.space import Layout, VirtualParameterSpace
 from ds_dynatrain.support import axes
 
 Needs = Mapping[tuple[int, str], int]
-"""(member, type of device) -> bytes that it allocates there."""
+"""Bytes that each member allocates, by (member, type of device)."""
 
 
 def check_combination(features: axes.Features, target: Layout, processes: int) -> None:
-    """SwitchRefused for a combination of axes and stage in which DeepSpeed does not train such a model."""
+    """Raise SwitchRefused for a combination of axes and stage in which DeepSpeed does not train such a model."""
     found = axes.refusal(features, target, processes)
     if found is not None:
         raise SwitchRefused(found.why, found.instead)
 
 
 def check_axes(vps: VirtualParameterSpace, target: Layout) -> None:
-    """SwitchRefused where the model's tensors cannot be dealt out by the axes of a layout."""
+    """Raise SwitchRefused if the axes of a layout cannot cut the model's tensors."""
     try:
         vps.mesh(target)
     except (LayoutError, UnsupportedError) as error:
@@ -46,7 +46,7 @@ def check_elements(vps: VirtualParameterSpace, target: Layout) -> None:
 
 
 def target_layout(present: Layout, layout: Layout | None, changes: Mapping[str, int]) -> Layout:
-    """The layout that a call of `switch` or `plan` means; SwitchRefused if there is no such layout."""
+    """Return the layout that a call of `switch` or `plan` means; raise SwitchRefused if there is no such layout."""
     if layout is not None and changes:
         raise SwitchRefused(
             f"both {layout} and changes to the present layout ({', '.join(changes)}) were given",
@@ -64,7 +64,7 @@ def target_layout(present: Layout, layout: Layout | None, changes: Mapping[str, 
 
 
 def check_size(target: Layout, processes: int) -> None:
-    """SwitchRefused if the job has too few processes."""
+    """Raise SwitchRefused if the job has too few processes."""
     if target.world_size > processes:
         raise SwitchRefused(
             f"{target} needs {target.world_size} members and this launch has {processes} processes",
@@ -73,7 +73,8 @@ def check_size(target: Layout, processes: int) -> None:
 
 
 def dealt(sizes: BatchSizes, layout: Layout, has_stages: bool = False) -> BatchArithmetic:
-    """How a global batch is dealt under a layout; DataError for shares that are not of all its samples.
+    """Return how a global batch is dealt under a layout; raise DataError for shares that do not add up to all its
+    samples.
 
     has_stages: whether the model is a PipelineModule.
     """
@@ -84,7 +85,7 @@ def dealt(sizes: BatchSizes, layout: Layout, has_stages: bool = False) -> BatchA
 
 
 def check_batch(target: Layout, sizes: BatchSizes, module: nn.Module, has_stages: bool = False) -> None:
-    """SwitchRefused where the global batch cannot be dealt to `target` with the same result.
+    """Raise SwitchRefused if the global batch cannot be dealt to `target` with the same result.
 
     module: with all layers of the model. has_stages: whether that is a PipelineModule.
     """
@@ -135,7 +136,7 @@ def _check_leaves(target: Layout, sizes: BatchSizes) -> None:
 
 
 def _evener(batch: BatchArithmetic) -> tuple[str, str]:
-    """What cuts a batch unevenly, in words, and what would not."""
+    """Return, in words, what cuts a batch unevenly, and what would cut it evenly."""
     size, data = batch.train_batch_size, batch.data
     if batch.shares is not None:
         return f"train_batch_size {size} in shares {batch.shares}", "leave shares out, or make them equal"
@@ -147,7 +148,7 @@ def _evener(batch: BatchArithmetic) -> tuple[str, str]:
 
 
 def available_bytes() -> int:
-    """Memory that this process may still take: what the system has, its control group grants, and its limits allow."""
+    """Return the memory that this process may still take, by the system, its control group and its own limits."""
     found = [_kilobytes(Path("/proc/meminfo"), "MemAvailable")]
     group = Path("/sys/fs/cgroup")
     try:
@@ -164,9 +165,10 @@ def available_bytes() -> int:
 
 
 def check_memory(member: int, needs: Needs, nodes: Mapping[int, str]) -> None:
-    """SwitchRefused if what the members of this node need to take in addition is more than this process may have.
+    """Raise SwitchRefused if the members of this node, or this member on its device, need more memory than is free.
 
-    needs: what each member allocates for the switch. Those of one node share its memory; a device is one member's.
+    needs: bytes that each member allocates for the switch. Members of a node share its memory; a device is one
+    member's.
     """
     mine = needs.get((member, HOST.type), 0)
     here = [need for (other, device), need in needs.items() if device == HOST.type and nodes[other] == nodes[member]]
@@ -187,7 +189,7 @@ def check_memory(member: int, needs: Needs, nodes: Mapping[int, str]) -> None:
 
 
 def _kilobytes(file: Path, key: str, absent: int = 1 << 62) -> int:
-    """A figure of Linux's, in bytes; absent: where there is none, so that nothing is refused by it."""
+    """Return a figure of Linux's in bytes; `absent` if there is none, so that it refuses nothing."""
     try:
         for line in file.read_text().splitlines():
             if line.startswith(f"{key}:"):

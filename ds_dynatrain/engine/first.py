@@ -18,11 +18,11 @@ from ds_dynatrain.space import VirtualParameterSpace, row_of
 from ds_dynatrain.transfer import digest
 
 DRAW_SECONDS = 1800.0
-"""Large models take their time; as long as DeepSpeed waits for a collective."""
+"""Longest wait for members that draw a large model's parameters: as long as DeepSpeed waits for a collective."""
 
 
 def take_in(engine: EngineCore, incoming: Incoming, space: VirtualParameterSpace) -> None:
-    """Put the first layout together out of parameters that come in one by one; all processes take part."""
+    """Put the first layout together from parameters that come in one by one; all processes take part."""
     engine.adopt_space(space)
     values = incoming.values(engine.launch, engine.job.job_seed, works=engine.world is not None)
     numbers = {id(parameter): number for number, parameter in enumerate(engine.host.model_map.parameters)}
@@ -48,7 +48,7 @@ def _fill(
     values: Iterator[tuple[nn.Parameter, torch.Tensor]],
     numbers: dict[int, int],
 ) -> tuple[Buffers, dict[str, int]]:
-    """The buffers of the first layout, and the digests of what this member drew for itself, by name."""
+    """Return the buffers of the first layout, and the digests of what this member drew for itself, by name."""
     drawn: dict[str, int] = {}
 
     def noted() -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
@@ -64,7 +64,7 @@ def _fill(
 
 
 def _compare_draws(engine: EngineCore, incoming: Incoming, mine: dict[str, Any] | None = None) -> None:
-    """ConfigError on all processes, naming the parameter, unless all working members drew the same values."""
+    """Raise ConfigError on all processes, naming the parameter, unless all working members drew the same values."""
     if not incoming.draws:
         return
     if mine is not None:

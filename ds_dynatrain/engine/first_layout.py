@@ -1,4 +1,4 @@
-"""The layout that a launch begins with: from the `dynatrain` block, else from what DeepSpeed's configuration says."""
+"""The first layout of a launch: from the `dynatrain` block, else from DeepSpeed's configuration."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ def first_layout(
     grows: bool,
     in_leaves: bool,
 ) -> Layout:
-    """Of a launch of so many processes; ConfigError if it has not enough of them, or they do not divide.
+    """Return the layout in which a launch of so many processes begins.
 
-    model: with all its layers, if it was built in stages; pipe: how many. grows: whether members come and go, so that
-    however many there are may start. in_leaves: whether batches come in leaves; ranks without a leaf are idle then.
+    model: with all its layers, if it was built in stages; pipe: the number of stages. grows: whether members come and
+    go, so that any number of them may start. in_leaves: whether batches come in leaves; ranks without a leaf are idle
+    then. Raises ConfigError if there are too few processes, or the axes do not divide their number.
     """
     block = settings.layout
     named = set() if block is None else block.model_fields_set
@@ -67,7 +68,7 @@ def first_layout(
 
 
 def check_start(layout: Layout, model: nn.Module, shaper: Shaper, job: Job, processes: int) -> None:
-    """ConfigError if the first layout cannot deal the batch to this model, or cannot have what the user asks for."""
+    """Raise ConfigError if the first layout cannot deal the batch to this model, or excludes what the user asks for."""
     try:
         feasible.check_combination(job.features, layout, processes)
         feasible.check_batch(layout, job.batch_sizes, shaper.whole(model), job.has_stages)
@@ -80,7 +81,7 @@ def check_start(layout: Layout, model: nn.Module, shaper: Shaper, job: Job, proc
 
 
 def check_axes(shaper: Shaper, layout: Layout) -> tuple[tuple[int, ...], ...]:
-    """The sets of stages that share a tensor; ConfigError if the model cannot be dealt out so."""
+    """Return the sets of stages that share a tensor; raise ConfigError if the layout cannot cut the model."""
     try:
         return shared_stages(shaper.cuts(layout).values())
     except (LayoutError, UnsupportedError) as error:

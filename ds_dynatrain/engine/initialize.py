@@ -93,19 +93,18 @@ def initialize(
     model_factory: ModelFactory | None = None,
     extensions: Iterable[Extension] = (),
 ) -> Results:
-    """What `deepspeed.initialize` takes and returns: (engine, optimizer, training loader, scheduler).
+    """Initialize as `deepspeed.initialize`, and return (engine, optimizer, training loader, scheduler).
 
-    Without a `dynatrain` block in the configuration it is `deepspeed.initialize`. With one, call it on every process
-    of the launch: `dynatrain.layout` says which layout to start with, and processes that it does not need start idle.
+    Without a `dynatrain` block in the configuration it is `deepspeed.initialize`. With one, call it on every process of
+    the launch: `dynatrain.layout` says which layout to start with, and processes that it does not need start idle.
 
-    on_idle: called again and again as `on_idle(engine)` on a member that waits for work.
-    param_init_fn: for a model on the meta device, called as `param_init_fn(module)` on each module with parameters of
-    its own, in place of its `reset_parameters()`.
-    model_factory: builds the same model anew, for one that cannot be copied and whose layers are to be dealt out.
-    extensions: of your own, in the same order on every process; see `Extension`.
+    on_idle: called again and again as `on_idle(engine)` on a member that waits for work. param_init_fn: for a model on
+    the meta device, called as `param_init_fn(module)` on each module with parameters of its own, in place of its
+    `reset_parameters()`. model_factory: builds the same model anew, for one that cannot be copied and whose layers are
+    to be dealt out. extensions: your own, in the same order on every process; see `Extension`.
 
-    Raises ConfigError for a wrong block or a model that differs between processes, UnsupportedError for a feature
-    that a switch would get wrong, CheckpointError if `dynatrain.resume` names what cannot be loaded.
+    Raises ConfigError for a wrong block or a model that differs between processes, UnsupportedError for a feature that
+    a switch would get wrong, CheckpointError if `dynatrain.resume` names a checkpoint that cannot be loaded.
     """
     given = {"args": args, "model": model, "optimizer": optimizer, "model_parameters": model_parameters}
     given |= {"lr_scheduler": lr_scheduler, "collate_fn": collate_fn}
@@ -147,14 +146,14 @@ def initialize(
 
 
 def init_distributed(*arguments: Any, **named: Any) -> bool:
-    """`deepspeed.init_distributed`, with the same arguments; in an elastic job the job's world is there then.
+    """Call `deepspeed.init_distributed` with the same arguments; in an elastic job, form the job's world first.
 
-    A script's first line. Processes that start a job wait for each other, and see all of them in `torch.distributed`,
-    RANK and WORLD_SIZE. A process that joins a running job sees its own node's world until `initialize`: the others
-    are training, and take part in nothing. Returns whether this process joins. Models may be built under
-    `deepspeed.zero.Init` from here on.
+    Call it in a script's first line. Processes that start a job wait for each other, and see all of them in
+    `torch.distributed`, RANK and WORLD_SIZE. A process that joins a running job sees its own node's world until
+    `initialize`: the others are training, and take part in nothing. Returns whether this process joins. Models may be
+    built under `deepspeed.zero.Init` from here on.
 
-    SystemExit(0) if the job ends before that. TimeoutError, PeerRefused: see `Member.start`.
+    Raises SystemExit(0) if the job ends before that. TimeoutError, PeerRefused: see `Member.start`.
     """
     show_by_default()
     place = worker_place()
@@ -172,9 +171,9 @@ def init_distributed(*arguments: Any, **named: Any) -> bool:
 
 
 def join_at_zero_init() -> None:
-    """Let the first `deepspeed.zero.Init` of an elastic launch call `init_distributed`, in case nobody has before.
+    """Let the first `deepspeed.zero.Init` of an elastic launch call `init_distributed`, unless the script has.
 
-    For frameworks that build a model under `zero.Init` by themselves; elsewhere than in such a launch it does nothing.
+    This is for frameworks that build a model under `zero.Init` by themselves. Does nothing in a fixed launch.
     """
     if worker_place() is not None:
         install_zero_init(_join_before_engines, read_config)
@@ -190,7 +189,7 @@ def _join_before_engines() -> bool:
 
 
 def _require_global_batch(own: Mapping[str, Any]) -> None:
-    """Raise ConfigError where the global batch would follow from how many ranks are there, and so change with them."""
+    """Raise ConfigError if the global batch would follow from the number of ranks, and so change with it."""
     if not isinstance(own.get("train_batch_size"), int):
         micro, steps = (own.get(key) for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"))
         raise ConfigError(
@@ -201,7 +200,9 @@ def _require_global_batch(own: Mapping[str, Any]) -> None:
 
 
 def _settle_elastic_launch() -> None:
-    """Before anything is made: UnsupportedError, ConfigError where a death could not be survived."""
+    """Prepare an elastic launch, before anything else; raise UnsupportedError or ConfigError if it could not survive a
+    death.
+    """
     check_elastic_launch()
     if is_watched():
         settle_watchdog()
@@ -209,8 +210,7 @@ def _settle_elastic_launch() -> None:
 
 @dataclass(frozen=True)
 class _Given:
-    """What the caller gave. own: DeepSpeed's configuration; arguments: of DeepSpeed's constructor, which is not told of
-    the others."""
+    """Arguments of the caller. own: DeepSpeed's configuration. arguments: those of DeepSpeed's constructor."""
 
     own: dict[str, Any]
     settings: DynatrainConfig
@@ -223,7 +223,9 @@ class _Given:
 
 
 def _joined(given: _Given, start: dict[str, Any]) -> DynatrainEngine:
-    """The engine, in the job that this process has come to. start: of torch.distributed, as DeepSpeed takes it."""
+    """Return the engine, in the job that this process has come to. start: torch.distributed's arguments, as
+    DeepSpeed's.
+    """
     start_without_compiler()
     take_own(local_rank())
     place = worker_place()
@@ -246,13 +248,13 @@ def _joined(given: _Given, start: dict[str, Any]) -> DynatrainEngine:
 def _refuse_beside(
     others: list[EngineCore], settings: DynatrainConfig, model: nn.Module, place: WorkerPlace | None
 ) -> None:
-    """UnsupportedError, ConfigError: the model, or the other engines of this process, do not go with these settings."""
+    """Raise UnsupportedError or ConfigError if the model or the process's other engines exclude these settings."""
     if others and place is not None and is_pipeline(model):
         raise usage("a pipeline beside another engine where members come and go").error()
     for other in others:
         theirs, ours = other.settings.fallback, settings.fallback
         if place is not None:
-            if other.has_stood:  # members may have come, who would not know of it
+            if other.has_stood:  # members that have come would not know of this engine
                 raise ConfigError(
                     f"engine {other.job.number} of this process has dealt a batch already, and members that come "
                     "would not know of a new engine; make all engines before the first batch of any of them"
@@ -272,7 +274,7 @@ def _refuse_beside(
 
 
 def _build(given: _Given, place: WorkerPlace | None, early: Early | None) -> DynatrainEngine:
-    """The engine on a working or on an idle member."""
+    """Return the engine, on a working or an idle member."""
     own, settings, arguments, mpu = given.own, given.settings, given.arguments, given.mpu
     model, block = arguments["model"], settings.layout
     pipe = start_stages(model, block.pipe if block is not None and "pipe" in block.model_fields_set else None)
@@ -328,7 +330,7 @@ def _build(given: _Given, place: WorkerPlace | None, early: Early | None) -> Dyn
 
 
 def _enter(settings: DynatrainConfig, place: WorkerPlace | None, early: Early | None) -> Entry:
-    """Into the job, in whichever way this process comes."""
+    """Enter the job, in whichever way this process comes."""
     if early is not None:
         PROCESS.early = None
         return early.take_over(settings)
@@ -341,7 +343,9 @@ def _enter(settings: DynatrainConfig, place: WorkerPlace | None, early: Early | 
 def _split(
     args: Any, config: Config | None, config_params: Config | None
 ) -> tuple[dict[str, Any], DynatrainConfig | None]:
-    """DeepSpeed's part and ours of the one configuration that was given; DeepSpeed itself objects to none or two."""
+    """Return DeepSpeed's part and ours of the configuration; DeepSpeed itself objects to none and, without ours, to
+    two.
+    """
     given = [each for each in (config, config_params, getattr(args, "deepspeed_config", None)) if each is not None]
     own, settings = split_config(given[0]) if given else ({}, None)
     if settings is not None and len(given) > 1:
@@ -360,9 +364,9 @@ def _make(
     incoming: Incoming,
     shaper: Shaper,
 ) -> DynatrainEngine:
-    """Make the engine, ready for work; where this raises nothing of it is left.
+    """Make the engine, ready for work; nothing of it is left if this raises.
 
-    layout: that the job is in. arguments: of DeepSpeed's constructor.
+    layout: the one that the job is in. arguments: of DeepSpeed's constructor.
     """
     check_start(layout, arguments["model"], shaper, job, max(entry.size, layout.world_size))
     ties = check_axes(shaper, layout) if is_partitioned(layout) else ()
@@ -415,7 +419,7 @@ def _working(entry: Entry, ties: Sequence[tuple[int, ...]], given: dict[str, Any
         return _engine_in(world, world, given)
     except BaseException:
         entry.launch.install()
-        drop(world, is_broken=True).join(seconds)  # who was refused may ask again at once
+        drop(world, is_broken=True).join(seconds)  # a refused caller may ask again at once
         raise
 
 
@@ -429,7 +433,9 @@ def _idle(entry: Entry, ties: Sequence[tuple[int, ...]], given: dict[str, Any]) 
 
 
 def _settle(engine: EngineParts, entry: Entry) -> None:
-    """Let the member stand alone while it is idle, where it stood in the group of all who start together."""
+    """Replace the group of all that start together by one of this process alone, in which it stands while it is
+    idle.
+    """
     if entry.world is None or entry.alone is None or entry.joins:
         return
     engine.context = replace(engine.context, launch=entry.alone)
@@ -459,7 +465,7 @@ def _close(reference: weakref.ref[DynatrainEngine]) -> None:
 
 
 def lists_of(arguments: Mapping[str, Any]) -> list[list[nn.Parameter]]:
-    """The lists of parameters that the caller has, of an optimizer's groups or in place of them."""
+    """Return the caller's lists of parameters, of an optimizer's groups or in place of them."""
     given = getattr(arguments["optimizer"], "param_groups", arguments["model_parameters"])
     if not isinstance(given, list):
         return []
@@ -471,7 +477,10 @@ def lists_of(arguments: Mapping[str, Any]) -> list[list[nn.Parameter]]:
 
 
 def rows_of(entry: Entry, incoming: Incoming) -> list[Row]:
-    """What must be equal on all processes; of one that joins a job all values come from there, in whatever form."""
+    """Return the rows that must be equal on all processes.
+
+    A process that joins a job takes the form of each parameter from the job, since all its values come from there.
+    """
     rows = incoming.rows()
     if entry.record is None:
         return rows
@@ -480,10 +489,10 @@ def rows_of(entry: Entry, incoming: Incoming) -> list[Row]:
 
 
 def introduce(entry: Entry, rows: Sequence[Row], machine: dict[str, str]) -> dict[int, dict[str, Any]]:
-    """Tell the others about this member, and see that all have the same model.
+    """Tell the others about this member, and check that all have the same model.
 
-    rows: `rows_of`; machine: what must be equal besides. ConfigError, on all of them, names the first parameter that
-    differs, or what of the machines; in a process that joins a running job on that one alone.
+    rows: of `rows_of`; machine: further values that must be equal. Raises ConfigError, on all processes, naming the
+    first parameter or value of a machine that differs; in a process that joins a running job, on that one alone.
     """
     if entry.record is not None:
         differs = differing_machine(entry.record["machine"], machine, "in the running job") or differing_parameter(

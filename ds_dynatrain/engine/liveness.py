@@ -1,4 +1,4 @@
-"""Is a member still there? Each one's thread counts up a number on the board; nobody compares clocks."""
+"""Liveness of members: each one's thread counts up a number on the board, so no clocks are compared."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from ds_dynatrain.report import logger
 
 BEAT_SECONDS = 1.0
 SILENT_BEATS = 5
-"""Fewer missing beats than this are a slow store or a busy machine, however short the time-out."""
+"""Fewer missing beats than this may come of a slow store or a busy machine, however short the time-out."""
 
 
 FIRST_ERROR = "first_error"
-"""Key of the error that ended a script first: the member, and its words."""
+"""Key of the error that ended a script first: [member, words]."""
 LAST_WORDS_SECONDS = 2.0
 LONG_SECONDS = 10.0
-"""After so long a wait says whom it waits for."""
+"""Length of a wait after which it says whom it waits for."""
 
 
 class Heartbeat:
-    """A daemon thread that says "alive" once a second until `stop`."""
+    """A daemon thread that posts a new number once a second until `stop`."""
 
     def __init__(self, control: Control) -> None:
         self._control = control.clone()
@@ -35,11 +35,13 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, name="dynatrain-heartbeat", daemon=True)
 
     def start(self) -> None:
-        """Begin to beat."""
+        """Start the thread that beats."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop, and wait for the thread, which a slow store may hold up; left alone it would abort Python's end."""
+        """Stop, and wait for the thread, which a slow store may hold up; if it outlived Python it would abort the
+        process.
+        """
         self._stop.set()
         self._thread.join(timeout=2 * BEAT_SECONDS + self._control.timeout_seconds)
 
@@ -55,9 +57,10 @@ class Heartbeat:
 
 @dataclass
 class Watch:
-    """Looks after others from a member that has nothing to do.
+    """Watch that a member with nothing to do keeps over others.
 
-    by_hearts: by their heartbeats; else others see to the dead, and it looks for scripts that are through alone.
+    by_hearts: judge them by their heartbeats. Otherwise the coordinator handles deaths, and the watch only looks for
+    scripts that have ended.
     """
 
     control: Control
@@ -66,10 +69,10 @@ class Watch:
     checked: float = 0.0
 
     def look(self, members: Iterable[int]) -> bool:
-        """Whether all `members` have ended their scripts; cheap to call often.
+        """Return whether all `members` have ended their scripts; cheap to call often.
 
-        MemberMissing for one whose heartbeat stood still for the time-out, SystemExit(1) if a script ended with an
-        error.
+        Raises MemberMissing for one whose heartbeat has stood still for the time-out, SystemExit(1) if a script ended
+        with an error.
         """
         now = time.monotonic()
         if now - self.checked < BEAT_SECONDS / 4:
@@ -103,7 +106,7 @@ class Watch:
 
 
 def ended_in_error() -> bool:
-    """Whether an uncaught exception ends this script."""
+    """Return whether an uncaught exception ends this script."""
     return getattr(sys, "last_value", None) is not None
 
 
@@ -114,7 +117,7 @@ def ending_error() -> BaseException | None:
 
 
 def post_end(control: Control, error: BaseException | None = None) -> None:
-    """Say that this member's script is through, and whether it ended in an uncaught exception, or in `error`."""
+    """Post that this member's script has ended, and whether by an uncaught exception or by `error`."""
     control.post(f"ended/{control.member}", "error" if error is not None or ended_in_error() else "done")
 
 
@@ -144,8 +147,11 @@ def first_error(control: Control) -> str:
 
 
 class Wait:
-    """`with Wait(whom, say) as wait:`, one wait. whom: what is waited for just now, asked every `LONG_SECONDS`; say:
-    where the status has it from, empty once the wait is over."""
+    """A wait that tells whom it waits for: `with Wait(whom, say) as wait:`.
+
+    whom: returns the present answer in words, called every `LONG_SECONDS`. say: takes it for the status; called with ""
+    once the wait is over.
+    """
 
     def __init__(self, whom: Callable[[], str], say: Callable[[str], None]) -> None:
         self._whom = whom
@@ -160,7 +166,7 @@ class Wait:
         self.rest()
 
     def look(self) -> None:
-        """To be called again and again while it lasts."""
+        """Say whom this waits for if `LONG_SECONDS` have passed. Call it in every turn of the waiting loop."""
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + LONG_SECONDS
@@ -171,7 +177,7 @@ class Wait:
             logger.warning("waiting for %g s already, for %s; look at their logs if it goes on", LONG_SECONDS, whom)
 
     def rest(self) -> None:
-        """Nobody is waited for just now; what comes next is another wait."""
+        """End the present wait; later calls of `look` belong to another one."""
         if self._has_told:
             self._has_told = False
             self._say("")

@@ -1,4 +1,4 @@
-"""An engine's loaders, which follow the world: how they are made, what they ask, and means over what they dealt."""
+"""Loaders of an engine, which follow the world: how they are made, what they ask, and means over their batches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Shuffling:
-    """What a caller says of a loader's order; None: nothing."""
+    """Order of a loader as its caller gives it; None for what the caller does not say."""
 
     shuffle: bool | None
     seed: int | None = None
@@ -34,13 +34,15 @@ class Shuffling:
 
 
 class Loaders:
-    """The host of an engine's loaders (`data.loader.Host`), and means over what they dealt."""
+    """Host of an engine's loaders (`data.loader.Host`), and means over their batches."""
 
     def __init__(self, engine: EngineCore, switcher: Switcher, window: Window) -> None:
         self.engine, self._switcher, self._window = engine, switcher, window
         self._evaluation_loaders = 0
         self._opened: dict[str, tuple[str, int]] = {}
-        """By train loader: in which segment its last global batch was opened, and after how many micro-batches."""
+        """For each train loader, the segment in which its last global batch was opened, and the micro-batches done
+        before it.
+        """
 
     # ---- what loaders ask --------------------------------------------------------------------------------------------
 
@@ -65,7 +67,7 @@ class Loaders:
         return self.engine.idle
 
     def turn(self) -> AbstractContextManager[None]:
-        """Around what a loader does."""
+        """Return the block around a loader's work, in which the process is this engine's."""
         return PROCESS.turn(self.engine)
 
     def begin_epoch(self, loader: TrainLoader) -> int | None:
@@ -73,17 +75,19 @@ class Loaders:
         return PROCESS.sync_points.begin_epoch(loader.name, loader.is_under_way, loader.source.sampler_epoch)
 
     def begin_evaluation(self, loader: EvaluationLoader) -> bool:
-        """Called by an evaluation loader where a pass over it begins."""
+        """Begin a pass over an evaluation loader; return whether it has batches here."""
         return PROCESS.sync_points.arrive(f"a pass over {loader.name!r}") is not None
 
     def before_micro_batch(self) -> None:
-        """Called by a train loader before any of its batches: in the middle of a global batch a world may end, too."""
+        """Handle a lost world. Called by a train loader before any of its batches: a world may end within a global
+        batch.
+        """
         PROCESS.membership.before_micro_batch(self.engine)
 
     def before_batch(self, loader: TrainLoader) -> None:
-        """Come to a boundary, before a train loader deals a global batch.
+        """Come to a boundary. Called by a train loader before it deals a global batch.
 
-        DataError if a part of the loader's global batch before was trained and a part was not.
+        Raises DataError if the loader's last global batch was trained only in part.
         """
         self._refuse_part(loader)
         self._switcher.at_boundary(loader.name)
@@ -110,7 +114,7 @@ class Loaders:
         )
 
     def deal(self, slot: Slot, first: bool, last: bool) -> None:
-        """Called by a train loader with the slot of the micro-batch that it is about to return."""
+        """Note the slot of the micro-batch that a train loader is about to return."""
         host = self.engine.host
         host.slot_weight, host.slot_is_borrowed = slot.weight, slot.is_borrowed
         if isinstance(slot, Leaf):
@@ -119,12 +123,12 @@ class Loaders:
         self.engine.open_batch = OpenBatch(True, self._samples_with(slot), last)
 
     def open_batch(self, slots: Sequence[Slot]) -> None:
-        """Called by a train loader with this rank's slots of a global batch, of which none is dealt yet."""
+        """Note this rank's slots of a global batch, of which none is dealt yet. Called by a train loader."""
         for slot in slots:
             self.engine.open_batch = OpenBatch(True, self._samples_with(slot), False)
 
     def _samples_with(self, slot: Slot) -> int | None:
-        """Samples of the open global batch, of which this is a slot; None where none of them has said so yet."""
+        """Return the samples of the open global batch, which has this slot; None if no slot so far tells them."""
         if isinstance(slot, Leaf):
             return slot.batch_samples
         if slot.is_borrowed:
@@ -133,7 +137,7 @@ class Loaders:
 
     @contextmanager
     def micro_batch(self, one: MicroBatch, is_divided: bool) -> Iterator[None]:
-        """See `DynatrainEngine.micro_batch`."""
+        """Return the block that trains one micro-batch; see `DynatrainEngine.micro_batch`."""
         if not isinstance(one, MicroBatch):
             raise DataError(
                 f"engine.micro_batch: a {type(one).__name__} is not one of a loader's windows(); write `for window in "
@@ -164,7 +168,7 @@ class Loaders:
         batch_size: int | None,
         name: str | None,
     ) -> TrainLoader | EvaluationLoader:
-        """See `DynatrainEngine.loader`."""
+        """Make a loader; see `DynatrainEngine.loader`."""
         deepspeed, known = self.engine.deepspeed, self.engine.train_loaders
         order = None if evaluation else self.engine.host.curriculum_order(_length(dataset))
         if order is not None and num_workers is None:
@@ -195,11 +199,11 @@ class Loaders:
 
     @property
     def of_curricula(self) -> list[TrainLoader]:
-        """Those in the order of a curriculum."""
+        """Train loaders in the order of a curriculum."""
         return [loader for loader in self.engine.train_loaders.values() if isinstance(loader.order, CurriculumOrder)]
 
     def mean(self, value: torch.Tensor | float, samples: int) -> torch.Tensor:
-        """See `DynatrainEngine.mean`."""
+        """Return a mean over the data axis; see `DynatrainEngine.mean`."""
         plain = float(value.detach()) if isinstance(value, torch.Tensor) else float(value)
         pair = torch.tensor([plain * samples if samples else 0.0, float(samples)], dtype=torch.float64)
         alone = torch.tensor([plain, 1.0], dtype=torch.float64)
@@ -220,8 +224,10 @@ class Loaders:
         return found.to(value.device) if isinstance(value, torch.Tensor) else found
 
     def together(self, name: str, call: Callable[[], T], alone: Callable[[], T]) -> T:
-        """A collective of the working members; what `alone` returns if the world is aborted in it, or the global batch
-        is discarded, or this member came late and the others are elsewhere. name: for the log, and the same for all.
+        """Run a collective of the working members, or return what `alone` returns if they do not all take part.
+
+        This happens if the world is aborted in it, the global batch is discarded, or this member came late and the
+        others are elsewhere. name: for the log, the same on all members.
         """
         if self.engine.is_discarded or not (self.engine.is_in_epoch or PROCESS.sync_points.arrive(name) is not None):
             return alone()
@@ -229,6 +235,8 @@ class Loaders:
 
 
 def _length(data: Any) -> int:
-    """Samples of a data set, or of the one that a torch loader reads; 0 if it does not say (`Source` refuses it)."""
+    """Return the samples of a data set, or of the one that a torch loader reads; 0 without a length (`Source` refuses
+    it).
+    """
     dataset = getattr(data, "dataset", data)
     return len(dataset) if hasattr(dataset, "__len__") else 0

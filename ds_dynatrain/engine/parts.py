@@ -1,4 +1,4 @@
-"""An engine's parts: its state with everything that works on it, each part made of just what it needs."""
+"""The parts of an engine: its state, and everything that works on it, each part made of just what it needs."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from ds_dynatrain.space import VirtualParameterSpace
 
 @dataclass(eq=False)
 class EngineParts(EngineCore):
-    """What `DynatrainEngine` has, on its one attribute, and what members that come and go (`members`) are told of."""
+    """State and parts of an engine: the one attribute of a `DynatrainEngine`, and what `members` works on."""
 
     heartbeat: Heartbeat | None = None
-    """Where no coordinator sees who is dead."""
+    """Heartbeat in jobs without a coordinator that sees who is dead."""
     kept: Kept | None = None
-    """Copies of the state that members keep for each other; None where nobody does."""
+    """Copies of the state that members keep for each other; None in jobs without them."""
 
     def __post_init__(self) -> None:
         self.stream_seed = self.job.job_seed
@@ -65,7 +65,7 @@ class EngineParts(EngineCore):
         return [one for one in open_engines() if one is not self]
 
     def turn(self) -> AbstractContextManager[None]:
-        """In it, what is there once in a process is this engine's."""
+        """Return a block within which process-wide state belongs to this engine."""
         return PROCESS.turn(self)
 
     def begin_segment(self) -> None:
@@ -75,19 +75,19 @@ class EngineParts(EngineCore):
             extension.before_load()
 
     def before_leaving_world(self) -> None:
-        """Let the extensions have nothing under way in the present world."""
+        """Let the extensions finish what they have under way in the present world."""
         for extension in self.extensions:
             extension.before_leaving_world()
 
     def finish_step(self) -> None:
-        """Tell the extensions that a step is over; WorldChanged if somebody was lost while replicas made it."""
+        """Tell the extensions that a step is over; raise WorldChanged if a member was lost while replicas made it."""
         for extension in () if self.micro_steps % self.accumulation else self.extensions:
             extension.after_step()
-        if self.is_in_doubt and self.layout.zero_stage == 0:  # replicas: whoever lives goes on with what it has
+        if self.is_in_doubt and self.layout.zero_stage == 0:  # replicas: survivors keep what they have
             self.agree()
 
     def forget_batch(self) -> None:
-        """No global batch is open, whatever was."""
+        """Note that no global batch is open any more."""
         super().forget_batch()
         for extension in self.extensions:
             extension.on_batch_forgotten()
@@ -95,7 +95,7 @@ class EngineParts(EngineCore):
     # ---- the begin and the end -------------------------------------------------------------------------------------
 
     def begin_work(self, space: VirtualParameterSpace) -> None:
-        """Last step of `initialize`: the space is registered, and the process knows of it."""
+        """Open the engine: register its space, and make it known to the process. Last step of `initialize`."""
         self.adopt_space(space)
         self.is_open = True
         if self.world is not None:
@@ -107,7 +107,7 @@ class EngineParts(EngineCore):
             others = set() if compiled_by_wrapping(self.host.module) else {3}
             for stage in sorted({self.layout.zero_stage} | others):
                 layout = self.layout.replace(zero_stage=stage)
-                with suppress(SwitchRefused):  # it will never be asked to go there
+                with suppress(SwitchRefused):  # no switch can go there
                     self.targets.check_features(layout)
                     self.switcher.rehearse(layout, 0)
         PROCESS.membership.add(self)
@@ -115,7 +115,9 @@ class EngineParts(EngineCore):
         self.changes.begin()
 
     def close(self) -> None:
-        """End of the script: tell the others, and take the process groups down while they can still answer."""
+        """End the engine with the script: tell the others, and take the process groups down while they can still
+        answer.
+        """
         with self.turn():
             if self.end_job():
                 PROCESS.membership.end_script(self)
@@ -124,7 +126,7 @@ class EngineParts(EngineCore):
             td.destroy_process_group()
 
     def end_job(self) -> bool:
-        """Leave the world and stand in the launch group again; False if that was done before."""
+        """Leave the world and stand in the launch group again; return False if that was done before."""
         self.fallback.stop()
         if not self.is_open:
             return False
@@ -135,7 +137,7 @@ class EngineParts(EngineCore):
             self.saver.settle()
             PROCESS.membership.say_end(self)
             self.close_loaders()
-        except RuntimeError:  # the store is gone: there is nobody left to tell
+        except RuntimeError:  # the store is gone: no member can be told
             pass
         PROCESS.membership.remove(self)
         if self.world is not None:
@@ -157,14 +159,14 @@ class EngineParts(EngineCore):
         self.host.drop_gradients()
 
     def give_state_up(self) -> None:
-        """Hold nothing any more: others have a newer state, or all of it is restored from elsewhere."""
+        """Give the state up: others have a newer one, or all of it is restored from elsewhere."""
         self.host.detach()
         self.is_stepping = False
         self.host.leave_world()
         self.leave_groups()
 
     def leave_groups(self) -> None:
-        """Stand in the launch group, in no world; one that is collected while another is made leaves that alone."""
+        """Leave the world and install the launch group, unless another engine of the process is just being made."""
         if not PROCESS.is_joining:
             self.launch.install()
         if self.world is not None:
@@ -174,12 +176,12 @@ class EngineParts(EngineCore):
 
 
 def parts_of(engine: EngineCore) -> EngineParts:
-    """The engine with its parts, which each has that is open."""
+    """Return an open engine with its parts; raise TypeError for one that has none."""
     if not isinstance(engine, EngineParts):
         raise TypeError(f"an engine without its parts: {engine!r}")
     return engine
 
 
 def open_engines() -> list[EngineParts]:
-    """Those of this process, in the order in which they were made."""
+    """Return the open engines of this process, in the order in which they were made."""
     return [parts_of(engine) for engine in PROCESS.engines]

@@ -1,4 +1,4 @@
-"""What `engine.switch` and `engine.plan` hand to a user, and whether a boundary can see to it."""
+"""Answers that `engine.switch` and `engine.plan` give to a user, and warnings of boundaries that do not come."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ds_dynatrain.space import Layout
 
 @dataclass
 class PendingSwitch:
-    """A switch that was agreed to and has not happened yet, or has: then `event` tells how it went.
+    """A switch that was agreed to. Once it has ended, `event` tells how.
 
-    at: the step that was asked for, or None: the first boundary at which all members are prepared. cause: the
-    extension that has asked for it; nothing if the script has.
+    at: the step that was asked for; None for the first boundary at which all members are prepared. cause: the extension
+    that asked for it; "" for the script.
     """
 
     layout: Layout
@@ -26,12 +26,12 @@ class PendingSwitch:
 
     @property
     def done(self) -> bool:
-        """Whether it is over, one way or the other."""
+        """Whether the switch has ended, one way or the other."""
         return self.event is not None
 
 
 class Steps:
-    """Optimizer steps between boundaries: some loops make several, so as many as there were before are as usual."""
+    """Optimizer steps between boundaries. Some loops make several: as many as ever before are nothing to warn of."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -48,7 +48,8 @@ class Steps:
         self._warned.clear()
 
     def past_boundary(self, waiting: Iterable[str]) -> list[str]:
-        """Note an optimizer step. Return what to warn of: what waits, once each, after more steps than ever before.
+        """Note an optimizer step. Return what to warn of, each once, after more steps without a boundary than ever
+        before.
 
         waiting: what waits for a boundary, in words.
         """
@@ -75,9 +76,9 @@ class SwitchEstimate:
     """A dry run: what a switch to `layout` would cost, or why it is refused (then all figures are 0).
 
     bytes_sent: over all members. peak_memory_bytes: state of both layouts and staging, on the member with the most.
-    seconds: moves alone, at `bytes_per_second` on each link. members: who would hold which rank. copies_memory_bytes:
-    host memory for copies there, on the member with the most; 0 where nobody keeps copies. step_ms: what a step takes
-    there by the profile that was measured or configured, term by term, and their `total`; empty without one.
+    seconds: moves alone, at `bytes_per_second` on each link. members: the member at each rank. copies_memory_bytes:
+    host memory for copies in that layout, on the member with the most; 0 in a job without copies. step_ms: duration of
+    a step there by the profile that was measured or configured, term by term, and their `total`; empty without one.
     """
 
     layout: Layout

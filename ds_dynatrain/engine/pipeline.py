@@ -1,8 +1,8 @@
-"""The engine of a `PipelineModule`: a whole global batch a call, and the boundary is where that call begins.
+"""Engine of a `PipelineModule`: each call trains a whole global batch, and the boundary is at its beginning.
 
-An iterator of the user's own gives what one member reads in one world: so many micro-batches, of one share of each
-global batch, from where it stands on this member. None of this can be dealt again, so it serves until somebody's place
-in the pipelines, or its pipeline's share, is another one; the ZeRO stage and the boundaries of stages may change.
+An iterator of the user's own gives what one member reads in one world: a number of micro-batches, of one share of each
+global batch, from its position on this member. It cannot be dealt again, so it serves until any member's place in the
+pipelines, or its pipeline's share, changes; the ZeRO stage and the boundaries of stages may change.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WAY_OUT = (
 
 @dataclass(frozen=True)
 class Passes:
-    """One pass of a loader of ours, or one after the other where it is in DeepSpeed's `RepeatingLoader`."""
+    """One pass of a loader of ours, or one after the other if it is in DeepSpeed's `RepeatingLoader`."""
 
     given: Pass | RepeatingLoader
 
@@ -39,7 +39,10 @@ class Passes:
         return self.given if isinstance(self.given, Pass) else cast("Pass", self.given.data_iter)
 
     def reach_boundary(self, boundary: Callable[[], None]) -> None:
-        """At the next batch of the pass; StopIteration, on all members, where it was the only one and is over."""
+        """Come to the boundary at the next batch of the pass.
+
+        Raises StopIteration, on all members, if the pass was the only one and is over.
+        """
         try:
             self._at.reach_boundary()
         except StopIteration:
@@ -49,20 +52,20 @@ class Passes:
             self._at.reach_boundary()
 
     def samples(self, now: Places) -> Pass:
-        """The pass."""
+        """Return the present pass, which is read in any place."""
         return self._at
 
     def reads(self, given: object) -> bool:
-        """Also for the loader itself, which is read as in a `RepeatingLoader`."""
+        """Return whether this feed reads `given`, also the loader inside a `RepeatingLoader`."""
         return given is self.given or (isinstance(self.given, RepeatingLoader) and given is self.given.loader)
 
     def refuse_again(self) -> None:
-        """The loader has gone back to where the batch begins."""
+        """Do nothing: the loader has gone back to the beginning of the batch."""
 
 
 @dataclass(frozen=True)
 class Places:
-    """Who trains, and by that in which stage of which pipeline. shares: of the pipelines, if they have any."""
+    """Places of all members in the pipelines. shares: of the pipelines, if they have any."""
 
     members: tuple[int, ...]
     pipe: int
@@ -76,17 +79,19 @@ class Places:
 
 @dataclass(frozen=True)
 class Own:
-    """The user's own. places: those that it was given for."""
+    """An iterator of the user's own. places: those that it was given for."""
 
     given: Iterator[Any]
     places: Places
 
     def reach_boundary(self, boundary: Callable[[], None]) -> None:
-        """As in a loop without our loaders."""
+        """Come to a boundary, as in a loop without our loaders."""
         boundary()
 
     def samples(self, now: Places) -> Iterator[Any]:
-        """The iterator; DataError, on all members and before anything is read, where it is not for these places."""
+        """Return the iterator; raise DataError, on all members and before anything is read, if it is not for these
+        places.
+        """
         if now != self.places:
             raise DataError(
                 f"train_batch: the {type(self.given).__name__} that it reads was given for {self.places}, and now "
@@ -95,11 +100,13 @@ class Own:
         return self.given
 
     def reads(self, given: object) -> bool:
-        """An iterator that is given again stays one for the places that it was first given for."""
+        """Return whether this feed reads `given`. An iterator given again stays one for the places of the first
+        time.
+        """
         return given is self.given
 
     def refuse_again(self) -> None:
-        """WorldChanged: nobody can go back in it."""
+        """Raise WorldChanged: an iterator of the user's cannot go back."""
         raise WorldChanged(
             "train_batch: the world was aborted in this global batch and formed anew, and what was read of the "
             f"{type(self.given).__name__} cannot be read again; {WAY_OUT}"
@@ -107,17 +114,17 @@ class Own:
 
 
 Feed = Passes | Own
-"""Where samples come from."""
+"""Source of samples."""
 
 
 def places_of(engine: EngineCore) -> Places:
-    """Those of the present world."""
+    """Return the places in the present world."""
     layout = engine.layout
     return Places(engine.members, layout.pipe, layout.data, layout.shares)
 
 
 def feed_of(engine: EngineCore, given: Any) -> Feed:
-    """What was given to `engine`, as a feed; DataError for what is no iterator."""
+    """Return what was given to `engine` as a feed; raise DataError if it is no iterator."""
     if isinstance(given, TrainLoader):
         given = RepeatingLoader(given)
     if isinstance(given, Pass) or (isinstance(given, RepeatingLoader) and isinstance(given.loader, TrainLoader)):
@@ -133,15 +140,16 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
     """DeepSpeed's pipeline engine whose stages, world and ZeRO stage change between two `train_batch` calls."""
 
     _feed: Feed | None = None
-    """What `train_batch()` goes on with."""
+    """Feed that `train_batch()` continues with."""
     _read: tuple[Feed, int] | None = None
-    """What the open global batch is read from, once its members stand at it, and the number of its step."""
+    """Feed and step number of the open global batch, once its members stand at it."""
 
     @in_turn
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
-        """DeepSpeed's; a pending change takes effect before anything else, and an idle member waits here.
+        """Train a global batch as DeepSpeed does. A pending change takes effect first, and an idle member waits here.
 
-        data_iter: see `set_dataiterator`. Without it the one before is read on; the first loader if there was none.
+        data_iter: see `set_dataiterator`. Without it the previous one is read on, or the first loader if there was
+        none.
         """
         if data_iter is not None:
             self.set_dataiterator(data_iter)
@@ -168,14 +176,14 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
         return loss
 
     def _take_model_step(self, *arguments: Any) -> None:
-        """DeepSpeed's, once all know the loss: a step that is made without somebody who is dead has one, too."""
+        """Make DeepSpeed's step, once all ranks know the loss: a step made without a dead member has one, too."""
         self._share_loss()
         super()._take_model_step(*arguments)
 
     def _train_again(self) -> torch.Tensor:
-        """Go on after the world was aborted and formed anew; a function of `on_switch` may have given another feed.
+        """Continue after the world was aborted and formed anew; a function of `on_switch` may have given another feed.
 
-        At stage 0 the other replica may have made the step all the same: then its loss is there, too.
+        At stage 0 the other replica may have made the step all the same: its loss is returned then.
         """
         if self._read is not None:
             feed, step = self._read
@@ -186,7 +194,7 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
         return self.train_batch()
 
     def _reach_boundary(self) -> Iterator[Any]:
-        """What the next global batch is read from, in the world that trains it."""
+        """Come to a boundary; return the source of the next global batch, in the world that trains it."""
         if self._feed is None:
             if not self._parts.train_loaders:
                 raise DataError("train_batch() without data: pass an iterator, or training_data to initialize")
@@ -202,15 +210,15 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
 
     @in_turn
     def set_dataloader(self, loader: Iterable[Any]) -> None:
-        """DeepSpeed's: `set_dataiterator(iter(loader))`."""
+        """Read from `iter(loader)` from now on, as DeepSpeed's call."""
         self.set_dataiterator(iter(loader))
 
     def set_dataiterator(self, iterator: Any) -> None:
-        """DeepSpeed's: what `train_batch()` reads from now on; call it on every process.
+        """Set what `train_batch()` reads from now on, as DeepSpeed's call; call it on every process.
 
         iterator: one of a loader of ours, `iter(loader)`, which ends with the epoch (StopIteration on all members), or
         `RepeatingLoader(loader)`; `loader` itself is read as the latter. An iterator of the user's own serves until a
-        switch gives somebody another place in the pipelines, see `Own`. None: the first loader again.
+        switch gives a member another place in the pipelines, see `Own`. None: the first loader again.
         """
         if iterator is None:
             self._feed = None
@@ -219,7 +227,9 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
         super().set_dataiterator(iterator)
 
     def loader(self, dataset: Any, **arguments: Any) -> TrainLoader | EvaluationLoader:
-        """As with any engine; DataError for a short last global batch, which a pipeline cannot run."""
+        """Return a loader, as of any engine; raise DataError for a short last global batch, which a pipeline cannot
+        run.
+        """
         made = super().loader(dataset, **arguments)
         if isinstance(made, EvaluationLoader):
             return made
@@ -233,7 +243,10 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
         return made
 
     def _training_loader(self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None) -> TrainLoader:
-        """DeepSpeed's pipeline engine reads `training_data` in its own order; any other loader shuffles."""
+        """Return the loader of `training_data` in its own order, as DeepSpeed's pipeline engine reads it.
+
+        Any other loader shuffles by default.
+        """
         says_itself = isinstance(dataset, DataLoader) or self._parts.settings.data.reshuffle
         made = self.loader(dataset, collate_fn=collate_fn, shuffle=None if says_itself else False)
         return cast("TrainLoader", made)

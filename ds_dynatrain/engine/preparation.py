@@ -1,4 +1,6 @@
-"""What is made ready while training still runs: groups of the next world, the plan, modules, and touched memory."""
+"""Preparation of a switch while training still runs: groups of the next world, the plan, modules, and touched
+memory.
+"""
 
 from __future__ import annotations
 
@@ -38,17 +40,21 @@ from ds_dynatrain.space import MASTER, BufferId, Layout, VirtualParameterSpace, 
 from ds_dynatrain.transfer import ReadyPlan, allocate, prefault
 
 LIMITS = (*map(os.strerror, (errno.EMFILE, errno.ENFILE, errno.ENOMEM)), "can't allocate memory")
-"""What errors say, also torch's and gloo's, where the operating system gives no more."""
+"""Words of errors, also torch's and gloo's, that mean the operating system has no more to give."""
 ABANDON_SECONDS = 5.0
 MOST_ERRORS = 4
-"""Those of so many members are told to all."""
+"""Members whose errors are told to all, at most."""
 SIDES_SHARE = 2
-"""What is made ready of digests takes no more than one part in so many of the budget for staging."""
+"""Tables of digests that are made ahead take at most this fraction (1/n) of the budget for staging."""
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Of a plan over all members. In bytes: sent by all, by or to the busiest, held at once by the fullest at most."""
+    """Figures of a plan over all members, in bytes.
+
+    bytes_sent: by all members. busiest_bytes: by or to the busiest member. peak_bytes: held at once by the fullest
+    member, at most.
+    """
 
     bytes_sent: int
     busiest_bytes: int
@@ -56,7 +62,7 @@ class Figures:
 
     @staticmethod
     def of(plan: SwitchPlan, budget_bytes: int) -> Figures:
-        """Computed, from everybody's part."""
+        """Compute the figures from the parts of all members."""
         cost = estimate(plan, budget_bytes, 1.0)
         return Figures(plan.bytes_sent, plan.bytes_busiest, cost.highest_peak_bytes)
 
@@ -65,15 +71,15 @@ class Figures:
 class Preparation:
     """One member's side of a switch to come. `start` runs it in a thread, and `join` waits for that.
 
-    board: where the switch is negotiated; control: the same over the connection for work in the background, which
-    nobody else may use meanwhile. on_device: the state kinds whose present buffers are on accelerators. make: the
-    module's next children for a rank of a layout. made: these, for this member. number: of the engine in its
-    process. has_sequence: as `World`. budget_bytes: of staging. way: as `dynatrain.transport`. check: raises
-    SwitchRefused if this member cannot take part. building: around the building of groups; present: the world that
-    this member trains in. stop: called in every wait, raises if the switch will not come about; committed: called
-    as soon as it has. is_lean: nothing of the target is made, for it has to wait until the source is gone.
-    connect_at: the step at which the next world's members are connected, once that is decided (see
-    `agreement.connecting_step`); connections: what came of it.
+    board: where the switch is negotiated; control: the same over the connection for work in the background, which no
+    other thread may use meanwhile. live: this member's present buffers; memory: what the next ones are made of, by
+    state kind. on_device: the state kinds whose present buffers are on accelerators. make: makes the module's next
+    children for a rank of a layout; made: those of this member. number: of the engine in its process. has_sequence: as
+    in `World`. budget_bytes: for staging. way: as `dynatrain.transport`. check: raises SwitchRefused if this member
+    cannot take part. building: block around the building of groups; present: the world that this member trains in.
+    stop: called in every wait, raises if the switch will not come about; committed: called as soon as it is committed.
+    is_lean: no buffer of the target is made yet, since the source has to go first. connect_at: the step at which the
+    next world's members are connected, once that is decided (see `agreement.connecting_step`); connections: the result.
     """
 
     proposal: Proposal
@@ -116,43 +122,43 @@ class Preparation:
 
     @cached_property
     def ways(self) -> Ways:
-        """How bytes get from member to member."""
+        """The ways that bytes take between members."""
         return Ways(self.way, self.control, self.proposal, self._stop_if_abandoned)
 
     @cached_property
     def session(self) -> Session:
-        """What the members do together while they prepare."""
+        """The session in which members prepare together."""
         what = f"preparing the switch to {self.proposal.layout}"
         key = f"prepare/{self.proposal.generation}"
         return Session(self.control, key, self.proposal.union, what, stop=self._stop_if_abandoned, longest=POLL_SECONDS)
 
     @property
     def own_error(self) -> BaseException | None:
-        """Why it failed, if that is this member's own affair: what it may allocate or open. None else."""
+        """Error that is this member's own affair: what it may allocate or open. None for any other error."""
         error = self.error
-        if isinstance(error, DynatrainError):  # but for a refusal, they may repeat another member's words
+        if isinstance(error, DynatrainError):  # other errors than refusals may repeat another member's words
             return error if isinstance(error, SwitchRefused) else None
         is_limit = isinstance(error, MemoryError) or any(words in str(error) for words in LIMITS)
         return error if is_limit else None
 
     @property
     def target_rank(self) -> int | None:
-        """This member's rank in the world to be."""
+        """This member's rank in the next world; None if it has none."""
         member = self.control.member
         return self.proposal.members.index(member) if member in self.proposal.members else None
 
     @property
     def source_rank(self) -> int | None:
-        """This member's rank in the world that is."""
+        """This member's rank in the present world; None if it has none."""
         member, members = self.control.member, self.proposal.source_members
         return members.index(member) if member in members else None
 
     def start(self) -> None:
-        """Begin in the background, and post `prepared` when done, with the error if there was one."""
+        """Begin in the background; post `prepared` at the end, with the error if there was one."""
         self._thread = start_thread(self._run, f"dynatrain-prepare-{self.proposal.generation}")
 
     def join(self) -> None:
-        """Wait for the thread; its error, if any, is raised here."""
+        """Wait for the thread, and raise its error if there was one."""
         if self._thread is not None:
             with OWN_WAITS.waiting("preparing a switch"):
                 self._thread.join()
@@ -160,16 +166,16 @@ class Preparation:
             raise self.error
 
     def plan(self, kinds: tuple[str, ...]) -> SwitchPlan:
-        """The plan for state kinds that are there now (no moments before the first step)."""
+        """Return the plan for the state kinds that exist now (no moments before the first step)."""
         if kinds not in self.plans:
             self.plans[kinds] = plan_switch(self.vps, self.proposal.layout, self.proposal.members, kinds)
         return self.plans[kinds]
 
     def moves(self, kinds: tuple[str, ...], is_late: bool = False) -> ReadyPlan:
-        """This member's moves of the kinds that are there: of those for the pause, or of the late ones.
+        """Return this member's moves of these kinds: those of the pause, or the late ones.
 
-        In the pause nothing is read that is late there: a weight is not cast from a master that comes after it. Late
-        kinds take no batches: two communicators whose kernels ranks begin in unlike orders wait for each other.
+        A late kind is not read in the pause: no weight is cast from a master that comes after it. Late kinds take no
+        batches: two communicators wait for each other if ranks begin their kernels in different orders.
         """
         if (kinds, is_late) not in self.mine:
             sharing, batching = self.ways.sharing(self.on_device), None if is_late else self.ways.batching
@@ -185,9 +191,9 @@ class Preparation:
         return self.plan(kinds).for_member(self.control.member).only(self.late_kinds(kinds))
 
     def late_kinds(self, kinds: tuple[str, ...]) -> tuple[str, ...]:
-        """Those of the kinds that nothing reads or writes before an optimizer step; none of a switch that is not late.
+        """Return the kinds that no code reads or writes before an optimizer step; none if the switch is not late.
 
-        Masters are not among them where they are the weights' own memory.
+        Masters are not among them if they are the weights' own memory.
         """
         if not self.proposal.late:
             return ()
@@ -195,9 +201,9 @@ class Preparation:
         return tuple(kind for kind in kinds if row_of(kind).needed_for == "step" and kind not in masters)
 
     def reusable(self, live: Buffers) -> set[tuple[str, BufferId]]:
-        """Of this member's present buffers those that serve in the next layout as they lie.
+        """Return the keys of this member's present buffers that can serve in the next layout as they lie.
 
-        Of a late switch none that is written to before its record: the old world may have to go on with them.
+        A late switch reuses none that is written to before its record: the old world may have to continue with them.
         """
         vps, member, target = self.vps, self.control.member, self.target_rank
         if target is None:
@@ -207,7 +213,7 @@ class Preparation:
         return {key for key in kept if not row_of(key[0]).is_gradient} if self.proposal.late else kept
 
     def figures(self, kinds: tuple[str, ...]) -> Figures:
-        """Of the plan for these state kinds, whole: what rank 0 has posted, or else computed here."""
+        """Return the figures of the plan for these state kinds: as rank 0 has posted them, or else computed here."""
         known = None
         with suppress(td.DistError):  # the switch is over: no figure is worth an error
             known = self.board.read(f"figures/{self.proposal.generation}")
@@ -216,11 +222,11 @@ class Preparation:
         return Figures.of(self.plan(kinds), self.budget_bytes)
 
     def lacks(self, old_world: World | None) -> bool:
-        """Whether the next world needs communicators that the old one does not have; on this member."""
+        """Return whether the next world needs communicators, on this member, that the old one does not have."""
         return self.world is not None and self.world.lacks(old_world)
 
     def abandon(self) -> None:
-        """Let go of groups and memory of a switch that does not come about."""
+        """Release groups and memory of a switch that does not come about."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(self.control.timeout_seconds + ABANDON_SECONDS)  # a peer may die while groups are built
@@ -273,7 +279,7 @@ class Preparation:
         plan = partial(self._pause_plan, self.vps.present_kinds())
         self.ways.agree_on_batching(plan, self.on_device & stays_there, self.budget_bytes, self.session, world)
         if is_accelerated():
-            self._make_moves()  # they depend on it
+            self._make_moves()  # moves depend on the ways
 
     def _make_moves(self) -> None:
         self.moves(self.vps.present_kinds())
@@ -298,20 +304,20 @@ class Preparation:
 
     @property
     def _handing_on(self) -> World | None:
-        """The present world, if its groups may stay where their members do.
+        """The present world, if its groups may stay with their members; else None.
 
-        Not in a late switch: a batch that is given up in the new world leaves messages behind, and the old one has to
-        go on. Nor on an accelerator where members come and go, where no communicator is kept.
+        None in a late switch: a batch that is given up in the new world leaves messages behind, and the old one has to
+        continue. None on an accelerator in a job whose members come and go, in which no communicator is kept.
         """
         may_break = self.status is not None and is_accelerated()
         return None if may_break or self.proposal.late else self.present
 
     def _wait_for_all(self) -> list[str]:
-        """Building groups cannot be broken off, and a thread that is inside of it when Python ends aborts the process.
+        """Wait until all members are ready to build groups; return the groups that are built anew, the same on all.
 
-        So begin when all are here; the groups that are not handed on, as all see it alike. MemberMissing names who is
-        not, SwitchFailed if the switch is given up meanwhile, or somebody cannot come, or knows of other groups of the
-        user's.
+        Building groups cannot be interrupted, and a thread that is doing so when Python ends aborts the process. Raises
+        MemberMissing for members that are not ready in time; SwitchFailed if the switch is given up meanwhile, a member
+        cannot come, or members have asked for different groups of the user's.
         """
         wrong, anew = self._say_ready(None)
         if wrong:
@@ -319,9 +325,9 @@ class Preparation:
         return anew
 
     def _say_ready(self, error: str | None) -> tuple[str, list[str]]:
-        """That the others need not wait for this member any longer, or that they will wait in vain; once.
+        """Tell the others, once, that this member is ready to build groups, or that they would wait in vain.
 
-        Why no groups are to be built, or nothing; and those that are not handed on.
+        Return (why no groups are to be built, or ""; the groups that are not handed on).
         """
         self._has_said = True
         mine, present = self.control.member, self._handing_on
@@ -339,7 +345,9 @@ class Preparation:
         self.stop()
 
     def _look_ahead(self) -> None:
-        """What would be computed once, and in the pause: what the certificate asks, and on one member the event."""
+        """Compute ahead what the pause would compute once: holders for the certificate, and on one member the event's
+        figures.
+        """
         if self.control.member == self.proposal.source_members[0]:
             kinds = self.vps.present_kinds()
             figures = Figures.of(self.plan(kinds), self.budget_bytes)
@@ -350,7 +358,7 @@ class Preparation:
         self._make_sides()
 
     def _make_sides(self) -> None:
-        """What the digests of both sides read, as far as there is room for the tables."""
+        """Make the tables that digests of both sides read, as far as the budget allows."""
         proposal, source, target = self.proposal, self.source_rank, self.target_rank
         room, kinds = self.budget_bytes // SIDES_SHARE, self.vps.present_kinds()
         if source is not None:
@@ -382,8 +390,10 @@ class Preparation:
 
 
 def joined_readiness(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Of two parts of the members: the first errors, two that have asked for different numbers of groups, and what all
-    say of those that there are.
+    """Join what two parts of the members say when they are ready.
+
+    The result has the first errors, two members that asked for different numbers of groups, and the reports on the
+    present world's groups.
     """
     first, *rest = one["own_groups"]
     differing = [each for each in (*rest, *other["own_groups"]) if each[1] != first[1]]
@@ -393,7 +403,7 @@ def joined_readiness(one: dict[str, Any], other: dict[str, Any]) -> dict[str, An
 
 
 def judged_readiness(found: dict[str, Any]) -> tuple[str, list[str]]:
-    """Why no groups are to be built, or nothing; and those of the present world that are not handed on."""
+    """Return (why no groups are to be built, or ""; the present world's groups that are not handed on)."""
     return why_unready(found), unfit(found["groups"])
 
 

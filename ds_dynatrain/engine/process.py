@@ -1,10 +1,10 @@
-"""What is there once in a process: its engines and whose turn it is, its membership, and what came before an engine.
+"""State that exists once in a process: its engines and whose turn it is, its membership, and what came before an
+engine.
 
-`torch.distributed`, DeepSpeed's modules, the random generators and the environment variables are there once for a
-process, and an engine has its own of each: its world, and the streams of its places in it. One engine alone keeps the
-process to itself. Of several, each puts its own in place when it is called, and takes it along when it returns; in
-between torch.distributed speaks of the processes of the launch, or, where members come and go, of the first engine's
-world, and the generators are the script's.
+`torch.distributed`, DeepSpeed's modules, the random generators and the environment variables exist once in a process,
+while each engine has its own world and its own streams. A single engine keeps the process to itself. Of several, each
+puts its own in place when it is called, and takes it along when it returns. In between, torch.distributed speaks of the
+processes of the launch, or, if members come and go, of the first engine's world; and the generators are the script's.
 
 `PROCESS` is the only module-level state of this package.
 """
@@ -32,11 +32,11 @@ from ds_dynatrain.support import usage
 
 
 class Process:
-    """One of these, `PROCESS`, is all that this package keeps for a process.
+    """State of a process; its one instance is `PROCESS`.
 
-    The engines that are open, in the order in which they were made, and whose turn it is; the `sync_points` of the
-    script; who trains together with this process (`membership`); and what `init_distributed` has left for `initialize`
-    (`early`, a `members.entry.Early`, which stands above this file).
+    It has the open engines, in the order in which they were made, and whose turn it is; the `sync_points` of the
+    script; the `membership`; and what `init_distributed` has left for `initialize` (`early`, a `members.entry.Early`,
+    whose file imports this one).
     """
 
     def __init__(self) -> None:
@@ -46,14 +46,14 @@ class Process:
         self._forget()
 
     def _forget(self) -> None:
-        """No engine is open."""
+        """Reset to the state without an open engine."""
         self._engines: list[weakref.ref[EngineCore]] = []
         self.sync_points = SyncPoints(lambda: next(iter(self.engines), None), lambda: self.membership)
         self._now: EngineCore | None = None
         self._backward: AbstractContextManager[None] | None = None
 
     def begin(self) -> None:
-        """`initialize` begins. Engines whose process groups the script has taken down are not there any more."""
+        """Begin `initialize`: drop engines whose process groups the script has taken down."""
         for engine in self.engines:
             if not is_known(engine.launch.group):
                 engine.own = None
@@ -62,13 +62,13 @@ class Process:
             self._forget()
 
     def found_early(self) -> Any:
-        """What `init_distributed` has left for `initialize`, unless the script has taken its group down."""
+        """Return what `init_distributed` has left for `initialize`; None if the script has taken its group down."""
         group = td.group.WORLD if td.is_initialized() else None
         return self.early if self.early is not None and self.early.launch.group is group else None
 
     @property
     def membership(self) -> Membership:
-        """Of all engines; it is there as soon as one is being made."""
+        """Membership that all engines share; set as soon as the first one is being made."""
         if self._membership is None:
             raise RuntimeError("this process has come into no job yet: call initialize")
         return self._membership
@@ -79,12 +79,12 @@ class Process:
 
     @property
     def engines(self) -> list[EngineCore]:
-        """Those that are open."""
+        """Open engines, in the order in which they were made."""
         return [engine for engine in (reference() for reference in self._engines) if engine is not None]
 
     @property
     def is_joining(self) -> bool:
-        """Whether an engine is being made: the process is its own, also where another one ends meanwhile."""
+        """Whether an engine is being made: the process is its own then, also while another one ends."""
         return self._is_joining
 
     @property
@@ -96,9 +96,10 @@ class Process:
 
     @contextmanager
     def joining(self) -> Iterator[None]:
-        """Around the building of an engine, which finds the process as the launch has made it.
+        """Return a block for building an engine, which finds the process as the launch has made it.
 
-        UnsupportedError, ConfigError: the others leave no room for one. They are the same on every process.
+        Raises UnsupportedError or ConfigError, the same on every process, if the open engines leave no room for another
+        one.
         """
         for engine in self.engines:
             refuse_idle(engine.layout, len(engine.candidates))
@@ -122,11 +123,11 @@ class Process:
                 self._activate_between()
 
     def add(self, engine: EngineCore) -> None:
-        """One more is open."""
+        """Add an engine that is open now."""
         self._engines.append(weakref.ref(engine))
 
     def leave(self, engine: EngineCore) -> None:
-        """It has ended. One that is left alone has the process to itself."""
+        """Remove an engine that has ended. If one is left, it has the process to itself."""
         kept = [(reference, reference()) for reference in self._engines]
         self._engines = [reference for reference, held in kept if held is not None and held is not engine]
         if not self._engines:
@@ -136,7 +137,10 @@ class Process:
             self._activate_between()
 
     def _settle(self) -> None:
-        """Not in the middle of anything: an engine that was dropped ends when it is collected, wherever that is."""
+        """Give the process to the only engine, or put the state of several aside.
+
+        Does nothing in the middle of a call: a dropped engine ends when it is collected, wherever that is.
+        """
         if self._is_joining or self._now is not None:
             return
         engines = self.engines
@@ -151,14 +155,14 @@ class Process:
                 self._activate_between()
 
     def _activate_between(self) -> None:
-        """Nobody has the process."""
+        """Put in place what holds while no engine has the turn."""
         self.membership.activate_between(self.engines[0])
 
     # ---- and take turns ----------------------------------------------------------------------------------------------
 
     @contextmanager
     def turn(self, engine: EngineCore) -> Iterator[None]:
-        """Around a call of an engine."""
+        """Return a block for a call of an engine, in which process-wide state is the engine's."""
         self._end_broken_backward()
         if not self.is_shared or self._is_joining or self._now is engine or engine.own is None:
             yield
@@ -180,10 +184,10 @@ class Process:
 
     @contextmanager
     def backward(self, engine: EngineCore) -> Iterator[None]:
-        """Around what begins a backward pass; it is the engine's turn until the pass ends, whoever has called it.
+        """Return a block for what begins a backward pass; the engine's turn lasts until the pass ends.
 
-        UnsupportedError for one that goes through another engine as well: what DeepSpeed does for a parameter's
-        gradient depends on whose turn it is, and autograd takes them in an order of its own.
+        Raises UnsupportedError for a pass that goes through another engine as well: what DeepSpeed does for a
+        parameter's gradient depends on whose turn it is, and autograd takes the parameters in an order of its own.
         """
         if not self.is_shared or self._now is engine:
             yield
@@ -206,7 +210,7 @@ class Process:
             turn.__exit__(None, None, None)
 
     def _end_broken_backward(self) -> None:
-        """A pass that an error has ended calls nobody back."""
+        """End the turn of a backward pass that an error has ended, since such a pass calls no callback."""
         if self._backward is not None and torch._C._current_graph_task_id() == -1:
             self._end_backward()
 
@@ -215,7 +219,7 @@ PROCESS = Process()
 
 
 def refuse_idle(layout: Layout, processes: int) -> None:
-    """UnsupportedError for a layout of one of several engines that leaves processes without work."""
+    """Raise UnsupportedError for a layout of one of several engines that leaves processes without work."""
     if layout.world_size < processes:
         raise usage("idle processes beside another engine").error(_idle_in(layout, processes))
 
@@ -231,7 +235,7 @@ def refuse_module_of_another(model: nn.Module, layout: Layout) -> None:
 
 
 def refuse_beside_plain(layout: Layout, processes: int) -> None:
-    """Raise UnsupportedError for a first layout that leaves processes idle whom a plain DeepSpeed engine needs."""
+    """Raise UnsupportedError for a first layout that leaves processes idle that a plain DeepSpeed engine needs."""
     if layout.world_size < processes:
         for plain in plain_engines():
             raise usage("a plain engine beside idle processes").error(_without_plain(plain, layout))
@@ -254,7 +258,7 @@ def _without_plain(plain: PlainEngine, layout: Layout) -> str:
 
 
 def refuse_idle_target(layout: Layout, processes: int) -> None:
-    """SwitchRefused in place of `refuse_idle`, where there are several engines."""
+    """Raise SwitchRefused for a target of one of several engines that leaves processes without work."""
     if PROCESS.is_shared and layout.world_size < processes:
         raise usage("idle processes beside another engine").refused(_idle_in(layout, processes))
 

@@ -1,4 +1,4 @@
-"""What members agree to: one record of who goes where, and what of it can be seen on a board."""
+"""Proposal that members agree to: one record of which member takes which rank, and its progress as seen on a board."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ds_dynatrain.space.layout import Layout
 
 
 class Board(Protocol):
-    """Where members read what others have said: `engine.control.Control`, and in simulations a dictionary."""
+    """Board on which members read what others have said: `engine.control.Control`, or a dictionary in simulations."""
 
     def read(self, key: str) -> Any | None: ...
     def all_posted(self, key: str, members: Iterable[int | str]) -> bool: ...
@@ -23,11 +23,11 @@ class Board(Protocol):
 class Proposal:
     """A switch that all working members agreed to: the same record on every member.
 
-    generation: number of the world to be; it is used up even if the switch does not come about. at: optimizer steps
+    generation: number of the next world; it is used up even if the switch does not come about. at: optimizer steps
     after which it takes effect, None for the first boundary at which all are prepared. forms_anew: the source's groups
-    cannot be used any more. late: whether what no forward pass reads moves during the next global batch. cause: what
-    has asked for it, if not the script; such a switch gives way to one of the script's. predicted_gain: share of a step
-    that it is to save, where that is why it is made.
+    cannot be used any more. late: state that no forward pass reads moves during the next global batch. cause: the
+    extension that asked for it, "" for the script; a switch of an extension gives way to one of the script's.
+    predicted_gain: share of a step that it is expected to save, if that is why it is made.
     """
 
     generation: int
@@ -48,28 +48,30 @@ class Proposal:
 
     @property
     def record_key(self) -> str:
-        """Key of its record: whether it was committed."""
+        """Key of its record, which says whether it was committed."""
         return f"record/{self.generation}"
 
     @property
     def moves_nothing(self) -> bool:
-        """Whether the same members stay in the same layout: then only the members around them change."""
+        """Whether the same members stay in the same layout: only the members around them change then."""
         return not self.forms_anew and (self.layout, self.members) == (self.source_layout, self.source_members)
 
     @property
     def union(self) -> tuple[int, ...]:
-        """Every member with a part in it, ascending."""
+        """Members that take part in it, ascending."""
         return tuple(sorted({*self.source_members, *self.members}))
 
     def fingerprint(self) -> str:
-        """Hash of who goes where, without the number: short, where all members compare it."""
+        """Return a short hash of the proposal without its number, for members to compare."""
         text = json.dumps(to_record(replace(self, generation=0)), sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def is_prepared(self, board: Board) -> bool:
-        """Whether all members have said that they are ready, or cannot be. Polls; never blocks."""
+        """Return whether all members have said that they are ready, or cannot be. Polls; never blocks."""
         return board.read(f"prepared/{self.generation}/all") is not None
 
     def has_begun(self, board: Board) -> bool:
-        """Whether rank 0 has reached the boundary of the switch. Called on idle members; polls and never blocks."""
+        """Return whether rank 0 has reached the boundary of the switch. Called on idle members; polls and never
+        blocks.
+        """
         return board.all_posted(f"{self.key}/meet/0", self.source_members[:1])

@@ -1,4 +1,4 @@
-"""What is trained, and in which groups: what the job has registered so far, and how an engine follows it."""
+"""Registration of trained parameters and optimizer groups: what the job has so far, and how an engine follows it."""
 
 from __future__ import annotations
 
@@ -14,26 +14,29 @@ from ds_dynatrain.errors import CheckpointError, SwitchRefused
 
 
 def catch_up(engine: EngineCore) -> None:
-    """On an idle member: take over what the working members have registered meanwhile."""
+    """Take over what the working members have registered meanwhile. Called on idle members."""
     while (record := engine.control.read(f"registration/{len(engine.registered) + 1}")) is not None:
         repeat(engine, [record])
 
 
 def repeat(engine: EngineCore, records: Sequence[dict[str, Any]]) -> None:
-    """On an idle member: register what the job has registered, in its order."""
+    """Register what the job has registered, in its order. Called on idle members."""
     for record in records:
         Adoption(engine, Regrouping.from_json(record)).make()
         engine.registered.append(record)
 
 
 def note(engine: EngineCore, asked: Regrouping) -> None:
-    """Count a registration that is committed; idle members read it on the board (`catch_up`)."""
+    """Count a registration that is committed, and post it for idle members, which read it in `catch_up`."""
     engine.registered.append(asked.to_json())
     engine.control.decide(f"registration/{len(engine.registered)}", asked.to_json())
 
 
 def registration_of(engine: EngineCore) -> Regrouping:
-    """What is trained and in which groups, as a checkpoint says it: origins are the groups that `initialize` made."""
+    """Return what is trained and in which groups, as a checkpoint says it.
+
+    Origins are the numbers of the groups that `initialize` made.
+    """
     model = engine.host.model_map
     groups = [NewGroup(first, False, names) for first, names in zip(_origins(engine), model.group_names, strict=True)]
     flags = zip(model.tensors, model.requires_grad, strict=True)
@@ -41,9 +44,10 @@ def registration_of(engine: EngineCore) -> Regrouping:
 
 
 def regrouping_to(engine: EngineCore, saved: Regrouping) -> Regrouping | None:
-    """The registration that leads from the present groups to those of a checkpoint; None if these are the same.
+    """Return the registration that leads from the present groups to those of a checkpoint.
 
-    None, too, for a checkpoint of another model. CheckpointError, naming the parameter, where it cannot be.
+    None if these are the same, and for a checkpoint of another model. Raises CheckpointError, naming the parameter, if
+    there is no such registration.
     """
     model, present = engine.host.model_map, registration_of(engine)
     flags = {tensor.name: flag for tensor, flag in zip(model.tensors, model.requires_grad, strict=True)}
@@ -75,7 +79,7 @@ def regrouping_to(engine: EngineCore, saved: Regrouping) -> Regrouping | None:
 
 
 def _origins(engine: EngineCore) -> list[int]:
-    """For each present group the number of the group of `initialize` that it comes from."""
+    """Return, for each present group, the number of the group of `initialize` that it comes from."""
     origins: list[int] | None = None
     for record in engine.registered:
         step = Regrouping.from_json(record).origins
@@ -84,10 +88,10 @@ def _origins(engine: EngineCore) -> list[int]:
 
 
 class Adoption:
-    """Other optimizer groups on an engine whose optimizer is off, and the present ones back again.
+    """Replacement of the optimizer groups of an engine whose optimizer is off, which can be undone.
 
-    The constructor notes the present ones: model and space, the optimizer's dictionaries with what is in them, and the
-    scheduler's lists. SwitchRefused for a scheduler of another class.
+    The constructor notes the present ones: model and space, the optimizer's dictionaries with their contents, and the
+    scheduler's lists. It raises SwitchRefused for a scheduler of a class that it does not know.
     """
 
     def __init__(self, engine: EngineCore, asked: Regrouping) -> None:
@@ -99,7 +103,7 @@ class Adoption:
     def make(self) -> None:
         """Make the new groups those of the optimizer; a group that lives on is the same dictionary.
 
-        What requires a gradient is set for parameters of other members, too.
+        `requires_grad` is also set for parameters that this member does not hold.
         """
         engine, asked, host = self._engine, self._asked, self._engine.host
         model = host.model_map.regrouped([group.names for group in asked.groups], set(asked.requires_grad))
@@ -119,7 +123,7 @@ class Adoption:
         engine.adopt_space(space_of(engine, engine.layout, engine.members, tensors))
 
     def undo(self) -> None:
-        """Put back what was there; the optimizer is off again, or still."""
+        """Put the previous groups back. The optimizer must be off."""
         engine = self._engine
         require_as(self.model)
         for (group, values), listed in zip(self._groups, self.model.groups, strict=True):
@@ -131,6 +135,6 @@ class Adoption:
 
 
 def require_as(model: ModelMap) -> None:
-    """Set what requires a gradient as it was registered."""
+    """Set every parameter's `requires_grad` as it was registered."""
     for parameter, flag in zip(model.parameters, model.requires_grad, strict=True):
         parameter.requires_grad_(flag)

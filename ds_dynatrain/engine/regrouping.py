@@ -1,9 +1,9 @@
-"""`engine.update_param_groups`: what is trained, and in which groups, changes in the same world and layout.
+"""`engine.update_param_groups`: trained parameters and their groups change in the same world and layout.
 
-All working members judge the same records. Then it is a restoration whose source is the state of these very members:
-each fills new buffers, puts a new optimizer over them, and reports digests per tensor; the outcome is written once.
-Before that a failure puts the old optimizer back over the old buffers. Idle members read the record when they are
-called (`registration.catch_up`).
+All working members judge the same records. The rest is a restoration whose source is the state of these very members:
+each fills new buffers, puts a new optimizer over them, and reports digests per tensor; the outcome is written once. A
+failure before that puts the old optimizer back over the old buffers. Idle members read the record when they are called
+(`registration.catch_up`).
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from ds_dynatrain.transfer import digest
 
 
 def register(engine: EngineCore, place: str, groups: Sequence[Mapping[str, Any]], is_open: str) -> bool:
-    """Carry out what has changed; False if nothing has. See `DynatrainEngine.update_param_groups`.
+    """Carry out what has changed; return False if nothing has. See `DynatrainEngine.update_param_groups`.
 
     place: where in the training it is asked, the same on all members. is_open: what stands in the way on this member,
-    in words.
+    in words; "" if nothing does.
     """
     host = engine.host
     key = f"register/{place}"
@@ -74,7 +74,7 @@ def register(engine: EngineCore, place: str, groups: Sequence[Mapping[str, Any]]
 
 
 def _carry_out(engine: EngineCore, key: str, asked: Regrouping, begun: bool) -> None:
-    """Everything or nothing, on all members alike; SwitchFailed if it is nothing."""
+    """Register everything on all members, or nothing on any of them; raise SwitchFailed if it is nothing."""
     before = Before.of(engine)
     side = engine.layout, engine.members, before.world
     goal = Goal(*side, key, f"{key}/record", what="update_param_groups", is_patient=False)
@@ -88,7 +88,7 @@ def _carry_out(engine: EngineCore, key: str, asked: Regrouping, begun: bool) -> 
 
 
 def _asked(engine: EngineCore, wanted: Wanted) -> Regrouping | None:
-    """The groups that are to be, None if they are already; SwitchRefused for what cannot be."""
+    """Return the groups to register, None if they are registered already; raise SwitchRefused if they cannot be."""
     host = engine.host
     asked = regroup(host.model_map, host.basic_optimizer, wanted)
     if asked is not None:
@@ -103,17 +103,19 @@ def _differ(one: int, other: int, asked: Mapping[int, Any]) -> str:
 
 
 def _has_begun(engine: EngineCore) -> bool:
-    """Whether the optimizer has states, on some member: one without a part of any whole tensor has none of these."""
+    """Return whether the optimizer keeps states on some member; one that holds no part of a whole tensor has none
+    itself.
+    """
     optimizer = engine.host.basic_optimizer
     stepped = bool(rule_of(optimizer).whole_tensors) and engine.global_steps > 0
     return stepped or any(bool(state) for state in optimizer.state.values())
 
 
 def _with_others(session: Session, mine: Wanted) -> Wanted:
-    """What all members want together, from what each wants of the parameters that it holds.
+    """Return what all members want together, from what each wants of the parameters that it holds.
 
-    SwitchRefused if they do not want the same of a parameter that several hold, or give different numbers of groups; on
-    all alike if one does not say it within the time-out.
+    Raise SwitchRefused if they do not want the same of a parameter that several hold, or give different numbers of
+    groups; on all alike if one does not say it within the time-out.
     """
     said = {
         "requires_grad": dict(mine.requires_grad),
@@ -146,7 +148,9 @@ def _with_others(session: Session, mine: Wanted) -> Wanted:
 
 
 def _joined_wishes(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Of what both hold the first one's word counts; who sees that it is not its own objects."""
+    """Join what two members want. The first one's word counts for what both hold; the other finds the difference
+    itself.
+    """
     pairs = zip_longest(one["groups"], other["groups"], fillvalue=())
     return {
         "requires_grad": {**other["requires_grad"], **one["requires_grad"]},
@@ -189,7 +193,7 @@ class FromGroups(StateSource):
         return {kind: memory[kind] for kind in self.kinds}
 
     def fill(self, rank: int, buffers: Buffers) -> None:
-        """Moments of what is trained anew stay zeros; its masters are cast from the weights."""
+        """Fill the new buffers. Moments of newly trained tensors stay zeros; masters are cast from the weights."""
         vps, old, layout, was_held = self._engine.vps, self._old, self._layout, self._held
         weights = pieces_by_tensor(old, layout, rank, WEIGHT)
         masters = pieces_by_tensor(vps, layout, rank, MASTER, owned=True) if MASTER in self.kinds else {}
@@ -203,7 +207,7 @@ class FromGroups(StateSource):
                 anew = tensor.trainable and not old.tensors[before].trainable and kind != WEIGHT
                 if not (tensor.trainable or kind == WEIGHT) or not vps.has(kind, tensor.group):
                     continue
-                if (anew and kind != MASTER) or before not in weights:  # of other stages, or other experts
+                if (anew and kind != MASTER) or before not in weights:  # held by other stages or experts
                     continue
                 source, rows = (WEIGHT, weights) if anew else (kind, here)
                 first, value = self._value(source, before, rows.get(before, []))
@@ -214,8 +218,10 @@ class FromGroups(StateSource):
                     self._masters[[number]] += np.uint64(digest(values, start))
 
     def _value(self, kind: str, number: int, rows: Sequence[Place]) -> tuple[int, torch.Tensor]:
-        """(first index, elements) of a tensor: under stage 3 this rank's part, which stays the same, else all that the
-        ranks have among which ZeRO cuts it. What lies between parts is zeros.
+        """Return (first index, elements) of a tensor, with zeros for elements that no rank of the group has.
+
+        Under stage 3 it is this rank's part, which stays the same; else all elements of the ranks among which ZeRO cuts
+        it.
         """
         vps, buffers = self._old, self._before.buffers
         tensor, is_cut = vps.tensors[number], self._layout.zero_stage == 3
@@ -227,12 +233,12 @@ class FromGroups(StateSource):
             value.narrow(0, start - first, numel).copy_(buffers[kind, name].narrow(0, offset, numel))
         group = self._goal.world.group("expert_data" if tensor.expert else "data")
         if group.size() > 1 and not is_cut and not vps.is_replicated(self._layout, kind):
-            # several may have an element, who has it not has zeros: the largest bytes are the value's
+            # several ranks may have an element, and the others have zeros: the largest bytes are the value's
             td.all_reduce(value.view(torch.uint8), td.ReduceOp.MAX, group=group)
         return first, value
 
     def shared(self) -> dict[str, Any]:
-        """The counts of what is trained anew begin as the optimizer begins."""
+        """Return the shared carry; step counts of newly trained tensors begin as the optimizer begins."""
         old, optimizer, model = self._old, self._engine.host.basic_optimizer, self._engine.host.model_map
         scalars: dict[str, dict[str, float]] = {}
         for number, tensor in enumerate(model.tensors[: model.trainable]):
@@ -246,7 +252,10 @@ class FromGroups(StateSource):
         return {**self._before.shared, "scalars": scalars}
 
     def prove(self, rank: int, buffers: Buffers, kinds: Sequence[str]) -> str:
-        """CertificateError unless every tensor has the digests that it had, per state kind, on all members."""
+        """Raise CertificateError unless every tensor has the digests that it had, per state kind, on all members.
+
+        Return the digest of the whole state.
+        """
         new, old, layout, session = self._engine.vps, self._old, self._layout, self._session
         mine, _ = side_digests(new, layout, rank, buffers, tuple(kinds))
         before = agreed(session, "before", old, layout, rank, self._digests, "before")

@@ -1,9 +1,9 @@
 """Replicas that drifted: tensors that pipeline stages or tensor ranks hold whole, and compute each for itself.
 
 Norms under tensor parallelism and tied weights are equal by arithmetic, not by a message: on an accelerator their last
-digits may part. Where digests differ before the moves, every holder gets its owner's values and compares them with its
-own. Within the tolerance the owner's are taken by all, before anything is read; beyond it the switch fails. Copies
-that the data axis makes are equal by a reduction, and are not spoken of here.
+digits may differ. If digests differ before the moves, every holder gets its owner's values and compares them with its
+own. Within the tolerance all take the owner's, before anything is read; beyond it the switch fails. Copies along the
+data axis are equal by a reduction, and are not handled here.
 """
 
 from __future__ import annotations
@@ -45,10 +45,7 @@ class Parts:
 
 @dataclass
 class Settlement:
-    """What was done on one rank.
-
-    before: (memory, the values that were in it). distances: see `Distances`.
-    """
+    """Changes made on one rank. before: (memory, its earlier values). distances: see `Distances`."""
 
     before: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     distances: Distances = field(default_factory=dict)
@@ -101,7 +98,7 @@ class Settlement:
 
 
 def furthest(one: Distances, other: Distances) -> Distances:
-    """Of two parts of the ranks, the larger distance of each tensor."""
+    """Return the larger distance of each tensor in two parts of the ranks."""
     kinds = {kind: (one.get(kind, {}), other.get(kind, {})) for kind in {**one, **other}}
     return {
         kind: {name: max(mine.get(name, 0.0), theirs.get(name, 0.0)) for name in {**mine, **theirs}}
@@ -110,9 +107,10 @@ def furthest(one: Distances, other: Distances) -> Distances:
 
 
 def judge(distances: Distances, tolerance: float, types: Mapping[str, torch.dtype]) -> str:
-    """What to say of replicas that were set to their owners' values; CertificateError if one was too far from it.
+    """Return a warning of replicas that were set to their owners' values; raise CertificateError if one was too far
+    off.
 
-    distances: the furthest of all ranks. types: of each kind; a kind of few bits may be off by one of its own steps, as
+    distances: the furthest of all ranks. types: of each kind. A kind of few bits may differ by one of its own steps, as
     a cast of masters within the tolerance may.
     """
     far_of = {(kind, name): far for kind, found in distances.items() for name, far in found.items()}
@@ -133,7 +131,9 @@ def judge(distances: Distances, tolerance: float, types: Mapping[str, torch.dtyp
 
 
 def distance(own: torch.Tensor, owners: torch.Tensor) -> float:
-    """The largest difference, as a share of the owner's largest value; infinite where one is not finite or all 0."""
+    """Return the largest difference, as a share of the owner's largest value; infinite if one is not finite or all are
+    0.
+    """
     if torch.equal(own, owners):
         return 0.0
     far = float((own.double() - owners.double()).abs().max()) / max(float(owners.double().abs().max()), 1e-300)
@@ -141,7 +141,7 @@ def distance(own: torch.Tensor, owners: torch.Tensor) -> float:
 
 
 def _exchanged(vps: VirtualParameterSpace, kind: str, tensors: list[int]) -> Iterator[Parts]:
-    """All parts of replicas that a rank holds and another one owns, in one order on all ranks."""
+    """Yield all parts of replicas that a rank holds and another one owns, in one order on all ranks."""
     for holder in range(vps.layout.world_size):
         number, held = vps.split_by_tensor(vps.holding(vps.layout, holder, kind))
         wanted = np.flatnonzero(np.isin(number, tensors))
@@ -154,7 +154,7 @@ def _exchanged(vps: VirtualParameterSpace, kind: str, tensors: list[int]) -> Ite
 def _views(
     vps: VirtualParameterSpace, parts: Parts, rank: int, buffers: Buffers
 ) -> tuple[list[int], list[torch.Tensor]]:
-    """(tensor, memory on a rank) of each piece of the parts, in their order."""
+    """Return (tensor, memory on a rank) of each piece of the parts, in their order."""
     sharding = vps.sharding(vps.layout, parts.kind)
     places = sharding.place(parts.start, parts.stop, np.full(len(parts.start), rank))
     row, low, high, buffer, offset = (column.tolist() for column in places)

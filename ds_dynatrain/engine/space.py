@@ -11,9 +11,9 @@ from ds_dynatrain.space import STATE, Layout, LogicalTensor, Partition, VirtualP
 def space_of(
     engine: EngineCore, layout: Layout, members: tuple[int, ...], tensors: tuple[LogicalTensor, ...] | None = None
 ) -> VirtualParameterSpace:
-    """Register every logical tensor. What cuts them comes from DeepSpeed's own reading of the configuration.
+    """Register every logical tensor. The rules that cut them come from DeepSpeed's own reading of the configuration.
 
-    tensors: whole; by default those of the module, which must have none of them cut.
+    tensors: whole; by default those of the module, which must not be cut then.
     """
     tensors = tensors or engine.host.model_map.tensors
     names, shaper = tuple(tensor.name for tensor in tensors), engine.host.shaper

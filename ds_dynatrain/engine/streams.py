@@ -1,10 +1,10 @@
 """Random streams: they belong to a place in the layout, not to a process, and move with it.
 
-A place that lives on keeps its streams, whoever holds it, and a vanished one's are dropped. A new data index or
-pipeline stage gets streams seeded from (job seed, name, index, stage, generation). Another new place of a data index
-that lives on gets a copy of those of its place 0: what tensor ranks compute alike they must draw alike, or replicas
-part. Only the streams that are there to differ between tensor ranks (the tracker's) are seeded there, by the tensor
-index too.
+A place that lives on keeps its streams, whichever member holds it; the streams of a place that vanishes are dropped. A
+new data index or pipeline stage gets streams seeded from (job seed, name, index, stage, generation). Another new place
+of a data index that lives on gets a copy of the streams of its place 0: tensor ranks must draw alike what they compute
+alike, or replicas part. Only streams that are meant to differ between tensor ranks (those of DeepSpeed's tracker) are
+seeded there, by the tensor index too.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Streams = dict[str, Any]
 
 @dataclass(frozen=True)
 class Held:
-    """The states of all generators as they are, for this process alone; `capture` has them for others."""
+    """States of all generators as they are, for this process alone; `capture` returns them for others."""
 
     torch: torch.Tensor
     numpy: Any
@@ -43,11 +43,11 @@ class Held:
 
     @staticmethod
     def now() -> Held:
-        """Those at present."""
+        """Return the present states."""
         return Held(torch.get_rng_state(), np.random.get_state(), random.getstate(), further_streams())
 
     def put(self) -> None:
-        """Put them back."""
+        """Set all generators to these states."""
         torch.set_rng_state(self.torch)
         np.random.set_state(self.numpy)
         random.setstate(self.python)
@@ -55,7 +55,7 @@ class Held:
 
 
 def capture() -> Streams:
-    """The states of torch's, numpy's and Python's default generators, and of those that DeepSpeed keeps."""
+    """Return the states of torch's, numpy's and Python's default generators, and of those that DeepSpeed keeps."""
     held = Held.now()
     name, keys, position, has_gauss, gauss = held.numpy
     version, words, spare = held.python
@@ -68,7 +68,7 @@ def capture() -> Streams:
 
 
 def restore(streams: Streams) -> None:
-    """Put captured states back."""
+    """Set all generators to captured states."""
     name, keys, position, has_gauss, gauss = streams["numpy"]
     version, words, spare = streams["python"]
     Held(
@@ -80,7 +80,8 @@ def restore(streams: Streams) -> None:
 
 
 def origin(source: Layout, target: Layout, rank: int) -> int | None:
-    """The rank of `source` whose streams a rank of `target` goes on with; None if its data index or its stage is new.
+    """Return the rank of `source` whose streams a rank of `target` continues; None if its data index or its stage is
+    new.
 
     It is the rank at the same place, where an index that is new on another axis counts as 0.
     """
@@ -91,12 +92,12 @@ def origin(source: Layout, target: Layout, rank: int) -> int | None:
 
 
 def is_forked(source: Layout, target: Layout, rank: int) -> bool:
-    """Whether a rank goes on with the streams of another tensor index, and so not with all of them."""
+    """Return whether a rank continues the streams of another tensor index, and so not all of them."""
     return target.coordinate(rank)["tensor"] >= source.tensor
 
 
 def forked(streams: Streams, job_seed: int, place: dict[str, int], generation: int) -> Streams:
-    """The streams of a new tensor index: those of index 0, but for the ones that differ between tensor ranks."""
+    """Return the streams of a new tensor index: those of index 0, but for the ones that differ between tensor ranks."""
     further = {
         name: _text(seeded_stream(_further_seed(job_seed, name, place, generation)))
         if is_of_tensor_index(name)
@@ -109,7 +110,7 @@ def forked(streams: Streams, job_seed: int, place: dict[str, int], generation: i
 def continued(
     source: Layout, target: Layout, rank: int, job_seed: int, generation: int, of_rank: Callable[[int], Streams]
 ) -> Streams:
-    """The streams of a rank of `target`, where those of each rank of `source` are known. generation: of the target."""
+    """Return the streams of a rank of `target`, given those of each rank of `source`. generation: of the target."""
     place, known = target.coordinate(rank), origin(source, target, rank)
     if known is None:
         return seeded(job_seed, place, generation)
@@ -118,17 +119,15 @@ def continued(
 
 
 def shared(streams: Streams) -> Streams:
-    """The part of a rank's streams that a fork of it has too."""
+    """Return the part of a rank's streams that a fork of it has too."""
     further = {name: state for name, state in streams["further"].items() if not is_of_tensor_index(name)}
     return {**streams, "further": further}
 
 
 def seeded(job_seed: int, place: dict[str, int], generation: int) -> Streams:
-    """The streams of a place whose data index or stage did not exist before, of all generators that this process has.
+    """Return newly seeded streams of all of this process's generators, for a place whose data index or stage is new.
 
-    The caller's own are left as they are.
-
-    place: its index on each axis; only data, pipe and tensor count.
+    The generators themselves are left as they are. place: its index on each axis; only data, pipe and tensor count.
     """
     index = _index(place)
     before = capture()
@@ -145,9 +144,9 @@ def seeded(job_seed: int, place: dict[str, int], generation: int) -> Streams:
 
 
 def begin_leaf(job_seed: int, step: int, leaf: int, layer: int | None = None) -> None:
-    """Set all generators that this process has to what they are before a leaf, whoever trains it.
+    """Set all generators to their states before a leaf, which are the same on whichever rank trains it.
 
-    layer: of a pipeline, before which they are set anew.
+    layer: layer of a pipeline before which the generators are set anew.
     """
     place = 0 if layer is None else layer + 1
 
@@ -166,7 +165,7 @@ def _further_seed(job_seed: int, name: str, place: dict[str, int], generation: i
 
 
 def _index(place: dict[str, int]) -> int | tuple[int, int]:
-    """What tells ranks apart that draw apart: the data index, and the stage behind the first."""
+    """Return what tells apart ranks with different streams: the data index, and the stage unless it is the first."""
     stage = place.get("pipe", 0)
     return (place["data"], stage) if stage else place["data"]
 

@@ -1,8 +1,8 @@
-"""One engine's switches on one member: asked for, made ready, carried out at a boundary or given up, and told of.
+"""The switches of one engine on one member: asked for, prepared, carried out at a boundary or given up, and reported.
 
 A working member comes by at every boundary; if a switch is pending and its step is reached, it takes part. An idle
-member stays there, polling the board, until it works again or the job has ended. A number that was proposed is used up,
-whatever becomes of it: no key on the board is ever used again.
+member stays there, polling the board, until it works again or the job has ended. A proposed number is used up, whatever
+becomes of the switch: no key on the board is ever used twice.
 """
 
 from __future__ import annotations
@@ -45,15 +45,18 @@ from ds_dynatrain.space import Layout
 from ds_dynatrain.support.proved import warning
 
 ASSUMED_BYTES_PER_SECOND = 1e9
-"""Speed of a link that `estimate` reckons with before a switch has been measured."""
+"""Speed of a link that estimates assume before a switch has been measured."""
 
 OnSwitch = Callable[[SwitchEvent], object]
 
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a switch is asked for. cause: what asks, if not the script. predicted_gain: see `Proposal`. without: members
-    that are to have no rank in it."""
+    """Why a switch is asked for.
+
+    cause: the extension that asks, "" for the script. predicted_gain: see `Proposal`. without: members that are to have
+    no rank in it.
+    """
 
     cause: str = ""
     predicted_gain: float | None = None
@@ -73,7 +76,7 @@ class _Entered:
 
 
 class Switcher:
-    """See the module. listeners: the user's, called after each switch that was committed.
+    """Switches of one engine; see the module. listeners: the user's, called after each switch that was committed.
 
     note_window, discard_window: remember where a global batch begins, and go back there.
     """
@@ -110,7 +113,9 @@ class Switcher:
         late: bool | None = None,
         reason: Reason = SCRIPT,
     ) -> PendingSwitch:
-        """See `DynatrainEngine.switch`. What something else than the script has asked for gives way to the script."""
+        """Ask for a switch; see `DynatrainEngine.switch`. A switch that an extension asked for gives way to the
+        script's.
+        """
         late = self.engine.settings.late if late is None else bool(late)
         if self.engine.idle:
             raise SwitchRefused(
@@ -136,12 +141,12 @@ class Switcher:
         return self.engine.pending
 
     def _gives_way(self, reason: Reason) -> bool:
-        """Whether what is pending was not asked for by the script, and this is."""
+        """Return whether the pending switch was asked for by an extension, and the new one is the script's."""
         pending = self.engine.pending
         return pending is not None and bool(pending.cause) and not reason.cause
 
     def _is_pending(self, layout: Layout | None, at: int | None, changes: Mapping[str, Any], late: bool) -> bool:
-        """Whether the very same switch was asked for before (a loop turns several times per optimizer step)."""
+        """Return whether the same switch is pending already: a loop turns several times per optimizer step."""
         try:
             target = feasible.target_layout(self.engine.layout, layout, changes)
         except SwitchRefused:
@@ -150,7 +155,9 @@ class Switcher:
         return pending is not None and (pending.layout, pending.at, pending.late) == wanted
 
     def place_in_training(self) -> str:
-        """Key of a request: the same on all members that ask at the same place, another one at any other place."""
+        """Return the key of a request: the same on all members that ask at the same place, another one at any other
+        place.
+        """
         now = (self.engine.segment, self.engine.micro_steps)
         self._asked = (now, self._asked[1] + 1 if self._asked[0] == now else 1)
         return f"{now[0]}/{now[1]}/{self._asked[1]}"
@@ -158,7 +165,7 @@ class Switcher:
     def dry_run(
         self, layout: Layout | None, changes: Mapping[str, Any], without: tuple[int, ...] = ()
     ) -> SwitchEstimate:
-        """See `DynatrainEngine.plan`. without: members that are to have no rank in it."""
+        """Estimate a switch; see `DynatrainEngine.plan`. without: members that are to have no rank in it."""
         engine = self.engine
         try:
             target = self._targets.checked(layout, changes)
@@ -175,7 +182,7 @@ class Switcher:
     def _request(
         self, layout: Layout | None, at: int | None, changes: Mapping[str, Any], late: bool, reason: Reason
     ) -> tuple[SwitchRequest, Proposal]:
-        """This member's record, with its refusal if it has one, and the proposal that follows from it."""
+        """Return this member's request, with its refusal if it has one, and the proposal that follows from it."""
         engine, refusal = self.engine, None
         try:
             if engine.awaits_late:
@@ -208,13 +215,13 @@ class Switcher:
         return request, Proposal(self.engine.attempt + 1, *places, False, late, *why)
 
     def register(self, groups: list[Mapping[str, Any]]) -> bool:
-        """See `DynatrainEngine.update_param_groups`."""
+        """Register parameter groups; see `DynatrainEngine.update_param_groups`."""
         return regrouping.register(self.engine, self.place_in_training(), groups, self.in_the_way())
 
     def in_the_way(self, of_reading: bool = False) -> str:
-        """Why what wants the state to itself cannot be now, in words; nothing if it can.
+        """Return, in words, why an operation that needs the state to itself cannot run now; "" if it can.
 
-        of_reading: of what leaves the state as it is, and may so come before a switch that is pending.
+        of_reading: the operation only reads the state, and may come before a pending switch.
         """
         pending = self.engine.pending
         if self.engine.awaits_late:
@@ -252,7 +259,7 @@ class Switcher:
         return None
 
     def settle_meshes(self, proposal: Proposal) -> None:
-        """Learn now how DeepSpeed cuts in both layouts: asking it is not for a thread."""
+        """Learn now how DeepSpeed cuts in both layouts: it must be asked on the main thread."""
         for layout in (proposal.source_layout, proposal.layout):
             self.engine.vps.mesh(layout)
 
@@ -264,11 +271,11 @@ class Switcher:
         nodes: Mapping[int, str] | None = None,
         refusal: SwitchRefused | None = None,
     ) -> None:
-        """Make ready, in the background, for what was proposed.
+        """Prepare, in the background, for a proposal.
 
-        boards: where it is negotiated, if that is not the present generation's board. check: raises
-        SwitchRefused, in the background, if this member cannot take part. nodes: of all members, if not all
-        are in the present generation. refusal: why this member cannot take part, if that is known already.
+        boards: where it is negotiated, if that is not the present generation's board. check: called in the background,
+        raises SwitchRefused if this member cannot take part. nodes: of all members, if some are not in the present
+        generation. refusal: why this member cannot take part, if that is known already.
         """
         self._warn_of_hardware(proposal)
         engine, around = self.engine, self.engine.context
@@ -295,7 +302,7 @@ class Switcher:
         preparation.start()
 
     def _warn_of_hardware(self, proposal: Proposal) -> None:
-        """Once, on rank 0, what of this job never ran on such an accelerator."""
+        """Warn, once, on rank 0, of parts that this job uses and that were never proved on such an accelerator."""
         if self._has_warned or self.engine.rank != 0:
             return
         self._has_warned = True
@@ -304,7 +311,7 @@ class Switcher:
             logger.warning(said)
 
     def tell_of_batch(self) -> None:
-        """Warn, once, on rank 0, where the present layout cuts a global batch into micro-batches of one sample."""
+        """Warn, once, on rank 0, if the present layout cuts a global batch into micro-batches of one sample."""
         engine = self.engine
         if self._has_told_of_batch or engine.idle or engine.rank != 0:
             return
@@ -314,7 +321,9 @@ class Switcher:
             logger.warning("%s", notice)
 
     def connect_ahead(self) -> None:
-        """Connect the next world's members at a boundary before that of the switch; if that fails, it is given up."""
+        """Connect the next world's members at a boundary before that of the switch; give the switch up if that
+        fails.
+        """
         decision = connect_ahead(self.prepared(), self.engine.world)
         if not decision.commit:
             self.give_up(decision.reason)
@@ -323,7 +332,7 @@ class Switcher:
     # ---- at a boundary -------------------------------------------------------------------------------------------
 
     def at_boundary(self, place: str) -> None:
-        """A boundary: take part in a switch that is due. An idle member returns only when it works."""
+        """Take part, at a boundary, in a switch that is due. An idle member returns only when it works."""
         self.engine.has_stood = True
         self.engine.control.raise_if_lost()
         self._saver.look()
@@ -332,7 +341,7 @@ class Switcher:
         self._changes.look()
 
     def note_step(self) -> None:
-        """Warn, after an optimizer step, of whatever waits for a boundary while this loop comes to none."""
+        """Warn, after an optimizer step, of anything that waits for a boundary if this loop comes to none."""
         for waiting in self._steps.past_boundary(self._waiting()):
             logger.warning(
                 "%s, and there was no boundary in %d optimizer steps: %s",
@@ -340,7 +349,7 @@ class Switcher:
             )
 
     def _waiting(self) -> Iterator[str]:
-        """Yield what waits for a boundary, in words; what waits on all members, on rank 0 alone."""
+        """Yield, in words, what waits for a boundary; on rank 0 alone what waits on all members."""
         pending = self.engine.pending
         yield from self._fallback.waiting(self._steps.count)
         if self.engine.rank == 0 and pending is not None:
@@ -349,7 +358,7 @@ class Switcher:
             yield f"a change of members waits ({change})"
 
     def connects_ahead(self) -> bool:
-        """On a working member: whether it is to connect to the members of a switch to come now."""
+        """Return whether to connect now to the members of a switch to come. Called on working members."""
         preparation = self.engine.preparation
         if preparation is None or preparation.connections is not None or not is_accelerated():
             return False
@@ -362,17 +371,21 @@ class Switcher:
         return at is not None and agreement.IN_THE_PAUSE < at <= step < (proposal.at or 0)
 
     def is_due(self, ahead: int = 1) -> bool:
-        """On a working member: whether it is to take part in a switch now. ahead: see `agreement.meeting_step`."""
+        """Return whether to take part in a switch now. Called on working members. ahead: see
+        `agreement.meeting_step`.
+        """
         if self.engine.preparation is None:
             return False
         proposal, step = self.engine.preparation.proposal, self.engine.global_steps
         if proposal.at is None:
-            synchronize()  # as above
+            synchronize()  # as in `connects_ahead`
         meet = agreement.meeting_step(self.engine.preparation.board, proposal, self.engine.rank, step, ahead)
         return meet is not None and step >= meet
 
     def take_part_idle(self, place: str) -> None:
-        """On an idle member: make ready for what the working members have agreed on; take part in it, or let it go."""
+        """Prepare for what the working members have agreed on, and take part in it or let it go. Called on idle
+        members.
+        """
         if self.engine.preparation is None:
             self._look_for_proposal()
         if self.engine.preparation is None:
@@ -388,7 +401,7 @@ class Switcher:
                 self.engine.close_preparation()
 
     def _look_for_proposal(self) -> None:
-        """Make ready for a switch that the working members have agreed on."""
+        """Prepare for a switch that the working members have agreed on, if there is one."""
         record = self.engine.control.read(f"proposal/{self.engine.attempt + 1}")
         if record is None:
             return
@@ -406,7 +419,7 @@ class Switcher:
                 PROCESS.membership.retrain(proposal.members)
 
     def pass_time(self, seconds: float) -> None:
-        """An idle member's turn: the user's `on_idle`, or a short sleep."""
+        """Let an idle member's time pass: call the user's `on_idle`, or sleep."""
         on_idle = self.engine.job.on_idle
         if on_idle is not None:
             on_idle(self.engine.deepspeed)
@@ -416,7 +429,7 @@ class Switcher:
     # ---- carried out -----------------------------------------------------------------------------------------------
 
     def transact(self, place: str) -> None:
-        """Take part in the switch that was prepared."""
+        """Take part in the prepared switch."""
         begin, engine, preparation = time.perf_counter(), self.engine, self.prepared()
         was = engine.layout, engine.members
         if preparation.proposal.late:
@@ -431,7 +444,7 @@ class Switcher:
         PROCESS.membership.ended(engine, preparation.proposal, outcome)
 
     def _enter(self, entered: _Entered) -> None:
-        """The pause of a late switch; on a member that does not train in the new world all of it."""
+        """Carry out the pause of a late switch; on a member that does not train in the new world, the whole switch."""
         transaction, self._entered = entered.transaction, entered
         self.engine.late_worlds = transaction.worlds
         with without_collection():
@@ -448,7 +461,10 @@ class Switcher:
         transaction.outcome.pause_ms = 1e3 * (time.perf_counter() - entered.begin)
 
     def settle(self) -> bool:
-        """Before an optimizer step: whether it may be. Not if late kinds did not come: then this batch is void."""
+        """End a late switch before an optimizer step. Return whether the step may be made.
+
+        It may not if late kinds did not come: then this batch is void.
+        """
         entered, self._entered = self._entered, None
         if entered is None:
             return True
@@ -464,24 +480,26 @@ class Switcher:
 
     @property
     def entered_at(self) -> str:
-        """The place at which a late switch, whose record is not written, was entered."""
+        """Place at which a late switch was entered whose record is not written; "" if there is none."""
         return "" if self._entered is None else self._entered.transaction.place
 
     def give_up_late(self, reason: str) -> None:
-        """Go back to the world before a late switch whose record is not written."""
+        """Go back to the world before a late switch, if its record is not written."""
         if self._entered is not None:
             self._entered.transaction.give_up(reason)
             self.settle()
 
     def _compile_anew(self) -> None:
-        """What was compiled went over the old optimizer; compiling again is measured with it, after the pause."""
+        """Drop modules compiled over the old optimizer; compiling them again is measured with the switch, after the
+        pause.
+        """
         compilations = self.engine.host.compilations
         compilations.begin()
         if compilations.count:
             compilations.forget()
 
     def prepared(self) -> Preparation:
-        """Return what is made ready; RuntimeError if nothing is."""
+        """Return the preparation of the pending switch; raise RuntimeError if there is none."""
         if self.engine.preparation is None:
             raise RuntimeError("no switch was prepared")
         return self.engine.preparation
@@ -489,7 +507,10 @@ class Switcher:
     def note(
         self, preparation: Preparation, outcome: Outcome, was: tuple[Layout, tuple[int, ...]], begin: float
     ) -> None:
-        """A transaction has ended: tell all who want to know. was: layout and members before; begin: in seconds."""
+        """Report a switch that has ended to the log, the user and all listeners.
+
+        was: layout and members before it; begin: when it began, in seconds.
+        """
         engine, self.engine.preparation = self.engine, None
         if not engine.idle:
             (engine.settle_state if outcome.committed else engine.settle_fallback)()
@@ -511,29 +532,29 @@ class Switcher:
                 listener(event)
 
     def _answer(self, event: SwitchEvent) -> None:
-        """Tell whoever asked for the switch how it went."""
+        """Give the event to the pending switch that the user holds."""
         pending = self.engine.pending
         if pending is not None:
             pending.event = event
             self._answered, self.engine.pending = pending, None
 
     def give_up(self, reason: str) -> None:
-        """Let go of what is being prepared: it cannot come about any more, on no member."""
+        """Give up the switch that is being prepared: no member can carry it out any more."""
         if self.engine.preparation is not None:
             tell(self.engine, self._drop(self.engine.preparation, reason, "rolled_back"), write=None)
 
     def cancel(self) -> None:
-        """The job ends: what was asked for, and what no boundary has come for, is told of as any switch is."""
+        """Report a switch that no boundary has come for as cancelled. Called when the job ends."""
         preparation = self.engine.preparation
         if preparation is None:
             return
         if self.engine.pending is None and preparation.board is not self.engine.control:
-            self.engine.close_preparation()  # a change of members, which nobody has asked for here
+            self.engine.close_preparation()  # a change of members, which this script has not asked for
             return
         tell(self.engine, self._drop(preparation, "the job ended before a boundary came for it", "cancelled"))
 
     def _drop(self, preparation: Preparation, reason: str, how: HowItEnded) -> SwitchEvent:
-        """Let go of what is being prepared; what is told of it, with no pause."""
+        """Give up a preparation, and return the event that reports it, with no pause."""
         self.engine.close_preparation()
         was = self.engine.layout, self.engine.members
         event = replace(event_of(self.engine, preparation, Outcome(reason=reason), was, 0.0), outcome=how)
@@ -542,9 +563,9 @@ class Switcher:
         return event
 
     def note_first_step(self) -> None:
-        """After an optimizer step: if it was the first one since a switch, what it compiled again goes into the event.
+        """Add the time of compiling again to the event, after the first optimizer step since a switch.
 
-        `last_switch` and the pending switch get the new event, the file a line of its own.
+        `last_switch` and the pending switch get the new event, the report file a line of its own.
         """
         engine = self.engine
         if not self._first_step_is_due:
@@ -559,15 +580,17 @@ class Switcher:
         tell(engine, engine.last_switch, log_recompile, EventWriter.write_recompile)
 
     def note_gain(self, event: SwitchEvent, gain: float) -> None:
-        """A later window has measured what a switch was worth, as a share of a step; `last_switch`, if it is that one,
-        gets the new event, the file a line of its own."""
+        """Report what a switch was worth, as a share of a step, once a later window has measured it.
+
+        `last_switch` gets the new event if it is that switch; the report file gets a line of its own.
+        """
         engine, known = self.engine, replace(event, measured_gain=gain)
         if engine.last_switch is not None and engine.last_switch.generation == event.generation:
             engine.last_switch = replace(engine.last_switch, measured_gain=gain)
         tell(engine, known, log_gain, EventWriter.write_gain)
 
     def withdraw(self, reason: str) -> None:
-        """Let go of a pending switch, on all working members at the same place; the idle ones read it on the board."""
+        """Give up a pending switch, on all working members at the same place; idle ones read that on the board."""
         preparation = self.prepared()
         if self.engine.rank == 0:
             preparation.board.decide(preparation.proposal.record_key, {"commit": False, "reason": reason})
@@ -575,7 +598,7 @@ class Switcher:
 
 
 def parts_in_use(engine: EngineCore, proposal: Proposal) -> list[str]:
-    """The parts of `support.proved` that a switch of this job goes through."""
+    """Return the parts of `support.proved` that a switch of this job uses."""
     layouts = (proposal.source_layout, proposal.layout)
     wide = {axis for layout in layouts for axis, size in layout.axes().items() if size > 1}
     transport, machines = engine.settings.transport, set(engine.candidates.nodes.values())

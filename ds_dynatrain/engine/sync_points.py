@@ -1,18 +1,19 @@
-"""Where the scripts of the members are between two steps, and how one that came late ends where the others do.
+"""Sync points: where the members' scripts are between two steps, and how a late one ends where the others do.
 
-All members run one script. Who came late, or was idle for some epochs, has gone through fewer of them: it still asks
-for an epoch when the others have left their loops. No time-out can tell that from a long evaluation; facts can. Those
-that have gone through the most epochs, the *leaders*, post at which *sync point* they arrive: an epoch begins, an
-evaluation does, something is saved, their script has ended. At each sync point of its own a late member waits until it
-knows which one its leader came to next:
+All members run one script. One that came late, or was idle for some epochs, has gone through fewer of them: it still
+asks for an epoch when the others have left their loops. No time-out can tell that from a long evaluation; facts can.
+The members that have gone through the most epochs, the *leaders*, post at which *sync point* they arrive: an epoch or
+an evaluation begins, something is saved, their script has ended. At each sync point of its own a late member waits
+until it knows which one its leader came to next:
 
 - the same one: it takes part, with the leader's arguments;
-- another one: its own comes to nothing (an epoch without batches, a save that saves nothing), and its script runs on
-  until it is where the others are;
-- none, for the leader's script has ended: it ends too, as an idle member does.
+- another one: its own is skipped (an epoch without batches, a save that saves nothing), and its script runs on until
+  it is where the others are;
+- none, because the leader's script has ended: the late member ends too, as an idle member does.
 
-Who is late all have to see alike: at the first sync point of a world each member waits until all have said how many
-epochs they have begun. No sync point is posted where nobody is late. Without a board all go on, each by its own script.
+All members must agree on which ones are late: at the first sync point of a world each waits until all have said how
+many epochs they have begun. No sync point is posted while no member is late. Without a board each member goes on by its
+own script.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ LONGEST_POLL_SECONDS = 0.05
 GROWTH = 1.1
 SAID_AFTER_SECONDS = 10.0
 LONGEST_SECONDS = 1800.0
-"""As long as collectives of training wait: whoever is later than that has stopped."""
+"""Longest wait for another member, as long as collectives of training wait: a member that is later has stopped."""
 
 
 class SyncPoints:
-    """That of this process; where it has several engines, the first one speaks for all."""
+    """The sync points of this process. If it has several engines, the first one speaks for all."""
 
     def __init__(self, first: Callable[[], EngineCore | None], membership: Callable[[], Membership]) -> None:
         self._first, self._membership = first, membership
@@ -52,11 +53,11 @@ class SyncPoints:
     # ---- how far the members are -------------------------------------------------------------------------------------
 
     def note(self) -> None:
-        """At a boundary: in a new world, say how many epochs this script has begun."""
+        """Say how many epochs this script has begun. Called at every boundary; posts once in each new world."""
         engine = self._first()
         if engine is None or engine.idle:
             return
-        if engine.generation == 1:  # nobody can have come late to the first world, also where a switch goes back to it
+        if engine.generation == 1:  # no member comes late to the first world, nor when a switch goes back to it
             self._mark = self._begun = None
             return
         mark = engine.control, engine.segment
@@ -75,7 +76,7 @@ class SyncPoints:
         return tuple(member for member, count in begun.items() if count < max(begun.values()))
 
     def _epochs_begun(self) -> dict[int, int]:
-        """Return the number of epochs by member, of those that have said so in this world."""
+        """Return the number of epochs of each member that has told it in this world."""
         engine = self._first()
         if engine is None or self._mark is None:
             return {}
@@ -90,20 +91,22 @@ class SyncPoints:
     # ---- sync points -------------------------------------------------------------------------------------------------
 
     def begin_epoch(self, loader: str, is_under_way: bool, sampler_epoch: int) -> int | None:
-        """Begin a pass over a loader; None if it has no batches here, since the others are elsewhere.
+        """Begin a pass over a loader; return None if it has no batches here, since the others are elsewhere.
 
-        Returns `sampler_epoch`, the epoch that the user's sampler is set to here; on a member that came late, the
-        others'. is_under_way: the others are in this very pass, which is no sync point then: another engine's loader,
-        of which a member that came in the middle asks first in the middle of a step.
+        Returns the epoch to set the user's sampler to: `sampler_epoch`, or on a member that came late, the others'.
+        is_under_way: the others are in this very pass, which is no sync point then. This happens with another engine's
+        loader, which a member that came in the middle asks first in the middle of a step.
         """
         agreed = [sampler_epoch] if is_under_way else self.arrive(f"an epoch of {loader!r}", sampler_epoch)
         self._epochs += 1
         return None if agreed is None else int(agreed[0])
 
     def arrive(self, sync_point: str, *arguments: Any) -> list[Any] | None:
-        """Be at a sync point: the arguments (plain JSON) to take part with, None where the others are elsewhere.
+        """Arrive at a sync point; return the arguments (plain JSON) to take part with, None if the others are
+        elsewhere.
 
-        SystemExit(0) if they have ended, SystemExit(1) if with an error. MemberMissing for a leader that is silent.
+        Raises SystemExit(0) if their scripts have ended, SystemExit(1) if by an error, MemberMissing for a silent
+        leader.
         """
         engine = self._first()
         if engine is None or engine.idle or engine.is_discarded or len(engine.members) == 1:
@@ -128,7 +131,7 @@ class SyncPoints:
             engine.control.post(f"{key}/{mine}", [sync_point, arguments])
             self._count += 1
             return arguments
-        leader = [one for one in engine.members if begun[one] == most][-1]  # what rank 0 does alone is none
+        leader = [one for one in engine.members if begun[one] == most][-1]  # rank 0 may call alone
         found = wait(lambda: engine.control.read(f"{key}/{leader}"), lambda: {leader})
         if found is not None and found[0] != sync_point:
             logger.info("member %d came late: not %s here, the others are at %s", mine, sync_point, found[0])
@@ -137,12 +140,14 @@ class SyncPoints:
         return arguments if found is None else list(found[1])
 
     def _epochs_of_all(self) -> dict[int, int] | None:
-        """Return the number of epochs by member, once all have said so."""
+        """Return the number of epochs of each member, once all have told it; None before."""
         self._epochs_begun()
         return self._begun
 
     def _key(self, engine: EngineCore) -> str:
-        """Of the next sync point; they are counted between two steps, so that nobody stays astray for longer."""
+        """Return the key of the next sync point. They are counted between two steps, so no member stays astray for
+        longer.
+        """
         place = engine.segment, engine.global_steps
         if place != self._place:
             self._place, self._count = place, 0
@@ -156,15 +161,15 @@ def _await(
     look: Callable[[], T | None],
     missing: Callable[[], Collection[int]],
 ) -> T | None:
-    """Return what `look` finds in the end, or None if the world is aborted, which the next boundary sees to.
+    """Return what `look` finds in the end, or None if the world is aborted; the next boundary handles that.
 
-    missing: the members that it waits for. SystemExit(0) where their scripts have ended, MemberMissing after the time
-    that collectives of training wait.
+    missing: the members that it waits for. Raises SystemExit(0) if their scripts have ended, MemberMissing after
+    `LONGEST_SECONDS`.
     """
     begin, pause, is_said, has_ended = time.monotonic(), POLL_SECONDS, False, False
     watch, mine = membership.watch(engine.control), engine.control.member
     while (found := look()) is None:
-        if has_ended:  # and had before this look: it may post what is looked for, and end then
+        if has_ended:  # had ended before this look: a script may post and then end
             logger.info("member %d came late, and the scripts of the others have ended: it ends, too", mine)
             raise SystemExit(0)
         has_ended = watch.look(missing())

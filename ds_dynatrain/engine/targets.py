@@ -1,4 +1,6 @@
-"""What an engine could switch to: whether a layout is possible, who gets which rank of it, and what it needs."""
+"""Targets of an engine's switches: whether a layout is possible, which member gets which rank, and the memory it
+needs.
+"""
 
 from __future__ import annotations
 
@@ -25,24 +27,25 @@ from ds_dynatrain.support import Target, refuse_layout, usage
 
 
 class Targets:
-    """The arithmetic of switches of one engine. rule: which layouts a world of n members gets, where they come and
-    go."""
+    """Checks of layouts for one engine. rule: the layouts for n members, in a job whose members come and go."""
 
     def __init__(self, engine: EngineCore) -> None:
         self.engine = engine
         self.rule = rule_of(engine.settings.raw_layouts, self._best)
 
     def _best(self, members: int, present: Layout) -> Iterator[Layout]:
-        """Yield layouts for so many members, best first, as an extension ranks them; else the widest data axes."""
+        """Yield layouts for so many members, best first, as an extension ranks them; without one, the widest data
+        axes.
+        """
         found = (extension.best_layouts(members) for extension in self.engine.job.extensions)
         yield from next((layouts for layouts in found if layouts is not None), growing(members, present))
 
     def step_ms(self, target: Layout, members: Sequence[int]) -> dict[str, float]:
-        """Return what a step takes in a layout, as an extension predicts it; nothing if none does. members: by rank."""
+        """Return how long a step takes in a layout, as an extension predicts it; {} if none does. members: by rank."""
         return next(filter(None, (each.step_ms(target, members) for each in self.engine.job.extensions)), {})
 
     def checked(self, layout: Layout | None, changes: Mapping[str, Any]) -> Layout:
-        """The layout that is asked for; SwitchRefused if it cannot be."""
+        """Return the layout that is asked for; raise SwitchRefused if the engine cannot go there."""
         engine = self.engine
         refuse_moved_states(engine.host)
         target = feasible.target_layout(engine.layout, layout, changes)
@@ -52,13 +55,13 @@ class Targets:
         return target
 
     def check(self, target: Layout, processes: int) -> None:
-        """SwitchRefused if so many processes cannot train this model in a layout."""
+        """Raise SwitchRefused if so many processes cannot train this model in a layout."""
         engine = self.engine
         refuse_moved_states(engine.host)
         if not engine.idle:
             refuse_changes(engine.host)
             refuse_tensor_settings(engine)
-        feasible.check_combination(engine.job.features, target, processes)  # first: what else is said keeps its axes
+        feasible.check_combination(engine.job.features, target, processes)  # first: other refusals keep its axes
         feasible.check_size(target, processes)
         feasible.check_batch(
             target, engine.job.batch_sizes, engine.host.shaper.whole(engine.host.module), engine.job.has_stages
@@ -68,7 +71,7 @@ class Targets:
         self.check_features(target, processes)
 
     def check_late(self, target: Layout) -> None:
-        """SwitchRefused if masters and moments cannot follow after the pause."""
+        """Raise SwitchRefused if masters and moments cannot follow after the pause."""
         engine = self.engine
         if engine.is_lean:
             raise usage("late lean switches").refused()
@@ -83,7 +86,7 @@ class Targets:
             raise usage("late switches without a loader").refused()
 
     def check_features(self, target: Layout, processes: int | None = None) -> None:
-        """SwitchRefused if the model or a key of the configuration cannot be had in a layout."""
+        """Raise SwitchRefused if a layout excludes the model or a key of the configuration."""
         engine = self.engine
         processes = len(engine.candidates) if processes is None else processes
         feasible.check_combination(engine.job.features, target, processes)
@@ -100,9 +103,9 @@ class Targets:
             raise SwitchRefused(reason, "choose another stage, or change the key that it names") from error
 
     def members_for(self, target: Layout, without: tuple[int, ...] = (), late: bool = False) -> tuple[int, ...]:
-        """Who would hold which rank; SwitchRefused if too few are left, or this node has not the memory for it.
+        """Return the member at each rank of a layout; raise SwitchRefused if members or this node's memory are too few.
 
-        without: members that are to have none. late: whether the switch is.
+        without: members that are to have no rank. late: whether the switch is late.
         """
         pool, engine = self.engine.candidates, self.engine
         able = tuple(member for member in PROCESS.membership.able(engine) if member not in without)
@@ -117,10 +120,10 @@ class Targets:
 
 
 def needs(engine: EngineCore, target: Layout, members: tuple[int, ...], late: bool = False) -> feasible.Needs:
-    """What each member allocates, at most: the target's buffers and staging; if lean, less its source.
+    """Return the bytes that each member allocates at most: the target's buffers and staging; if lean, less its source.
 
-    late: both sides are held while a global batch is trained. What this member's accelerator has taken for one so far
-    counts for all members, each of which looks at its own sum alone.
+    late: both sides are held while a global batch is trained. The memory that training has taken on this member's
+    accelerator so far is counted for every member; each one only looks at its own sum.
     """
     beside = Counter({compute_device().type: training_bytes()} if late else {})
     vps, budget = engine.vps, engine.settings.memory_budget_bytes
@@ -146,7 +149,7 @@ def needs(engine: EngineCore, target: Layout, members: tuple[int, ...], late: bo
 
 
 def _state_bytes(engine: EngineCore, local: LocalSpace) -> Counter[str]:
-    """Bytes of all buffers of a rank, by the type of device."""
+    """Return the bytes of all buffers of a rank, by the type of device."""
     memory, accumulates = engine.memory_in(local.layout), engine.batch_for(local.layout).accumulation > 1
     state = Counter[str]()
     for (kind, _), size in local.sizes().items():

@@ -1,4 +1,4 @@
-"""What is told of a switch: to the log, the report file, DeepSpeed's monitors and the coordinator."""
+"""Reports of a switch: to the log, the report file, DeepSpeed's monitors and the coordinator."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def event_of(
     was: tuple[Layout, tuple[int, ...]],
     pause_ms: float,
 ) -> SwitchEvent:
-    """The event as this member reports it: bytes are sums over all members, phases its own."""
+    """Return the event as this member reports it: bytes are sums over all members, phases its own."""
     proposal = preparation.proposal
     everyone = measured.over_all or {**measured.measured(), **dict.fromkeys(SUMS, 0)}
     kinds = measured.kinds
@@ -68,7 +68,10 @@ def tell(
     log: Callable[[SwitchEvent], None] = log_event,
     write: Callable[[EventWriter, SwitchEvent], None] | None = EventWriter.write,
 ) -> None:
-    """On rank 0, let people know of an event. write: its line in the report file; None for what gets none."""
+    """Report an event to the log and the report file, on rank 0.
+
+    write: writes its line in the report file; None for an event without one.
+    """
     if engine.rank != 0:
         return
     log(event)
@@ -78,7 +81,7 @@ def tell(
 
 
 def tell_of_switch(engine: EngineCore, event: SwitchEvent) -> None:
-    """On rank 0, let all who watch know that a switch was carried out, whichever way it ended."""
+    """Report a switch that was carried out, however it ended, to all that watch the job. Does so on rank 0."""
     tell(engine, event)
     if engine.rank == 0:
         if engine.settings.report.monitor:
@@ -87,7 +90,7 @@ def tell_of_switch(engine: EngineCore, event: SwitchEvent) -> None:
 
 
 def _write_to_monitors(engine: Any, event: SwitchEvent) -> None:
-    """No monitor may end a switch that all others have committed."""
+    """Write an event to DeepSpeed's monitors. None of them may end a switch that all others have committed."""
     try:
         engine.monitor.write_events(rows(event, int(engine.global_samples)))
     except Exception as error:  # whatever a monitor's own library raises

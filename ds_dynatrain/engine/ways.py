@@ -1,7 +1,7 @@
-"""Which way bytes go between any two members of a switch: found while it is prepared, the same at both ends.
+"""Ways of bytes between any two members of a switch: found while it is prepared, the same at both ends.
 
-Members of one machine read each other's memory where that is permitted, also on their accelerators. Between other
-accelerators the library of their collectives sends, and all that is left goes over the transfer group, by gloo.
+Members of one machine read each other's memory if that is permitted, also on their accelerators. Between other
+accelerators the library of their collectives sends, and all remaining bytes go over the transfer group, by gloo.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from ds_dynatrain.transfer.apart import split
 from ds_dynatrain.transfer.neighbors import machine
 
 POLL_SECONDS = 0.05
-"""Nobody stands still meanwhile."""
+"""Time between two looks; it can be long, as training continues meanwhile."""
 
 
 @dataclass
 class Ways:
-    """One member's, to and from all others.
+    """Ways from one member to all others, and back.
 
-    way: as `dynatrain.transport`. stop: called in every wait, raises if the switch will not come about. neighbors: who
-    is on this machine and may be read; batching: what the accelerators' library sends.
+    way: as `dynatrain.transport`. stop: called in every wait, raises if the switch will not come about. neighbors:
+    members on this machine that may be read; batching: moves that the accelerators' library sends.
     """
 
     way: str
@@ -51,12 +51,12 @@ class Ways:
     batching: Batching | None = None
 
     def announce(self) -> None:
-        """Say which machine this member is on; all have done so before anyone calls `meet`."""
+        """Say which machine this member is on; all do so before any of them calls `meet`."""
         if self.way != "gloo":
             self.control.add_to_list(self._machine, self.control.member)
 
     def meet(self) -> None:
-        """Find the neighbors. SwitchRefused where all were to be read, and some cannot be."""
+        """Find the neighbors; raise SwitchRefused if all members were to be read, and some cannot be."""
         if self.way == "gloo":
             return
         member, device, seconds = self.control.member, compute_device(), self.control.timeout_seconds
@@ -74,11 +74,12 @@ class Ways:
     def agree_on_batching(
         self, plan: Callable[[], MemberPlan], kinds: frozenset[str], budget_bytes: int, session: Session, world: World
     ) -> None:
-        """What goes by the library of the accelerators' collectives: all state on devices between members that do not
-        read each other's. Nothing, on all members alike, where another way was asked for.
+        """Agree on the moves that go by the library of the accelerators' collectives.
 
-        plan: this member's moves. kinds: the state kinds on devices, before and after. world: the next one, which is
-        told whether it needs a communicator for that. SwitchRefused where that way was asked for and there is none.
+        These are moves of all state on devices between members that do not read each other's memory; none, on all
+        members alike, if another way was asked for. plan: this member's moves. kinds: the state kinds on devices,
+        before and after. world: the next one, which is told whether it needs a communicator for that. Raises
+        SwitchRefused if this way was asked for and there is no such library.
         """
         if self.way == "nccl" and not can_send_between_devices():
             device = compute_device()
@@ -95,7 +96,8 @@ class Ways:
         self.batching = Batching(self._far, kinds, most, budget_bytes) if most else None
 
     def sharing(self, kinds: frozenset[str]) -> Sharing | None:
-        """Whose memory on accelerators this member reads, and who reads its own; None before neighbors are known.
+        """Return whose memory on accelerators this member reads; None if it reads none, or its neighbors are not known
+        yet.
 
         kinds: the state kinds whose present buffers are on accelerators.
         """
@@ -103,7 +105,9 @@ class Ways:
         return Sharing(memory, lenders, kinds) if memory is not None and lenders else None
 
     def transport(self, world: World | None) -> Transport:
-        """Over the host, between all members of both worlds; SwitchFailed if the next one has no groups."""
+        """Return the transport over the host between all members of both worlds; raise SwitchFailed without a next
+        world.
+        """
         if world is None or world.transfer is None:
             raise SwitchFailed("the groups of the next world are not there")
         stop = None if self.control.watch is None else self.stop
@@ -114,16 +118,18 @@ class Ways:
         return RoutedTransport(self.neighbors, group)
 
     def link(self, world: World | None, stop: Callable[[], None]) -> CommunicatorLink | None:
-        """Between the devices of all members of both worlds, once these are connected; None where nothing goes so."""
+        """Return the link between the devices of all members of both worlds, once connected; None if no moves go by
+        it.
+        """
         if self.batching is None or world is None or world.moving is None:
             return None
         return CommunicatorLink(world.moving, self.control.member, world.transfer_members, stop)
 
     def may_lend(self, old: World | None) -> Communicator | None:
-        """The communicator of the old world that moves between devices go by, if they go by one of its; all members of
-        the old world know it alike, also those that have not come to the moves.
+        """Return the old world's communicator if moves between devices go by it; else None.
 
-        It serves for the new world, too, or connects those who leave it. Where members come and go none is kept.
+        All members of the old world know it alike, also those that have not come to the moves. It then serves the new
+        world, too, or connects members that leave it. None is kept in a job whose members come and go.
         """
         if self.way not in ("auto", "nccl") or not can_send_between_devices() or old is None or old.status is not None:
             return None
@@ -137,16 +143,16 @@ class Ways:
 
     @property
     def _lenders(self) -> frozenset[int]:
-        """Those whose devices this member reads."""
+        """Members whose devices this member reads."""
         return frozenset() if self.neighbors is None else self.neighbors.lenders
 
     @property
     def _far(self) -> frozenset[int]:
-        """All others."""
+        """Other members whose devices this member does not read."""
         return frozenset(self.proposal.union) - {self.control.member} - self._lenders
 
     def _share(self, what: str, record: Any) -> Mapping[int, Any]:
-        """Tell all members on this machine a record, and read theirs."""
+        """Post a record for all members on this machine, and return theirs."""
         board, key = self.control, f"{what}/{self.proposal.generation}"
         board.post(f"{key}/{board.member}", record)
         keys = {member: f"{key}/{member}" for member in self._on_machine}
@@ -154,10 +160,10 @@ class Ways:
 
     @cached_property
     def _on_machine(self) -> list[int]:
-        """The members on this machine, this one too."""
+        """Members on this machine, including this one."""
         return self.control.read_list(self._machine)
 
     @property
     def _machine(self) -> str:
-        """Where those on this machine are listed."""
+        """Key of the list of members on this machine."""
         return f"machine/{self.proposal.generation}/{machine()}"

@@ -1,7 +1,7 @@
-"""What happens at a boundary, and after a loss, on one process of a job whose members come and go.
+"""Boundaries of one process in a job whose members come and go, and what follows a loss.
 
-Of several engines in a process the first one speaks for all: at its boundaries, when no other is in a global batch,
-members come and go, for all engines in one transaction.
+The first engine of a process speaks for all: members come and go at its boundaries, when no other engine is in a global
+batch, for all engines in one transaction.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from ds_dynatrain.plan import needs_copies
 from ds_dynatrain.report import logger
 
 WAIT_SECONDS = 0.02
-"""Between two looks of a member that waits for work, or for others."""
+"""Time between two looks of a member that waits for work, or for others."""
 
 MEET_SECONDS = 1.0
-"""So long a member whose job ends waits at a boundary for the others, who may be at it, too, before it trains on."""
+"""Time that a member of an ending job waits at a boundary for the others, which may be there, before it trains on."""
 MOST_TRIES = 3
-"""Attempts at one step in one world in which nobody dies; after these the script or the network is at fault."""
+"""Attempts at one step in one world without a death; after these the script or the network is at fault."""
 GLOO_SOURCE = re.compile(r"\[\S+\.(?:cc|h):\d+\] ")
-"""The line of gloo's source that its errors begin with."""
+"""Line of gloo's source that its errors begin with."""
 SPARE = 1000
-"""Discarded batches that no earlier round accounts for: there may have been none."""
+"""Discarded batches allowed beyond those of earlier rounds, of which there may have been none."""
 
 
 class Boundaries:
-    """When the engines of one process take part in what is due, wait for work, or form a new world."""
+    """Boundaries of the engines of one process, where they switch, wait for work, or form a new world."""
 
     def __init__(self, elastic: Elastic) -> None:
         self.elastic = elastic
@@ -65,14 +65,19 @@ class Boundaries:
         return self.engines[0]
 
     def remove(self) -> None:
-        """An engine has ended, on all members at the same place of their scripts."""
+        """Forget a change under way. Called when an engine has ended, on all members at the same place of their
+        scripts.
+        """
         if len(self.engines) > 1:
             self.driver.forget()
 
     # ---- boundaries --------------------------------------------------------------------------------------------------
 
     def at_boundary(self, engine: EngineParts, place: str) -> str:
-        """See `Membership.at_boundary`. SystemExit(0) on a member that leaves, or has waited when the job ended."""
+        """Do what is due at a boundary; see `Membership.at_boundary`.
+
+        Raises SystemExit(0) on a member that leaves, or that was waiting when the job ended.
+        """
         if engine is not self.first:
             self._at_boundary_of_another(engine, place)
             return engine.window_in_words
@@ -83,7 +88,7 @@ class Boundaries:
         self.see_failure()
         self._form_anew_if_aborted()
         for other in self.engines[1:]:
-            if other.is_discarded:  # what it has dealt since the world was aborted is dealt again
+            if other.is_discarded:  # its batches since the world was aborted are dealt again
                 with other.turn():
                     other.discard_window()
                 other.is_discarded = False
@@ -94,14 +99,14 @@ class Boundaries:
             self._wait_for_work()
             self._clock.skip()
             self.first.settle_state()
-            self._form_anew_if_aborted()  # somebody died just when this member got its share
+            self._form_anew_if_aborted()  # a member may have died just when this one got its share
             if self._is_paused:
                 self._work()
         self._tell()
         return obstacle
 
     def _tell(self) -> None:
-        """Report to the coordinator what this member goes on with."""
+        """Report this member's step, layout and figures to the coordinator, at the end of a boundary."""
         first, last = self.first, self.first.last_switch
         self._clock.depart(first.global_steps, int(first.deepspeed.global_samples))
         pause_ms = 0.0 if last is None else last.pause_ms
@@ -113,8 +118,8 @@ class Boundaries:
     def _at_boundary_of_another(self, engine: EngineParts, place: str) -> None:
         """Take part, at a boundary of another engine than the first, in a switch that the user asked of it.
 
-        ConfigError if the script comes here before it has come to one of the first: newcomers would wait here.
-        WorldChanged if it comes here for ever.
+        Raises ConfigError if the script comes here before it has come to a boundary of the first: newcomers would wait
+        here. Raises WorldChanged if it comes here again and again without one.
         """
         if not self.first.has_stood:
             raise ConfigError(
@@ -126,13 +131,15 @@ class Boundaries:
         self._form_anew_if_aborted()
         self._rounds.stay(engine.job.number, self.first.is_discarded)
         if self.first.is_discarded or engine.idle or engine.has_open_window or self.driver.machine.proposals:
-            return  # what is prepared for a change of members begins where the first engine stands
+            return  # a prepared change of members begins at a boundary of the first engine
         if self.driver.on_board(engine.switcher.is_due):
             engine.before_leaving_world()
             engine.switcher.transact(place)
 
     def _busy_others(self) -> str:
-        """Return, in words, which other engine is in a global batch: the same on all members, who run one script."""
+        """Return, in words, which other engine is in a global batch; the same on all members, as they run one
+        script.
+        """
         busy = [one for one in self.engines[1:] if one.has_open_window]
         if not busy:
             return ""
@@ -142,9 +149,10 @@ class Boundaries:
         )
 
     def _work(self) -> None:
-        """Do all that is due on a working member. Below MIN it stays here until others come, or it is too long.
+        """Do all that is due on a working member. Below MIN nodes it stays here until others come, or it takes too
+        long.
 
-        It holds the state, and saves it at once: the last nodes may go without a word, too.
+        Below MIN it also saves its state at once: the last nodes may go without notice, too.
         """
         begin, seconds, standing = time.monotonic(), self.elastic.wait_seconds, ""
         while not self.first.idle:
@@ -179,13 +187,15 @@ class Boundaries:
             time.sleep(WAIT_SECONDS)
 
     def _wait_for_work(self) -> None:
-        """Wait, as an idle member, until it works; SystemExit(0) when the job has ended, or it was told to go."""
+        """Wait, as an idle member, until it works; raise SystemExit(0) if the job has ended, or it was told to
+        leave.
+        """
         for engine in self.engines:
             engine.close_loaders()  # their processes must not outlive the world that they fetched for
         watch = Watch(self.first.control, by_hearts=False)
         with self._long_wait() as wait:
             while self.first.idle:
-                if self.driver.machine.world is None:  # it has no work, and waits for nobody
+                if self.driver.machine.world is None:  # without work it waits for no member
                     wait.rest()
                 wait.look()
                 watch.control = self.first.control
@@ -200,7 +210,7 @@ class Boundaries:
         return Wait(self.driver.waits_for, self.elastic.member.waits_for)
 
     def _have_ended(self, watch: Watch) -> bool:
-        """Whether the scripts of all that work are through; they say so where this member stands, too."""
+        """Return whether the scripts of all working members have ended, as they say on this member's board."""
         try:
             return watch.look(self.first.members)
         except td.DistError:
@@ -215,7 +225,7 @@ class Boundaries:
         if not self.first.idle:
             ahead = 0 if self._is_paused or self.elastic.is_aborted else 1
             if self.first.preparation is not None and self.first.preparation.proposal.late and not ahead:
-                return  # nobody makes the step in which the late kinds would follow
+                return  # no member makes the step in which the late kinds would follow
             if not machine.proposals and driver.on_board(lambda: self.first.switcher.is_due(ahead)):
                 self.first.before_leaving_world()
                 self.first.switcher.transact(self._place)
@@ -226,7 +236,7 @@ class Boundaries:
 
     @property
     def _all_leave(self) -> bool:
-        """Whether all members were told to go, and those that train have not saved yet."""
+        """Whether all members were told to leave, and those that train have not saved yet."""
         newest = self.elastic.member.newest
         return newest is not None and newest.change == "planned" and not newest.members
 
@@ -237,7 +247,9 @@ class Boundaries:
     # ---- after a loss ------------------------------------------------------------------------------------------------
 
     def see_failure(self) -> None:
-        """Form a new world, if a collective of the present one has failed where nobody could do so: in the script."""
+        """Form a new world if a collective of the present one has failed in the script, outside of any call of an
+        engine.
+        """
         failure = self.losses.failure
         if failure is not None and self.losses.explains(failure):
             self.form_anew()
@@ -247,12 +259,12 @@ class Boundaries:
             self.form_anew()
 
     def form_anew(self) -> None:
-        """Stay here until there is a world again; open global batches are discarded, and are dealt again.
+        """Wait until there is a world again; open global batches are discarded, and are dealt again.
 
-        ElasticError if state was lost that nobody has any more, or collectives do not end again and again.
+        Raises ElasticError if state was lost for good, or collectives hang again and again.
         """
         for engine in self.engines:
-            with engine.turn():  # what all hold then is that of one world, the old one or the new one
+            with engine.turn():  # all hold the state of one world then, the old one or the new one
                 engine.switcher.give_up_late("the world was aborted")
         for engine in self.engines:
             if not engine.idle:
@@ -267,7 +279,7 @@ class Boundaries:
                     break
                 time.sleep(POLL_SECONDS)
         for engine in self.engines:
-            if not engine.idle:  # discarded batches may still come, and where it stood before may count no more
+            if not engine.idle:  # discarded batches may still come, and the earlier beginning may be void
                 with engine.turn():
                     engine.window.note()
         self._clock.start_over(self.first.global_steps)
@@ -275,7 +287,7 @@ class Boundaries:
     # ---- saving, and leaving -----------------------------------------------------------------------------------------
 
     def _save(self, how: Callable[[], None]) -> None:
-        """Save the fallback checkpoint; without a coordinator it is put off."""
+        """Save the fallback checkpoint; put it off while there is no coordinator."""
         try:
             with self._clock.saving():
                 how()
@@ -313,9 +325,9 @@ class Boundaries:
         raise SystemExit(0)
 
     def reopen(self, engine: EngineCore) -> None:
-        """Have a living board of an engine for the present generation, after a coordinator was started again.
+        """Connect to an engine's board of the present generation again, if a coordinator was started again.
 
-        SwitchRefused if there is none.
+        Raises SwitchRefused if no coordinator answers.
         """
         world = self.elastic.world
         try:
@@ -367,14 +379,16 @@ class Losses:
                 status.gate.check()
 
     def close_worlds(self, is_closed: bool) -> None:
-        """Refuse collectives until the next boundary: nobody knows where the others are in their scripts."""
+        """Refuse collectives until the next boundary, or allow them again: the others' places in their scripts are
+        unknown.
+        """
         for status in self.statuses:
             status.is_closed = is_closed
 
     def explains(self, error: RuntimeError) -> bool:
-        """Whether an error came of the world's loss; then all know of that by now. Other errors are the user's.
+        """Return whether an error came of the world's loss, once all members know of that; other errors are the user's.
 
-        ElasticError if this step has failed for the third time among the same members.
+        Raises ElasticError if this step has failed for the third time among the same members.
         """
         elastic = self._elastic
         if not PROCESS.engines or PROCESS.engines[0].idle:
@@ -389,7 +403,7 @@ class Losses:
         return True
 
     def _await_failure(self) -> None:
-        """Wait until a failure is published; if the coordinator knows of none, tell it of one."""
+        """Wait until a failure is published; tell the coordinator of one if it knows of none."""
         end, has_told = time.monotonic() + NOTICE_SECONDS, False
         while not self._elastic.is_aborted:
             if time.monotonic() > end and not has_told:
@@ -400,7 +414,7 @@ class Losses:
             time.sleep(POLL_SECONDS)
 
     def _count(self, members: tuple[str, ...], error: RuntimeError) -> None:
-        """Raise ElasticError for a step that fails again and again: it would be tried for ever."""
+        """Raise ElasticError for a step that fails again and again, and would be tried for ever."""
         now = tuple(engine.global_steps for engine in PROCESS.engines), members
         tries = 1 + (self._failed[1] if self._failed[0] == now else 0)
         self._failed = now, tries
@@ -416,8 +430,8 @@ class Rounds:
     """Count of batches that a loop takes of other engines between two global batches of the first one.
 
     After a death all of them are discarded until the first one begins its next batch. A loop that counts batches comes
-    there; one that goes on until another engine has made its steps never does, since a discarded batch makes none. It
-    is told so. Engines are known by their numbers.
+    there. A loop that ends only once another engine has made its steps never does, since a discarded batch makes none;
+    an error tells it so. Engines are known by their numbers.
     """
 
     def __init__(self) -> None:
@@ -430,9 +444,10 @@ class Rounds:
         self._now.clear()
 
     def stay(self, engine: int, is_discarded: bool) -> None:
-        """Note that another engine does. is_discarded: nothing is trained before the first engine's next batch.
+        """Note that another engine stands at a boundary.
 
-        WorldChanged where the loop has stayed far longer than ever before, and nothing was trained.
+        is_discarded: nothing is trained before the first engine's next batch. Raises WorldChanged if the loop has
+        stayed far longer than ever before, and nothing was trained.
         """
         self._now[engine] += 1
         if is_discarded and self._now[engine] > 2 * self._most[engine] + SPARE:

@@ -1,23 +1,23 @@
-"""What one process does about a later generation, decided without sockets, threads or engines.
+"""Changes of members: what one process does about a later generation, decided without sockets, threads or engines.
 
-The coordinator publishes a generation; it has boards of its own, one for each engine of a process. What is on
-them and what this process holds goes in, what is to be done comes out (`Action`). Every member decides alike:
+The coordinator publishes a generation, which has boards of its own, one for each engine of a process. The machine takes
+in what is on them and what this process holds, and gives out what is to be done (`Action`). Every member decides alike:
 
 | stage | what it waits for | keys |
 |---|---|---|
-| agree | after a failure: all who may hold state (if nobody may, all) say what they hold | `survivor/<id>` |
-| prove | to go on from copies: who is to give some reads them first; damaged ones are left out | `sound/<try>/<m>` |
-| learn | an idle member: what the job is doing, and its own engines to be like that | `job`, `built/<m>` |
+| agree | after a failure: all that may hold state (all members, if none may) say what they hold | `survivor/<id>` |
+| prove | before copies are used: their givers read them; damaged ones are left out | `sound/<try>/<m>` |
+| learn | on an idle member: what the job is doing, for its own engines to do the same | `job`, `built/<m>` |
 | follow | rank 0 of those that train leads: it proposes a layout for each engine | `copies`, `change/<attempt>` |
 | meet | all are prepared; rank 0 names its next step; there it is a switch like any | `prepared`, `meet`, `record` |
-| | all leave: the step at which all stand, or the one after it if somebody has waited | `stands/<step>/<m>`, `meet` |
+| | all leave: the step at which all stand, or the one after it if one has waited | `stands/<step>/<m>`, `meet` |
 | window | a late switch between its votes: the new world makes its first step, or goes back | `entered`, `record` |
 | over | a later generation, since this one could not be restored | |
 
-Where nothing moves (somebody comes for whom there is no place, an idle member goes) all step over at the meeting. An
-attempt that is rolled back is followed by another, after two by one without the newcomers. A later generation overtakes
-all this at any point but the window, which is ended first, by its record (`transacted`). Of a change's attempts only
-the first is late.
+If nothing moves (a newcomer has no place, an idle member goes) all enter the generation at the meeting. An attempt that
+is rolled back is followed by another, after two by one without the newcomers. A later generation overtakes all this at
+any point but the window, which is ended first, by its record (`transacted`). Only the first attempt of a change is
+late.
 """
 
 from __future__ import annotations
@@ -46,19 +46,18 @@ from ds_dynatrain.records import from_record, to_record
 from ds_dynatrain.space.layout import Layout
 
 Proposals = tuple[Proposal, ...]
-"""One for each engine of a process."""
+"""Proposals of a change, one for each engine of a process."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """What one engine of this process holds just now.
+    """State that one engine of this process holds just now.
 
     number: of this member. rank: None if the engine is idle. attempt: the highest generation number that was proposed
-    to it. is_clean: no optimizer step is under way. is_switching: something is being prepared. can_restore: it has
-    fallback checkpoints. registered, since: as in `Survivor`; since asks the store. copies: which ones this process
-    has. damaged: of those that it is to give, the ranks whose copy is not what it was made of; it takes reading them.
-    frozen: as in `Survivor`. goes_late: whether masters and moments are to follow after the pause of a switch to a
-    layout.
+    to it. is_clean: no optimizer step is under way. is_switching: a switch is being prepared. can_restore: it has
+    fallback checkpoints. registered, frozen: as in `Survivor`; since: the same, but asks the store. copies: returns
+    those of this process. damaged: reads the copies that this process is to give, and returns the ranks of damaged
+    ones. goes_late: whether masters and moments are to follow after the pause of a switch to a layout.
     """
 
     number: int
@@ -81,11 +80,11 @@ class Held:
 
 @dataclass(frozen=True)
 class Own:
-    """What a process knows of itself.
+    """Facts that a process knows of itself.
 
     world: the generation that it has entered; registry: the numbers of its members. is_aborted: nothing of the world
-    that trains can be used any more. is_leaving: it was told to go. engines: in the order in which they were made; the
-    first one speaks for all. has_waited: whether training goes on if the others are not at this boundary, too.
+    that trains can be used any more. is_leaving: it was told to leave. engines: in the order in which they were made;
+    the first one speaks for all. has_waited: whether training continues if the others are not at this boundary, too.
     """
 
     member: str
@@ -98,26 +97,26 @@ class Own:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the first engine holds nothing."""
+        """Whether the first engine holds no state."""
         return self.engines[0].rank is None
 
     @property
     def is_all_idle(self) -> bool:
-        """Whether no engine holds anything."""
+        """Whether no engine holds any state."""
         return all(engine.rank is None for engine in self.engines)
 
     @property
     def is_switching(self) -> bool:
-        """Whether something is being prepared for an engine."""
+        """Whether a switch of any engine is being prepared."""
         return any(engine.is_switching for engine in self.engines)
 
     @property
     def makes_steps(self) -> bool:
-        """Whether those that train do."""
+        """Whether the members that train make steps."""
         return not self.is_aborted and self.world is not None and not self.world.paused
 
     def goes_late(self, world: World, targets: Sequence[tuple[Layout, tuple[int, ...]]]) -> bool:
-        """Whether masters and moments are to follow in the first step of a generation. targets: of each engine."""
+        """Return whether masters and moments are to follow in a generation's first step. targets: of each engine."""
         if not self.makes_steps or world.paused or not world.members:
             return False
         moving = [(one, to) for one, to in zip(self.engines, targets, strict=True) if to != (one.layout, one.members)]
@@ -126,7 +125,7 @@ class Own:
 
 @dataclass(frozen=True)
 class GiveUp:
-    """Whatever is being prepared cannot come about."""
+    """Give up any preparation: it cannot come about."""
 
     reason: str
 
@@ -140,7 +139,7 @@ class Open:
 
 @dataclass(frozen=True)
 class Know:
-    """Speak by these numbers of all members. records: on an idle member, what `PostJob` has said of each engine."""
+    """Take over the numbers of all members. records: on an idle member, those of `PostJob` for each engine."""
 
     registry: Registry
     records: tuple[dict[str, Any], ...] = ()
@@ -148,7 +147,7 @@ class Know:
 
 @dataclass(frozen=True)
 class Post:
-    """Say something on the board of an engine. is_decision: unless somebody was first."""
+    """Post a value on the board of an engine. is_decision: unless another member was first."""
 
     key: str
     value: Any
@@ -158,48 +157,52 @@ class Post:
 
 @dataclass(frozen=True)
 class PostJob:
-    """Say what newcomers build their engines by, on the board of each."""
+    """Post what newcomers need to build their engines, on the board of each."""
 
     registry: Registry
 
 
 @dataclass(frozen=True)
 class Void:
-    """Copies from before that stretch of training count no more, on whoever has them."""
+    """Discard this process's copies from before that stretch of training."""
 
     before: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class LetGo:
-    """Hold nothing any more. lost: what is gone for good, in words."""
+    """Give the state of all engines up. lost: what is gone for good, in words."""
 
     lost: str = ""
 
 
 @dataclass(frozen=True)
 class Hold:
-    """Go on from what the sources, one for each engine, say; who is in none holds nothing of that engine."""
+    """Continue from the sources, one for each engine; a member outside of a source gives up that engine's state."""
 
     sources: tuple[Source, ...]
 
 
 @dataclass(frozen=True)
 class Prepare:
-    """Make each engine ready for its part; "prepared" is posted when it is."""
+    """Prepare each engine for its part; `prepared` is posted at the end."""
 
     proposals: Proposals
 
 
 @dataclass(frozen=True)
 class Transact:
-    """Take part in what was prepared; then, of a late switch when its record is written, `ChangeMachine.transacted`."""
+    """Take part in the prepared switch, and then call `ChangeMachine.transacted`: for a late switch, after its
+    record.
+    """
 
 
 @dataclass(frozen=True)
 class Restore:
-    """Take the state from copies, one for each engine, or else from a checkpoint, with all members of the target; then
-    `ChangeMachine.restored`."""
+    """Take the state from copies, one for each engine, or else from a checkpoint, with all members of the target.
+
+    Call `ChangeMachine.restored` then.
+    """
 
     proposals: Proposals
     copies: tuple[WholeCopies, ...] = ()
@@ -207,7 +210,7 @@ class Restore:
 
 @dataclass(frozen=True)
 class Serve:
-    """Give those who restore the copies that this member has; it has no place among them."""
+    """Give this member's copies to those that restore, without being one of them."""
 
     proposals: Proposals
     copies: tuple[WholeCopies, ...]
@@ -215,7 +218,7 @@ class Serve:
 
 @dataclass(frozen=True)
 class Spend:
-    """An attempt was rolled back, on all members: its numbers are used up."""
+    """Use up the numbers of an attempt that was rolled back on all members."""
 
     proposals: Proposals
     tries: int
@@ -224,7 +227,7 @@ class Spend:
 
 @dataclass(frozen=True)
 class Enter:
-    """Be in the generation from here on, each engine where its proposal says."""
+    """Enter the generation, each engine at the place in its proposal."""
 
     world: World
     registry: Registry
@@ -233,14 +236,14 @@ class Enter:
 
 @dataclass(frozen=True)
 class Leave:
-    """End the process: it has handed over what it had. must_save: nobody was there to take it."""
+    """End the process, which has handed its state over. must_save: no member was there to take it."""
 
     must_save: bool = False
 
 
 @dataclass(frozen=True)
 class Fail:
-    """End the script by an error."""
+    """End the script with an error."""
 
     error: DynatrainError
 
@@ -266,7 +269,7 @@ Action = (
 
 
 class Stage(Enum):
-    """How far this member is on its way."""
+    """Progress of this member on its way to a generation."""
 
     AGREE = "agree"
     PROVE = "prove"
@@ -278,9 +281,9 @@ class Stage(Enum):
 
 
 class ChangeMachine:
-    """Decisions of one process. destinations: where to go, if this member leads; None if there is no way.
+    """Decisions of one process. destinations: says where to go, if this member leads; None if there is no way.
 
-    world: the generation that it is on its way to, None while it is in the newest. proposals: what is tried just now.
+    world: the generation that it is on its way to, None while it is in the newest. proposals: those tried just now.
     """
 
     def __init__(self, destinations: Callable[[Question], list[Destination] | None]) -> None:
@@ -292,25 +295,25 @@ class ChangeMachine:
         self.tries = 0
         self.restores = False
         self.meets_at: int | None = None
-        """The step at which all meet, once it is named."""
+        """Step at which all meet, once it is named."""
         self._copies: tuple[WholeCopies, ...] = ()
         self._survivors: list[dict[str, Survivor]] = []
-        """What all said of each engine who may hold state, less the copies that were found damaged since."""
+        """Survivors of each engine by id, as all that may hold state have said, less copies found damaged since."""
         self._proofs = 0
         self._lost = 0
-        """The number of an engine that has lost state."""
+        """Number of an engine that has lost state."""
         self._leader = ""
         self._said: set[str] = set()
         self._passed_over = 0
-        """The last generation that went on without this member, which has no state and waits for the next."""
+        """Number of the last generation that went on without this member, which has no state and waits for the next."""
 
     # ---- events ------------------------------------------------------------------------------------------------------
 
     def advance(self, own: Own, newest: World | None, boards: Sequence[Board]) -> list[Action]:
-        """Return what is to be done next; ask again until it is nothing, and then from time to time.
+        """Return the next actions. Call it again until there are none, and then from time to time.
 
-        newest: the last generation that was published. boards: those of `world`, one for each engine
-        of the process, none while they are not open.
+        newest: the last generation that was published. boards: those of `world`, one for each engine of the process; ()
+        while they are not open.
         """
         if self.stage is Stage.WINDOW:
             return []
@@ -325,7 +328,7 @@ class ChangeMachine:
         return []
 
     def tries_now(self, proposal: Proposal) -> bool:
-        """Whether a proposal is one of those that are tried just now, and none of the user's."""
+        """Return whether a proposal is one of those tried just now, and none of the user's."""
         return any(one is proposal for one in self.proposals)
 
     def transacted(self, own: Own, is_committed: bool, reason: str) -> list[Action]:
@@ -335,7 +338,10 @@ class ChangeMachine:
         return self._enter(own, self.world) if is_committed else self._failed(self.proposals, reason)
 
     def restored(self, own: Own, is_whole: bool) -> list[Action]:
-        """Take in that `Restore` has ended. is_whole: else somebody has died, and a later generation will come."""
+        """Take in that `Restore` has ended, and return what follows.
+
+        is_whole: whether the state is restored; if not, a member has died, and a later generation will come.
+        """
         if self.world is None:
             return []
         if not is_whole:
@@ -344,7 +350,7 @@ class ChangeMachine:
         return [self._record(), *self._enter(own, self.world)]
 
     def board_is_lost(self, reason: str) -> list[Action]:
-        """Connect again: what was read before does not count any more."""
+        """Forget what was read on the board, and connect again."""
         self.proposals, self.tries, self._said = (), 0, set()
         if self.stage in (Stage.FOLLOW, Stage.MEET):
             self.stage = Stage.LEARN
@@ -372,7 +378,7 @@ class ChangeMachine:
         return f"generation {world.generation}: {', '.join(missing) or 'nobody'} {what}"
 
     def forget(self) -> None:
-        """Forget the generation that it was on its way to."""
+        """Forget the generation that this process was on its way to."""
         self.world, self.proposals, self.stage = None, (), Stage.LEARN
         self.registry, self.tries, self.restores, self._leader, self._said = Registry(), 0, False, "", set()
         self._copies, self._survivors, self._proofs, self.meets_at = (), [], 0, None
@@ -395,7 +401,7 @@ class ChangeMachine:
             return [given_up, Leave()] if own.is_leaving or not newest.members else [given_up]
         is_in_none = own.member not in newest.members and (own.is_aborted or own.member not in newest.leaving)
         if newest.change == "planned" and is_in_none:
-            return [given_up, LetGo(), Leave()]  # the others have formed a world without what it holds
+            return [given_up, LetGo(), Leave()]  # the others have formed a world without its state
         if own.is_all_idle and newest.change == "planned" and not newest.survivors:
             why = f"generation {newest.generation}: the job that this process has made its engines for is over"
             return [given_up, Fail(ElasticError(f"{why}; start it again, and it begins anew"))]
@@ -450,7 +456,7 @@ class ChangeMachine:
     def _answers(self, stay: Sequence[str], world: World, boards: Sequence[Board]) -> dict[str, Any] | None:
         """Return what each member that may hold state has said; None until all have.
 
-        Who has handed over before this ends, and answers nobody: those who took it say that.
+        A member that has handed its state over may end before it answers: those that took it say so.
         """
         if not boards[0].all_posted("survivor", stay):
             return None
@@ -462,7 +468,7 @@ class ChangeMachine:
         return found | {one: boards[0].read(f"survivor/{one}") or {} for one in leaving}
 
     def _be_left_out(self, own: Own) -> list[Action]:
-        """Let go of a share that nobody asks for: of a newcomer, or one that the coordinator had not heard of yet.
+        """Give up a share that no member asks for: of a newcomer, or one that the coordinator had not heard of yet.
 
         The others continue without it, and without this member if the new generation does not list it.
         """
@@ -471,9 +477,9 @@ class ChangeMachine:
         return [LetGo()] if own.is_all_idle or own.is_aborted else []
 
     def _go_on_from(self, of_engines: list[dict[str, Survivor]]) -> list[Action]:
-        """Go on from what the living hold; with all engines from copies or a checkpoint if one of them has lost state.
+        """Continue from the state of the living; if one engine has lost state, all go back to copies or a checkpoint.
 
-        Engines of a process have one history.
+        The engines of a process have one history.
         """
         sources = [whole_state(of_engine) for of_engine in of_engines]
         whole = tuple(source for source in sources if source is not None)
@@ -483,10 +489,11 @@ class ChangeMachine:
         return []
 
     def _prove(self, own: Own, world: World, boards: Sequence[Board]) -> list[Action]:
-        """Choose the newest state in copies that is whole in all engines; who is to give one of these reads it first.
+        """Choose the newest state in copies that is whole in all engines; members that are to give some read them
+        first.
 
-        No other copy is read: what a restoration waits for is one for each member, and one more for who keeps those of
-        the dead.
+        No other copy is read: a restoration waits for one copy of each member, and one more on members that keep those
+        of the dead.
         """
         found = whole_copies(self._survivors) if self._leader else ()
         if not found:
@@ -509,7 +516,7 @@ class ChangeMachine:
         return [LetGo()]
 
     def _pass_over(self, found: tuple[WholeCopies, ...], said: dict[int, Sequence[Sequence[int]]]) -> None:
-        """Leave out what was found damaged. said: member -> ranks, of each engine."""
+        """Leave out damaged copies. said: member -> damaged ranks, of each engine."""
         self._proofs += 1
         for engine, whole in enumerate(found):
             damaged = {giver: of_engines[engine] for giver, of_engines in said.items()}
@@ -569,10 +576,10 @@ class ChangeMachine:
         return [Prepare(proposals)]
 
     def _lead(self, own: Own, world: World, boards: Sequence[Board]) -> list[Action]:
-        """Tell newcomers what to build; once they have, and nothing else is tried, propose.
+        """Tell newcomers what to build; once they have, and no switch is being prepared, propose.
 
-        A switch that was asked for meanwhile comes first: members find what is proposed at different times, and one of
-        them may be in it.
+        A switch that was asked for meanwhile comes first: members find a proposal at different times, and one of them
+        may be in that switch.
         """
         if "job" not in self._said:
             self._said.add("job")
@@ -606,7 +613,7 @@ class ChangeMachine:
     # ---- the meeting -------------------------------------------------------------------------------------------------
 
     def _meet(self, own: Own, world: World, boards: Sequence[Board]) -> list[Action]:
-        """Meet, as a working member, at the step that rank 0 names: its next one, which nobody can be past."""
+        """Meet, as a working member, at the step that rank 0 names: its next one, which no member can be past."""
         first, step = self.proposals[0], own.engines[0].step
         if not first.source_members:  # restored, and the board was lost before the record was written
             return self.restored(own, is_whole=True)
@@ -624,9 +631,9 @@ class ChangeMachine:
         return [self._record(), *self._enter(own, world)]
 
     def _meet_to_end(self, own: Own, boards: Sequence[Board]) -> list[Action]:
-        """Meet where all were told to go and time is short: at the boundary at which all happen to stand.
+        """Meet at the boundary at which all happen to stand, since all were told to leave and time is short.
 
-        Who has waited for the others names its next step, which nobody can be past; the first word counts.
+        A member that has waited for the others names its next step, which none can be past; the first word counts.
         """
         first, step, number = self.proposals[0], own.engines[0].step, own.engines[0].number
         stands = f"stands/{step}"
@@ -641,7 +648,7 @@ class ChangeMachine:
         return all(proposal.is_prepared(board) for board, proposal in zip(boards, self.proposals, strict=True))
 
     def _meet_idle(self, own: Own, world: World, boards: Sequence[Board]) -> list[Action]:
-        """Take part, as an idle member, in what begins, or see how a switch without it has ended."""
+        """Take part, as an idle member, in a switch that begins, or see how one without it has ended."""
         first = self.proposals[0]
         if not first.source_members and "restored" not in self._said:
             mine = self.registry.numbers[own.member]
@@ -682,7 +689,7 @@ class ChangeMachine:
 
 
 def who_is_asked(world: World) -> tuple[str, ...]:
-    """Return the members that say after a failure what they hold: those who may hold state, or all if nobody may."""
+    """Return the members that say after a failure what they hold: those that may hold state, or all if none may."""
     return world.members[: world.survivors] or world.members
 
 
@@ -694,7 +701,7 @@ def _name(own: Own, engine: int, mark: Mark, rank: int) -> str:
 
 
 def _survivor(own: Own, held: Held, gives: bool) -> Survivor:
-    """Return what an engine holds, for others. gives: it stays until they have what they want of its copies."""
+    """Return what an engine holds, for others. gives: whether this member stays to give its copies."""
     return Survivor(
         number=held.number,
         rank=held.rank,

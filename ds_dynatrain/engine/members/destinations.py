@@ -1,9 +1,9 @@
-"""Where the leader of a change sends each engine: a layout, and the member at each of its ranks. Arithmetic.
+"""Destinations of a change: the layout for each engine, and the member at each of its ranks. Arithmetic of the leader.
 
 The layout for a world of n members follows from `dynatrain.layouts` of the configuration, read as a rule. "data" (the
-default) lets the data axis grow and shrink, and leaves the others as they are. "best" takes what an extension finds
-best. A table names layouts by world size. "module:function" names a function of the user's: `function(members,
-present)` returns a `Layout`, a dictionary such as `{"data": 4, "zero_stage": 2}`, or None.
+default) lets the data axis grow and shrink, and leaves the others as they are. "best" takes the layout that an
+extension finds best. A table names layouts by world size. "module:function" names a function of the user's:
+`function(members, present)` returns a `Layout`, a dictionary such as `{"data": 4, "zero_stage": 2}`, or None.
 """
 
 from __future__ import annotations
@@ -19,25 +19,27 @@ from ds_dynatrain.errors import ConfigError, LayoutError, SwitchRefused
 from ds_dynatrain.space.layout import Layout
 
 Destination = tuple[Layout, tuple[int, ...]]
-"""A layout, and the member at each of its ranks."""
+"""Layout, and the member at each of its ranks."""
 
 WITH_NEWCOMERS = 2
-"""A change is tried so often with those who come; after that only with those who hold the state already, if one of
-them stays, and there is a layout for these."""
+"""Attempts at a change that include newcomers.
+
+Later ones only include members that hold the state already, if one of them stays and there is a layout for these.
+"""
 
 
 @dataclass(frozen=True)
 class Registry:
-    """The number of each member of a job by its id; `following` is the next one to be given.
+    """Numbers of all members of a job by their ids; `following` is the next number to be given.
 
-    Every member that has entered a generation has its registry, so whoever leads the next one gives the same numbers.
+    Every member that has entered a generation has its registry, so any leader of the next one gives the same numbers.
     """
 
     numbers: Mapping[str, int] = field(default_factory=dict)
     following: int = 0
 
     def extended(self, members: Iterable[str]) -> Registry:
-        """Return a registry with a number for each of these members, new ones in their order."""
+        """Return a registry that also numbers these members, new ones in their order."""
         numbers, following = dict(self.numbers), self.following
         for member in members:
             if member not in numbers:
@@ -45,7 +47,9 @@ class Registry:
         return Registry(numbers, following)
 
     def only(self, members: Iterable[str]) -> Registry:
-        """Return a registry of these alone; numbers of others are not given again. KeyError for an unknown one."""
+        """Return a registry of these members alone; numbers of others are not given again. Raise KeyError for an
+        unknown one.
+        """
         return Registry({member: self.numbers[member] for member in members}, self.following)
 
     def ids_of(self, numbers: Iterable[int]) -> frozenset[str]:
@@ -56,9 +60,12 @@ class Registry:
 
 @dataclass(frozen=True)
 class Question:
-    """What a leader has to answer. registry: all members' numbers; present: where each engine is; tries: attempts that
-    failed; restores: nobody has the whole state any more, and it comes from copies or a checkpoint; has_copies: from
-    copies, which lie where the ranks were."""
+    """Facts by which a leader decides.
+
+    registry: all members' numbers. present: the place of each engine. tries: attempts that failed. restores: no members
+    have the whole state any more, and it comes from copies or a checkpoint. has_copies: from copies, which lie where
+    the ranks were.
+    """
 
     world: World
     registry: Registry
@@ -69,20 +76,26 @@ class Question:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The numbers of the generation's members, in its order."""
+        """Numbers of the generation's members, in its order."""
         return tuple(self.registry.numbers[member] for member in self.world.members)
 
 
 @dataclass(frozen=True)
 class Rules:
-    """Rules of one engine. choose: the layout for so many members; assign: who of them gets which rank of a layout."""
+    """Rules of one engine.
+
+    choose: returns the layout for a number of members. assign: returns the member at each rank of a layout.
+    """
 
     choose: Callable[[int], Choice]
     assign: Callable[[Layout, tuple[int, ...]], tuple[int, ...]]
 
 
 def destinations(asked: Question, engines: Sequence[Rules], say: Callable[[str], None]) -> list[Destination] | None:
-    """Return where each engine goes: where it is if nothing has to move; None if there is no way. say: to people."""
+    """Return where each engine goes, which is its present place if nothing has to move; None if there is no way.
+
+    say: logs a message for users.
+    """
     world, present = asked.world, list(asked.present)
     if not world.members:  # all go: they meet as they are, to save and end at one step
         return present
@@ -96,7 +109,7 @@ def destinations(asked: Question, engines: Sequence[Rules], say: Callable[[str],
         return present
     able = pool if with_newcomers else tuple(one for one in pool if one in holders)
     choices = _choices(engines, len(able))
-    if any(choice.layout is None for choice in choices):  # those who come are needed, however often it was in vain
+    if any(choice.layout is None for choice in choices):  # newcomers are needed, however often they failed
         able = pool
         choices = _choices(engines, len(able))
     layouts = [choice.layout for choice in choices if choice.layout is not None]
@@ -117,7 +130,7 @@ def destinations(asked: Question, engines: Sequence[Rules], say: Callable[[str],
         return None
     targets: list[Destination] = []
     for engine, layout in zip(engines, layouts, strict=True):
-        able = engine.assign(layout, able)  # the members of the first are those of all
+        able = engine.assign(layout, able)  # all engines have the first one's members
         targets.append((layout, able))
     return targets
 
@@ -152,19 +165,21 @@ def _choices(engines: Sequence[Rules], members: int) -> list[Choice]:
 GROWS = "data"
 
 Rule = Callable[[int, Layout], Iterator[Layout]]
-"""Layouts for so many members, the best first; the other argument is the present layout."""
+"""Function of (number of members, present layout) that yields layouts, the best first."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The layout to go to; None if there is none for so many members. refusals: why better ones are not possible."""
+    """Layout to go to; None if there is none for so many members. refusals: why better ones are not possible."""
 
     layout: Layout | None
     refusals: tuple[str, ...] = ()
 
 
 def rule_of(layouts: str | Mapping[str, Mapping[str, Any]], best: Rule | None = None) -> Rule:
-    """Return the rule that `dynatrain.layouts` describes; ConfigError if it describes none. best: an engine's own."""
+    """Return the rule that `dynatrain.layouts` describes; raise ConfigError if it describes none. best: an engine's
+    own.
+    """
     if layouts == BEST:
         return best or growing
     if isinstance(layouts, str):
@@ -200,7 +215,7 @@ def choose(rule: Rule, members: int, present: Layout, check: Callable[[Layout], 
 
 
 def growing(members: int, present: Layout) -> Iterator[Layout]:
-    """Yield layouts with as many data ranks as there can be, the largest first."""
+    """Yield layouts with as many data ranks as possible, the largest first."""
     for data in range(members // (present.world_size // present.data), 0, -1):
         try:
             yield present.replace(data=data)

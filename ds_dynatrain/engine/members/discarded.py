@@ -1,8 +1,8 @@
-"""What becomes of DeepSpeed's calls when the world is aborted inside of one of them.
+"""Discarded global batches: DeepSpeed's calls after the world was aborted inside of one of them.
 
-The world is formed anew there and then. The global batch that was open is discarded: its gradients are dropped,
-`backward` and `step` do nothing until the loader deals again, and it deals the same batch again. Until then nothing is
-sent or received: some of the others may be in another line of the script, and newcomers in none.
+The world is formed anew there and then. The global batch that was open is discarded: its gradients are dropped, and
+`backward` and `step` do nothing until the loader deals the same batch again. Until then nothing is sent or received:
+other members may be in another line of the script, and newcomers have not started it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DISCARDED = (
 
 
 class Window:
-    """The open global batch of one engine: where it began, so that it can be dealt again."""
+    """The open global batch of one engine: its beginning, so that it can be dealt again."""
 
     def __init__(self, engine: EngineCore) -> None:
         self._engine = engine
@@ -35,10 +35,10 @@ class Window:
         self._output: Any = None
 
     def open(self, stays_discarded: bool = False) -> None:
-        """A loader is about to deal the first micro-batch of a global batch.
+        """Note the beginning of a global batch. Called before a loader deals the first micro-batch.
 
-        stays_discarded: whether it will be dealt again, if this one is discarded: the first engine of the process is
-        not through with the global batch in which the world was aborted.
+        stays_discarded: whether this batch is dealt again if it is discarded: the first engine of the process has not
+        finished the global batch in which the world was aborted.
         """
         if self._engine.is_discarded and stays_discarded:
             return
@@ -46,12 +46,14 @@ class Window:
         self.note()
 
     def note(self) -> None:
-        """It begins here: where the loaders and the random streams are."""
+        """Note the present positions of the loaders and the random streams as the beginning."""
         self._loaders = {name: loader.state_dict() for name, loader in self._engine.train_loaders.items()}
         self._streams = streams.capture()
 
     def discard(self, has_dealt: bool) -> None:
-        """Go back to where it began. has_dealt: by one of our loaders; another position is the user's."""
+        """Go back to the beginning. has_dealt: whether one of our loaders has dealt it; other positions are the
+        user's.
+        """
         self._engine.is_discarded = True
         if not has_dealt:
             self.note()
@@ -62,26 +64,26 @@ class Window:
                 streams.restore(self._streams)
 
     def refuse_switch(self) -> None:
-        """SwitchRefused if it is discarded: members that have just come do not go through it, and would not answer."""
+        """Raise SwitchRefused in a discarded batch: newcomers do not go through it, and would not answer."""
         if self._engine.is_discarded:
             raise SwitchRefused(*DISCARDED)
 
     def refuse_checkpoint(self) -> None:
-        """The same, as CheckpointError."""
+        """Raise CheckpointError in a discarded batch, for the same reason as `refuse_switch`."""
         if self._engine.is_discarded:
             raise CheckpointError(f"{'; '.join(DISCARDED)}")
 
     def remember(self, output: Any) -> Any:
-        """Note what a forward pass has returned, where it cannot be run again without the others; returns it."""
+        """Note the output of a forward pass, if it cannot be run again without other ranks; return it."""
         if needs_peers(self._engine.layout) and (self._engine.host.module.training or self._output is None):
             self._output = pytree.tree_map(_leaf, output)
         return output
 
     def forward_again(self, forward: Callable[[], Any], needed_peers: bool) -> Any:
-        """A value of the type that a forward pass returns, after the world was formed anew; it trains nothing.
+        """Return a value like a forward pass's output, after the world was formed anew; it trains nothing.
 
-        That of the forward itself where it needs no other rank; else that of the last one in training, or NaN if the
-        module evaluates. WorldChanged if there was none.
+        It is the output itself if no other rank is needed for it; else that of the last forward pass in training, or
+        NaN if the module evaluates. Raises WorldChanged if there was none.
         """
         before = streams.capture()
         try:
@@ -97,23 +99,23 @@ class Window:
 
 
 def needs_peers(layout: Layout) -> bool:
-    """Whether a forward pass sends or receives."""
+    """Return whether a forward pass sends or receives."""
     return layout.zero_stage == 3 or layout.pipe * layout.tensor * layout.sequence * layout.expert > 1
 
 
 def _leaf(value: Any) -> Any:
-    """A tensor without its graph: `backward` works if it did, and reaches no parameter."""
+    """Return a tensor without its graph: `backward` works if it did before, and reaches no parameter."""
     return value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
 
 
 def _unknown(value: Any) -> Any:
-    """A tensor that says so of each of its numbers."""
+    """Return a floating-point tensor with NaN for each number; any other value as it is."""
     is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
     return torch.full_like(value, float("nan"), requires_grad=value.requires_grad) if is_float else value
 
 
 class Loss(torch.Tensor):
-    """One number with a graph. What is computed from it is a plain tensor, of which `backward` raises WorldChanged."""
+    """One number with a graph. Any result computed from it is a plain tensor, whose `backward` raises WorldChanged."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     _engine: EngineCore
@@ -126,7 +128,7 @@ class Loss(torch.Tensor):
         create_graph: bool = False,
         inputs: torch.Tensor | Sequence[torch.Tensor] | None = None,
     ) -> None:
-        """torch's; in a global batch that is discarded it does nothing."""
+        """Run torch's backward pass; does nothing in a discarded global batch."""
         engine = self._engine
         if engine.is_discarded:
             return
@@ -134,17 +136,17 @@ class Loss(torch.Tensor):
         self._membership.surviving(engine, lambda: super(Loss, self).backward(*given), lambda: None)  # type: ignore[no-untyped-call]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """As a plain tensor: the engine does not travel."""
+        """Pickle a plain tensor, without the engine."""
         return plain(self).__reduce_ex__(protocol)
 
 
 def plain(value: torch.Tensor) -> torch.Tensor:
-    """The tensor as torch knows it."""
+    """Return the tensor as torch knows it."""
     return value.as_subclass(torch.Tensor) if isinstance(value, Loss) else value
 
 
 def guarded(output: Any, engine: EngineCore, membership: Membership) -> Any:
-    """What a forward pass returned, with each number that has a graph as a `Loss`."""
+    """Return a forward pass's output, with each number that has a graph as a `Loss`."""
 
     def guard(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or value.grad_fn is None or value.numel() != 1:

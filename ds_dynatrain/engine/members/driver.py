@@ -62,7 +62,7 @@ T = TypeVar("T")
 
 
 class Driver:
-    """Tells the machine what the engines of this process hold, and does what it wants.
+    """Driver of the machine: tells it what the engines of this process hold, and does what it wants.
 
     leave: ends the process; see `Leave`.
     """
@@ -76,7 +76,7 @@ class Driver:
         self._said = ""
         self._own_error: BaseException | None = None
         self._before: Context | None = None
-        """In the window of a late change, what was around the engine before it."""
+        """Context of the engine before a late change, during its window."""
 
     @property
     def engines(self) -> list[EngineParts]:
@@ -84,7 +84,7 @@ class Driver:
         return open_engines()
 
     def advance(self, place: str, has_waited: bool = True) -> None:
-        """Do what is to be done now, at a boundary of the first engine. has_waited: see `Own`."""
+        """Carry out all actions that are due now, at a boundary of the first engine. has_waited: see `Own`."""
         self._place, self._has_waited = place, has_waited
         self.elastic.member.built()
         while actions := self.on_board(self._decided):
@@ -96,19 +96,19 @@ class Driver:
         return self.on_board(lambda: self.machine.waits_for(boards)) or "the board"
 
     def forget(self) -> None:
-        """Forget a change that is under way: an engine has ended."""
+        """Forget a change that is under way, because an engine has ended."""
         self._give_up(GiveUp("an engine has ended"))
         self.machine.forget()
         self._close_boards()
 
     def say_once(self, what: str) -> None:
-        """Warn, once, of what is the same at every boundary."""
+        """Warn of something that is the same at every boundary, but only once."""
         if what != self._said:
             self._said = what
             logger.warning("%s", what)
 
     def on_board(self, read: Callable[[], T]) -> T | None:
-        """Return what `read` returns; None where the board has gone, which is opened again then."""
+        """Return what `read` returns; None if the board is gone, which is then opened again."""
         try:
             return read()
         except td.DistError as error:
@@ -118,7 +118,7 @@ class Driver:
 
     @property
     def trains_in(self) -> World | None:
-        """Generation that this process is in; in the window of a late change the one to come."""
+        """Generation that this process trains in: the next one during the window of a late change."""
         return self.elastic.world if self._before is None else self._open_boards.world
 
     # ---- what goes in ------------------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ class Driver:
 
     @_do.register
     def _know(self, action: Know) -> None:
-        """Take numbers over: an idle member may get another one. It also learns what is trained."""
+        """Take over numbers, as an idle member may get another one. An idle member also learns what is trained."""
         self._open_boards.know(action.registry)
         for engine in self.engines:
             if engine.idle:
@@ -185,7 +185,7 @@ class Driver:
 
     @_do.register
     def _post_job(self, action: PostJob) -> None:
-        """Post what a newcomer has to know to make each of the engines; plain JSON."""
+        """Post what a newcomer has to know to make each of the engines, as plain JSON."""
         for place, engine in enumerate(self.engines):
             job = engine.job
             record = {
@@ -236,7 +236,7 @@ class Driver:
         ]
         moving = [(engine, proposal) for engine, proposal, _ in parts if not proposal.moves_nothing]
         refusals = dict[int, SwitchRefused | None]()
-        for engine, proposal in moving:  # all of them before a thread begins, which asks each what it needs
+        for engine, proposal in moving:  # all before any thread begins, as the first thread asks each for its needs
             with engine.turn():
                 engine.switcher.settle_meshes(proposal)
                 if engine.idle:
@@ -270,14 +270,14 @@ class Driver:
         joint.end()
 
     def _transact_late(self, engine: EngineParts) -> None:
-        """Vote for the first time. `entered` follows where it is a yes; the record, and `ended`, may come later."""
+        """Vote for the first time. `entered` follows if it is a yes; the record, and `ended`, may come later."""
         if engine.preparation is not None:
             self._own_error = engine.preparation.own_error or self._own_error
         with engine.turn():
             engine.switcher.transact(self._place)
 
     def entered(self, engine: EngineParts) -> None:
-        """Move to the boards of a change of members whose new world trains, before its record is written."""
+        """Move to the boards of a change of members whose new world trains before its record is written."""
         machine = self.machine
         if engine.preparation is not None and machine.tries_now(engine.preparation.proposal):
             self._before, boards = engine.context, self._open_boards
@@ -365,7 +365,7 @@ class Driver:
 def held_by(engine: EngineParts, say: Callable[[str], None], replaced: Callable[[], tuple[int, ...] | None]) -> Held:
     """Return what one engine of this process holds just now.
 
-    say: to people. replaced: what others may have said of loads.
+    say: logs a message for users. replaced: returns what others may have said of loads.
     """
     number = engine.control.member
     return Held(
@@ -389,7 +389,7 @@ def held_by(engine: EngineParts, say: Callable[[str], None], replaced: Callable[
 
 
 def _goes_late(engine: EngineParts, say: Callable[[str], None], layout: Layout) -> bool:
-    """Return whether the configuration asks for a late switch, and it can be one."""
+    """Return whether the configuration asks for a late switch and the engine can make one."""
     if not engine.settings.late:
         return False
     try:
@@ -401,7 +401,7 @@ def _goes_late(engine: EngineParts, say: Callable[[str], None], layout: Layout) 
 
 
 def _frozen(engine: EngineParts) -> tuple[Layout, int] | None:
-    """See `Survivor`."""
+    """Return the layout and rank in which this member had the frozen weights that are in no copy; see `Survivor`."""
     kept = engine.kept
     if kept is None or not kept.frozen or kept.frozen_of is None:
         return None
@@ -409,7 +409,10 @@ def _frozen(engine: EngineParts) -> tuple[Layout, int] | None:
 
 
 def _since(engine: EngineParts, replaced: Callable[[], tuple[int, ...] | None]) -> tuple[int, ...] | None:
-    """See `Survivor`. Who works has taken part in each load, unless the others have gone on without it."""
+    """Return the start of the stretch that copies count from; see `Survivor`.
+
+    A working member has taken part in each load, unless the others have gone on without it.
+    """
     kept = engine.kept
     if kept is None:
         return ()
@@ -418,7 +421,7 @@ def _since(engine: EngineParts, replaced: Callable[[], tuple[int, ...] | None]) 
 
 
 def _copies(engine: EngineParts) -> tuple[Had, ...]:
-    """Return the copies that this process has, without reading them."""
+    """Return the copies that this process keeps, without reading them."""
     kept, mine = engine.kept, engine.control.member
     rank = engine.members.index(mine) if mine in engine.members else None
     return tuple(
@@ -433,7 +436,7 @@ def _copies(engine: EngineParts) -> tuple[Had, ...]:
 
 
 def _damaged(engine: EngineParts, whole: WholeCopies) -> tuple[int, ...]:
-    """Return the ranks whose copy this member is to give and is damaged."""
+    """Return the ranks whose copies this member is to give but finds damaged."""
     kept, mine, found = engine.kept, engine.control.member, list[int]()
     for rank in [rank for rank, holder in enumerate(whole.holders) if holder == mine]:
         copy = None if kept is None else kept.find(whole.mark, rank)

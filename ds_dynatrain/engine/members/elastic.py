@@ -1,6 +1,6 @@
 """This process as a member of a job whose members come and go: what it hears, and what it aborts at once.
 
-The coordinator says who is there (`ds_dynatrain.elastic`); `changes` does what follows from it at the boundaries.
+The coordinator says which members there are (`ds_dynatrain.elastic`); `change` decides what follows at the boundaries.
 """
 
 from __future__ import annotations
@@ -34,21 +34,23 @@ from ds_dynatrain.report import logger
 
 CONNECT_SECONDS = 2.0
 WAITING = ("torch.distributed", "ds_dynatrain.adapters.watched", "ds_dynatrain.adapters.gate", "ds_dynatrain.transfer")
-"""Where the main thread waits for other members: in a collective, at the gate, while a group is made, in a transfer."""
+"""Modules in which the main thread waits for other members: in a collective, at the gate, for a group, in a
+transfer.
+"""
 REOPEN_SECONDS = 0.5
 REPLACED = "replaced"
 NOBODY = -1
-"""The number of a member that has not been told its own yet."""
+"""Number of a member that does not know its own yet."""
 
 
 class Elastic(Membership):
-    """What a member hears, and which of its worlds are lost; `ElasticMembership` has the rest, about engines.
+    """Membership that hears of generations and of lost worlds; `ElasticMembership` adds the engines.
 
     world: the generation that this member has entered, None before the first. registry: the numbers of its members.
     is_aborted: a member of the world that trains is dead, or a collective of it failed: nothing of it can be used any
-    more. loads: what the job's own `load_checkpoint` of an engine returned, if it was called, by the engine's number.
-    is_newcomer: whether this member joined a running job; engine_count: how many engines the job has then. restores:
-    whether it starts a job whose state is lost.
+    more. loads: results of the job's own `load_checkpoint`, by the engine's number. is_newcomer: whether this member
+    joined a running job; engine_count: how many engines the job has then. restores: whether it starts a job whose state
+    is lost.
     """
 
     def __init__(self, place: WorkerPlace, settings: DynatrainConfig) -> None:
@@ -62,19 +64,19 @@ class Elastic(Membership):
         self.is_newcomer, self.engine_count = False, 1
         self.restores = False
         self.ending = ""
-        """Why the job ends on all its members: collectives that do not end, again and again."""
+        """Reason why the job ends on all its members: collectives that hang again and again."""
         self._training: frozenset[str] = frozenset()
         self._is_in_window = False
         self._aborted_at = 0
         self._blocked_seconds = 0.0
-        """For how long the main thread had run no Python code when the last heartbeat was sent."""
+        """Seconds for which the main thread had run no Python code when the last heartbeat was sent."""
         self._present: dict[int, WorldSockets] = {}
         self._coming: dict[int, WorldSockets] = {}
         self._teardowns = Teardowns()
         self._lock = threading.Lock()
 
     def configure(self, settings: DynatrainConfig) -> None:
-        """Go by these settings from now on; before the first generation is entered."""
+        """Follow these settings from now on. Called before the first generation is entered."""
         self.timeout_seconds = settings.timeout_seconds
         self.wait_seconds = settings.elastic.wait_for_members_seconds
         self.collective_seconds = settings.elastic.collective_seconds
@@ -87,10 +89,10 @@ class Elastic(Membership):
         return 0 if self.world is None else self.world.generation
 
     def is_harmless(self, world: World) -> bool:
-        """Whether all who train at present are there in a later generation, and their collectives can be trusted.
+        """Return whether a later generation has all that train at present, and their collectives can be trusted.
 
-        A planned one has all of them, but for a member that it does not know: of a job that was begun by mistake. In
-        the window of a late switch all of both worlds are needed, and no failure is harmless.
+        A planned one has them all, unless it does not know this member: its job was begun by mistake then. In the
+        window of a late switch all members of both worlds are needed, and no failure is harmless.
         """
         if self._is_in_window and world.change == "failure":
             return False
@@ -101,12 +103,16 @@ class Elastic(Membership):
         return is_known if world.change == "planned" else self._training <= there
 
     def is_over(self, generation: int) -> bool:
-        """Whether a failure was published after that generation: what is being built for it will not come about."""
+        """Return whether a failure was published after that generation, so that what is being built for it is in
+        vain.
+        """
         newest = self.member.newest
         return newest is not None and newest.generation > generation and newest.change == "failure"
 
     def stop_if_over(self, generation: int) -> None:
-        """Raise WorldChanged if it is over; for polls, which would wait for the dead."""
+        """Raise WorldChanged if a failure was published after that generation. Cheap; polls call it, as the dead never
+        answer.
+        """
         if self.is_over(generation):
             newest = self.member.newest
             raise WorldChanged("a failure came in between" if newest is None else newest.reason)
@@ -116,7 +122,7 @@ class Elastic(Membership):
             raise WorldChanged("a member of this world is dead, or a collective of it has failed")
 
     def enter(self, world: World, registry: Registry, training: frozenset[str]) -> None:
-        """Be in a generation. training: the ids of those that hold the state now."""
+        """Enter a generation. training: the ids of the members that hold the state now."""
         with self._lock:
             self.world, self.registry, self._training = world, registry.only(world.members), training
             self.is_aborted = False
@@ -125,33 +131,38 @@ class Elastic(Membership):
             self.member.enter(world)
 
     def retrain(self, members: tuple[int, ...]) -> None:
-        """Others hold the state from here on, in the same generation: their deaths abort the world."""
+        """Note that other members of the same generation hold the state from now on: their deaths abort the world."""
         with self._lock:
             self._training = self.registry.ids_of(members)
             self._see_newest(self.generation)
 
     def enter_window(self, generation: int) -> None:
-        """A late switch has begun, which a failure after that generation ends; see `settle` and `let_go`."""
+        """Begin the window of a late switch, which any failure after that generation ends; see `settle` and
+        `let_go`.
+        """
         with self._lock:
             self._is_in_window = True
             self._see_newest(generation)
 
     def _see_newest(self, generation: int) -> None:
-        """What was published after that generation may have been harmless to those who trained until now alone."""
+        """Abort the world if the newest generation harms it: it may have been harmless to those that trained until
+        now.
+        """
         newest = self.member.newest
         if newest is not None and newest.generation > generation and not self.is_harmless(newest):
             self._lose_present(newest)
 
     def abort(self) -> None:
-        """What the others hold is not known any more: all have to say it, in a new generation."""
+        """Abort the world because the others' state is unknown: all have to say what they hold, in a new generation."""
         with self._lock:
             self._lose_present(None)
             self.member.breach()
 
     def _lose_present(self, newest: World | None) -> None:
-        """The world that trains is lost: shut down what somebody waits in, or cannot be used any more.
+        """Give up the world that trains: shut down groups in which any thread waits, or that cannot be used any more.
 
-        newest: the generation that says so, which has all that are not gone; None where nothing can be trusted.
+        newest: the generation that reports the loss, with all members that are not gone; None if nothing can be
+        trusted.
         """
         self.is_aborted, present = True, list(self._present.values())
         there = set() if newest is None else {*newest.members, *newest.leaving}
@@ -163,13 +174,15 @@ class Elastic(Membership):
             sockets.abort(resting)
 
     def breach(self) -> None:
-        """A collective of the world that trains has failed, and nothing was heard of a reason yet: all have to know."""
+        """Report a failed collective of the world that trains, if no reason for it was heard yet: all have to know."""
         with self._lock:
             if not self.is_aborted:
                 self.member.breach()
 
     def _hear(self, world: World) -> bool:
-        """On the member's thread, before anybody else learns of a generation; whether it aborts the one that trains."""
+        """Take in a generation, on the member's thread before any other; return whether it aborts the world that
+        trains.
+        """
         if world.hangs:
             self._say_where(world)
         if world.change == "failure":
@@ -191,7 +204,7 @@ class Elastic(Membership):
         return f"{unfinished() or what}, {seconds:.0f} s"
 
     def _say_where(self, world: World) -> None:
-        """Log where the main thread is while a collective of the world does not end."""
+        """Log where the main thread is while a collective of the world hangs."""
         what, seconds = self.waits(self._blocked_seconds)
         here = [f"{what}, {seconds:.0f} s" if what else "no collective", f"at {stands_at()}", unfinished()]
         logger.error("%s; the main thread here is in %s", world.reason, "; ".join(filter(None, here)))
@@ -205,10 +218,10 @@ class Elastic(Membership):
     # ---- process groups ------------------------------------------------------------------------------------------
 
     def lose(self, known: Collection[str], there: Collection[int]) -> Collection[str]:
-        """Let the worlds of this process begin nothing any more.
+        """Forbid the worlds of this process to begin anything more; return the names of groups that may stay.
 
-        known: names of groups that could be left alone; there: numbers of members that are not gone. Returns those
-        that may stay; see `adapters.World.lose`. While there are no engines no group may.
+        known: names of groups that could be left alone. there: numbers of members that are not gone. See
+        `adapters.World.lose`. Without engines no group may stay.
         """
         return ()
 
@@ -221,28 +234,28 @@ class Elastic(Membership):
 
     @contextmanager
     def building(self, generation: int, engine: int = 1) -> Iterator[Note]:
-        """Around the building of an engine's world: a failure after that generation aborts it. engine: its number.
+        """Return a block for building an engine's world, which a failure after that generation aborts.
 
-        Gives what is told of each group that was built.
+        engine: its number. The block's value is called for each group that was built.
         """
         with self._coming.setdefault(engine, WorldSockets()).building(lambda: not self.is_over(generation)) as note:
             yield note
 
     @contextmanager
     def building_first(self, generation: int, engine: int) -> Iterator[Note]:
-        """Around the building of an engine's first world, which trains then."""
+        """Return a block for building an engine's first world, which trains afterwards; as `building`."""
         with self.building(generation, engine) as note:
             yield note
         self.settle(engine)
 
     @contextmanager
     def building_more(self, engine: int = 1) -> Iterator[Note]:
-        """Around the building of further groups of the world that trains; as `building`."""
+        """Return a block for building further groups of the world that trains; as `building`."""
         with self._present.setdefault(engine, WorldSockets()).building(lambda: not self.is_aborted) as note:
             yield note
 
     def settle(self, engine: int = 1) -> None:
-        """The world that was built last for an engine is the one that trains now."""
+        """Make the world that was built last for an engine the one that trains."""
         with self._lock:
             self._is_in_window = False
             if engine in self._coming:
@@ -252,7 +265,7 @@ class Elastic(Membership):
                 self._present[engine] = coming
 
     def let_go(self, engine: int = 1) -> None:
-        """The world that was built last for an engine is gone again."""
+        """Forget the world that was built last for an engine."""
         with self._lock:
             self._is_in_window = False
         if engine in self._coming:
@@ -261,9 +274,9 @@ class Elastic(Membership):
     # ---- boards -------------------------------------------------------------------------------------------
 
     def open_boards(self, world: World, number: int = NOBODY, seconds: float | None = None, engine: int = 1) -> Boards:
-        """An engine's board of a generation, twice.
+        """Open an engine's board of a generation, over two connections.
 
-        torch's DistError if the coordinator's store cannot be reached.
+        Raises torch's DistError if the coordinator's store cannot be reached.
         """
         boards, prefix = [], "board" if engine == 1 else f"board{engine}"
         for _ in range(2):
@@ -275,21 +288,24 @@ class Elastic(Membership):
         return boards[0], boards[1]
 
     def _seal(self, name: str) -> Seal | None:
-        """Of boards; without a token there is nothing to seal them with."""
+        """Return the seal of the boards of a prefix; None in a job without a token."""
         return None if self._token is None else Seal(derive(self._token, f"board {name}"))
 
     # ---- what outlives generations -------------------------------------------------------------------------------
 
     def say_replaced(self, stretch: tuple[int, ...]) -> None:
-        """A state is loaded in that stretch of training; torch's DistError if the store cannot be reached."""
+        """Post that a state is loaded in that stretch of training; raise torch's DistError if the store cannot be
+        reached.
+        """
         if self.world is not None:
             self._job_board(self.world).post(REPLACED, list(stretch))
 
     def replaced(self) -> tuple[int, ...] | None:
-        """The newest stretch of which that was said since this member has entered its generation, or before in the
-        coordinator's present run; None if that is not known.
+        """Return the newest stretch that `say_replaced` has posted in the coordinator's present run; None if it is
+        unknown.
 
-        It is not where the store cannot be reached, and not in the run of another coordinator, whose store is empty.
+        It is unknown if the store cannot be reached, and if another coordinator runs than when this member entered its
+        generation: that one's store is empty.
         """
         newest = self.member.newest
         if self.world is None or newest is None or newest.term != self.world.term:
@@ -304,15 +320,15 @@ class Elastic(Membership):
         return Control(store, "board", NOBODY, self.timeout_seconds, seal=self._seal(f"job/{world.term}"))
 
     def candidates(self, world: World, registry: Registry) -> Candidates:
-        """The members of a generation as those that could work."""
+        """Return the members of a generation as those that could work."""
         mine = registry.numbers.get(self.member.id, NOBODY)
         return Candidates(mine, {registry.numbers[member]: node_of(member) for member in world.members})
 
 
 class GenerationBoards:
-    """The boards of a later generation, one for each engine of this process. engines: their numbers.
+    """Boards of a later generation, one for each engine of this process. engines: their numbers.
 
-    They are opened in a thread: the store may be slow, or away.
+    They are opened in a thread, since the store may be slow or away.
     """
 
     def __init__(self, world: World, elastic: Elastic, engines: Sequence[int]) -> None:
@@ -324,28 +340,28 @@ class GenerationBoards:
         threading.Thread(target=self._open, name=f"dynatrain-board-{world.generation}", daemon=True).start()
 
     def close(self) -> None:
-        """Do not try any longer."""
+        """Stop trying to open the boards."""
         self._is_over.set()
 
     @property
     def fronts(self) -> tuple[Control, ...]:
-        """One for each engine, to be read and written here; none while they are not open."""
+        """Boards for the main thread, one for each engine; () while they are not open."""
         return tuple(front for front, _ in self._opened)
 
     def of(self, engine: int = 0) -> Boards:
-        """Those of an engine, by its place among those of the process; RuntimeError while they are not open."""
+        """Return the boards of an engine, by its place in the process; raise RuntimeError while they are not open."""
         if not self._opened:
             raise RuntimeError(f"the board of generation {self.world.generation} is not open")
         return self._opened[engine]
 
     def know(self, registry: Registry) -> None:
-        """Speak by these numbers."""
+        """Take over this member's number."""
         for boards in self._opened:
             for board in boards:
                 board.member = registry.numbers[self._elastic.member.id]
 
     def adopt(self, engine: EngineCore, place: int, candidates: Candidates) -> None:
-        """They are the engine's from here on. place: among those of the process."""
+        """Make the boards an engine's present ones. place: of the engine in the process."""
         engine.context = Context(engine.launch, candidates, *self.of(place))
 
     def _open(self) -> None:

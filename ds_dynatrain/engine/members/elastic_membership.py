@@ -40,19 +40,19 @@ T = TypeVar("T")
 
 
 class ElasticMembership(Elastic):
-    """This process as a member, with its engines."""
+    """Membership of this process in a job whose members come and go, with its engines."""
 
     takes_sigterm = saves_jointly = True
 
     def __init__(self, place: WorkerPlace, settings: DynatrainConfig) -> None:
         super().__init__(place, settings)
         self._first = weakref.WeakSet[GroupStatus]()
-        """Of the worlds in which engines are being made."""
+        """Statuses of the worlds in which engines are being made."""
         self._abort: threading.Thread | None = None
         self._boundaries = Boundaries(self)
         self._jobs: list[Job] = []
         self._is_in_call = False
-        """Whether one of DeepSpeed's calls is under way, which a pipeline reads its samples in."""
+        """Whether one of DeepSpeed's calls is under way; a pipeline reads its samples in one."""
 
     @property
     def node(self) -> str:
@@ -74,7 +74,7 @@ class ElasticMembership(Elastic):
             raise usage("lean switches where members come and go").error()
 
     def new_status(self) -> GroupStatus:
-        """Return a status that makes WorldChanged of a lost peer."""
+        """Return a status that turns a lost peer into WorldChanged."""
         made = GroupStatus()
         self._first.add(made)
         return made
@@ -95,7 +95,7 @@ class ElasticMembership(Elastic):
         self._first.clear()
 
     def say_end(self, engine: EngineCore) -> None:
-        """Say it on the board, unless this process leaves and the job goes on."""
+        """Post that the script has ended, unless this process leaves and the job goes on."""
         if not self.member.is_leaving:
             post_end(engine.control)
 
@@ -114,7 +114,7 @@ class ElasticMembership(Elastic):
         gc.freeze()
 
     def watch(self, board: Control) -> Watch:
-        """Look for ended scripts alone: the coordinator sees to the dead."""
+        """Return a watch that only looks for ended scripts: the coordinator handles deaths."""
         return Watch(board, by_hearts=False)
 
     def activate_between(self, engine: EngineCore) -> None:
@@ -124,10 +124,10 @@ class ElasticMembership(Elastic):
     # ---- a loss, in any thread ---------------------------------------------------------------------------------------
 
     def lose(self, known: Collection[str], there: Collection[int]) -> frozenset[str]:
-        """See `Elastic.lose`. Communicators of an accelerator are aborted at once.
+        """Abort communicators of an accelerator at once, and return the groups that may stay; see `Elastic.lose`.
 
-        No group may stay where a switch is prepared or carried out: this thread does not know which groups are whose
-        then. Nor of several engines, whose groups may have been built side by side.
+        No group may stay while a switch is prepared or carried out, since this thread does not know then which world
+        owns it; nor with several engines, whose groups may have been built side by side.
         """
         engines = PROCESS.engines
         is_clear = len(engines) == 1 and not engines[0].is_switching
@@ -159,7 +159,7 @@ class ElasticMembership(Elastic):
     # ---- training ----------------------------------------------------------------------------------------------------
 
     def at_boundary(self, engine: EngineCore, place: str) -> str:
-        """See `Boundaries.at_boundary`."""
+        """Do what is due at a boundary; see `Boundaries.at_boundary`."""
         return self._boundaries.at_boundary(parts_of(engine), place)
 
     def waiting_change(self, engine: EngineCore) -> str:
@@ -170,7 +170,7 @@ class ElasticMembership(Elastic):
         return f"generation {newest.generation}: {newest.reason}"
 
     def open_window(self, engine: EngineCore) -> None:
-        """Remember where the global batch begins, in case that it is discarded."""
+        """Remember where the global batch begins, in case it is discarded."""
         parts_of(engine).window.open(stays_discarded=self.stays_discarded(engine))
 
     def stays_discarded(self, engine: EngineCore) -> bool:
@@ -179,7 +179,7 @@ class ElasticMembership(Elastic):
         return engine is not first and first.is_discarded
 
     def before_micro_batch(self, engine: EngineCore) -> None:
-        """Form a new world if a collective of the script's own has failed; inside of a call `surviving` does."""
+        """Form a new world if a collective of the script's own has failed; inside of a call `surviving` does that."""
         if self._is_in_call:
             self._boundaries.losses.check()
         else:
@@ -194,7 +194,7 @@ class ElasticMembership(Elastic):
             return call()
         except RuntimeError as error:
             if not losses.explains(error):
-                if found := complaint():  # it would be so in every call, and in what ends the script
+                if found := complaint():  # every later call would fail, too, also those that end the script
                     self._give_up(found)
                 raise
         finally:
@@ -218,9 +218,9 @@ class ElasticMembership(Elastic):
         return engine.members if PROCESS.is_shared else engine.candidates.members
 
     def guard(self, preparation: Preparation) -> None:
-        """Let a failure break it off: it must not wait for the dead."""
+        """Let a failure break a preparation off, which must not wait for the dead."""
         generation = self._generation_ahead
-        if self._abort is not None:  # nothing is built beside that
+        if self._abort is not None:  # no group is built during an abort
             self._abort.join()
             self._abort = None
         preparation.building = lambda: self.building(generation, preparation.number)
@@ -236,13 +236,13 @@ class ElasticMembership(Elastic):
         return 0 if world is None else world.generation
 
     def _say_committed(self, preparation: Preparation) -> None:
-        """Let the coordinator know at once who holds the state now: others may die before all is in place."""
+        """Tell the coordinator at once which members hold the state now: others may die before all is in place."""
         machine, member = self._boundaries.driver.machine, self.member
         if machine.tries_now(preparation.proposal) and machine.world is not None and member.id in machine.world.members:
             member.enter(machine.world)
 
     def entered(self, engine: EngineCore) -> None:
-        """Take any loss in either world for a failure until the late switch has ended."""
+        """Treat any loss in either world as a failure until the late switch has ended."""
         self.enter_window(self._generation_ahead)
         self._boundaries.driver.entered(parts_of(engine))
 
@@ -261,22 +261,27 @@ class ElasticMembership(Elastic):
             self.let_go(engine.job.number)
 
     def tell(self, engine: EngineCore, event: SwitchEvent) -> None:
-        """Send the event to the coordinator, which keeps it for them."""
+        """Send the event to the coordinator, which keeps it for those that watch the job."""
         self.member.switched(told(engine.job.number, event))
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def loaded(self, engine: int) -> tuple[Any, ...] | None:
-        """Return the job's own result on a newcomer, whose state comes in the switch."""
+        """Return the result of the job's own `load_checkpoint` on a newcomer, whose state comes in the switch; else
+        None.
+        """
         return tuple(self.loads.get(engine) or (None, {})) if self.is_newcomer else None
 
     def remember_load(self, engine: int, result: Sequence[Any]) -> None:
-        """Keep the parts of the result that JSON has a word for."""
+        """Keep the parts of the result that JSON can hold."""
         self.loads[engine] = [plain_part(part) for part in result]
 
 
 def plain_part(value: Any) -> Any:
-    """Return what of a value JSON has a word for; the rest of a dictionary is left out, anything else is None."""
+    """Return the part of a value that JSON can hold.
+
+    Other entries of a dictionary are left out; any other value is None.
+    """
     if isinstance(value, Mapping):
         parts = {str(key): plain_part(part) for key, part in value.items()}
         return {key: part for key, part in parts.items() if part is not None}

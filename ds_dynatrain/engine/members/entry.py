@@ -1,4 +1,4 @@
-"""How a process comes into a job: with its launch, with the others that start an elastic job, or into a running one."""
+"""Entry of a process into a job: with its launch, with others that start an elastic job, or into a running one."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ from ds_dynatrain.records import from_record
 from ds_dynatrain.report import logger, telling_if_long
 
 START_SECONDS = 1800.0
-"""Processes of one launch may build their models at different speeds: as long as DeepSpeed itself waits."""
+"""Longest wait for processes that build their models at different speeds: as long as DeepSpeed itself waits."""
 POLL_SECONDS = 0.02
 LOOK_SECONDS = 0.5
-"""Between two looks whether a job runs already, of a process that waits for one to start."""
+"""Time between two looks for a running job, of a process that waits for one to start."""
 T = TypeVar("T")
 
 
 @dataclass
 class Entry:
-    """What a process knows of the job before it has an engine.
+    """State of a process in a job before it has an engine.
 
     launch: the group of all that start together; this process alone, if it joins a running job. mine, size: its number
-    among them, and how many they are. record: what the running job is doing (`PostJob`), None if this process starts
-    one. number: of the engine among those that the process has made, from 1.
+    in that group, and the group's size. record: the running job's record (`PostJob`), None if this process starts one.
+    number: of the engine among those that the process has made, from 1.
     """
 
     launch: LaunchWorld
@@ -64,11 +64,11 @@ class Entry:
 
     @property
     def joins(self) -> bool:
-        """Whether the process comes into a job that runs."""
+        """Whether the process joins a running job."""
         return self.record is not None
 
     def exchange(self, key: str, mine: Any) -> dict[int, Any]:
-        """Post something under a key, and return what each process that starts has posted."""
+        """Post a value under a key, and return what each starting process has posted."""
         if self.joins:
             return {self.mine: mine}
         self.control.post(f"{key}/{self.mine}", mine)
@@ -78,12 +78,12 @@ class Entry:
             return self.control.gather(key, range(self.size), what, deadline, self.stop)
 
     def context(self, records: Mapping[int, Mapping[str, Any]]) -> Context:
-        """Return the context of the start. records: what all have posted of themselves."""
+        """Return the context at the start. records: those that all have posted of themselves."""
         nodes = {member: str(record["node"]) for member, record in records.items()}
         return Context(self.launch, Candidates(self.mine, nodes), self.control, self.background)
 
     def building(self) -> AbstractContextManager[Note]:
-        """Around the building of the first world."""
+        """Return the block for building the first world."""
         return self.membership.building_first(self._generation, self.number)
 
     @property
@@ -91,12 +91,14 @@ class Entry:
         return 0 if self.world is None else self.world.generation
 
     def stop(self) -> None:
-        """Raise WorldChanged where what is being made will not come about."""
+        """Raise WorldChanged if a failure has overtaken what is being made."""
         self.membership.stop_if_over(self._generation)
 
 
 def with_launch(seconds: float, known: Membership | None) -> Entry:
-    """Start with all processes of a launch, which make their engines in one order. known: of engines before."""
+    """Enter with all processes of a launch, which make their engines in one order. known: earlier engines'
+    membership.
+    """
     launch, store = LaunchWorld.current(), connected(launch_store, seconds)
     serve_host(launch.group, store, seconds)
     number = Control(store, "dynatrain", launch.member, seconds).count(f"engines/{launch.member}")
@@ -105,10 +107,10 @@ def with_launch(seconds: float, known: Membership | None) -> Entry:
 
 
 def with_members(place: WorkerPlace, settings: DynatrainConfig, known: ElasticMembership | None = None) -> Entry:
-    """Come into an elastic job, once the coordinator lets this process in: as one that starts it, or as a newcomer.
+    """Enter an elastic job once the coordinator lets this process in, to start it or as a newcomer.
 
-    known: this process as a member, if the coordinator knows it. SystemExit(0) if the job ends before that.
-    TimeoutError, PeerRefused: see `Member.start`.
+    known: the membership of this process, if the coordinator knows it. Raises SystemExit(0) if the job ends before
+    that. TimeoutError, PeerRefused: see `Member.start`.
     """
     elastic, alone = known or ElasticMembership(place, settings), LaunchWorld.current()
     with _to_the_end_of_the_job(elastic):
@@ -127,10 +129,10 @@ def with_members(place: WorkerPlace, settings: DynatrainConfig, known: ElasticMe
 
 
 def beside(membership: Membership, settings: DynatrainConfig, number: int) -> Entry:
-    """Come in with one more engine of a process that has some in an elastic job. number: of this engine, from 1.
+    """Enter with one more engine of a process that has some in an elastic job. number: of this engine, from 1.
 
-    ConfigError in one that joins a job with fewer engines. ElasticError if a member is lost meanwhile. SystemExit(0)
-    if the job ends.
+    Raises ConfigError in a process that joins a job with fewer engines, ElasticError if a member is lost meanwhile,
+    SystemExit(0) if the job ends.
     """
     elastic, alone, generation = membership, LaunchWorld.current(), 0
     if not isinstance(elastic, ElasticMembership):
@@ -156,7 +158,7 @@ def beside(membership: Membership, settings: DynatrainConfig, number: int) -> En
 
 @contextmanager
 def _to_the_end_of_the_job(elastic: Elastic) -> Iterator[None]:
-    """Raise SystemExit(0) if the job ends before this process is in it."""
+    """Raise SystemExit(0) in this block if the job ends before this process is in it."""
     try:
         yield
     except JobFinished as end:
@@ -166,7 +168,9 @@ def _to_the_end_of_the_job(elastic: Elastic) -> Iterator[None]:
 
 
 def into(elastic: ElasticMembership, world: World, alone: LaunchWorld, seconds: float, engine: int = 1) -> Entry | None:
-    """Come into one generation; None if another one is to be waited for. engine: the number of the one that is made."""
+    """Enter one generation; return None if a later one is to be waited for. engine: the number of the engine being
+    made.
+    """
     if elastic.member.id not in world.members:
         _stay_outside(elastic, world, engine)
         return None
@@ -199,10 +203,10 @@ def into(elastic: ElasticMembership, world: World, alone: LaunchWorld, seconds: 
 
 
 def _stay_outside(elastic: Elastic, world: World, engine: int) -> None:
-    """Stay out of a generation without this member, to join a later one. JobFinished if it was told to leave.
+    """Stay out of a generation without this member, to join a later one; raise JobFinished if it was told to leave.
 
-    After a failure those that stay ask all that leave what they hold, also one that has not come to join.
-    ElasticError for a further engine: what it is made like is on the board of the generation before.
+    After a failure the remaining members ask all leaving ones what they hold, also one that has not come to join.
+    Raises ElasticError for a further engine: what it must be like is on the board of the generation before.
     """
     if world.change == "failure" and elastic.member.id in world.leaving:
         with suppress(td.DistError, OSError):
@@ -222,10 +226,10 @@ def _say_nothing_is_held(elastic: Elastic, board: Control) -> None:
 
 
 def _all_start(elastic: Elastic, world: World, boards: Boards, engine: int) -> bool:
-    """Whether no member of a generation has an engine yet, so that all start together; else some will lead.
+    """Return whether no member of a generation has an engine yet, so that all start together; else some will lead.
 
-    They may, although nobody is known to hold the state: they leave with it, or have come a moment before it was lost.
-    ElasticError on a member that is about to make another engine for such a job.
+    Some may have one although none is known to hold the state: they leave with it, or came a moment before it was lost.
+    Raises ElasticError on a member that is about to make another engine for such a job.
     """
     if world.survivors:
         return False
@@ -245,12 +249,14 @@ def _all_start(elastic: Elastic, world: World, boards: Boards, engine: int) -> b
 
 
 def _job_record(elastic: Elastic, world: World, boards: Boards) -> dict[str, Any] | None:
-    """Return what rank 0 says of the running job; None if a later generation comes first."""
+    """Return rank 0's record of the running job; None if a later generation comes first."""
     return _wait_on(elastic, world, "rank 0 of the running job to say what it trains", lambda: boards[0].read("job"))
 
 
 def _wait_on(elastic: Elastic, world: World, whom: str, look: Callable[[], T]) -> T | None:
-    """Return what `look` finds in the end; None if a later generation comes first. JobFinished if the job ends."""
+    """Return what `look` finds in the end; None if a later generation comes first. Raise JobFinished if the job
+    ends.
+    """
     with Wait(lambda: f"{whom}, in generation {world.generation}", elastic.member.waits_for) as wait:
         while elastic.member.is_newest(world):
             wait.look()
@@ -269,9 +275,9 @@ def start_of_job(elastic: Elastic) -> str:
 
 
 def start_alone() -> None:
-    """Be a world of one, in place of the node's own world, if the script has made that one.
+    """Install a world of this process alone, in place of the node's own world, if the script has made that one.
 
-    Whatever groups the script has are gone.
+    Any groups of the script are gone then.
     """
     if td.is_initialized():
         td.destroy_process_group()
@@ -284,10 +290,10 @@ def start_alone() -> None:
 
 @dataclass(eq=False)
 class Early:
-    """A member without an engine; `PROCESS` has it until `initialize` comes.
+    """Member without an engine, which `PROCESS` keeps until `initialize`.
 
-    launch: the group that it stands in. entry: where the process starts a job; None where it joins one. joins: whether
-    a job ran already when it came.
+    launch: the group that it stands in. entry: for a process that starts a job; None if it joins one. joins: whether a
+    job ran already when it came.
     """
 
     membership: ElasticMembership
@@ -306,15 +312,15 @@ class Early:
         at_exit(self.end)
 
     def connect(self) -> None:
-        """Let tensors of an accelerator go over the group of those that start a job: all of them call it.
+        """Let tensors of an accelerator go over the group of processes that start a job; all of them call it.
 
-        WorldChanged where one of them is lost meanwhile.
+        Raises WorldChanged if one of them is lost meanwhile.
         """
         if self.entry is not None:
             self.launch.connect(self.membership.timeout_seconds, self.entry.stop)
 
     def take_over(self, settings: DynatrainConfig) -> Entry:
-        """Go on into the job with an engine; as `with_members`."""
+        """Enter the job with an engine; as `with_members`."""
         entry, launch = self.entry, self.launch
         self.is_taken = True
         self.entry, self.launch = None, self.alone  # the group is to go soon, and this object lives to the end
@@ -330,13 +336,13 @@ class Early:
         return with_members(elastic.member.place, settings, self.membership)
 
     def end(self) -> None:
-        """Tell the coordinator that the script has ended: without an engine nobody else does."""
+        """Tell the coordinator that the script has ended, since there is no engine to do so."""
         if not self.is_taken:
             self.membership.member.stop(has_ended=not ended_in_error())
 
 
 def begin(place: WorkerPlace) -> Early:
-    """Come into the job of an elastic launch without an engine. SystemExit(0) if it ends before that."""
+    """Enter the job of an elastic launch without an engine; raise SystemExit(0) if it ends before that."""
     settings = DynatrainConfig()
     elastic = ElasticMembership(place, settings)
     start_alone()
@@ -351,7 +357,7 @@ def begin(place: WorkerPlace) -> Early:
 
 
 def _start(elastic: ElasticMembership, alone: LaunchWorld, seconds: float) -> Entry | None:
-    """Start a job with all others that do; None if one runs meanwhile that goes on without this process."""
+    """Start a job with all others that do; return None if another one runs that this process has to join."""
     member, generation = elastic.member, 0
     warm()
     member.ready()
@@ -371,7 +377,7 @@ def _start(elastic: ElasticMembership, alone: LaunchWorld, seconds: float) -> En
 
 
 def _is_running(elastic: Elastic) -> bool:
-    """Whether the coordinator has a world already, without this process."""
+    """Return whether the coordinator has a world already, without this process."""
     try:
         where = elastic.member.place.coordinator
         status = ask_status(where, job_token(where)[0], CONNECT_SECONDS)

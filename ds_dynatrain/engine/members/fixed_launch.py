@@ -1,4 +1,4 @@
-"""Membership of a launch of fixed size: all are there from the start, and nobody comes later."""
+"""Membership of a launch of fixed size: all members are there from the start, and none comes later."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ SEE_OFF_SECONDS = 5.0
 
 
 class FixedLaunch(Membership):
-    """See `Membership`. Heartbeats tell who is dead, and a lost peer is the end of the job."""
+    """Membership of a fixed launch. Heartbeats tell which members are dead, and a lost peer is the end of the job."""
 
     def add(self, engine: EngineCore) -> None:
-        """Let it beat, for those who wait for work."""
+        """Start the engine's heartbeat, for members that wait for work."""
         beating = parts_of(engine).heartbeat = Heartbeat(engine.control)
         beating.start()
 
     def say_end(self, engine: EngineCore) -> None:
-        """Say it on the board, with the error that ended the job, if there was one."""
+        """Post that the script has ended, with the error that ended the job, if there was one."""
         error = ending_error()
         say_last_words(engine.control, error)
         post_end(engine.control, error)
@@ -33,7 +33,9 @@ class FixedLaunch(Membership):
             beating.stop()
 
     def end_script(self, engine: EngineCore) -> None:
-        """The store may live in this process: who is released by it, idle or late, reads that before it goes."""
+        """Wait until idle and late members have read that the job has ended, since the store may live in this
+        process.
+        """
         board = engine.control
         if board.member != 0:
             return
@@ -62,7 +64,7 @@ class FixedLaunch(Membership):
         return ""
 
     def _wait_for_work(self, engine: EngineParts, place: str) -> None:
-        """Poll the board until this member works; SystemExit(0) when the working members' scripts have ended."""
+        """Poll the board until this member works; raise SystemExit(0) when the working members' scripts have ended."""
         switcher, watch = engine.switcher, self.watch(engine.control)
         engine.close_loaders()  # their processes must not outlive the world that they fetched for
         while engine.idle:

@@ -1,4 +1,4 @@
-"""Several engines of a process change their members as one; with one engine it is the same with a list of one."""
+"""Joint switch: several engines of a process change their members as one. A single engine is a list of one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ds_dynatrain.space import Layout
 
 @dataclass(frozen=True)
 class _Part:
-    """One engine's part, and its layout and members before it."""
+    """Part of one engine, with its layout and members before the switch."""
 
     engine: EngineParts
     transaction: Transaction
@@ -30,10 +30,10 @@ class _Part:
 
 
 class JointSwitch:
-    """The transactions of all engines that something is prepared for, under one record: none commits unless each could.
+    """Transactions of all engines with a preparation, under one record: none commits unless each could.
 
-    Each in its turn does all that comes before the record; then it is written, on the first engine's board; then
-    each in its turn does what it says. All members take the engines in the same order. record: the board and the key.
+    Each in its turn does all that comes before the record; then it is written, on the first engine's board; then each
+    in its turn follows it. All members take the engines in the same order. record: the board and the key.
     """
 
     def __init__(self, engines: Sequence[EngineParts], place: str, record: tuple[Control, str]) -> None:
@@ -49,17 +49,17 @@ class JointSwitch:
 
     @property
     def engines(self) -> list[EngineParts]:
-        """Those that take part."""
+        """Engines that take part."""
         return [part.engine for part in self._parts]
 
     @property
     def own_error(self) -> BaseException | None:
-        """Why this member could not prepare one of them; see `Preparation.own_error`."""
+        """Error for which this member could not prepare one of them; see `Preparation.own_error`."""
         errors = (part.transaction.preparation.own_error for part in self._parts)
         return next((error for error in errors if error is not None), None)
 
     def run(self) -> Outcome:
-        """How it ended for the first of them, which is how it ended for all."""
+        """Run all transactions; return the outcome of the first, which is that of all."""
         decision = self._decide()
         for part in self._parts:
             with part.engine.turn():
@@ -69,12 +69,15 @@ class JointSwitch:
         return outcome
 
     def end(self) -> None:
-        """Raise what has interrupted one of them; apart from `run`, so that the process is in its world by then."""
+        """Raise the interrupt of one of them, if any. Called after `run`, when the process is in its world."""
         if self._interrupt is not None:
             raise self._interrupt
 
     def _decide(self) -> Decision:
-        """The one record: no, as soon as one vote is no; else after all votes. One engine alone has written it."""
+        """Vote, and return the one record: no as soon as one vote is no, else after all votes.
+
+        The transaction of a single engine has written it already.
+        """
         for part in self._parts:
             with part.engine.turn():
                 decision = part.transaction.vote()
@@ -97,9 +100,9 @@ class JointSwitch:
 
 
 class NodeMemory:
-    """Whether this node's memory has room for what all engines of its processes take in a change of members.
+    """Check of a node's memory: room for all engines of its processes in a change of members.
 
-    Looked at once, by the first engine's thread to ask: what one of them has taken by then is not counted twice.
+    It is made once, by the first engine's thread to ask: memory that an engine has taken by then is not counted twice.
     needs: of each engine. nodes: of all members.
     """
 
@@ -110,7 +113,7 @@ class NodeMemory:
         self._refusal: SwitchRefused | None = None
 
     def check(self) -> None:
-        """SwitchRefused, for every engine that asks, if there is too little for all of them together."""
+        """Raise SwitchRefused, for every engine that asks, if there is too little for all of them together."""
         with self._lock:
             if not self._is_known:
                 self._refusal, self._is_known = self._look(), True

@@ -1,4 +1,4 @@
-"""After a failure in which state was lost: all engines take theirs from copies or a checkpoint, in new worlds."""
+"""Restoration after a failure that lost state: all engines take theirs from copies or a checkpoint, in new worlds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ds_dynatrain.report import logger
 
 POLL_SECONDS = 0.002
 NOTICE_SECONDS = 0.5
-"""How long a member that has failed waits for the coordinator to notice why."""
+"""Time that a member that has failed waits for the coordinator to notice why."""
 
 
 def restore(
@@ -36,10 +36,11 @@ def restore(
     registry: Registry,
     elastic: Elastic,
 ) -> bool:
-    """Take all state from these copies, or else from the newest fallback checkpoint, with all members of the target.
+    """Take all state from copies, or else from the newest fallback checkpoint, with all members of the target.
 
-    copies: of each engine, at one moment; none if there are none. False if somebody has died meanwhile: the engines are
-    as before then, and a later generation will come. CheckpointError if there is none that is whole.
+    copies: of each engine, at one moment; () if there are none. Returns False if a member has died meanwhile: the
+    engines are as before then, and a later generation will come. Raises CheckpointError if there is no whole
+    checkpoint.
     """
     worlds = dict[int, GroupsOfWorld]()
     try:
@@ -74,7 +75,7 @@ def _are_restored(
     newest: World,
     elastic: Elastic,
 ) -> bool:
-    """Restore all from copies; False if that fails for another reason than a death, and there is a checkpoint."""
+    """Restore all from copies; return False if that fails without a death, and there is a checkpoint to try instead."""
     parts = list(zip(engines, proposals, copies, strict=True))
     try:
         for engine, proposal, whole in parts:
@@ -104,9 +105,9 @@ def serve(
     registry: Registry,
     elastic: Elastic,
 ) -> None:
-    """Give those who restore what this member has copies of. If that fails, they fail, too, or know why.
+    """Give members that restore the copies that this member keeps. If that fails, they fail, too, or know why.
 
-    All worlds are built before anything is given, as by those who restore.
+    All worlds are built before anything is given, as on the members that restore.
     """
     mine, worlds = boards.of()[0].member, dict[int, GroupsOfWorld]()
     parts = [
@@ -136,13 +137,13 @@ def serve(
 
 
 def _stay(engine: EngineParts, copies: WholeCopies) -> None:
-    """Until others are whole, what is not of that moment is written over first."""
+    """Keep an engine's copies of this moment until newer ones are whole: other copies are written over first."""
     if engine.kept is not None and any(copy.mark == copies.mark for copy in engine.kept.copies()):
         engine.kept.is_whole(copies.mark)
 
 
 def void_before(engine: EngineParts, stretch: tuple[int, ...]) -> None:
-    """See `Kept.void_before`."""
+    """Discard an engine's copies from before a stretch of training; see `Kept.void_before`."""
     if engine.kept is not None:
         engine.kept.void_before(stretch)
 
@@ -153,7 +154,7 @@ def _goal(proposal: Proposal, world: GroupsOfWorld) -> Goal:
 
 
 def let_go(engine: EngineParts) -> None:
-    """Let an engine hold nothing any more."""
+    """Let an engine give its state up."""
     if not engine.idle:
         with engine.turn():
             engine.give_state_up()
@@ -162,7 +163,7 @@ def let_go(engine: EngineParts) -> None:
 def _world_of(
     engine: EngineParts, proposal: Proposal, holders: Sequence[int], world: World, elastic: Elastic
 ) -> GroupsOfWorld:
-    """The groups of an engine's next world; the one for the moves spans the holders of copies, too."""
+    """Return the groups of an engine's next world; the transfer group includes the holders of copies."""
     number, mine = engine.job.number, engine.control.member
     layout, members, seconds = proposal.layout, proposal.members, engine.settings.timeout_seconds
     with elastic.building(world.generation, number) as note:
@@ -175,7 +176,7 @@ def _world_of(
 
 
 def _is_overtaken(world: World, elastic: Elastic) -> bool:
-    """Whether somebody has died since; another member may have heard of it a moment before this one."""
+    """Return whether a member has died since that generation; another member may have heard of it a moment earlier."""
     end = time.monotonic() + NOTICE_SECONDS
     while elastic.member.is_newest(world) and time.monotonic() < end:
         time.sleep(POLL_SECONDS)

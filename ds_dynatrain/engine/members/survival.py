@@ -1,9 +1,9 @@
-"""After a death: is the whole state still there, at one step? Arithmetic on what the survivors say of themselves.
+"""Survival of the state after a death: is it whole, at one step? Arithmetic on what the survivors say of themselves.
 
 Without ZeRO every data index holds everything, in a *replica* of ranks (one for each place on the other axes; experts
-ask for as many replicas side by side as their axis is long). One complete, clean replica has the whole state. With ZeRO
-each element has one owner, so the state is whole if nobody has died (a collective failed, say), and only then; else
-there may be copies (`copies`) of an earlier moment that are whole.
+need as many replicas side by side as their axis is long). One complete, clean replica has the whole state. With ZeRO
+each element has one owner, so the state is whole only if no member has died (a collective failed, say). Otherwise there
+may be copies (`copies`) of an earlier moment that are whole.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from ds_dynatrain.space.layout import Layout, whole_replicas
 
 @dataclass(frozen=True)
 class Survivor:
-    """What one member holds: its rank in a layout after so many steps, or nothing (rank None).
+    """State that one member holds: its rank in a layout after so many steps, or nothing (rank None).
 
-    entered: the job's generation that it entered last. generation: of the engine's world that it was in, which members
-    of different generations of the job may count alike. clean: no optimizer step was under way. is_aborted: somebody of
-    that world is dead, or a collective of it has failed. copies: what it has of itself and of others.
-    registered: how often parameters were registered anew. since: see `Kept`; None if this member cannot know it, as it
-    was idle and the coordinator is another one now. frozen: in which (layout, rank) it had the frozen weights that are
-    in no copy, if there are any.
+    entered: the job's generation that it entered last. generation: of the engine's world that it was in; members of
+    different generations of the job may count it alike. clean: no optimizer step was under way. is_aborted: a member of
+    that world is dead, or a collective of it has failed. copies: those of itself and of others. registered: how often
+    parameters were registered anew. since: see `Kept`; None if this member cannot know it, as it was idle and another
+    coordinator runs now. frozen: the (layout, rank) in which it had the frozen weights that are in no copy, if there
+    are any.
     """
 
     number: int
@@ -43,7 +43,7 @@ class Survivor:
 
 @dataclass(frozen=True)
 class Source:
-    """Where the state is whole: a layout, and its members in the order of its ranks, who all stand at one step."""
+    """Whole state: a layout, and the members at its ranks, which all stand at one step."""
 
     layout: Layout
     members: tuple[int, ...]
@@ -51,7 +51,7 @@ class Source:
 
 
 def whole_state(survivors: Mapping[str, Survivor]) -> Source | None:
-    """Return the newest whole state among survivors, as large as there is one; None if something is lost for good.
+    """Return the newest whole state among survivors, of as many ranks as possible; None if something is lost for good.
 
     Ranks of different layouts do not go together: after several losses in a row some members may have taken the smaller
     layout of what was left already, and others not yet.
@@ -73,10 +73,7 @@ def whole_state(survivors: Mapping[str, Survivor]) -> Source | None:
 
 
 def _complete(layout: Layout, alive: Mapping[int, int]) -> tuple[Layout, tuple[int, ...]] | None:
-    """The replicas of which nothing is missing: their layout, and its members; None if there is none.
-
-    alive: rank -> member.
-    """
+    """Return the layout and members of the complete replicas; None if there are none. alive: rank -> member."""
     replicas = whole_replicas(layout, alive)
     if not replicas:
         return None
@@ -86,14 +83,15 @@ def _complete(layout: Layout, alive: Mapping[int, int]) -> tuple[Layout, tuple[i
 
 
 def replaced_before(survivors: Iterable[Survivor]) -> tuple[int, ...] | None:
-    """The stretch of training in which the newest load was that any of them knows of; None if nobody can know."""
+    """Return the stretch of training of the newest load that any of the survivors knows of; None if none can know."""
     known = [tuple(one.since) for one in survivors if one.since is not None]
     return max(known) if known else None
 
 
 def whole_copies(engines: Sequence[Mapping[str, Survivor]]) -> tuple[WholeCopies, ...]:
-    """The newest state in the copies that survivors have which is whole in all engines, one for each; none if there is
-    none. engines: what survivors say of each.
+    """Return the newest state in the survivors' copies that is whole in all engines, one for each; () if there is none.
+
+    engines: what survivors say of each.
     """
     found = newest_whole([_had(survivors) for survivors in engines])
     complete = [_with_frozen(whole, survivors) for whole, survivors in zip(found, engines, strict=False)]
@@ -102,7 +100,9 @@ def whole_copies(engines: Sequence[Mapping[str, Survivor]]) -> tuple[WholeCopies
 
 
 def _with_frozen(whole: WholeCopies, survivors: Mapping[str, Survivor]) -> WholeCopies | None:
-    """With those who have what frozen weights are in no copy; None if some of these are gone."""
+    """Return the copies with members that have the frozen weights in no copy; None if some of these weights are
+    gone.
+    """
     frozen = dict[Layout, dict[int, int]]()
     for one in survivors.values():
         if one.frozen is not None:
@@ -117,14 +117,14 @@ def _with_frozen(whole: WholeCopies, survivors: Mapping[str, Survivor]) -> Whole
 
 
 def _has_all(layout: Layout) -> bool:
-    """Whether frozen weights are in the copies, too."""
+    """Return whether copies hold frozen weights, too."""
     return layout.zero_stage == 3 or layout.world_size == 1
 
 
 def without(
     survivors: Mapping[str, Survivor], mark: Mark, damaged: Mapping[int, Collection[int]]
 ) -> dict[str, Survivor]:
-    """The same survivors, less the copies of a moment that were found damaged. damaged: member -> ranks."""
+    """Return the same survivors, less the copies of a moment that were found damaged. damaged: member -> ranks."""
     return {
         name: replace(
             one,
@@ -139,10 +139,10 @@ def without(
 def joint_loss(
     engines: Sequence[Mapping[str, Survivor]], name: Callable[[int, Mark, int], str] = lambda engine, mark, rank: ""
 ) -> str:
-    """Whose copies are gone with those who had them, in words, of the first engine that lacks any; nothing where there
-    are no copies at all.
+    """Return, in words, whose copies were lost together with their holders; "" if there are no copies at all.
 
-    engines: see `whole_copies`. name: of the member that had a rank of an engine at that moment, if that is known.
+    It tells of the first engine that lacks any. engines: see `whole_copies`. name: returns the member that had a rank
+    of an engine at that moment, if it is known.
     """
     found = [(each, *gone) for each, one in enumerate(engines) if (gone := missing(_had(one))) is not None]
     if not found:
@@ -156,7 +156,7 @@ def joint_loss(
 
 
 def _replaced(engines: Sequence[Mapping[str, Survivor]]) -> str:
-    """Why copies that are there do not count."""
+    """Return, in words, why existing copies do not count; "" if there are none."""
     there = [one for of_engine in engines for one in of_engine.values() if one.copies]
     if not there:
         return ""
@@ -166,7 +166,9 @@ def _replaced(engines: Sequence[Mapping[str, Survivor]]) -> str:
 
 
 def _had(survivors: Mapping[str, Survivor]) -> dict[int, list[Had]]:
-    """The copies that count: of the state that was loaded last, and of the parameters that were registered last."""
+    """Return the copies that count: of the state that was loaded last, and of the parameters that were registered
+    last.
+    """
     since = replaced_before(survivors.values())
     registered = max((one.registered for one in survivors.values()), default=0)
     if since is None:

@@ -1,4 +1,4 @@
-"""What a member tells whoever watches the job: what its time goes into, boundary by boundary, and how switches went."""
+"""Reports of a member to the coordinator: how its time was spent, boundary by boundary, and how switches ended."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ds_dynatrain.report import SwitchEvent
 
 
 class Clock:
-    """Of the first engine of a process. now: seconds, of any clock that never goes back."""
+    """Clock of the first engine of a process. now: returns seconds, of any clock that never goes back."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._since: float | None = None
-        """When this process came to the boundary that it is at, or left the last one."""
+        """Time at which this process came to its present boundary, or left the last one."""
         self._step = 0
         self._is_at_boundary = False
         self._steps, self._samples = 0, 0
@@ -24,7 +24,7 @@ class Clock:
 
     @property
     def tally(self) -> Tally:
-        """What there is up to now, whole steps alone."""
+        """Figures up to now, of whole steps alone."""
         return Tally(
             steps=self._steps,
             samples=self._samples,
@@ -34,7 +34,7 @@ class Clock:
         )
 
     def arrive(self, step: int) -> None:
-        """It comes to a boundary, with so many optimizer steps done."""
+        """Note the arrival at a boundary. step: optimizer steps done."""
         is_first, seconds = self._since is None, self._lap()
         if not is_first and self._has_made_one(step):
             self._steps += 1
@@ -44,24 +44,24 @@ class Clock:
         self._is_at_boundary = True
 
     def depart(self, step: int, samples: int) -> None:
-        """It goes on from the boundary, with the state of that step, before which there were so many samples."""
+        """Note the departure from a boundary. step, samples: optimizer steps and samples done in the present state."""
         self._held += self._lap()
         self._step, self._samples, self._is_at_boundary = step, samples, False
 
     def start_over(self, step: int) -> None:
-        """What it has done since it left the last boundary is void; it goes on with the state of that step."""
+        """Count the time since the last boundary as held: the work was void. step: of the state to continue with."""
         if not self._is_at_boundary:
             self._held += self._lap()
             self._steps += self._has_made_one(step)
             self._step = step
 
     def skip(self) -> None:
-        """It has waited for work: that counts for nothing."""
+        """Leave out the time since the last note, in which the member waited for work."""
         self._lap()
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Around whatever a checkpoint takes at a boundary."""
+        """Return a block for the work of a checkpoint at a boundary, whose time is counted."""
         begin = self._now()
         try:
             yield
@@ -69,17 +69,17 @@ class Clock:
             self._saving += self._now() - begin
 
     def _has_made_one(self, step: int) -> bool:
-        """Between two boundaries there is one step, or none; another number comes from a checkpoint."""
+        """Return whether one step was made since the last boundary; a larger difference comes from a checkpoint."""
         return step == self._step + 1
 
     def _lap(self) -> float:
-        """Seconds since the last call; before the first one nothing counts."""
+        """Return the seconds since the last call; 0 at the first."""
         since, self._since = self._since, self._now()
         return 0.0 if since is None else self._since - since
 
 
 def told(engine: int, event: SwitchEvent) -> Switched:
-    """A switch of an engine, by the engine's number, in what a message may hold."""
+    """Return a switch of an engine as a message that fits its limits. engine: the engine's number."""
     return Switched(
         engine=engine,
         number=event.generation,
@@ -99,5 +99,5 @@ def told(engine: int, event: SwitchEvent) -> Switched:
 
 
 def _words(text: str) -> str:
-    """In one line, and not too long."""
+    """Return a text in one line, cut to the longest that a message takes."""
     return clipped(" ".join(text.split()), LONGEST_WORDS)
