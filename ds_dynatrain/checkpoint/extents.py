@@ -21,7 +21,7 @@ from ds_dynatrain.transfer.series import series
 
 _CHUNK = BufferId("tensor", 0)
 WORD = (1 << 64) - 1
-"""Modulus minus 1 of digests, which are sums modulo 2^64."""
+"""Bit mask of digests, which are sums modulo 2^64."""
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -76,7 +76,7 @@ def placed(
     for key in (length, *(part.buffer for part in parts)):
         same = same * (int(key.max(initial=0)) + 1) + key
         same = np.unique(same, return_inverse=True)[1].astype(np.int64)
-    for part in parts:  # no run may overlap the one before it in memory, nor go back
+    for part in parts:  # no run may overlap the previous one in memory, or lie before it
         odd = np.flatnonzero((np.diff(part.offset, append=0) < length) & (np.diff(same, append=-1) == 0))
         same = same.copy()
         same[odd] = -1 - odd

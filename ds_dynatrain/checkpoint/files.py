@@ -166,5 +166,5 @@ def appearing(path: Path, parents: bool = False) -> Iterator[Path]:
             shutil.rmtree(hidden, ignore_errors=True)
         hidden.unlink(missing_ok=True)
         for each in made:
-            with suppress(OSError):  # somebody else has put something there meanwhile
+            with suppress(OSError):  # another process has put something there meanwhile
                 each.rmdir()

@@ -48,7 +48,7 @@ def locked(folder: Path) -> Iterator[None]:
             raise CheckpointError(f"another job saves into {folder} now; give each job a folder of its own") from None
         yield
     finally:
-        fcntl.flock(file, fcntl.LOCK_UN)  # closing it is not enough: loader processes forked meanwhile have it open
+        fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough: loader processes forked meanwhile have it open
         os.close(file)
 
 

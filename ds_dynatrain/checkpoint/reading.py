@@ -41,7 +41,7 @@ from ds_dynatrain.transfer import digest
 
 STAGE_BYTES = 4 << 20
 DIRECT_BYTES = 64 << 10
-"""Length from which runs are read one by one, straight into place."""
+"""Length, in bytes, from which runs are read one by one, straight into place."""
 GAP_BYTES = 4096
 """Largest gap, in bytes, between two short runs that are read together: the page is read anyway."""
 CALL_BYTES = 1 << 30

@@ -126,7 +126,7 @@ def check_tensors(tensors: Sequence[LogicalTensor]) -> None:
     """Raise CheckpointDamaged for impossible tensors: too large together, two of one name, or groups out of order."""
     numel = 0
     for tensor in tensors:
-        numel += math.prod(dim for dim in tensor.shape if dim)  # strides are of these, even if there are no elements
+        numel += math.prod(dim for dim in tensor.shape if dim)  # strides need these, even if a dim is 0
         if numel > MOST_ELEMENTS:
             raise CheckpointDamaged(
                 f"{tensor.name!r} of shape {tensor.shape} makes {numel} elements, and at most {MOST_ELEMENTS} are read"

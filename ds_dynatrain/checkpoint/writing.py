@@ -117,7 +117,7 @@ class HostMemory:
         wanted = {_place(values): values for values in both if values is not None}
         need = sum(_padded(values) for values in wanted.values())
         if len(self._room) < need:
-            self._room = torch.empty(0, dtype=torch.uint8)  # the old goes before the new comes
+            self._room = torch.empty(0, dtype=torch.uint8)  # free the old before allocating the new
             self._room = allocate(need, torch.uint8)
         at, found = 0, dict[Place, torch.Tensor]()
         for place, values in wanted.items():

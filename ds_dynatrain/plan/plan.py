@@ -237,7 +237,7 @@ def estimate(plan: SwitchPlan, budget_bytes: int, bytes_per_second: float) -> Co
     """Return the cost with at most `budget_bytes` packed in flight per member, at `bytes_per_second` each way."""
     sides = plan.sides
     fresh = {kind for kind in sides.vps.present_kinds(sides.layout) if row_of(kind).is_gradient}
-    kinds = (*plan.kinds, *sorted(fresh - set(plan.kinds)))  # made there, if none moves
+    kinds = (*plan.kinds, *sorted(fresh - set(plan.kinds)))  # allocated at the target even if none moves
     peak = {}
     for member in plan.members:
         busy = sum(plan.traffic[member])

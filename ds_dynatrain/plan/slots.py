@@ -90,7 +90,7 @@ def _missing_in_slots(sides: Sides, kind: Kind) -> Ints:
         columns = [_missing(sides, kind, *sides.wanted(kind, slot, ABSENT)) for slot in range(slots)]
         return np.stack(columns, axis=1)
     result = np.zeros((sides.vps.layout.world_size + 1, slots), dtype=np.int64)
-    for ranks, start, stop in shared:  # most of it is the same for many slots; what a slot can cast is not lacking
+    for ranks, start, stop in shared:  # many slots share most of it; a slot does not lack what it can cast
         result[:, ranks] += _missing(sides, kind, start, stop)[:, None]
     origin = sides.derived_from(kind)
     if origin is not None:
@@ -117,7 +117,7 @@ def _missing(sides: Sides, kind: Kind, start: Ints, stop: Ints) -> Ints:
             earlier.append(cut)
         else:
             _, low, high, rank = cut.holders(start, stop)
-            for before in earlier:  # what a rank holds twice counts once
+            for before in earlier:  # elements that a rank holds twice count once
                 row, low, high = before.lacking(low, high, rank)
                 rank = rank[row]
             np.subtract.at(result, rank, high - low)

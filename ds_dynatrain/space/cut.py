@@ -207,8 +207,9 @@ class DimCut:
 
 
 Cut = Pick | DimCut
-"""A rule that deals the local tensor of a shape out to `count` ranks. `parts` gives the local shape of a rank, and the
-pieces of the tensor that lie in it."""
+"""A rule that deals the local tensor of a shape out to `count` ranks.
+
+Its method `parts` returns the local shape of a rank, and the pieces of the tensor that lie in it."""
 
 
 def uneven(dim: int, sizes: Iterable[int]) -> DimCut:

@@ -55,9 +55,9 @@ MOMENT = StateRow(is_moment=True)
 STATE: Mapping[str, StateRow] = {
     WEIGHT: StateRow("weight", "forward", whole_in=frozenset({0, 1, 2}), of_frozen=True, is_cast=True),
     MASTER: StateRow(pinned_in=frozenset({1, 2})),
-    # ZeRO-3 steps a parameter that got no gradient with the one that it got last.
+    # ZeRO-3 steps a parameter without a gradient with its last one.
     STALE_GRAD: StateRow("gradient", "backward", stages=frozenset({3}), whole_in=frozenset(), pinned_in=frozenset({3})),
-    # CPU offload steps it with what its last one has left in the gradient of the master part.
+    # CPU offload steps it with the last gradient left in that of the master part.
     HOST_GRAD: StateRow(
         needed_for="backward",
         stages=frozenset({1, 2, 3}),
@@ -66,7 +66,7 @@ STATE: Mapping[str, StateRow] = {
         pinned_in=frozenset({1, 2, 3}),
     ),
 }
-"""All kinds but moments, by name; a moment cannot have one of these names."""
+"""All kinds except moments, by name; a moment cannot have one of these names."""
 
 
 def row_of(kind: str) -> StateRow:

@@ -14,9 +14,9 @@ from ds_dynatrain.errors import LayoutError
 RANK_ORDER = ("pipe", "data", "sequence", "tensor")
 STAGES = (0, 1, 2, 3)
 NO_AXES = ("zero_stage", "boundaries", "shares")
-"""The fields of a layout that are no axis."""
+"""Fields of a layout that are not axes."""
 OF_AXES = {"pipe": "boundaries", "data": "shares"}
-"""Axis -> the field that has numbers for each index of it."""
+"""Axis -> field with a number for each of its indices."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -59,7 +59,7 @@ class Mesh:
         check_partition(self.partition, self.line.tensors, self.layout)
         shard_groups: list[ShardGroup] = []
         nothing = np.empty(0, np.int64)
-        taken = {False: (nothing, nothing), True: (nothing, nothing)}  # experts' tensors are nobody else's
+        taken = {False: (nothing, nothing), True: (nothing, nothing)}  # experts' tensors are only in groups of experts
         for ranks, experts in self._groups():
             place = self.place(int(ranks[0]))
             index_map = self._index_map(place, experts)

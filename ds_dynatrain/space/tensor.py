@@ -23,8 +23,7 @@ from ds_dynatrain.space.interval import Ints
 
 FROZEN = -1
 IN_EMPTY_GROUP = "no tensor of group "
-"""Start of a name, completed by a group's number: the element that stands for a group of which a pipeline stage has no
-tensor."""
+"""Start of the name of an element that stands for a group without a tensor on a pipeline stage; its number follows."""
 
 
 @dataclass(frozen=True)

@@ -322,7 +322,7 @@ def _metadata(path: Path) -> dict[str, Any]:
         found = _Reader(io.BytesIO(data)).load()
     except CheckpointError:
         raise
-    except Exception as error:  # pickle has many ways to say that bytes are none
+    except Exception as error:  # pickle has many errors for bytes that are no pickle
         raise CheckpointDamaged(f"{path} is no metadata, or cut off ({type(error).__name__}: {error})") from None
     if not isinstance(found, Opaque) or not found.fields.get("storage_data"):
         raise CheckpointDamaged(f"{path} is no metadata of a distributed checkpoint")
@@ -390,7 +390,7 @@ def to_dcp(
 
         try:
             save(state, storage_writer=OneByOne(hidden), planner=Lazy(), no_dist=True)
-        except CheckpointException as error:  # torch wraps what was raised while it wrote
+        except CheckpointException as error:  # torch wraps errors of its writers
             raise next(iter(error.failures.values()))[0] from None
     return path
 

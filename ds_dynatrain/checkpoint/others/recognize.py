@@ -63,7 +63,7 @@ def told_at(path: Path, trust_pickle: bool = False) -> Foreign:
         try:
             with naming(path):
                 return read(path, trust_pickle)
-        except UNEXPECTED as error:  # files by strangers may say anything, of any type
+        except UNEXPECTED as error:  # untrusted files may have any content, of any type
             raise CheckpointDamaged(
                 f"{path} was taken for {what} and cannot be read: {type(error).__name__}: {error}; {WHERE_DAMAGED}"
             ) from None

@@ -75,7 +75,7 @@ def check_pickle(data: bytes) -> None:
     for count, (opcode, argument, _) in enumerate(pickletools.genops(data), 1):
         if opcode.name in _PUTS:
             top, index = stack[-1], len(memo) if opcode.name == "MEMOIZE" else int(argument or 0)
-            if top is None or index > count:  # Python's unpickler makes room for all places below
+            if top is None or index > count:  # Python's unpickler allocates all lower places
                 raise ValueError(f"value {index} is noted by operation {count}")
             memo[index] = top
         elif opcode.name in _GETS:
@@ -190,7 +190,7 @@ def check_crcs(folder: Path, archives: Iterable[Archive], place: int = 0, places
         entry = None
         try:
             with opened(folder, (name, part)) as file:
-                if file.read(len(BEGIN)) != BEGIN:  # torch before 1.6: it takes `trust_pickle` to read one
+                if file.read(len(BEGIN)) != BEGIN:  # a file of torch before 1.6, which only `trust_pickle` reads
                     continue
                 archive = directory(file)
                 for entry in archive.infolist():
@@ -199,7 +199,7 @@ def check_crcs(folder: Path, archives: Iterable[Archive], place: int = 0, places
                     count += 1
         except CheckpointDamaged:
             raise
-        except Exception as error:  # zipfile has many ways to say that bytes are no zip
+        except Exception as error:  # zipfile has many errors for bytes that are no zip
             where = f"{entry.filename} in it, " if entry else ""
             raise CheckpointDamaged(f"{name} is not what was saved: {where}{error}") from None
 
@@ -251,7 +251,7 @@ def read_tree(folder: Path, name: str, trust_pickle: bool = False, part: tuple[i
     it; only for files that you wrote yourself. Raise CheckpointError for content that is refused, CheckpointDamaged for
     a file that is not of this format, is cut off, or stands for more values than any checkpoint has.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode  # a second of imports, for those who need it
+    from torch._subclasses.fake_tensor import FakeTensorMode  # takes a second to import
     from torch.serialization import safe_globals
 
     path = folder / name
@@ -270,7 +270,7 @@ def read_tree(folder: Path, name: str, trust_pickle: bool = False, part: tuple[i
         ) from None
     except CheckpointError:
         raise
-    except Exception as error:  # torch has many ways to say that bytes are no such file
+    except Exception as error:  # torch has many errors for other files
         raise CheckpointDamaged(f"{path} is no file of torch.save, or cut off: {_first_line(error)}") from None
 
 

@@ -271,7 +271,7 @@ def _rows(vps: VirtualParameterSpace, kind: str, pieces: Pieces, held: Held) -> 
     for number in np.unique(pieces.buffer).tolist():
         here, name = np.flatnonzero(pieces.buffer == number), pieces.buffers[number]
         if kind == WEIGHT and (kind, name) not in held:
-            continue  # it is trained, and cast from its master, or frozen, and was left out
+            continue  # trained, and cast from its master; or frozen, and left out
         of_buffer = pieces.take(here, pieces.start[here], pieces.stop[here])
         stored = _checked_buffer(vps, kind, name, of_buffer, held.get((kind, name)))
         memory = {name: torch.empty(stored.numel, dtype=stored.dtype, device="meta")}

@@ -328,7 +328,7 @@ def configured_type(config: object) -> torch.dtype:
 def groups_of(path: Path, groups: Sequence[Mapping[str, Any]], count: int) -> list[int]:
     """Return the optimizer group of each of `count` tables of names; CheckpointError if that is not clear."""
     found = [number for number, group in enumerate(groups) for _ in group["params"]]
-    if len(found) != count:  # one for each group, or hyper-parameters are not there (elastic_checkpoint)
+    if len(found) != count:  # one per group, or no hyper-parameters (elastic_checkpoint)
         found = list(range(len(groups) or count))
     if len(found) != count:
         raise CheckpointError(
