@@ -95,7 +95,7 @@ def is_dcp(path: Path) -> bool:
 
 
 def read_dcp(path: Path, trust_pickle: bool = False) -> Foreign:
-    """Describe a checkpoint.
+    """Describe a folder of torch's distributed checkpoint.
 
     trust_pickle: for values that are neither tensors nor plain, never for the metadata. Raise CheckpointError for
     content that is refused, CheckpointDamaged if a part of it is missing or impossible.

@@ -77,7 +77,7 @@ def is_universal(path: Path) -> bool:
 
 
 def read_universal(path: Path, trust_pickle: bool = False) -> Foreign:
-    """Describe a checkpoint.
+    """Describe a checkpoint in DeepSpeed's universal format.
 
     Raise CheckpointError for one that cannot be read without its model, CheckpointDamaged if a part of it is missing.
     """

@@ -330,7 +330,7 @@ def scalars_of(folder: ZeroFolder, vps: VirtualParameterSpace) -> dict[str, dict
 
 
 def read_zero(path: Path, trust_pickle: bool = False) -> Foreign:
-    """Describe a checkpoint.
+    """Describe a checkpoint of DeepSpeed's `save_checkpoint`.
 
     Raise CheckpointError for one that cannot be read without its model, CheckpointDamaged if a part of it is missing.
     """

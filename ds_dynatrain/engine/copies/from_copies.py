@@ -152,7 +152,7 @@ class FromCopies(StateSource):
 
     @cached_property
     def _cast(self) -> dict[int, dict[BufferId, torch.Tensor]]:
-        """Trained weights by rank, cast from its masters, and so cut as they are."""
+        """Trained weights by rank, cast from the rank's masters, and cut as these are."""
         dtype = self._engine.memory_in(self._goal.layout)[WEIGHT].dtype
         return {
             rank: {name: held.to(dtype) for name, held in of_kind(copy.buffers, MASTER).items()}

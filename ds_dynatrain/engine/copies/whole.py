@@ -81,10 +81,10 @@ class WholeCopies:
 
 
 def newest_whole(engines: Sequence[Mapping[int, Iterable[Had]]]) -> tuple[WholeCopies, ...]:
-    """Return the copies of the newest moment of which every rank has one in all engines, for each engine; or nothing.
+    """Return, for each engine, the copies of the newest moment of which all engines have a copy of every rank.
 
-    engines: the copies that each member has of each engine. If several members have a rank's copy, that rank itself
-    gives it, or the member that gives the fewest others.
+    Return nothing if there is no such moment. engines: the copies that each member has of each engine. If several
+    members have a rank's copy, that rank itself gives it, or the member that gives the fewest others.
     """
     found = [
         {

@@ -63,10 +63,10 @@ def joined_sides(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 
 def certify(vps: VirtualParameterSpace, source: Layout, target: Layout, report: Mapping[str, Shares]) -> dict[str, Any]:
-    """Return one digest of the whole state, equal on both sides: {"digest": ...}; or {"doubts": ...} of unequal copies.
+    """Return one digest of the whole state if both sides and all copies are equal: {"digest": ...}.
 
-    report: the sums over all members of each side. Raise CertificateError, naming the tensor and the kind, if the sides
-    differ.
+    Return {"doubts": ...} for copies that differ. report: the sums over all members of each side. Raise
+    CertificateError, naming the tensor and the kind, if the sides differ.
     """
     for side in SIDES:
         _check_kinds(report[side], side)

@@ -227,7 +227,7 @@ class Session:
     def reduce(
         self, step: str, mine: Any, join: Join, judge: Callable[[Any], Any] | None = None, doing: str = ""
     ) -> Any:
-        """Return what all members say, joined, and judged by the first one, in records (see `pack`).
+        """Join what all members say, have the first one judge it, and return the answer, in records (see `pack`).
 
         judge: makes the answer from the joined value; short, as all members read it. Raise on all members alike:
         MemberMissing if one says nothing within the time-out, CheckpointError with its words if `judge` fails,
@@ -255,10 +255,11 @@ class Session:
     def vote(
         self, work: Callable[[], Any], join: Join | None = None, judge: Callable[[Any], Decision] | None = None
     ) -> Decision:
-        """Do `work` and return the decision of all: commit if no member has failed, once the first one has heard all.
+        """Do `work` and return the decision of all, which is to commit if no member has failed.
 
-        work: returns what this member reports; join: as for `reduce`; judge: makes the decision from all reports. Raise
-        OutcomeUnknown if the decision cannot be read: others may have committed, so this member must not train on.
+        The first member decides once it has heard of all. work: returns what this member reports; join: as for
+        `reduce`; judge: makes the decision from all reports. Raise OutcomeUnknown if the decision cannot be read:
+        others may have committed, so this member must not train on.
         """
         mine, place = Decision(True), f"{self.key}/vote"
         try:
@@ -280,7 +281,10 @@ class Session:
         return self.decide(self._against(error))
 
     def decide(self, mine: Decision) -> Decision:
-        """Return the decision that counts: the first one that any member writes. Raise torch's DistError if unread."""
+        """Write a decision unless a member has written one, and return the one that counts: the first.
+
+        Raise torch's DistError if it cannot be read.
+        """
         vote = {"commit": mine.commit, "reason": mine.reason, "is_damaged": mine.is_damaged, "said": mine.said}
         return replace(_read(self.board.decide(self.record, vote)), interrupt=mine.interrupt)
 
@@ -300,7 +304,10 @@ class Session:
             raise Decision(False, is_damaged=found.get("is_damaged", False)).checkpoint_error(found["reason"])
 
     def _up(self, place: str, mine: Any, join: Join, doing: str, stop: Callable[[], None]) -> Any:
-        """Join what this member and those that it leads say, and tell its leader; return it: on the first, from all."""
+        """Join what this member and those that it leads say, tell it to the leader of this one, and return it.
+
+        On the first member it is what all members say.
+        """
         board, member = self.board, self.board.member
         levels = Tree(self.members).heard_by(member)
         board.post(f"{place}/0/{member}", None if levels else mine)  # a leader only reports that it has come
