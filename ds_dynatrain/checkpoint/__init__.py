@@ -2,13 +2,13 @@
 
 | file | role |
 |---|---|
-| `arrow` | Arrow IPC files, by pyarrow: tables, and data files but for their values |
-| `extents` `manifest` | what lies in one piece in a file, element types by name; the table that says where |
+| `arrow` | Arrow IPC files, by pyarrow: tables, and data files except their values |
+| `extents` `manifest` | runs that lie in one piece in a file, element types by name; the table that says where |
 | `writing` | what a rank writes, and its files; copies of it, for a save in the background |
 | `reading` | a rank's buffers, filled from the byte ranges of its own pieces; whole tensors, proven |
 | `files` | regular files only, and no more of them in memory than is allowed; names; hidden until whole |
 | `record` `folder` | `checkpoint.json`; hidden until whole, `latest` last |
-| **others/** | checkpoints of others, as tensors at offsets in their files, and ours in the formats of others |
+| **others/** | checkpoints of other tools, as tensors at offsets in their files, and ours in their formats |
 
 Geometry, digests and bytes: no engine, no DeepSpeed, no messages between processes. docs/dev/format.md has the format.
 """

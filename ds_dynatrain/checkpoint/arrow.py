@@ -1,7 +1,7 @@
-"""Arrow IPC files by pyarrow: it writes all of a data file but the values, and writes and reads tables.
+"""Arrow IPC files by pyarrow: it writes all of a data file except the values, and writes and reads tables.
 
-Values go from where they lie in memory to the file without pyarrow: it says where they belong. No other module imports
-pyarrow, and this one is imported when a checkpoint is touched.
+Values go from their memory to the file without pyarrow, which only says where they belong. No other module imports
+pyarrow, and this one is imported only when a checkpoint is touched.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ds_dynatrain.checkpoint.extents import name_of
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 
 MOST_ROWS = 1 << 22
-"""Of a table, which takes a hundred times the memory once it is taken apart."""
+"""Most rows of a table, which takes a hundred times the memory once it is taken apart."""
 _ARROWS = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8")
 """Element types that Arrow has, too, under the same names; all others are bytes of a fixed number."""
 _TYPES = {
@@ -37,7 +37,7 @@ _OPENING = 8
 
 
 class Outline:
-    """A file of one column without its values: what stands around them, and where they belong."""
+    """A file of one column without its values: the bytes around them, and where they belong."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         name = name_of(dtype)
@@ -47,7 +47,7 @@ class Outline:
         self._writer = ipc.new_file(pa.PythonFile(self._sink, "w"), self.schema, options=ipc.IpcWriteOptions())
 
     def batch(self, numel: int, nbytes: int) -> int:
-        """Add a batch; the byte of the file where its values begin."""
+        """Add a batch; return the byte of the file at which its values begin."""
         room = pa.py_buffer(mmap.mmap(-1, max(1, nbytes), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ))
         values = pa.Array.from_buffers(self.type, numel, [None, room.slice(0, nbytes)])
         self._sink.body = room.address
@@ -60,19 +60,19 @@ class Outline:
         return self._sink.place if nbytes else self._sink.at
 
     def close(self) -> None:
-        """There are no more batches."""
+        """Finish the file after the last batch."""
         self._writer.close()
 
     def drain(self) -> list[tuple[int, bytearray]]:
-        """What is to be written since the last call, and at which byte."""
+        """Return the bytes to write since the last call, each with its first byte in the file."""
         parts, self._sink.parts = self._sink.parts, [(self._sink.at, bytearray())]
         return parts
 
 
 class _Sink:
-    """The file that pyarrow writes into. It keeps everything but bodies, which it knows by their address.
+    """The file that pyarrow writes into. It keeps everything except bodies, which it knows by their address.
 
-    body: address of the one that is expected, until it comes. place: where the last one belongs.
+    body: address of the body that is expected, until it comes. place: first byte of the last body in the file.
     """
 
     def __init__(self) -> None:
@@ -102,9 +102,10 @@ class _Sink:
 
 
 def table_bytes(columns: Mapping[str, str], values: Mapping[str, Sequence[Any]]) -> bytes:
-    """A file of one batch. columns: "text", "int64", "uint64" or "ints" (lists of them) by name; values: by name.
+    """Return a file of one batch.
 
-    CheckpointError for more rows than could be read again.
+    columns: "text", "int64", "uint64" or "ints" (lists of them) by name. values: by name. Raise CheckpointError for
+    more rows than could be read again.
     """
     rows = len(values[next(iter(columns))])
     if rows > MOST_ROWS:
@@ -118,19 +119,20 @@ def table_bytes(columns: Mapping[str, str], values: Mapping[str, Sequence[Any]])
 
 
 def read_table(data: bytes, columns: Mapping[str, str]) -> dict[str, list[Any]]:
-    """The values of a file that `table_bytes` has written, in memory of the size that they take in Python.
+    """Return the values of a file that `table_bytes` has written, as Python objects by column.
 
-    Columns after those that are asked for are left out: later versions may add some. CheckpointDamaged for other bytes.
+    Columns after those that are asked for are left out: later versions may add some. Raise CheckpointDamaged for other
+    bytes.
     """
     try:
         batch = _batch(pa.py_buffer(data), columns)
-    except Exception as error:  # pyarrow has many for damaged bytes, without a base of their own
+    except Exception as error:  # pyarrow has many errors for damaged bytes, without a common base
         raise CheckpointDamaged(f"it is no table that can be read: {error}") from None
     return {name: _values(batch.column(number), columns[name]) for number, name in enumerate(columns)}
 
 
 def _batch(data: pa.Buffer, columns: Mapping[str, str]) -> Any:
-    """The columns, valid and without nulls. Their values stay where they are in the data: no memory is taken."""
+    """Return the columns, valid and without nulls. Their values stay in `data`: no memory is taken."""
     file = ipc.open_file(data)
     found = [(each.name, each.type) for each in file.schema]
     if found[: len(columns)] != [(name, _TYPES[kind]) for name, kind in columns.items()]:
@@ -150,11 +152,14 @@ def _batch(data: pa.Buffer, columns: Mapping[str, str]) -> Any:
 
 
 def _is_compressed(metadata: pa.Buffer) -> bool:
-    """Whether a batch would be unpacked on reading, to any size. pyarrow has checked the offsets, and does not say."""
+    """Return whether reading would unpack a batch, to any size.
+
+    pyarrow has checked the offsets by now, but does not tell.
+    """
     data = memoryview(metadata)
 
     def place(table: int, number: int) -> int:
-        """Of a field of a flatbuffer's table, 0 if it is left out."""
+        """Return the position of a field of a flatbuffer's table, 0 if it is left out."""
         vtable = table - struct.unpack_from("<i", data, table)[0]
         within = 4 + 2 * number < struct.unpack_from("<H", data, vtable)[0]
         offset = struct.unpack_from("<H", data, vtable + 4 + 2 * number)[0] if within else 0
@@ -165,7 +170,7 @@ def _is_compressed(metadata: pa.Buffer) -> bool:
 
 
 def _values(column: Any, kind: str) -> list[Any]:
-    """As Python's; equal texts are one object."""
+    """Return a column as a list of Python values; equal texts are one object."""
     if kind == "text":
         coded = column.dictionary_encode()
         texts = coded.dictionary.to_pylist()

@@ -1,7 +1,7 @@
-"""Extents: what lies in one piece in a file. `count` runs of `length` elements, `step` apart in a logical tensor.
+"""Extents: elements in one piece of a file, as `count` runs of `length` elements, `step` apart in a logical tensor.
 
-A run that ZeRO cuts is an extent of one run; a block of rows and columns that the tensor axis cuts is one with a run a
-row. In the file the runs follow one another without a gap. Element types go by torch's names.
+A run that ZeRO cuts is an extent of one run; a block of rows and columns that the tensor axis cuts is an extent with
+one run per row. In the file the runs follow one another without a gap. Element types go by torch's names.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from ds_dynatrain.transfer.series import series
 
 _CHUNK = BufferId("tensor", 0)
 WORD = (1 << 64) - 1
-"""Digests are sums modulo 2^64."""
+"""Bit mask of digests, which are sums modulo 2^64."""
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Such as "bfloat16"."""
+    """Return the name of an element type, such as "bfloat16"."""
     return str(dtype).partition(".")[2]
 
 
 def named(name: str) -> torch.dtype:
-    """The inverse of `name_of`; CheckpointDamaged for a name that torch does not know as a type."""
+    """Return the element type of a name; CheckpointDamaged for a name that torch does not know as a type."""
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype) or name != name_of(found):
         raise CheckpointDamaged(
@@ -50,7 +50,7 @@ class Extent:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Number of elements in all runs."""
         return self.length * self.count
 
     def __str__(self) -> str:
@@ -63,9 +63,10 @@ class Extent:
 def placed(
     line: Line, sides: tuple[Pieces, ...], buffers: tuple[dict[BufferId, torch.Tensor], ...]
 ) -> Iterator[tuple[int, Extent, tuple[torch.Tensor, ...]]]:
-    """The fewest extents of pieces, in order: tensor, extent, and where it lies in local memory, a row for each run.
+    """Yield the fewest extents of pieces, in order: tensor, extent, and its local memory, one row per run.
 
-    The memory of each side is given, whose runs are equal and lie in other buffers.
+    sides: pieces with equal runs in different buffers; buffers: the memory of each side. Each extent comes with one
+    matrix per side.
     """
     split = [split_by_tensor(line, side) for side in sides]
     numbers, first = split[0][0], split[0][1]
@@ -75,7 +76,7 @@ def placed(
     for key in (length, *(part.buffer for part in parts)):
         same = same * (int(key.max(initial=0)) + 1) + key
         same = np.unique(same, return_inverse=True)[1].astype(np.int64)
-    for part in parts:  # no run may overlap the one before it in memory, nor go back
+    for part in parts:  # no run may overlap the previous one in memory, or lie before it
         odd = np.flatnonzero((np.diff(part.offset, append=0) < length) & (np.diff(same, append=-1) == 0))
         same = same.copy()
         same[odd] = -1 - odd
@@ -100,10 +101,10 @@ def _matrix(buffer: torch.Tensor, offset: int, stride: int, extent: Extent) -> t
 
 
 def chunks(matrix: torch.Tensor, most: int) -> Iterator[tuple[Extent, torch.Tensor]]:
-    """The values of a matrix in order, flat, in host memory, at most `most` at once, and which they are.
+    """Yield the values of a matrix in order, flat, in host memory, at most `most` at once, each with its extent.
 
-    The extent counts in elements of the matrix as if it were dense. A chunk of one run is no copy if it is in host
-    memory already.
+    The extent counts elements of the matrix as if it were dense. A chunk of one run is no copy if it is in host memory
+    already.
     """
     count, length = matrix.shape
     if count == 1 or length > most:
@@ -119,7 +120,7 @@ def chunks(matrix: torch.Tensor, most: int) -> Iterator[tuple[Extent, torch.Tens
 
 
 def digest_of(extent: Extent, at: Extent, values: torch.Tensor, numel: int) -> int:
-    """The share of a chunk of an extent's elements in the digest of a tensor of `numel`; `at` as `chunks` gives it."""
+    """Return a chunk's share in the digest of a tensor of `numel` elements; `at` as `chunks` gives it."""
     row, column = divmod(at.start, extent.length)
     first = extent.start + row * extent.step + column
     if at.count == 1:
@@ -131,6 +132,6 @@ def digest_of(extent: Extent, at: Extent, values: torch.Tensor, numel: int) -> i
 
 
 def runs_of(extent: Extent) -> tuple[Ints, Ints]:
-    """(first element, place in the extent) of its runs."""
+    """Return (first element, place in the extent) of each run."""
     steps = np.arange(extent.count, dtype=np.int64)
     return extent.start + extent.step * steps, extent.length * steps

@@ -1,8 +1,8 @@
-"""Files that a stranger may have put there: only regular ones are opened, and no more is read of them than is allowed.
+"""Untrusted files: only regular ones are opened, and no more of them is read than is allowed.
 
 A pipe would wait for a writer that never comes, and a link to a device has no end. Names of tensors and of state kinds
-come from such files, too, and are never paths. A tensor is named as torch's modules name it, with slashes if somebody
-likes them; a state kind goes by one word.
+come from such files, too, and are never taken for paths. A tensor is named as torch's modules name it, possibly with
+slashes; a state kind is a single word.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from typing import Any
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 
 Progress = Callable[[int], object]
-"""Called with the bytes of each tensor that is written."""
+"""Function that is called with the bytes of each tensor that is written."""
 WHERE_DAMAGED = "copy the checkpoint again, or take another one"
-"""What to do with files that are not what was saved."""
+"""Advice for files that are not what was saved."""
 MOST_BYTES = 1 << 30
-"""Of a small file."""
+"""Most bytes of a small file."""
 MOST_VALUES = 1 << 24
-"""In a file that is taken apart into Python's values, which are many times larger than what stands in the file."""
+"""Most values in a file that is parsed into Python objects, which take many times the memory of the file."""
 MOST_OF_NOTE = 4096
-"""Bytes of a file that names another one."""
+"""Most bytes of a file that names another one."""
 MOST_OF_NAME = 200
-"""Bytes of a name that becomes the name of a file: with a suffix it stays below what file systems take."""
+"""Most bytes of a name that becomes the name of a file: with a suffix it stays below the limit of file systems."""
 
 
 def silent(nbytes: int) -> None:
-    """A `Progress` that nobody sees."""
+    """Ignore progress: the default `Progress`."""
 
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Errors inside the block name the checkpoint, and those of damage what to do."""
+    """Add the checkpoint's path to errors of the block, and advice to errors of damage."""
     try:
         yield
     except CheckpointError as error:
@@ -50,7 +50,10 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def open_regular(path: Path, links: bool = False) -> int:
-    """A descriptor to read a file by; CheckpointDamaged if it is none. links: one that a link leads to will do."""
+    """Return a descriptor for reading a file; CheckpointDamaged if it is not a regular file.
+
+    links: follow a link to a regular file.
+    """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)
     try:
         file = os.open(path, flags)
@@ -63,7 +66,7 @@ def open_regular(path: Path, links: bool = False) -> int:
 
 
 def read_small(path: Path, most: int = MOST_BYTES, links: bool = False) -> bytes:
-    """The whole of a file; CheckpointDamaged for one of more than `most` bytes, and as `open_regular`."""
+    """Return the whole of a file; CheckpointDamaged for more than `most` bytes, and as `open_regular`."""
     with open(open_regular(path, links), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
@@ -74,7 +77,7 @@ def read_small(path: Path, most: int = MOST_BYTES, links: bool = False) -> bytes
 
 
 def read_note(path: Path) -> str:
-    """What a file that names another one says; CheckpointError if it says nothing that is a name."""
+    """Return the name that a file notes; CheckpointDamaged if it cannot be read as text."""
     try:
         return read_small(path, MOST_OF_NOTE, links=True).decode().strip()
     except UnicodeDecodeError as error:
@@ -82,7 +85,7 @@ def read_note(path: Path) -> str:
 
 
 def dumped(content: object) -> bytes:
-    """A small file of JSON; CheckpointError for one that could not be read again."""
+    """Return a small file of JSON; CheckpointError if it has too many values to be read again."""
     data = json.dumps(content).encode()
     if _values(data) > MOST_VALUES:
         raise CheckpointError(
@@ -92,7 +95,7 @@ def dumped(content: object) -> bytes:
 
 
 def parsed(data: bytes, name: str) -> dict[str, Any]:
-    """JSON of one object; CheckpointDamaged for anything else."""
+    """Return the JSON object in a file; CheckpointDamaged for anything else."""
     if _values(data) > MOST_VALUES:
         raise CheckpointDamaged(
             f"{name} has {_values(data)} values, and at most {MOST_VALUES} are read: it was changed"
@@ -107,19 +110,19 @@ def parsed(data: bytes, name: str) -> dict[str, Any]:
 
 
 def _values(data: bytes) -> int:
-    """As many values as there can be in JSON, found without taking it apart."""
+    """Return an upper bound of the number of values in JSON, found without parsing it."""
     return sum(map(data.count, (b",", b"[", b"{")))
 
 
 def is_component(name: object) -> bool:
-    """Whether it may stand as the name of a file in a folder: it leads nowhere else, and hides nothing."""
+    """Return whether a name is safe for a file in a folder: it leads nowhere else and is not hidden."""
     if not isinstance(name, str) or not name.isprintable() or "/" in name or "\\" in name:
         return False
     return not name.startswith(".") and 0 < len(name.encode()) <= MOST_OF_NAME
 
 
 def check_names(tensors: Iterable[str], kinds: Iterable[str]) -> None:
-    """CheckpointDamaged for a name that would lead out of a folder if anybody took it for a path."""
+    """Raise CheckpointDamaged for a name that would lead out of a folder if it were taken for a path."""
     for name in tensors:
         parts = name.split("/")
         if not name.isprintable() or "\\" in name or any(part in ("", ".", "..") for part in parts):
@@ -132,7 +135,7 @@ def check_names(tensors: Iterable[str], kinds: Iterable[str]) -> None:
 
 
 def check_file_names(names: Iterable[str], taken: Iterable[str]) -> None:
-    """CheckpointError for a name that cannot be the one of a file or folder, or is `taken` by another one there."""
+    """Raise CheckpointError for a name that cannot be a file's or folder's, or is already `taken` by another one."""
     reserved = {*taken}
     for name in names:
         if not is_component(name) or name in reserved:
@@ -144,9 +147,9 @@ def check_file_names(names: Iterable[str], taken: Iterable[str]) -> None:
 
 @contextmanager
 def appearing(path: Path, parents: bool = False) -> Iterator[Path]:
-    """A hidden place beside `path` to write at: it gets the name if the block ends well, else nothing of it is left.
+    """Give the block a hidden place beside `path` to write at; rename it to `path` at the end, or remove it on error.
 
-    parents: make the folders above if need be; they go again, too. CheckpointError if there is one by that name.
+    parents: make missing folders above, and remove them again on error. Raise CheckpointError if `path` exists.
     """
     if os.path.lexists(path):
         raise CheckpointError(f"{path} is there already; give another name, or remove it")
@@ -163,5 +166,5 @@ def appearing(path: Path, parents: bool = False) -> Iterator[Path]:
             shutil.rmtree(hidden, ignore_errors=True)
         hidden.unlink(missing_ok=True)
         for each in made:
-            with suppress(OSError):  # somebody else has put something there meanwhile
+            with suppress(OSError):  # another process has put something there meanwhile
                 each.rmdir()

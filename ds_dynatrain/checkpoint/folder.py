@@ -1,8 +1,8 @@
-"""A folder of checkpoints: one that is being written is hidden, one that is there is whole, and `latest` names one.
+"""A folder of checkpoints: one that is being written is hidden, a visible one is complete, and `latest` names one.
 
-A checkpoint is written into a hidden folder, all of it is brought to the disk, the folder gets its name, and then
-`latest` is replaced. Whenever the machine stops, the previous checkpoint and a `latest` that names a whole one are
-there. One job writes at a time: the others get an error.
+A checkpoint is written into a hidden folder, all of it is flushed to the disk, the folder gets its name, and then
+`latest` is replaced. Whenever the machine stops, the previous checkpoint and a `latest` that names a complete one
+remain. One job writes at a time: all others get an error.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
 
 
 def check_tag(tag: str) -> None:
-    """CheckpointError for a name that is none for a folder of a checkpoint."""
+    """Raise CheckpointError for a tag that cannot name the folder of a checkpoint."""
     if not _TAG.fullmatch(tag) or tag == LATEST:
         raise CheckpointError(
             f"tag {tag!r} is no name for a checkpoint; give one of letters, digits, '.', '_' and '-', at most 201 of "
@@ -38,7 +38,7 @@ def check_tag(tag: str) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Be the one that writes into the folder, which is made if need be; CheckpointError if another job is."""
+    """Hold the folder's lock during the block, making the folder if need be; CheckpointError if another job has it."""
     folder.mkdir(parents=True, exist_ok=True)
     file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
@@ -48,12 +48,15 @@ def locked(folder: Path) -> Iterator[None]:
             raise CheckpointError(f"another job saves into {folder} now; give each job a folder of its own") from None
         yield
     finally:
-        fcntl.flock(file, fcntl.LOCK_UN)  # closing it is not enough: loader processes forked meanwhile have it open
+        fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough: loader processes forked meanwhile have it open
         os.close(file)
 
 
 def begin(folder: Path, tag: str) -> Path:
-    """A new hidden folder to write checkpoint `tag` into, under the lock; what is left of earlier tries goes."""
+    """Return a new hidden folder to write checkpoint `tag` into; remove the remains of earlier tries.
+
+    Call it under the lock. Raise CheckpointError if the tag is taken.
+    """
     check_tag(tag)
     for left in folder.iterdir():
         if left.name.startswith(_HIDDEN):
@@ -68,9 +71,9 @@ def begin(folder: Path, tag: str) -> Path:
 
 
 def seal(path: Path, record: Record, rows: Iterable[Row], sums: Mapping[str, str]) -> None:
-    """Write manifest and record into a hidden folder that has all other files. sums: of those that are small.
+    """Write manifest and record into a hidden folder that has all other files. sums: checksums of the small ones.
 
-    CheckpointDamaged for rows that do not tile their tensors, or are not of the files that are there.
+    Raise CheckpointDamaged for rows that do not tile their tensors, or do not fit the files in the folder.
     """
     manifest = Manifest.of(rows)
     manifest.check(path)
@@ -83,7 +86,7 @@ def seal(path: Path, record: Record, rows: Iterable[Row], sums: Mapping[str, str
 
 
 def free_tag(folder: Path, wanted: str) -> str:
-    """A tag that is not taken: the one wanted, or that with a number behind it."""
+    """Return a tag that is not taken: the wanted one, or that with a number appended."""
     taken, number = wanted, 1
     while (folder / taken).exists():
         number += 1
@@ -92,7 +95,7 @@ def free_tag(folder: Path, wanted: str) -> str:
 
 
 def finish(path: Path, tag: str, keep: int | None = None) -> Path:
-    """Give the written folder its name, and then make it the latest. keep: remove all but so many of the newest."""
+    """Give the written folder its name, then make it the latest. keep: remove all but so many of the newest."""
     folder = path.parent
     _sync(path)
     os.rename(path, folder / tag)
@@ -108,14 +111,14 @@ def finish(path: Path, tag: str, keep: int | None = None) -> Path:
 
 
 def remove(folder: Path, tag: str) -> None:
-    """Take a checkpoint away; a stop in the middle leaves nothing that looks like one."""
+    """Remove a checkpoint; a stop in the middle leaves nothing that looks like one."""
     hidden = folder / f"{_HIDDEN[1]}{tag}-{secrets.token_hex(4)}"
     os.rename(folder / tag, hidden)
     shutil.rmtree(hidden, ignore_errors=True)
 
 
 def tags(folder: Path) -> list[str]:
-    """Those of our checkpoints in the folder, the newest first."""
+    """Return the tags of our checkpoints in the folder, newest first."""
     if not folder.is_dir():
         return []
     found = [each for each in folder.iterdir() if not each.name.startswith(".") and (each / RECORD).is_file()]
@@ -127,7 +130,7 @@ def _age(path: Path) -> tuple[int, str]:
 
 
 def latest(folder: Path) -> str:
-    """The tag that `latest` names; CheckpointError if there is none."""
+    """Return the tag that `latest` names; CheckpointError if there is none."""
     try:
         tag = read_note(folder / LATEST)
     except CheckpointDamaged as error:
@@ -137,7 +140,7 @@ def latest(folder: Path) -> str:
 
 
 def newest(folder: Path) -> Iterator[Saved]:
-    """The checkpoints that are whole as far as can be seen without reading them, the latest first."""
+    """Yield the checkpoints that look complete without reading their tensors: the latest one, then the newest first."""
     try:
         first = [latest(folder)]
     except CheckpointError:
@@ -150,7 +153,7 @@ def newest(folder: Path) -> Iterator[Saved]:
 
 
 def write(path: Path, data: bytes) -> None:
-    """A small file, down to the disk."""
+    """Write a small new file, down to the disk."""
     with path.open("xb") as file:
         file.write(data)
         file.flush()
@@ -158,7 +161,7 @@ def write(path: Path, data: bytes) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Bring the names in a folder to the disk."""
+    """Flush the names in a folder to the disk."""
     file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(file)

@@ -1,7 +1,7 @@
-"""The manifest: one row for each extent, saying of which tensor and kind it is, and in which file it lies where.
+"""The manifest: one row per extent, which says its tensor and kind, and its file and position in it.
 
-A row without a file is of weights that are their masters' values in another type: nothing is stored of them, and the
-digest says what the cast gives. What a manifest says is checked against itself and the files before it is believed.
+A row without a file is of weights that equal their masters in another type: they are not stored, and the digest is of
+the cast. A manifest is checked against itself and the files before it is trusted.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ COLUMNS = {
     "offset": "int64",
     "digest": "uint64",
 }
-"""As the table has them, in order, and of which type in `arrow`."""
+"""Columns of the table, in order, and the type of each in `arrow`."""
 ALIGN = 8
-"""Of values in a data file: Arrow's least."""
+"""Alignment of values in a data file, in bytes: Arrow's minimum."""
 FILE_NAME = re.compile(r"[0-9]{5,}\.[a-z0-9_]+\.arrow")
 MOST_RUNS = 1 << 24
-"""Of one tensor and kind, as they are unfolded in memory."""
+"""Most runs of one tensor and kind, as they are unfolded in memory."""
 MOST_ELEMENTS = 1 << 56
 
 
 @dataclass(frozen=True)
 class Row:
-    """An extent of a tensor's kind. offset: its first byte in the file; digest: its share in that of the tensor."""
+    """An extent of a tensor's kind. offset: its first byte in the file. digest: its share in the tensor's digest."""
 
     tensor: str
     kind: str
@@ -73,9 +73,9 @@ class Row:
 
 @dataclass(frozen=True, eq=False)
 class Runs:
-    """Where the elements of one tensor and kind lie: runs that tile it, in order.
+    """Positions of the elements of one tensor and kind: runs that tile it, in order.
 
-    file: number of the file in `files`, -1 where nothing is stored. position: bytes into the file.
+    file: number of the file in `files`, or -1 if the run is not stored. position: first byte in the file.
     """
 
     start: Ints
@@ -94,7 +94,7 @@ class Manifest:
 
     @staticmethod
     def of(rows: Iterable[Row]) -> Manifest:
-        """From rows in any order."""
+        """Build a manifest from rows in any order."""
         found: dict[tuple[str, str], list[Row]] = {}
         for row in rows:
             found.setdefault((row.tensor, row.kind), []).append(row)
@@ -105,13 +105,13 @@ class Manifest:
             yield from held
 
     def digest(self, tensor: str, kind: str) -> int:
-        """That of the whole tensor."""
+        """Return the digest of a whole tensor."""
         return sum(row.digest for row in self.rows[tensor, kind]) & WORD
 
     def check(self, folder: Path | None) -> None:
-        """CheckpointDamaged, naming tensor and kind, for rows that cannot be true of the files in `folder`.
+        """Raise CheckpointDamaged, naming tensor and kind, for rows that cannot be true of the files in `folder`.
 
-        None: where they lie is known to be right.
+        folder: None if the positions are known to be right.
         """
         for problem in self._problems(folder):
             raise CheckpointDamaged(f"the manifest is wrong: {problem}")
@@ -137,7 +137,7 @@ class Manifest:
                 yield f"{row} and {after} are in one place"
 
     def runs(self, tensor: str, kind: str) -> Runs:
-        """CheckpointDamaged unless the rows tile the tensor; call `check` before."""
+        """Return the runs of a tensor and kind; CheckpointDamaged unless its rows tile it. Call `check` first."""
         held = self.rows[tensor, kind]
         files = tuple(sorted({row.file for row in held if row.file}))
         number = {name: index for index, name in enumerate(files)}
@@ -158,7 +158,7 @@ class Manifest:
         return Runs(start, stop, file[order], position[order], files, held[0].dtype)
 
     def to_bytes(self) -> bytes:
-        """As an Arrow IPC file."""
+        """Return the manifest as an Arrow IPC file."""
         from ds_dynatrain.checkpoint import arrow
 
         of_extent = {each.name for each in fields(Extent)}
@@ -167,7 +167,7 @@ class Manifest:
 
     @staticmethod
     def from_bytes(data: bytes) -> Manifest:
-        """The inverse of `to_bytes`; CheckpointDamaged for other bytes. Nothing that it says is checked yet."""
+        """Read what `to_bytes` wrote, without checking what it says; CheckpointDamaged for other bytes."""
         from ds_dynatrain.checkpoint import arrow
 
         found = arrow.read_table(data, COLUMNS)
@@ -176,7 +176,7 @@ class Manifest:
 
 
 def _wrong_row(row: Row, first: Row) -> str:
-    """What of a row cannot be true whatever lies in the files; nothing if all can."""
+    """Return what is impossible about a row, whatever is in the files; an empty text if nothing is."""
     extent, numel = row.extent, row.numel
     if (row.shape, row.dtype) != (first.shape, first.dtype):
         return f"of {row.dtype} {row.shape}, and another row says {first.dtype} {first.shape}"
@@ -196,7 +196,7 @@ def _wrong_row(row: Row, first: Row) -> str:
 
 
 def _wrong_place(row: Row, folder: Path, sizes: dict[str, int]) -> str:
-    """What is wrong with where a row says that it lies."""
+    """Return what is wrong with the file and position of a row; an empty text if nothing is."""
     if not row.file:
         return "" if row.kind == WEIGHT else "no file has it"
     if not FILE_NAME.fullmatch(row.file):

@@ -1,7 +1,7 @@
-"""Filling a rank's buffers from a checkpoint: the byte ranges of its own pieces, read straight to where they belong.
+"""Filling a rank's buffers from a checkpoint: the byte ranges of its own pieces, read straight into place.
 
-Which file has an element and where is arithmetic on the manifest. Values of another type than the buffer's, small runs
-and buffers that are not in host memory go through a chunk of memory.
+Arithmetic on the manifest gives the file and the position of each element. Values of another type than the buffer's,
+small runs and buffers that are not in host memory go through a chunk of memory.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from ds_dynatrain.transfer import digest
 
 STAGE_BYTES = 4 << 20
 DIRECT_BYTES = 64 << 10
-"""Longer runs are read one by one, to where they belong."""
+"""Length, in bytes, from which runs are read one by one, straight into place."""
 GAP_BYTES = 4096
-"""Bytes between two short runs that are read along with them: the page is read anyway."""
+"""Largest gap, in bytes, between two short runs that are read together: the page is read anyway."""
 CALL_BYTES = 1 << 30
 MOST_OPEN = 128
-"""Files at once; checkpoints of others have one for each tensor."""
+"""Most open files at once; checkpoints of other tools may have a file per tensor."""
 
 
 _ALONE = Layout(data=1, zero_stage=0)
@@ -56,7 +56,7 @@ _BUFFER = BufferId("tensor", 0)
 class Request(NamedTuple):
     """Runs to read, all of one type in the files.
 
-    columns: number of the file, first byte in it, elements, number of the buffer that they go to, and offset there.
+    columns: number of the file, first byte in it, elements, number of the target buffer, and offset there.
     """
 
     columns: Ints
@@ -67,9 +67,9 @@ class Request(NamedTuple):
 
 @dataclass
 class Reader:
-    """An open checkpoint. budget_bytes: memory for what cannot be read in place. bytes_read: so far.
+    """An open checkpoint. budget_bytes: memory for values that cannot be read in place. bytes_read: so far.
 
-    links: files may be links to others, as in the caches of download tools; never in one of ours.
+    links: whether files may be links to others, as in the caches of download tools; never in a checkpoint of ours.
     """
 
     folder: Path
@@ -96,10 +96,10 @@ class Reader:
     def fill(
         self, vps: VirtualParameterSpace, layout: Layout, rank: int, buffers: Buffers, kept: Pieces | None = None
     ) -> None:
-        """Fill every buffer of a rank of the layout whose kind is in the checkpoint; the rest is left as it is.
+        """Fill every buffer of a rank of the layout whose kind is in the checkpoint; all others stay as they are.
 
-        A weight is read, or cast from its master where the checkpoint says so or has it in another type. kept: weights
-        that are left as they are.
+        A weight is read, or cast from its master if the checkpoint says so or has it in another type. kept: weights
+        that stay as they are.
         """
         kinds = {kind for kind, _ in buffers}
         for kind in sorted(kinds & {kind for _, kind in self.manifest.rows} - {WEIGHT}):
@@ -120,7 +120,7 @@ class Reader:
         self._read(self._requests(vps, MASTER, missing)[0], weights)
 
     def _requests(self, vps: VirtualParameterSpace, kind: str, pieces: Pieces) -> tuple[list[Request], Pieces]:
-        """(what to read for the pieces, those of them that are to be cast from masters)."""
+        """Return (what to read for the pieces, the pieces to cast from masters)."""
         numbers, parts = split_by_tensor(vps.line, pieces)
         found: dict[torch.dtype, list[Ints]] = {}
         files: dict[str, int] = {}
@@ -192,7 +192,7 @@ class Reader:
             _copy(part, read, dtype)
 
     def _pread(self, name: str, at: int, place: torch.Tensor) -> None:
-        """Read as many bytes as `place` has; CheckpointDamaged if the file ends before."""
+        """Read as many bytes as `place` has; CheckpointDamaged if the file ends before that."""
         if name not in self._open:
             if len(self._open) >= MOST_OPEN:
                 os.close(self._open.pop(next(iter(self._open))))
@@ -208,17 +208,17 @@ class Reader:
     # ---- checks ------------------------------------------------------------------------------------------------------
 
     def values(self, row: Row) -> torch.Tensor:
-        """The values of a stored extent, flat, in new memory."""
+        """Return the values of a stored extent, flat, in new memory."""
         found = torch.empty(row.nbytes, dtype=torch.uint8)
         self._pread(row.file, row.offset, found)
         return found.view(named(row.dtype)) if row.nbytes else torch.empty(0, dtype=named(row.dtype))
 
     def is_sound(self, row: Row) -> bool:
-        """Whether what is stored has the digest that it had when it was written; read chunk by chunk."""
+        """Return whether a stored extent still has its digest of when it was written; read chunk by chunk."""
         return self.digest(row) == row.digest
 
     def digest(self, row: Row, dtype: torch.dtype | None = None) -> int:
-        """That of what is stored, or of the same values in another type; read chunk by chunk."""
+        """Return the digest of a stored extent, or of its values cast to another type; read chunk by chunk."""
         stored, stage, total = named(row.dtype), self._stage, 0
         length = row.extent.length
         most = max(1, len(stage) // stored.itemsize)
@@ -237,7 +237,7 @@ class Reader:
 
 
 def _joined(columns: Ints, itemsize: int) -> Ints:
-    """Columns of a `Request`, sorted by file and position; what is one run in the file and in the buffer is one row."""
+    """Sort columns of a `Request` by file and position; join rows that are one run in both file and buffer."""
     columns = columns[:, np.lexsort((columns[1], columns[0]))]
     file, position, numel, buffer, offset = columns
     goes_on = (np.diff(file) == 0) & (np.diff(buffer) == 0) & (np.diff(offset) == numel[:-1])
@@ -250,7 +250,7 @@ def _joined(columns: Ints, itemsize: int) -> Ints:
 
 
 def _copy(place: torch.Tensor, read: torch.Tensor, dtype: torch.dtype) -> None:
-    """Bytes of a type into elements of any; a position in the stage is a multiple of no element's size."""
+    """Copy bytes of a type into elements of any type; the stage need not be aligned to the element size."""
     aligned = read if read.data_ptr() % dtype.itemsize == 0 else read.clone()
     place.copy_(aligned.view(dtype))
 
@@ -259,9 +259,9 @@ def _copy(place: torch.Tensor, read: torch.Tensor, dtype: torch.dtype) -> None:
 
 
 def whole(reader: Reader, tensor: LogicalTensor, kind: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """The values of one state kind of a tensor, in their own type or another one; they must be there.
+    """Return the values of one state kind of a tensor, in their own type or another one.
 
-    A weight is cast from its master where nothing is stored. CheckpointDamaged if not all of it is there.
+    A weight is cast from its master if it is not stored. Raise CheckpointDamaged unless all of it is in the checkpoint.
     """
     rows = reader.manifest.rows.get((tensor.name, kind), ())
     wanted = dtype or (named(rows[0].dtype) if rows else torch.float32)
@@ -276,10 +276,11 @@ def whole(reader: Reader, tensor: LogicalTensor, kind: str, dtype: torch.dtype |
 
 
 def proven(reader: Reader, tensor: LogicalTensor, kind: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """As `whole`, of one of ours; CheckpointDamaged, naming tensor and kind, if it is not what was saved.
+    """Return the same as `whole` for a checkpoint of ours, after a check of the digest.
 
-    Digests are of values in the type that they were saved in, so it is read in that one. A weight of which nothing is
-    stored has the digest of its master's cast; in another type than its own it comes from the master's proven values.
+    Raise CheckpointDamaged, naming tensor and kind, if the values are not what was saved. Digests are of values in the
+    type in which they were saved, so that type is read. A weight that is not stored has the digest of its master's
+    cast; in another type than its own it comes from the master's proven values.
     """
     rows = reader.manifest.rows.get((tensor.name, kind), ())
     cast = [row.extent for row in rows if not row.file]
@@ -300,5 +301,5 @@ def proven(reader: Reader, tensor: LogicalTensor, kind: str, dtype: torch.dtype 
 
 
 def _runs(values: torch.Tensor, extent: Extent) -> torch.Tensor:
-    """An extent of a whole tensor, a row for each run."""
+    """Return an extent of a whole tensor as a matrix, one row per run."""
     return values.view(-1).as_strided((extent.count, extent.length), (extent.step, 1), extent.start)

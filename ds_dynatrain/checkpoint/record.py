@@ -1,7 +1,7 @@
-"""`checkpoint.json`: what a checkpoint is of, the carry, and the sums of the other small files.
+"""`checkpoint.json`: what a checkpoint is of, the carry, and the checksums of the other small files.
 
-A rule for readers: a checkpoint of another first number of the version is refused; of a later second number it is read,
-and keys, columns behind the known ones, and files that a reader does not know are left out.
+A version has two numbers. Readers refuse a checkpoint whose first number is not theirs. They read one with a later
+second number, and ignore keys, columns after the known ones, and files that they do not know.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from ds_dynatrain.version import __version__
 FORMAT, VERSION = "ds_dynatrain universal checkpoint", (1, 1)
 RECORD, MANIFEST = "checkpoint.json", "manifest.arrow"
 WRITER = f"ds_dynatrain {__version__}"
-"""What wrote a checkpoint, for those who cannot read it."""
+"""Name and version of the writer, for readers that cannot read the checkpoint."""
 
 Size = Annotated[int, Field(ge=0, lt=1 << 63)]
 Shape = Annotated[list[Annotated[int, Field(ge=0, le=MOST_ELEMENTS)]], Field(max_length=64)]
 Group = Annotated[int, Field(ge=-1, lt=1 << 31)]
 Tensor = Annotated[tuple[str, Shape, Group, bool], Strict(False)]
-"""Name, shape, group, and whether it is an expert's."""
+"""Name, shape, group, and whether it belongs to an expert."""
 
 
 @validated(frozen=True, config=ConfigDict(strict=True))
 class Record:
-    """The state of a whole training, but for its tensors: exactly the types of JSON, and numbers that can be.
+    """The state of a whole training without its tensors: only types of JSON, with numbers in their possible ranges.
 
     step: optimizer steps done. generation, seed: of the job that saved, for random streams of new places. kinds: state
-    kinds that are there. tensors: in the order of registration. carry: the shared carry, encoded. rests: for each rank
-    the number of the rank whose file has its rest. sums: of the small files, sizes: of the data files in bytes, by
-    name. converted_from: the format that it was converted from, empty for one that a training saved; such a one may
-    lack parts of the carry, rests and streams, which then stay as they are in the training that loads it, and the group
-    of its tensors counts only where it has hyper-parameters of groups.
+    kinds in the checkpoint. tensors: in the order of registration. carry: the shared carry, encoded. rests: for each
+    rank the number of the rank whose file has its rest. sums: checksums of the small files by name; sizes: bytes of the
+    data files by name. converted_from: the format that it was converted from, empty if a training saved it. A converted
+    one may lack parts of the carry, rests and streams, which then stay as they are in the training that loads it; the
+    group of its tensors counts only if it has hyper-parameters of groups.
     """
 
     step: Size
@@ -64,32 +64,32 @@ class Record:
 
     @property
     def world(self) -> Layout:
-        """The layout that it was saved in."""
+        """Layout in which it was saved."""
         return Layout.from_dict(self.layout)
 
     def logical_tensors(self) -> tuple[LogicalTensor, ...]:
-        """What was trained."""
+        """Return the tensors that were trained or frozen, in the order of registration."""
         return tuple(LogicalTensor(name, tuple(shape), group, expert) for name, shape, group, expert in self.tensors)
 
 
 def rank_file(rank: int) -> str:
-    """Name of the file with what belongs to one rank: its random streams, and its rest."""
+    """Return the name of the file of one rank's own state: its random streams, and its rest."""
     return f"{rank:05d}.json"
 
 
 def sum_of(data: bytes) -> str:
-    """Of a small file, to find damage."""
+    """Return the checksum of a small file, to find damage."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def to_bytes(record: Record) -> bytes:
-    """As a file."""
+    """Return the content of `checkpoint.json`, with its own checksum."""
     content = {"format": FORMAT, "version": list(VERSION), **asdict(record)}
     return dumped({**content, "sum": sum_of(_canonical(content))})
 
 
 def from_bytes(data: bytes) -> Record:
-    """The inverse; CheckpointError for another version, CheckpointDamaged for what is no such record or was changed."""
+    """Read what `to_bytes` wrote; CheckpointError for another version, CheckpointDamaged for other or changed bytes."""
     content = parsed(data, RECORD)
     if content.get("format") != FORMAT:
         raise CheckpointDamaged(f"{RECORD} does not say that it is a {FORMAT}")
@@ -123,10 +123,10 @@ def what_is_wrong(error: ValidationError) -> str:
 
 
 def check_tensors(tensors: Sequence[LogicalTensor]) -> None:
-    """CheckpointDamaged for tensors that nobody can have trained: too large together, or one name for two."""
+    """Raise CheckpointDamaged for impossible tensors: too large together, two of one name, or groups out of order."""
     numel = 0
     for tensor in tensors:
-        numel += math.prod(dim for dim in tensor.shape if dim)  # strides are of these, even if there are no elements
+        numel += math.prod(dim for dim in tensor.shape if dim)  # strides need these, even if a dim is 0
         if numel > MOST_ELEMENTS:
             raise CheckpointDamaged(
                 f"{tensor.name!r} of shape {tensor.shape} makes {numel} elements, and at most {MOST_ELEMENTS} are read"
@@ -141,7 +141,7 @@ def check_tensors(tensors: Sequence[LogicalTensor]) -> None:
 
 
 def check_agreement(tensors: Sequence[LogicalTensor], kinds: Collection[str], manifest: Manifest) -> None:
-    """CheckpointDamaged unless the manifest is of these very tensors, in these shapes, and has weights of each."""
+    """Raise CheckpointDamaged unless the manifest is of these tensors, in these shapes, with weights of each."""
     shapes = {tensor.name: tensor.shape for tensor in tensors}
     for (name, kind), rows in manifest.rows.items():
         if kind in kinds and shapes.get(name) != rows[0].shape:
@@ -158,7 +158,7 @@ def _canonical(content: Mapping[str, Any]) -> bytes:
 
 @dataclass(frozen=True, eq=False)
 class Saved:
-    """An opened checkpoint: nothing of its tensors is read yet."""
+    """An opened checkpoint, whose tensors have not been read yet."""
 
     path: Path
     record: Record
@@ -166,9 +166,10 @@ class Saved:
 
     @staticmethod
     def open(path: Path) -> Saved:
-        """Read and check what a checkpoint says of itself.
+        """Read and check the record and the manifest of a checkpoint.
 
-        CheckpointError if it is none or of another version, CheckpointDamaged, naming the file, if it is not whole.
+        Raise CheckpointError if there is none or it has another version, CheckpointDamaged, naming the file, if it is
+        not whole.
         """
         if not (path / RECORD).is_file():
             raise CheckpointError(
@@ -182,7 +183,7 @@ class Saved:
         return saved
 
     def _check(self) -> None:
-        """CheckpointDamaged if files, manifest and tensors do not fit one another."""
+        """Raise CheckpointDamaged if files, manifest and tensors do not fit one another."""
         found = sizes_of(self.path)
         for name, size in self.record.sizes.items():
             if found.get(name) != size:
@@ -193,13 +194,13 @@ class Saved:
         check_agreement(self.record.logical_tensors(), {*self.record.kinds, WEIGHT}, self.manifest)
 
     def of_rank(self, rank: int) -> dict[str, Any]:
-        """What belongs to one of the ranks that saved."""
+        """Return the content of the file of one of the ranks that saved."""
         name = rank_file(rank)
         return parsed(_checked(self.path, self.record, name), name)
 
 
 def sizes_of(path: Path) -> dict[str, int]:
-    """Bytes of the data files in a folder, by name."""
+    """Return the bytes of the data files in a folder, by name."""
     names = [each for each in path.iterdir() if FILE_NAME.fullmatch(each.name)]
     return {each.name: each.stat().st_size for each in names if each.is_file() and not each.is_symlink()}
 

@@ -1,10 +1,10 @@
-"""What a rank writes of a state, and its files: extents, each a record batch of a file for its element type.
+"""A rank's share of a state in files: extents, each a record batch of a file for its element type.
 
 Every element of a state is written once, replicas sharing the work, by the arithmetic of the space. A partitioned kind
-is written by whoever holds the part, a replicated one is split evenly over its holders. Weights that are no more than
-their masters in another type are not stored; whether they are is looked at when they are written. Values are written
-from where they lie in memory; what is not in one piece there, or not in host memory, goes through a small chunk. The
-digest of each is taken on the way.
+is written by the rank that holds the part, a replicated one is split evenly over its holders. Weights that are only
+their masters in another type are not stored; their values are compared when they are written. Values are written from
+their own memory; those that are not in one piece there, or not in host memory, go through a small chunk. The digest of
+each is taken on the way.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from ds_dynatrain.space import FROZEN, MASTER, WEIGHT, BufferId, Layout, Pieces,
 from ds_dynatrain.transfer import allocate
 
 CHUNK_BYTES = 1 << 20
-"""Written and weighed at once, while it is in the cache."""
+"""Bytes that are written and digested at once, while they are in the cache."""
 LARGE_BYTES = 32 << 20
-"""Larger files are brought to the disk while they are written."""
+"""Size from which a file is flushed to the disk while it is being written."""
 FLUSH_SECONDS = 0.02
 ALIGN = 64
-"""Bytes that the copies of a save in the background are aligned to."""
+"""Alignment, in bytes, of the copies of a save in the background."""
 Buffers = Mapping[tuple[str, BufferId], torch.Tensor]
 """(state kind, buffer) -> the flat local tensor that holds it."""
 Place = tuple[int, torch.dtype, torch.Size, tuple[int, ...]]
@@ -40,7 +40,10 @@ Place = tuple[int, torch.dtype, torch.Size, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Share:
-    """An extent that this member writes. matrix: its values, a run a row. master: those of a weight's master."""
+    """An extent that this member writes.
+
+    matrix: its values, one run a row. master: the values of the weight's master, if they are here.
+    """
 
     tensor: str
     kind: str
@@ -55,7 +58,7 @@ class Share:
         return self.matrix.numel() * self.matrix.element_size()
 
     def is_cast(self, chunk_bytes: int) -> bool:
-        """Whether the values are those of the master in another type, bit by bit: nothing of them is stored then."""
+        """Return whether the values are the master's in another type, bit by bit, so that they need not be stored."""
         weight, master = self.matrix, self.master
         if master is None or weight.data_ptr() == master.data_ptr():
             return master is not None
@@ -64,7 +67,7 @@ class Share:
         return all(_same_bits(held, of.to(held.dtype)) for (_, held), (_, of) in pairs)
 
     def row(self, dtype: torch.dtype, digest: int, file: str = "", offset: int = 0) -> Row:
-        """The row of the manifest about it."""
+        """Return the row of the manifest about it."""
         return Row(self.tensor, self.kind, name_of(dtype), self.shape, self.extent, file, offset, digest & WORD)
 
 
@@ -74,9 +77,9 @@ class Share:
 def shares_of(
     vps: VirtualParameterSpace, layout: Layout, rank: int, buffers: Buffers, kinds: tuple[str, ...]
 ) -> Iterator[Share]:
-    """Yield what a rank of the layout writes of the kinds that are there.
+    """Yield the shares that a rank of the layout writes of the given kinds.
 
-    Weights lie beside the masters that the rank writes: their values count where a cast would not give them.
+    Weights come beside the masters that the rank writes: their values are stored only if a cast would not give them.
     """
     for kind in kinds:
         space = vps.with_groups(WEIGHT, (FROZEN,)) if kind == WEIGHT else vps
@@ -92,29 +95,29 @@ def _shares(
     sides: tuple[Pieces, ...],
     memory: tuple[dict[BufferId, torch.Tensor], ...],
 ) -> Iterator[Share]:
-    """Yield the fewest shares of these pieces; the second side, if there is one, is of masters."""
+    """Yield the fewest shares of these pieces; the second side, if there is one, holds masters."""
     for number, extent, matrices in placed(vps.line, sides, memory):
         yield Share(vps.tensors[number].name, kind, vps.tensors[number].shape, extent, *matrices)
 
 
 def of_kind(buffers: Buffers, kind: str) -> dict[BufferId, torch.Tensor]:
-    """The buffers of one kind."""
+    """Return the buffers of one kind."""
     return {name: held for (held_kind, name), held in buffers.items() if held_kind == kind}
 
 
 class HostMemory:
-    """Copies of what is to be written, in host memory that is used again: touching new memory costs more."""
+    """Host memory for copies of shares, used again by each save: touching new memory costs more."""
 
     def __init__(self) -> None:
         self._room = torch.empty(0, dtype=torch.uint8)
 
     def copies(self, shares: Sequence[Share]) -> list[Share]:
-        """The same shares with values that nobody else changes, until the next call."""
+        """Return the same shares with copied values, which stay unchanged until the next call."""
         both = (values for share in shares for values in (share.matrix, share.master))
         wanted = {_place(values): values for values in both if values is not None}
         need = sum(_padded(values) for values in wanted.values())
         if len(self._room) < need:
-            self._room = torch.empty(0, dtype=torch.uint8)  # the old goes before the new comes
+            self._room = torch.empty(0, dtype=torch.uint8)  # free the old before allocating the new
             self._room = allocate(need, torch.uint8)
         at, found = 0, dict[Place, torch.Tensor]()
         for place, values in wanted.items():
@@ -143,9 +146,9 @@ def _padded(values: torch.Tensor) -> int:
 
 
 def write_shares(folder: Path, number: int, shares: Iterable[Share], chunk_bytes: int = CHUNK_BYTES) -> list[Row]:
-    """Write the files of member `number` of the world, down to the disk; the rows of the manifest about them.
+    """Write the files of member `number` of the world, down to the disk; return their rows of the manifest.
 
-    OSError as the system gives it, such as for a disk that is full.
+    Raise OSError as the system gives it, such as for a full disk.
     """
     by_type: dict[torch.dtype, list[Share]] = {}
     rows: list[Row] = []
@@ -165,10 +168,10 @@ def write_shares(folder: Path, number: int, shares: Iterable[Share], chunk_bytes
 def data_file(
     folder: Path, number: int, dtype: torch.dtype, chunk_bytes: int = CHUNK_BYTES, large: bool = True
 ) -> Iterator[Callable[[Share], Row]]:
-    """One file of a member, which is whole and on the disk after the block.
+    """Open one file of a member, which is complete and on the disk after the block.
 
-    Inside it a function that writes a share of this type as the next batch; its row of the manifest. large: it is
-    brought to the disk meanwhile. OSError as the system gives it.
+    The block gets a function that writes a share of this type as the next batch and returns its row of the manifest.
+    large: flush the file to the disk meanwhile. Raise OSError as the system gives it.
     """
     from ds_dynatrain.checkpoint.arrow import Outline
 
@@ -198,7 +201,7 @@ def data_file(
 
 
 def cast_row(share: Share, dtype: torch.dtype, chunk_bytes: int = CHUNK_BYTES) -> Row:
-    """The row of weights of type `dtype` of which nothing is stored. share: they, or their masters."""
+    """Return the row of weights of type `dtype` that are not stored. share: the weights, or their masters."""
     most, numel = max(1, chunk_bytes // share.matrix.element_size()), math.prod(share.shape)
     parts = chunks(share.matrix, most)
     digest = sum(digest_of(share.extent, at, values.to(dtype), numel) for at, values in parts)
@@ -207,9 +210,9 @@ def cast_row(share: Share, dtype: torch.dtype, chunk_bytes: int = CHUNK_BYTES) -
 
 @contextmanager
 def _flushed(file: int) -> Iterator[None]:
-    """Inside the block what is written is brought to the disk beside the writing, so that the end need not wait long.
+    """Flush a file to the disk in a thread during the block, so that the final flush need not wait long.
 
-    OSError, at the end, if the disk has failed meanwhile: the system says so once.
+    Raise OSError at the end if the disk has failed meanwhile: the system reports it only once.
     """
     over = threading.Event()
 
@@ -227,7 +230,7 @@ def _flushed(file: int) -> Iterator[None]:
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two flat tensors of one type and size are the same bytes; in words of 8, which is much faster."""
+    """Return whether two flat tensors of one type and size are the same bytes; in words of 8, which is much faster."""
     mine, theirs = one.contiguous().view(torch.uint8).numpy(), other.contiguous().view(torch.uint8).numpy()
     end = len(mine) // 8 * 8
     words = np.array_equal(mine[:end].view(np.uint64), theirs[:end].view(np.uint64))
@@ -235,7 +238,7 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _put(file: int, at: int, data: bytearray | memoryview) -> None:
-    """Write all of it."""
+    """Write all of `data` at byte `at`."""
     view = memoryview(data)
     while view:
         done = os.pwrite(file, view, at)

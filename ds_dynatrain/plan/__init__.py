@@ -1,10 +1,10 @@
 """The plan of a switch: who takes which slot, who sends what to whom, in which order, and what it costs.
 
-`slots` assigns members to the ranks of the new world. `sides` puts source and target beside each other and finds what
-each member lacks and who sends it; `moves` makes moves of that. `plan` is the whole as one member sees it, with the
-order of meetings, an estimate of memory and time, and the parts of absent members that another one carries out.
-`copies` says what a death takes away, and what a copy has of a rank's state. Nothing here talks to anyone: two layouts
-and two lists of members are all it knows.
+`slots` assigns members to the ranks of the new world. `sides` puts source and target beside each other, and finds out
+what each member lacks and who sends it; `moves` turns that into moves. `plan` is the whole as one member sees it, with
+the order of exchanges, an estimate of memory and time, and the parts of absent members that another one carries out.
+`copies` says what a death takes away, and which part of a rank's state belongs into a copy. Nothing here communicates:
+a plan is computed from two layouts and two lists of members alone.
 """
 
 from ds_dynatrain.plan.copies import (

@@ -1,4 +1,4 @@
-"""What a death takes away, and what of a rank's state belongs into a copy that others keep."""
+"""Effects of a death on the state, and the part of a rank's state that belongs into a copy that others keep."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from ds_dynatrain.space.zero import group_size
 
 
 def has_one_holder(vps: VirtualParameterSpace, layout: Layout, kind: str) -> bool:
-    """Whether a state kind may have elements that one rank of the layout alone holds.
+    """Return whether a state kind may have elements that a single rank of the layout holds.
 
-    What stages or tensor ranks compute each for itself counts as one rank's: copies of it may have drifted apart.
+    Values that stages or tensor ranks each compute for themselves count as held once: their copies may have drifted
+    apart.
     """
     if not vps.is_held(layout, kind):
         return False
@@ -23,7 +24,7 @@ def has_one_holder(vps: VirtualParameterSpace, layout: Layout, kind: str) -> boo
 
 
 def is_trained_weight(vps: VirtualParameterSpace, kind: str, name: BufferId) -> bool:
-    """Whether a buffer has trained weights, which need no copy: they are cast from their masters."""
+    """Return whether a buffer has trained weights, which need no copy: they are cast from their masters."""
     is_frozen = name.place == "partition" or (name.place == "tensor" and not vps.tensors[name.index].trainable)
     return row_of(kind).is_cast and not is_frozen
 
@@ -39,9 +40,9 @@ def needs_copies(vps: VirtualParameterSpace, layout: Layout, nodes: Sequence[str
 
 
 def outlives_a_node(layout: Layout, nodes: Sequence[str]) -> bool:
-    """Return whether all of a state that ZeRO does not cut is left, whichever node dies. nodes: the node of each rank.
+    """Return whether, whichever node dies, all of a state that ZeRO does not cut is left. nodes: the node of each rank.
 
-    A single node counts as one for each rank.
+    If all ranks are on one node, each rank counts as a node of its own.
     """
     names = nodes if len(set(nodes)) > 1 else [str(rank) for rank in range(len(nodes))]
     left = [{rank for rank, name in enumerate(names) if name != lost} for lost in set(names)]
@@ -49,9 +50,10 @@ def outlives_a_node(layout: Layout, nodes: Sequence[str]) -> bool:
 
 
 def is_copied(vps: VirtualParameterSpace, layout: Layout, kind: str, name: BufferId, everything: bool = False) -> bool:
-    """Whether a buffer of a rank belongs into its copy.
+    """Return whether a buffer of a rank belongs into its copy.
 
-    everything: also what others hold, too, but for weights: the living have it, and not as it was at that moment.
+    everything: include kinds that other ranks hold, too, except weights; the living have them, but not as they were at
+    that moment.
     """
     belongs = has_one_holder(vps, layout, kind) or (everything and not row_of(kind).is_cast)
     return belongs and not is_trained_weight(vps, kind, name)

@@ -1,7 +1,8 @@
-"""Moves: copies of runs of coordinates from one member's buffers into another's; and those that a member needs.
+"""Moves, which copy runs of coordinates from one member's buffers into another's, and the moves that a member needs.
 
-Local before derived before remote: bytes that the member holds are copied (or are in place); a weight is cast from the
-master that the rank has after the switch, which is never sent for that alone; the rest is received, each element once.
+Local before derived before remote: bytes that the member holds are copied (or are in place already); a weight is cast
+from the master that the rank has after the switch, and a master is never sent for that alone; the rest is received,
+each element once.
 """
 
 from __future__ import annotations
@@ -58,13 +59,13 @@ class Moves:
     def empty(
         cls, kinds: tuple[Kind, ...], source_buffers: tuple[BufferId, ...], target_buffers: tuple[BufferId, ...]
     ) -> Moves:
-        """No move."""
+        """Return no moves, with these tables."""
         columns = {name: np.empty(0, np.int64) for name in COLUMNS}
         return cls(kinds=kinds, source_buffers=source_buffers, target_buffers=target_buffers, **columns)
 
     @classmethod
     def concatenate(cls, parts: Iterable[Moves], default: Moves) -> Moves:
-        """Moves one after another; all share the tables of `default`, which is the answer for no parts."""
+        """Put moves one after another; all share the tables of `default`, which is returned if there are none."""
         filled = [part for part in parts if len(part)]
         if not filled:
             return default
@@ -72,7 +73,7 @@ class Moves:
         return replace(default, **columns)
 
     def __len__(self) -> int:
-        """Number of runs."""
+        """Return the number of runs."""
         return len(self.start)
 
     @property
@@ -86,16 +87,16 @@ class Moves:
         return int(((self.stop - self.start) * self.itemsize).sum())
 
     def select(self, rows: Ints | slice) -> Moves:
-        """The moves at a slice or array of row numbers."""
+        """Return the moves at a slice or array of row numbers."""
         return replace(self, **{name: getattr(self, name)[rows] for name in COLUMNS})
 
     def only(self, kinds: Collection[str]) -> Moves:
-        """The moves of some kinds."""
+        """Return the moves of some kinds."""
         is_one = np.array([kind.name in kinds for kind in self.kinds], dtype=bool)
         return self.select(np.flatnonzero(is_one[self.kind]))
 
     def cut(self, row: Ints, start: Ints, stop: Ints) -> Moves:
-        """The parts [start[i], stop[i]) of the moves row[i], with the offsets of the parts."""
+        """Return the parts [start[i], stop[i]) of the moves row[i], with the offsets of the parts."""
         chosen = self.select(row)
         step = start - chosen.start
         return replace(
@@ -107,9 +108,9 @@ class Moves:
         )
 
     def canonical(self) -> Moves:
-        """The same elements sorted by (target, source, kind, target buffer, start), in the fewest runs.
+        """Return the same elements sorted by (target, source, kind, target buffer, start), in the fewest runs.
 
-        Runs that are neighbors on the line and in both buffers become one. Two members that reach the same elements by
+        Runs that are neighbors on the line and in both buffers become one. Two members that reach the same elements in
         different ways get the same arrays: a sender's list equals its receiver's.
         """
         moves = self.select(np.lexsort((self.start, self.target_buffer, self.kind, self.source, self.target)))
@@ -124,9 +125,9 @@ class Moves:
 
 
 def at_home(sides: Sides, member: int) -> tuple[Moves, Moves]:
-    """The local and the derived moves of a member.
+    """Return the local and the derived moves of a member.
 
-    Derived moves read the member's target buffers, after all else has arrived: they cast from another kind.
+    Derived moves read the member's target buffers, after everything else has arrived: they cast from another kind.
     """
     nothing = no_moves(sides)
     after = Moves.empty(sides.vps.kinds, nothing.target_buffers, nothing.target_buffers)
@@ -151,7 +152,7 @@ def at_home(sides: Sides, member: int) -> tuple[Moves, Moves]:
 
 
 def receives(sides: Sides, member: int) -> Moves:
-    """All that a member receives, sorted by sender, kind and start."""
+    """Return all moves into a member from others, sorted by sender, kind and start."""
     rank = sides.target_rank.get(member, ABSENT)
     if rank == ABSENT:
         return no_moves(sides)
@@ -165,7 +166,7 @@ def receives(sides: Sides, member: int) -> Moves:
 
 
 def sends(sides: Sides, member: int) -> Moves:
-    """All that a member sends, sorted by receiver, kind and start."""
+    """Return all moves from a member to others, sorted by receiver, kind and start."""
     sender = sides.source_rank.get(member, ABSENT)
     if sender == ABSENT:
         return no_moves(sides)
@@ -178,13 +179,13 @@ def sends(sides: Sides, member: int) -> Moves:
 
 
 def no_moves(sides: Sides) -> Moves:
-    """No move, with the buffer tables of both sides."""
+    """Return no moves, with the buffer tables of both sides."""
     source, target = sides.vps.buffers(sides.vps.layout), sides.vps.buffers(sides.layout)
     return Moves.empty(sides.vps.kinds, source, target)
 
 
 def _pair(sides: Sides, member: int, kind: Kind, want: Pieces, source_kind: str, held: Pieces) -> Moves:
-    """Copies within one member of what `want` and `held` share."""
+    """Return copies within one member of the coordinates that `want` and `held` share."""
     to, out_of = want.intersect(held)
     same = np.full(len(to), member, dtype=np.int64)
     return Moves(
@@ -205,7 +206,7 @@ def _pair(sides: Sides, member: int, kind: Kind, want: Pieces, source_kind: str,
 
 
 def _between(sides: Sides, kind: Kind, start: Ints, stop: Ints, sender: Ints, receiver: Ints) -> Moves:
-    """Moves of runs from source ranks to target ranks, cut where an address changes on either side."""
+    """Return moves of runs from source ranks to target ranks, cut where an address changes on either side."""
     source_kind = read_from(sides, kind)
     row, start, stop, _, _ = sides.source(source_kind).place(start, stop, sender)
     sender, receiver = sender[row], receiver[row]

@@ -18,7 +18,7 @@ from ds_dynatrain.space.interval import Ints
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
-    """What a member and a peer send each other in one round; the peer's `sends` are its `receives`, row by row."""
+    """The moves between a member and a peer in one round; the peer's `sends` are this `receives`, row by row."""
 
     peer: int
     sends: Moves
@@ -30,7 +30,8 @@ class MemberPlan:
     """A member's part of a switch.
 
     local: copies from its own source buffers (read before they are released). rounds: exchanges in order; a round
-    without a byte in either direction is left out at both ends. derived: after all else, from its own target buffers.
+    without a byte in either direction is left out at both ends. derived: casts from its own target buffers, after
+    everything else.
     """
 
     member: int
@@ -39,7 +40,7 @@ class MemberPlan:
     rounds: tuple[Exchange, ...]
 
     def only(self, kinds: Collection[str]) -> MemberPlan:
-        """The moves of some kinds: again a part of a plan, whose other parts are those of these kinds."""
+        """Return the part that moves some kinds; the same kinds of all members' parts make a plan again."""
         exchanges = [Exchange(each.peer, each.sends.only(kinds), each.receives.only(kinds)) for each in self.rounds]
         busy = tuple(each for each in exchanges if len(each.sends) or len(each.receives))
         return MemberPlan(self.member, self.local.only(kinds), self.derived.only(kinds), busy)
@@ -47,7 +48,7 @@ class MemberPlan:
 
 @dataclass(frozen=True, eq=False)
 class SwitchPlan:
-    """Every move of a switch. Light: a member's moves are computed when asked for, from the two sides alone."""
+    """Every move of a switch. Light: a member's moves are computed from the two sides when asked for."""
 
     sides: Sides
 
@@ -68,11 +69,11 @@ class SwitchPlan:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """All members with a part in the switch, ascending: those of both sides."""
+        """Members with a part in the switch, ascending: the members of both sides."""
         return tuple(sorted({*self.source_members, *self.target_members}))
 
     def for_member(self, member: int) -> MemberPlan:
-        """The member's moves and rounds; nothing at all for one on neither side."""
+        """Return the member's moves and rounds; empty for a member on neither side."""
         local, derived = moves.at_home(self.sides, member)
         if member not in self.members:
             return MemberPlan(member, local, derived, ())
@@ -101,12 +102,12 @@ class SwitchPlan:
 
     @cached_property
     def bytes_sent(self) -> int:
-        """Bytes that cross between members, all together."""
+        """Bytes that cross between members, in total."""
         return sum(sent for sent, _ in self.traffic.values())
 
     @cached_property
     def bytes_busiest(self) -> int:
-        """Bytes of the busiest direction of the busiest member: what the others wait for."""
+        """Bytes in the busiest direction of the busiest member, which all others wait for."""
         return max((max(both) for both in self.traffic.values()), default=0)
 
 
@@ -117,19 +118,19 @@ def plan_switch(
     kinds: Iterable[str] | None = None,
     held_as: Mapping[str, str] = AS_LAID_OUT,
 ) -> SwitchPlan:
-    """The plan that takes the space from its present layout and members to the target's.
+    """Return the plan that takes the space from its present layout and members to the target's.
 
-    kinds: names of the kinds present at the source (no moments before the first step); all that its layout holds if
-    None. held_as: kinds that lie at the source cut as another one of the same tensors: {"weight": "master"} where
-    weights are read from what masters were cast to. LayoutError if the members do not fill the world or an axis is not
-    supported; SwitchRefused for a kind nobody holds.
+    kinds: names of the kinds present at the source (no moments before the first step); if None, all that its layout
+    holds. held_as: kinds that lie at the source cut as another kind of the same tensors: {"weight": "master"} if
+    weights are read from the buffers that masters were cast to. Raise LayoutError if the members do not fill the world
+    or an axis is not supported, SwitchRefused for a kind that no member has.
     """
     names = vps.present_kinds() if kinds is None else kinds
     return SwitchPlan(Sides(vps, target_layout, tuple(target_members), tuple(map(vps.kind, names)), held_as))
 
 
 def _of(all_moves: Moves, peers: Ints, peer: int) -> Moves:
-    """The moves with one peer; `peers` is sorted."""
+    """Return the moves with one peer; `peers` is sorted."""
     first, last = np.searchsorted(peers, [peer, peer + 1])
     return all_moves.select(slice(int(first), int(last)))
 
@@ -138,13 +139,13 @@ def _of(all_moves: Moves, peers: Ints, peer: int) -> Moves:
 
 
 def rounds(members: Iterable[int], me: int) -> tuple[int | None, ...]:
-    """The peer of `me` in every round, None where it rests: each pair meets once, and nobody waits in a circle.
+    """Return the peer of `me` in every round, None where it rests; each pair meets once, and waits form no circle.
 
     The round-robin tournament by the circle method (T. P. Kirkman, 1847): one member stands still, the others step
     around it. All have a peer or rest in the same round, so an exchange in both directions at once never deadlocks.
 
-    n members need n - 1 rounds if n is even and n if it is odd; `members` in any order, all callers with the same set.
-    ValueError if `me` is none of them.
+    n members need n - 1 rounds if n is even and n if it is odd; `members` may be in any order, but all callers pass the
+    same set. Raise ValueError if `me` is not in it.
     """
     circle: list[int | None] = [*sorted(set(members))]
     if me not in circle:
@@ -159,13 +160,13 @@ def rounds(members: Iterable[int], me: int) -> tuple[int | None, ...]:
 
 
 def _opponent(place: int, round_number: int, count: int) -> int:
-    """In round r, moving places a and b meet if a + b = r modulo count; a = b meets the one that stands still."""
+    """Return whom a moving place meets: a and b meet in round r if a + b = r modulo count; a = b meets the fixed."""
     other = (round_number - place) % count
     return count if other == place else other
 
 
 def _opposite_fixed(round_number: int, count: int) -> int:
-    """The place a with 2a = r modulo count (count is odd)."""
+    """Return the place a with 2a = r modulo count (count is odd)."""
     return round_number * (count + 1) // 2 % count
 
 
@@ -174,14 +175,14 @@ def _opposite_fixed(round_number: int, count: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class StandInPlan:
-    """What one member carries out for itself and for absent ones, from what it holds of theirs.
+    """The parts that one member carries out for itself and for absent members whose state it holds.
 
-    A plan names who holds what at the source. Where somebody else has what an absent member held, the plan still names
-    the absent one, by a number that no living member has: shardings and rounds stay as they are, and only who acts is
-    another.
+    A plan names who holds what at the source. If another member has what an absent one held, the plan still names the
+    absent one, by a number that no living member has: shardings and rounds stay the same, and only the acting member
+    changes.
 
-    own: its own part. absent: the part of each member that it stands in for; what such a one sends to the stand-in is
-    among its local moves, which write the stand-in's target buffers.
+    own: its own part. absent: the part of each member that it stands in for; moves from such a member to the stand-in
+    are among its local moves, which write the stand-in's target buffers.
     """
 
     own: MemberPlan
@@ -189,9 +190,9 @@ class StandInPlan:
 
 
 def standing_in(plan: SwitchPlan, member: int, absent: Iterable[int]) -> StandInPlan:
-    """The parts of a member and of those that it stands in for, who are in the source alone.
+    """Return the parts of a member and of the absent members that it stands in for.
 
-    LayoutError for one that is in the target, where nobody can stand in for it.
+    Raise LayoutError for an absent member in the target: nobody can stand in for it there.
     """
     played = tuple(absent)
     wrong = sorted(set(played) & set(plan.target_members))
@@ -206,7 +207,7 @@ def standing_in(plan: SwitchPlan, member: int, absent: Iterable[int]) -> StandIn
 
 
 def _part(part: MemberPlan, member: int) -> MemberPlan:
-    """With what goes to `member` as local moves."""
+    """Return the part with the moves to `member` as local moves."""
     to_member = [each.sends for each in part.rounds if each.peer == member]
     away = tuple(each for each in part.rounds if each.peer != member)
     return replace(part, local=Moves.concatenate(to_member, part.local), rounds=away)
@@ -217,9 +218,9 @@ def _part(part: MemberPlan, member: int) -> MemberPlan:
 
 @dataclass(frozen=True)
 class Cost:
-    """An estimate. bytes_sent: over all members. peak_bytes: by member, state of both sides and the budget.
+    """An estimate of a switch. bytes_sent: over all members. peak_bytes: by member, state of both sides and the budget.
 
-    seconds: of the busiest direction of the busiest member at the bandwidth given.
+    seconds: time of the busiest direction of the busiest member at the given bandwidth.
     """
 
     bytes_sent: int
@@ -228,15 +229,15 @@ class Cost:
 
     @property
     def highest_peak_bytes(self) -> int:
-        """Peak of the member with the most."""
+        """Peak of the member with the highest one, in bytes."""
         return max(self.peak_bytes.values(), default=0)
 
 
 def estimate(plan: SwitchPlan, budget_bytes: int, bytes_per_second: float) -> Cost:
-    """Cost with at most `budget_bytes` packed in flight on a member, over links of `bytes_per_second` each way."""
+    """Return the cost with at most `budget_bytes` packed in flight per member, at `bytes_per_second` each way."""
     sides = plan.sides
     fresh = {kind for kind in sides.vps.present_kinds(sides.layout) if row_of(kind).is_gradient}
-    kinds = (*plan.kinds, *sorted(fresh - set(plan.kinds)))  # made there, if none moves
+    kinds = (*plan.kinds, *sorted(fresh - set(plan.kinds)))  # allocated at the target even if none moves
     peak = {}
     for member in plan.members:
         busy = sum(plan.traffic[member])
@@ -247,9 +248,9 @@ def estimate(plan: SwitchPlan, budget_bytes: int, bytes_per_second: float) -> Co
 
 
 def state_bytes(vps: VirtualParameterSpace, layout: Layout, rank: int, kinds: tuple[str, ...]) -> int:
-    """Bytes of the kinds on a rank (none if ABSENT), without padding.
+    """Return the bytes of the kinds on a rank (0 if ABSENT), without padding.
 
-    A weight that has the bytes of its master is counted once where both have the same buffer (stages 0 and 3 in fp32).
+    A weight that has the bytes of its master is counted once if both have the same buffer (stages 0 and 3 in fp32).
     """
     if rank == ABSENT:
         return 0

@@ -2,8 +2,8 @@
 
 Both ends find the senders by the same arithmetic, without communication. A receiver cuts what it wants by the owners at
 the source. A sender starts from what it owns, finds the target ranks that will hold it, and drops what their members
-hold already or can cast. Where the source is replicated, what a receiver wants is split evenly over all source ranks,
-beginning with a different one for each receiver.
+hold already or can cast. If the source is replicated, the runs that a receiver wants are split evenly over all source
+ranks, beginning with a different one for each receiver.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Sides:
     held_as: Mapping[str, str]
 
     def __post_init__(self) -> None:
-        """LayoutError for members that do not fill the world, SwitchRefused for a kind that nobody has."""
+        """Raise LayoutError for members that do not fill the world, SwitchRefused for a kind that the source lacks."""
         check_members(self.layout, self.members)
         names = [kind.name for kind in self.kinds]
         if len(set(names)) != len(names):
@@ -62,38 +62,38 @@ class Sides:
 
     @property
     def source_ranks(self) -> Ints:
-        """For each target rank, the source rank of its member, or ABSENT."""
+        """Source rank of each target rank's member, or ABSENT."""
         return np.array([self.source_rank.get(member, ABSENT) for member in self.members], dtype=np.int64)
 
     def source(self, kind: str) -> Sharding:
-        """How the source holds a kind."""
+        """Return how the source holds a kind."""
         return self.vps.sharding(self.vps.layout, self.held_as.get(kind, kind))
 
     def target(self, kind: str) -> Sharding:
-        """How the target holds a kind."""
+        """Return how the target holds a kind."""
         return self.vps.sharding(self.layout, kind)
 
     def sources(self, kind: Kind) -> tuple[str, ...]:
-        """The kinds present at the source that may be read for `kind`, itself first."""
+        """Return the kinds present at the source that may be read for `kind`, itself first."""
         present = {other.name for other in self.kinds}
         return tuple(name for name in kind.sources if name in present)
 
     def derived_from(self, kind: Kind) -> str | None:
-        """The kind that `kind` can be cast from, if that one moves too."""
+        """Return the kind that `kind` can be cast from, if that one moves too, or None."""
         present = {other.name for other in self.kinds}
         return kind.derived_from if kind.derived_from in present else None
 
     def held(self, kind: Kind, rank: int) -> Iterator[tuple[str, Pieces]]:
-        """What the source rank holds that may be read for `kind`, best first: (source kind, pieces)."""
+        """Yield the pieces at a source rank that may be read for `kind`, best first: (source kind, pieces)."""
         if rank == ABSENT:
             return
         for name in self.sources(kind):
             yield name, self.source(name).holding(rank)
 
     def wanted(self, kind: Kind, rank: int, source_rank: int) -> tuple[Ints, Ints]:
-        """The tidy runs that a target rank must receive, if its member had `source_rank` (or ABSENT) at the source.
+        """Return the tidy runs that a target rank must receive; its member had `source_rank` (or ABSENT) at the source.
 
-        All that it will hold, less what its member holds now and what it can cast from another kind.
+        These are all that it will hold, except what its member holds now or can cast from another kind.
         """
         want = self.target(kind.name).holding(rank)
         for _, held in self.held(kind, source_rank):
@@ -109,14 +109,17 @@ Rows = tuple[Ints, Ints, Ints]
 
 
 def read_from(sides: Sides, kind: Kind) -> str:
-    """The kind that senders read for `kind`: one that is replicated if there is any, else the kind itself."""
+    """Return the kind that senders read for `kind`: a replicated one if there is any, else the kind itself."""
     names = sides.sources(kind)
     replicated = [name for name in names if sides.source(name).replicated]
     return (replicated or list(names))[0]
 
 
 def senders_of(sides: Sides, kind: Kind, rank: int, start: Ints, stop: Ints) -> Rows:
-    """Cut the runs that a target rank wants by sender: (start, stop, source rank); SwitchRefused if one has none."""
+    """Cut the runs that a target rank wants by sender: (start, stop, source rank).
+
+    Raise SwitchRefused if elements have no holder at the source.
+    """
     cut = sides.source(read_from(sides, kind))
     if not cut.replicated:
         _, low, high, sender = cut.owners(start, stop)
@@ -132,7 +135,7 @@ def senders_of(sides: Sides, kind: Kind, rank: int, start: Ints, stop: Ints) -> 
 
 
 def receivers_of(sides: Sides, kind: Kind, sender: int) -> Rows:
-    """The runs that a source rank sends, by receiver: (start, stop, target rank)."""
+    """Return the runs that a source rank sends, by receiver: (start, stop, target rank)."""
     cut = sides.source(read_from(sides, kind))
     if not cut.replicated:
         return _receivers_of_owned(sides, kind, cut, sender)
@@ -158,13 +161,13 @@ def _receivers_of_owned(sides: Sides, kind: Kind, cut: Sharding, sender: int) ->
 
 
 def _within(start: Ints, stop: Ints, cut: Sharding) -> tuple[Ints, Ints]:
-    """The parts of runs that a sharding covers."""
+    """Return the parts of runs that a sharding covers."""
     _, _, low, high = interval.intersect(start, stop, *cut.region())
     return low, high
 
 
 def _drop_held(rows: Rows, cut: Sharding, holder: Ints) -> Rows:
-    """What of each row its `holder` (a rank of `cut`, or ABSENT) does not hold."""
+    """Return the parts of each row that its `holder` (a rank of `cut`, or ABSENT) does not hold."""
     start, stop, rank = rows
     if not len(start) or cut.is_empty:
         return rows
@@ -173,7 +176,7 @@ def _drop_held(rows: Rows, cut: Sharding, holder: Ints) -> Rows:
 
 
 def _even_shares(start: Ints, stop: Ints, ranks: int, rotation: int) -> Rows:
-    """Tidy runs cut in `ranks` shares of equal size; share i goes to rank (i + rotation) modulo `ranks`."""
+    """Cut tidy runs in `ranks` shares of equal size; share i goes to rank (i + rotation) modulo `ranks`."""
     length = stop - start
     before = np.cumsum(length) - length
     total = int(length.sum())

@@ -1,9 +1,8 @@
 """Slots: which member takes which rank of the new world, so that the fewest bytes move.
 
 The member at rank 0 keeps it if it stays. All others are assigned by the Hungarian method (scipy's
-`linear_sum_assignment`) on the bytes that a member would receive in a slot. Among the cheapest assignments one is
-chosen by a second run over those pairs alone that occur in some cheapest assignment, so the answer is the same on
-every member.
+`linear_sum_assignment`) on the bytes that a member would receive in a slot. Several assignments may be cheapest: a
+second run over only the pairs that occur in a cheapest assignment chooses one of them, the same on every member.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ def assign_slots(
     node_of: Mapping[int, str] | None = None,
     kinds: Iterable[str] | None = None,
 ) -> tuple[int, ...]:
-    """The members of the target in rank order.
+    """Return the members of the target in rank order.
 
-    candidates: who may hold a slot; in a fixed set all processes, idle ones too. node_of: the node of each candidate;
-    equal bytes go to members that work already, then to nodes that hold more of those, then to lower numbers, lower
-    ranks to lower slots. LayoutError if there are fewer candidates than slots.
+    candidates: members that may hold a slot; in a fixed set all processes, idle ones too. node_of: the node of each
+    candidate. At equal bytes, prefer members that work already, then nodes that hold more of these, then lower numbers;
+    lower ranks get lower slots. Raise LayoutError if there are fewer candidates than slots.
     """
     order = _preference(vps, candidates, node_of or {})
     slots = target_layout.world_size
@@ -63,7 +62,7 @@ def assign_slots(
 def slot_costs(
     vps: VirtualParameterSpace, target_layout: Layout, candidates: Iterable[int], kinds: Iterable[str] | None = None
 ) -> Ints:
-    """Bytes that each candidate (row) would receive in each slot (column)."""
+    """Return the bytes that each candidate (row) would receive in each slot (column)."""
     slots = target_layout.world_size
     sides = plan_switch(vps, target_layout, range(slots), kinds).sides
     by_rank = np.zeros((vps.layout.world_size + 1, slots), dtype=np.int64)
@@ -77,21 +76,21 @@ def slot_costs(
 
 
 def _cut_like(kind: Kind) -> object:
-    """Equal for kinds whose elements lie alike under every layout, such as a master and its moments."""
+    """Return a key that is equal for kinds that lie alike under every layout, such as a master and its moments."""
     row = row_of(kind.name)
     own = row.stages, row.whole_in, row.of_frozen
     return own, kind.groups, kind.whole_tensors, kind.sources[1:], kind.derived_from
 
 
 def _missing_in_slots(sides: Sides, kind: Kind) -> Ints:
-    """Elements of a kind that each slot (column) lacks, in the rows of `_missing`."""
+    """Return the elements of a kind that each slot (column) lacks, in the rows of `_missing`."""
     slots = sides.layout.world_size
     shared = sides.target(kind.name).shared
     if shared is None:
         columns = [_missing(sides, kind, *sides.wanted(kind, slot, ABSENT)) for slot in range(slots)]
         return np.stack(columns, axis=1)
     result = np.zeros((sides.vps.layout.world_size + 1, slots), dtype=np.int64)
-    for ranks, start, stop in shared:  # most of it is the same for many slots; what a slot can cast is not lacking
+    for ranks, start, stop in shared:  # many slots share most of it; a slot does not lack what it can cast
         result[:, ranks] += _missing(sides, kind, start, stop)[:, None]
     origin = sides.derived_from(kind)
     if origin is not None:
@@ -102,7 +101,7 @@ def _missing_in_slots(sides: Sides, kind: Kind) -> Ints:
 
 
 def _missing(sides: Sides, kind: Kind, start: Ints, stop: Ints) -> Ints:
-    """Elements of tidy runs of a kind that a member lacks: at each source rank, and last one that was at none."""
+    """Count the elements of tidy runs that a member lacks, for each source rank and last for one without a rank."""
     ranks = sides.vps.layout.world_size
     result = np.full(ranks + 1, int((stop - start).sum()), dtype=np.int64)
     cuts = [cut for cut in map(sides.source, sides.sources(kind)) if not cut.is_empty]
@@ -118,7 +117,7 @@ def _missing(sides: Sides, kind: Kind, start: Ints, stop: Ints) -> Ints:
             earlier.append(cut)
         else:
             _, low, high, rank = cut.holders(start, stop)
-            for before in earlier:  # what a rank holds twice counts once
+            for before in earlier:  # elements that a rank holds twice count once
                 row, low, high = before.lacking(low, high, rank)
                 rank = rank[row]
             np.subtract.at(result, rank, high - low)
@@ -127,7 +126,7 @@ def _missing(sides: Sides, kind: Kind, start: Ints, stop: Ints) -> Ints:
 
 
 def _preference(vps: VirtualParameterSpace, candidates: Iterable[int], node_of: Mapping[int, str]) -> list[int]:
-    """Candidates, best first: working ones by rank, then the others by node and number."""
+    """Sort the candidates, best first: working ones by rank, then the others by node and number."""
     members = set(candidates)
     working = [member for member in vps.members if member in members]
     busy = Counter(node_of.get(member, "") for member in working)
@@ -136,7 +135,7 @@ def _preference(vps: VirtualParameterSpace, candidates: Iterable[int], node_of: 
 
 
 def _cheapest(cost: Ints) -> list[int]:
-    """For each column the row assigned to it: least cost, and among those the earliest rows in their order."""
+    """Return the row assigned to each column: least cost, and among equals the earliest rows in their order."""
     rows, columns = cost.shape
     if not columns:
         return []
@@ -158,9 +157,10 @@ def _cheapest(cost: Ints) -> list[int]:
 
 
 def _tight(cost: Ints, taken: Ints) -> npt.NDArray[np.bool_]:
-    """The pairs with no reduced cost under optimal prices: those of all cheapest assignments, and of no dearer one.
+    """Return the pairs with no reduced cost under optimal prices: exactly those of all cheapest assignments.
 
-    Prices by Bellman and Ford's method over the columns: row r, at present on column taken[r], must not gain by moving.
+    The prices come from Bellman and Ford's method over the columns: row r, at present in column taken[r], must not gain
+    by moving.
     """
     own = cost[np.arange(len(cost)), taken]
     gain = np.empty_like(cost)

@@ -20,13 +20,16 @@ from ds_dynatrain.errors import LayoutError
 
 @dataclass(frozen=True)
 class Columns:
-    """size: samples of each micro-batch. counts: micro-batches of each column; LayoutError if one has none."""
+    """Numbers of micro-batches that the columns of a pipeline run in a global batch.
+
+    size: samples of each micro-batch. counts: micro-batches of each column; LayoutError if one has none.
+    """
 
     size: int
     counts: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
+        """Raise LayoutError for a size or a count below 1, or for no column at all."""
         if self.size < 1 or not self.counts or min(self.counts) < 1:
             raise LayoutError(
                 f"columns of {self.counts} micro-batches of {self.size} samples: each has one at least; give 1 or more"
@@ -34,17 +37,17 @@ class Columns:
 
     @classmethod
     def of(cls, samples: int, limit: int, columns: int, shares: tuple[int, ...] | None = None) -> Columns:
-        """So many samples in micro-batches of at most `limit`, over columns by `shares` or as evenly as they go.
+        """Deal `samples` in micro-batches of at most `limit` over the columns, by `shares` or as evenly as possible.
 
-        Of the sizes that divide the samples (every share) it is the one with the fewest micro-batches in the longest
-        column, and of those the smallest. LayoutError if there are fewer samples than columns.
+        Among the sizes that divide the samples (every share), choose the one with the fewest micro-batches in the
+        longest column, and among equals the smallest. Raise LayoutError if there are fewer samples than columns.
         """
         fitting = itertools.takewhile(lambda each: each.size <= limit, cls.every(samples, columns, shares))
         return min(fitting, key=lambda each: (each.longest, each.size))
 
     @classmethod
     def every(cls, samples: int, columns: int, shares: tuple[int, ...] | None = None) -> Iterator[Columns]:
-        """In micro-batches of each size that there can be, the smallest first; LayoutError as `of`."""
+        """Yield the columns for every possible size of a micro-batch, smallest first; LayoutError as in `of`."""
         if samples < columns:
             raise LayoutError(
                 f"{samples} samples over {columns} columns: each needs one; take at most {samples} pipelines side by "
@@ -57,7 +60,7 @@ class Columns:
 
     @classmethod
     def _in(cls, size: int, samples: int, columns: int, shares: tuple[int, ...] | None) -> Columns:
-        """With micro-batches of a size."""
+        """Return the columns whose micro-batches have `size` samples."""
         if shares is not None:
             return cls(size, tuple(share // size for share in shares))
         each, more = divmod(samples // size, columns)
@@ -65,7 +68,7 @@ class Columns:
 
     @property
     def longest(self) -> int:
-        """Micro-batches of the column that has most."""
+        """Micro-batches of the longest column."""
         return max(self.counts)
 
     @property
@@ -75,7 +78,7 @@ class Columns:
 
     @property
     def mean(self) -> float:
-        """Micro-batches of a column, by which each divides the sum of its losses."""
+        """Mean number of micro-batches of a column; each column divides the sum of its losses by it."""
         return self.total / len(self.counts)
 
     @property
@@ -85,5 +88,5 @@ class Columns:
 
     @property
     def is_even(self) -> bool:
-        """Whether all run as many."""
+        """Whether all columns run the same number of micro-batches."""
         return min(self.counts) == self.longest

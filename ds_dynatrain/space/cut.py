@@ -41,7 +41,7 @@ class Box:
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Box:
-        """All of a tensor."""
+        """Return the box that covers a whole tensor of `shape`."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
@@ -51,11 +51,11 @@ class Box:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Number of elements in it."""
         return math.prod(self.shape)
 
     def intersect(self, other: Box) -> Box | None:
-        """The elements in both, or None if there are none; LayoutError for different numbers of dims."""
+        """Return the elements in both boxes, or None if there are none; LayoutError for different numbers of dims."""
         if len(self.start) != len(other.start):
             raise LayoutError(
                 f"a box of {len(self.start)} dims meets one of {len(other.start)}; give boxes of one tensor"
@@ -65,22 +65,22 @@ class Box:
         return Box(low, high) if all(map(int.__lt__, low, high)) else None
 
     def contains(self, other: Box) -> bool:
-        """Whether every element of the other is in this one."""
+        """Return whether every element of the other box is in this one."""
         return other.numel == 0 or self.intersect(other) == other
 
     def shift(self, by: tuple[int, ...]) -> Box:
-        """The same block, moved."""
+        """Return the same block, moved by `by[d]` in every dim d."""
         low = tuple(a + b for a, b in zip(self.start, by, strict=True))
         return Box(low, tuple(a + b for a, b in zip(low, self.shape, strict=True)))
 
 
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a dense tensor, in elements."""
+    """Return the strides of a dense tensor, in elements."""
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def runs_of_box(shape: tuple[int, ...], box: Box) -> tuple[Ints, Ints]:
-    """The fewest row-major runs (starts, stops) of a box of a tensor; LayoutError if it is not in the tensor."""
+    """Return the fewest row-major runs (starts, stops) of a box of a tensor; LayoutError if it is not in the tensor."""
     if not Box.whole(shape).contains(box):
         raise LayoutError(f"box {box.start} to {box.stop} is not in a tensor of shape {shape}; give a box inside of it")
     if not box.numel:
@@ -106,7 +106,7 @@ class Placed:
     strides: tuple[int, ...]
 
     def restrict(self, box: Box) -> Placed | None:
-        """The part of the piece inside of another box, or None."""
+        """Return the part of the piece inside another box, or None if they do not meet."""
         common = self.box.intersect(box)
         if common is None:
             return None
@@ -116,20 +116,23 @@ class Placed:
 
 @dataclass(frozen=True)
 class Shard:
-    """All pieces of a tensor on one rank. shape: of the local buffer; its elements that no piece covers are padding."""
+    """The pieces of a tensor that lie on one rank.
+
+    shape: the shape of the local buffer; elements of it that no piece covers are padding.
+    """
 
     shape: tuple[int, ...]
     pieces: tuple[Placed, ...]
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Shard:
-        """A tensor that nothing has cut."""
+        """Return the shard of a tensor that nothing has cut."""
         pieces = (Placed(Box.whole(shape), 0, row_major(shape)),) if math.prod(shape) else ()
         return cls(tuple(shape), pieces)
 
     @property
     def numel(self) -> int:
-        """Number of elements of the tensor, without padding."""
+        """Number of elements of the tensor here, without padding."""
         return sum(piece.box.numel for piece in self.pieces)
 
 
@@ -141,7 +144,7 @@ class Pick:
     holders: tuple[int, ...]
 
     def parts(self, shape: tuple[int, ...], index: int) -> tuple[tuple[int, ...], tuple[Placed, ...]]:
-        """All or nothing."""
+        """Return the local shape and the pieces: the whole tensor for a holder; otherwise shape (0,) and no piece."""
         _check_index(self, index)
         shard = Shard.whole(shape) if index in self.holders else Shard((0,), ())
         return shard.shape, shard.pieces
@@ -149,11 +152,11 @@ class Pick:
 
 @dataclass(frozen=True)
 class DimCut:
-    """A dim cut in blocks, and each block in parts, one part of every block per rank.
+    """A cut of one dim in blocks, and of each block in parts, one part of every block per rank.
 
-    blocks: blocks[b][i] elements of block b go to rank i. Blocks follow one another along the dim. They may reach past
-    the tensor's end, in the last block only: what is there is padding. Even and uneven cuts are one block; a fused
-    query-key-value is three.
+    blocks: blocks[b][i] elements of block b go to rank i. Blocks follow one another along the dim. The last block alone
+    may reach past the tensor's end; the excess is padding. Even and uneven cuts have one block; a fused query-key-value
+    has three.
     """
 
     dim: int
@@ -173,11 +176,14 @@ class DimCut:
 
     @property
     def count(self) -> int:
-        """Number of ranks."""
+        """Number of ranks dealt to."""
         return len(self.blocks[0])
 
     def parts(self, shape: tuple[int, ...], index: int) -> tuple[tuple[int, ...], tuple[Placed, ...]]:
-        """One piece for each block with elements here; LayoutError if the blocks do not cover the dim."""
+        """Return the local shape and one piece for each block with elements here.
+
+        Raise LayoutError if the blocks do not cover the dim.
+        """
         _check_index(self, index)
         size = _dim(shape, self.dim)
         last = sum(map(sum, self.blocks[:-1]))
@@ -201,17 +207,18 @@ class DimCut:
 
 
 Cut = Pick | DimCut
-"""A rule that deals the local tensor of a shape out to `count` ranks. `parts` gives the local shape of a rank, and the
-pieces of the tensor that lie in it."""
+"""A rule that deals the local tensor of a shape out to `count` ranks.
+
+Its method `parts` returns the local shape of a rank, and the pieces of the tensor that lie in it."""
 
 
 def uneven(dim: int, sizes: Iterable[int]) -> DimCut:
-    """A dim cut in parts of the sizes given, in rank order."""
+    """Return a cut of a dim in parts of the given sizes, in rank order."""
     return DimCut(dim, (tuple(sizes),))
 
 
 def compose(shape: tuple[int, ...], cuts: Iterable[tuple[Cut, int]]) -> Shard:
-    """The shard of a tensor after several cuts, each with the rank's index in it, outermost axis first."""
+    """Return the shard of a tensor after several cuts, each with the rank's index in it, outermost axis first."""
     shard = Shard.whole(shape)
     for cut, index in cuts:
         local, kept = cut.parts(shard.shape, index)
@@ -221,7 +228,7 @@ def compose(shape: tuple[int, ...], cuts: Iterable[tuple[Cut, int]]) -> Shard:
 
 
 def _through(part: Placed, piece: Placed, buffer: tuple[int, ...]) -> Placed | None:
-    """What a further cut keeps of a piece: `part` is a box of the buffer that the piece is a box of, too."""
+    """Return what a further cut keeps of a piece, or None: `part` and `piece` are boxes of the same buffer."""
     left, start = piece.offset, []
     for stride in row_major(buffer):
         index, left = divmod(left, stride)
@@ -246,11 +253,11 @@ def _check_index(cut: Cut, index: int) -> None:
 
 @dataclass(frozen=True)
 class AxisCuts:
-    """One logical tensor under one layout.
+    """The cuts of one logical tensor under one layout.
 
-    stages: the pipeline stages that hold it, ascending; several for a tied weight. expert: how the expert axis cuts
-    it, None if it belongs to no expert. tensor: how the tensor axis cuts it, None if all ranks of that axis hold the
-    same, as they do of an expert: whatever places on the tensor axis the ranks of an expert index have.
+    stages: the pipeline stages that hold it, ascending; several for a tied weight. expert: how the expert axis cuts it,
+    or None if it belongs to no expert. tensor: how the tensor axis cuts it, or None if all ranks of that axis hold the
+    same. An expert's tensor has None: the ranks of an expert index hold the same, wherever they are on the tensor axis.
     """
 
     stages: tuple[int, ...] = (0,)
@@ -258,7 +265,7 @@ class AxisCuts:
     tensor: Cut | None = None
 
     def shard(self, shape: tuple[int, ...], pipe: int, expert: int, tensor: int) -> Shard:
-        """What of a tensor of `shape` is at a place on the three axes; of shape (0,) where there is nothing."""
+        """Return the part of a tensor of `shape` at a place on the three axes, of shape (0,) if the place has none."""
         if pipe not in self.stages:
             return NOTHING
         cuts = [(cut, index) for cut, index in ((self.expert, expert), (self.tensor, tensor)) if cut is not None]
@@ -274,17 +281,17 @@ Partitioner = Callable[[Layout], Partition]
 
 
 def is_partitioned(layout: Layout) -> bool:
-    """Whether ranks of the layout hold different parts of the model before ZeRO cuts anything."""
+    """Return whether ranks of the layout hold different parts of the model before ZeRO cuts anything."""
     return layout.pipe > 1 or layout.expert > 1 or layout.tensor > 1
 
 
 def shared_stages(cuts: Iterable[AxisCuts]) -> tuple[tuple[int, ...], ...]:
-    """The sets of stages that share a tensor."""
+    """Return the sets of stages that share a tensor, sorted."""
     return tuple(sorted({each.stages for each in cuts if len(each.stages) > 1}))
 
 
 def check_partition(partition: Partition, tensors: Iterable[LogicalTensor], layout: Layout) -> None:
-    """LayoutError, naming the tensor, for cuts that do not fit the sizes of the layout."""
+    """Raise LayoutError, naming the tensor, for cuts that do not fit the sizes of the layout."""
     for tensor, cuts in zip(tensors, partition, strict=True):
         name = tensor.name
         if not cuts.stages or not all(0 <= stage < layout.pipe for stage in cuts.stages):

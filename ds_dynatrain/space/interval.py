@@ -19,29 +19,29 @@ _LOW, _HIGH = np.iinfo(np.int64).min, np.iinfo(np.int64).max
 
 
 def ints(values: object) -> Ints:
-    """`values` as a one-dimensional int64 array."""
+    """Return `values` as a one-dimensional int64 array."""
     return np.asarray(values, dtype=np.int64).reshape(-1)
 
 
 def join(parts: Sequence[AnyRows]) -> AnyRows:
-    """Rows of several parts, each a tuple of columns, one part after the other; there must be one part."""
+    """Concatenate several parts, each a tuple of columns, column by column; at least one part is needed."""
     return cast("AnyRows", tuple(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
 def expand(counts: Ints) -> tuple[Ints, Ints]:
-    """Row i repeated counts[i] times, and the number 0, 1, ... of each repetition in its row."""
+    """Return row i repeated counts[i] times, and the number 0, 1, ... of each repetition in its row."""
     rows = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
     return rows, np.arange(len(rows), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def chains(joined: npt.NDArray[np.bool_], count: int) -> tuple[Ints, Ints]:
-    """The first and the last of `count` rows in each chain: joined[i] says that row i + 1 goes on where row i ends."""
+    """Return the first and the last of `count` rows in each chain: joined[i] says that row i + 1 continues row i."""
     first = np.flatnonzero(np.append(True, ~joined))[:count]
     return first, np.append(first[1:], count)[: len(first)] - 1
 
 
 def intersect(start: Ints, stop: Ints, other_start: Ints, other_stop: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-    """Non-empty intersections of rows with tidy runs: (row, run, start, stop)."""
+    """Return the non-empty intersections of rows with tidy runs: (row, run, start, stop)."""
     first = np.searchsorted(other_stop, start, side="right")
     last = np.searchsorted(other_start, stop, side="left")
     row, nth = expand(np.maximum(last - first, 0))
@@ -54,7 +54,7 @@ def intersect(start: Ints, stop: Ints, other_start: Ints, other_stop: Ints) -> t
 
 
 def subtract(start: Ints, stop: Ints, other_start: Ints, other_stop: Ints) -> tuple[Ints, Ints, Ints]:
-    """What tidy runs leave of rows: (row, start, stop)."""
+    """Return what remains of rows after tidy runs are taken out: (row, start, stop)."""
     gap_start = np.concatenate([ints([_LOW]), other_stop])
     gap_stop = np.concatenate([other_start, ints([_HIGH])])
     keep = gap_start < gap_stop
@@ -63,7 +63,7 @@ def subtract(start: Ints, stop: Ints, other_start: Ints, other_stop: Ints) -> tu
 
 
 def union(start: Ints, stop: Ints) -> tuple[Ints, Ints]:
-    """The tidy runs that cover the same coordinates as arbitrary rows; touching runs become one."""
+    """Return the tidy runs that cover the same coordinates as arbitrary rows; touching runs become one."""
     keep = start < stop
     order = np.argsort(start[keep], kind="stable")
     start, stop = start[keep][order], stop[keep][order]
@@ -76,7 +76,7 @@ def union(start: Ints, stop: Ints) -> tuple[Ints, Ints]:
 
 
 def cut_every(start: Ints, stop: Ints, width: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-    """Rows cut at the multiples of their own width: (row, start, stop, start // width)."""
+    """Cut rows at the multiples of their own width: (row, start, stop, start // width)."""
     first = start // width
     row, nth = expand(np.where(start < stop, (stop - 1) // width - first + 1, 0))
     part = first[row] + nth

@@ -1,8 +1,9 @@
-"""The table of state: what is held of a logical tensor, where and when; and the kinds that a job has.
+"""The table of state: every state kind of a logical tensor, where and when it is held; and the kinds of a job.
 
-Every question about a kind by its name is answered by its row in `STATE`. A further kind is a further row, and what
-reads it from DeepSpeed's optimizers and puts it back (`adapters/stages`). What an optimizer keeps for each element are
-*moments*: one row serves them all, and their names come from the optimizer's rule (`adapters/optimizers`).
+Every question about a kind by its name is answered by its row in `STATE`. A further kind needs a further row, and the
+code that reads it from DeepSpeed's optimizers and puts it back (`adapters/stages`). Values that an optimizer keeps for
+each element are *moments*: one row serves them all, and their names come from the optimizer's rule
+(`adapters/optimizers`).
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ HOST_GRAD = "host_grad"
 
 @dataclass(frozen=True)
 class StateRow:
-    """What is known of a state kind in all jobs.
+    """Properties of a state kind that are the same in all jobs.
 
     element: which of a job's types its elements have. needed_for: the first part of a step that reads or writes it; a
-    late switch moves what a step alone needs during the first batch. stages: the ZeRO stages that hold it. whole_in:
-    those of them in which every rank that ZeRO deals a tensor to has all of it. of_frozen: whether tensors that are not
-    trained have it, too. is_cast: whether that of a trained tensor can be cast from its master; copies leave it out.
-    is_offloaded: whether CPU offload alone has it. pinned_in: the stages in which DeepSpeed pins the memory of an
-    offloaded one. is_moment: whether it comes with the optimizer's first step; all others are there from the start.
+    late switch moves kinds that only the step needs during the first batch. stages: the ZeRO stages that hold it.
+    whole_in: the stages among them in which every rank that ZeRO deals a tensor to has all of it. of_frozen: whether
+    frozen tensors have it, too. is_cast: whether it can be cast from the master of a trained tensor; copies then leave
+    it out. is_offloaded: whether it exists with CPU offload only. pinned_in: the stages in which DeepSpeed pins its
+    memory when offloaded. is_moment: whether it comes with the optimizer's first step; all others exist from the start.
     """
 
     element: Literal["weight", "gradient", "master"] = "master"
@@ -54,9 +55,9 @@ MOMENT = StateRow(is_moment=True)
 STATE: Mapping[str, StateRow] = {
     WEIGHT: StateRow("weight", "forward", whole_in=frozenset({0, 1, 2}), of_frozen=True, is_cast=True),
     MASTER: StateRow(pinned_in=frozenset({1, 2})),
-    # ZeRO-3 steps a parameter that got no gradient with the one that it got last.
+    # ZeRO-3 steps a parameter without a gradient with its last one.
     STALE_GRAD: StateRow("gradient", "backward", stages=frozenset({3}), whole_in=frozenset(), pinned_in=frozenset({3})),
-    # CPU offload steps it with what its last one has left in the gradient of the master part.
+    # CPU offload steps it with the last gradient left in that of the master part.
     HOST_GRAD: StateRow(
         needed_for="backward",
         stages=frozenset({1, 2, 3}),
@@ -65,11 +66,11 @@ STATE: Mapping[str, StateRow] = {
         pinned_in=frozenset({1, 2, 3}),
     ),
 }
-"""All kinds but moments, by name; a moment cannot have one of these names."""
+"""All kinds except moments, by name; a moment cannot have one of these names."""
 
 
 def row_of(kind: str) -> StateRow:
-    """The row of a kind in the table; every name that is not in it is that of a moment."""
+    """Return the row of a kind in the table; a name that is not in it is a moment's."""
     return STATE.get(kind, MOMENT)
 
 
@@ -99,16 +100,16 @@ class Kind:
         object.__setattr__(self, "sources", (self.name, *others))
 
     def is_of(self, group: int) -> bool:
-        """Whether the trainable tensors of an optimizer group have it."""
+        """Return whether the trainable tensors of an optimizer group have the kind."""
         return self.groups is None or group in self.groups
 
     def overlaps(self, layout: Layout) -> bool:
-        """Whether several ranks of a layout hold whole tensors of it, of which each owns a part."""
+        """Return whether several ranks of a layout hold whole tensors of the kind while each owns a part of them."""
         return self.whole_tensors and layout.zero_stage in (1, 2)
 
 
 def kind_of(kinds: Iterable[Kind], name: str) -> Kind:
-    """The kind of that name; LayoutError if there is none."""
+    """Return the kind of that name; LayoutError if there is none."""
     known = {kind.name: kind for kind in kinds}
     if name not in known:
         raise LayoutError(f"there is no state kind {name!r}; give one of {', '.join(known)}")
@@ -118,11 +119,11 @@ def kind_of(kinds: Iterable[Kind], name: str) -> Kind:
 def standard_kinds(
     weight: int, master: int = 4, moments: Iterable[str | Kind] = (EXP_AVG, EXP_AVG_SQ), **gradients: int
 ) -> tuple[Kind, ...]:
-    """The kinds of a training, by bytes per element.
+    """Return the kinds of a training, by bytes per element.
 
-    weight, master: where they are equal a weight and its master are the same bytes (fp32), else a weight is cast from
-    its master. moments: what an optimizer keeps; a mere name is of 4 bytes and of all groups. gradients: the size of
-    each further kind, such as `stale_grad=4`. LayoutError for an item size below one byte.
+    weight, master: if they are equal (fp32), a weight and its master are the same bytes; otherwise a weight is cast
+    from its master. moments: values that the optimizer keeps; a bare name stands for 4 bytes and all groups. gradients:
+    the size of each further kind, such as `stale_grad=4`. Raise LayoutError for an item size below one byte.
     """
     same = (WEIGHT, MASTER) if weight == master else ()
     first = Kind(WEIGHT, weight, same, MASTER), Kind(MASTER, master, same)

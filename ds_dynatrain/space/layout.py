@@ -14,9 +14,9 @@ from ds_dynatrain.errors import LayoutError
 RANK_ORDER = ("pipe", "data", "sequence", "tensor")
 STAGES = (0, 1, 2, 3)
 NO_AXES = ("zero_stage", "boundaries", "shares")
-"""The fields of a layout that are no axis."""
+"""Fields of a layout that are not axes."""
 OF_AXES = {"pipe": "boundaries", "data": "shares"}
-"""Axis -> the field that has numbers for each index of it."""
+"""Axis -> field with a number for each of its indices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,12 +27,12 @@ class Layout:
     never includes `sequence`. Ranks count slowest first: pipe, data, sequence, tensor. LayoutError for a size below 1,
     a stage that is not 0, 1, 2 or 3, or an expert size that does not divide.
 
-    boundaries: the layer with which each pipeline stage begins, and behind them the number of layers, such as (0, 3, 7)
-    for layers 0 to 2 and 3 to 6. None leaves it to the model's partition method. LayoutError unless they are `pipe`
-    stages with a layer each.
+    boundaries: the first layer of each pipeline stage, followed by the number of layers, such as (0, 3, 7) for layers 0
+    to 2 and 3 to 6. None leaves the cut to the model's partition method. LayoutError unless they make `pipe` stages of
+    at least one layer each.
 
     shares: how many samples of a global batch each index of the data axis takes, such as (3, 5). None deals them as
-    evenly as they go. LayoutError unless there is one of at least 1 for each index.
+    evenly as possible. LayoutError unless every index has a share of at least 1.
     """
 
     zero_stage: int
@@ -45,7 +45,7 @@ class Layout:
     shares: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        """Raise LayoutError with the arithmetic that fails."""
+        """Raise LayoutError, with the arithmetic that fails, for sizes that make no layout."""
         for name, value in {**self.axes(), "zero_stage": self.zero_stage}.items():
             if not _is_whole(value):
                 raise LayoutError(f"{name}={value!r} is not a whole number; give 1, 2, ..., and for zero_stage 0 to 3")
@@ -68,7 +68,7 @@ class Layout:
             _check_shares(self.shares, self.data)
 
     def axes(self) -> dict[str, int]:
-        """Size of every axis, by name."""
+        """Return the size of every axis, by name."""
         names = (field.name for field in dataclasses.fields(self) if field.name not in NO_AXES)
         return {name: getattr(self, name) for name in names}
 
@@ -79,21 +79,21 @@ class Layout:
 
     @property
     def ranks_per_stage(self) -> int:
-        """Number of ranks of a pipeline stage, which are neighbours: data x sequence x tensor."""
+        """Number of ranks of a pipeline stage, which are consecutive: data x sequence x tensor."""
         return self.data * self.sequence * self.tensor
 
     def expert_place(self, rank: int) -> tuple[int, int]:
-        """(index on the expert axis, place among the ranks of its pipeline stage that have this index) of a rank.
+        """Return (index on the expert axis, place among the ranks of the rank's pipeline stage that have this index).
 
-        Neighbours in a stage share one set of experts, whatever their places on the other axes are.
+        Consecutive ranks of a stage share one set of experts, whatever their places on the other axes are.
         """
         place, index = divmod(rank % self.ranks_per_stage, self.expert)
         return index, place
 
     def replace(self, **changes: Any) -> Layout:
-        """A layout with some sizes changed; LayoutError for a name that is no axis.
+        """Return a layout with some sizes changed; LayoutError for a name that is no axis.
 
-        Boundaries belong to a number of stages: another `pipe` drops them; so does another `data` with shares.
+        Boundaries hold for one number of stages only, so another `pipe` drops them; another `data` drops the shares.
         """
         names = tuple(field.name for field in dataclasses.fields(self))
         unknown = sorted(set(changes) - set(names))
@@ -105,7 +105,7 @@ class Layout:
         return dataclasses.replace(self, **{**dropped, **changes, **lists})
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Place of a rank on each axis that adds ranks; LayoutError for a rank outside of the world."""
+        """Return the place of a rank on each axis that adds ranks; LayoutError for a rank outside the world."""
         if not 0 <= rank < self.world_size:
             raise LayoutError(
                 f"rank {rank} is not in a world of {self.world_size} ({self}); give 0 to {self.world_size - 1}"
@@ -116,7 +116,7 @@ class Layout:
         return {axis: place[axis] for axis in RANK_ORDER}
 
     def rank(self, **place: int) -> int:
-        """The rank at a place (axes not named are at 0); the inverse of `coordinate`, with the same errors."""
+        """Return the rank at a place (axes not named are at 0); the inverse of `coordinate`, with the same errors."""
         unknown = sorted(set(place) - set(RANK_ORDER))
         if unknown:
             raise LayoutError(
@@ -131,13 +131,13 @@ class Layout:
         return rank
 
     def to_dict(self) -> dict[str, Any]:
-        """All sizes, the stage, and the boundaries and shares if there are any, by name; plain JSON."""
+        """Return all sizes, the stage, and the boundaries and shares if given, by name, as plain JSON."""
         given = {name: list(getattr(self, name)) for name in OF_AXES.values() if getattr(self, name) is not None}
         return {**self.axes(), "zero_stage": self.zero_stage, **given}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Layout:
-        """The inverse of `to_dict`; missing axes are 1; LayoutError for an unknown name or a missing stage."""
+        """Read what `to_dict` wrote; missing axes are 1; LayoutError for an unknown name or a missing stage."""
         if "zero_stage" not in values:
             raise LayoutError(
                 f"zero_stage is missing among {', '.join(values) or 'nothing'}, and it has no default; give "
@@ -146,7 +146,7 @@ class Layout:
         return cls(zero_stage=values["zero_stage"]).replace(**values)
 
     def __str__(self) -> str:
-        """Short form for people, such as "data=4 zero_stage=2"; other axes of size 1 are left out."""
+        """Return a short form for people, such as "data=4 zero_stage=2"; other axes of size 1 are left out."""
         parts = [f"{name}={size}" for name, size in self.axes().items() if size != 1 or name == "data"]
         numbers = {name: getattr(self, name) for name in OF_AXES.values() if getattr(self, name) is not None}
         given = [f"{name}={','.join(map(str, each))}" for name, each in numbers.items()]
@@ -158,7 +158,7 @@ def _is_whole(value: object) -> bool:
 
 
 def _check_boundaries(boundaries: tuple[int, ...], pipe: int) -> None:
-    """LayoutError unless they cut the layers into `pipe` stages that have at least one each."""
+    """Raise LayoutError unless the boundaries cut the layers into `pipe` stages of at least one layer each."""
     if not isinstance(boundaries, tuple) or not all(map(_is_whole, boundaries)):
         raise LayoutError(f"boundaries={boundaries!r} is no tuple of whole numbers; give one such as (0, 3, 7)")
     if len(boundaries) != pipe + 1:
@@ -177,7 +177,7 @@ def _check_boundaries(boundaries: tuple[int, ...], pipe: int) -> None:
 
 
 def _check_shares(shares: tuple[int, ...], data: int) -> None:
-    """LayoutError unless each index of the data axis has a share of at least one sample."""
+    """Raise LayoutError unless each index of the data axis has a share of at least one sample."""
     if not isinstance(shares, tuple) or not all(map(_is_whole, shares)):
         raise LayoutError(f"shares={shares!r} is no tuple of whole numbers; give one such as (3, 5)")
     if len(shares) != data:
@@ -188,9 +188,9 @@ def _check_shares(shares: tuple[int, ...], data: int) -> None:
 
 
 def whole_replicas(layout: Layout, alive: Collection[int]) -> list[int]:
-    """Return the data indices all of whose ranks are alive, in whole blocks of experts; with ZeRO all or none.
+    """Return the data indices whose ranks are all alive, in whole blocks of experts; with ZeRO all indices or none.
 
-    Where there are any, these ranks have all of the state.
+    If there are any, their ranks together hold all of the state.
     """
     if len(alive) == layout.world_size:
         return list(range(layout.data))

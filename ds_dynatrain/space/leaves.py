@@ -1,4 +1,4 @@
-"""Leaves: micro-batches that hold the same samples in every world, and the seeds of what is drawn in one."""
+"""Leaves: micro-batches that hold the same samples in every world, and the seeds of random numbers drawn in them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class MicroStep:
-    """One micro-step of a global batch: data rank r of `data` has leaf number * data + r, or none behind `leaves`."""
+    """One micro-step of a global batch: data rank r trains leaf number * data + r, or none from number `leaves` on."""
 
     number: int
     data: int
     leaves: int
 
     def own(self) -> range:
-        """Return the leaves that are trained in this micro-step, by rank; a rank behind the last leaf has none."""
+        """Return the leaves that are trained in this micro-step, by rank; a rank beyond the last leaf has none."""
         first = self.number * self.data
         return range(first, max(first, min(first + self.data, self.leaves)))
 
@@ -29,7 +29,7 @@ def leaf_seed(job_seed: int, stream: str, step: int, leaf: int, place: int = 0) 
 
 
 def sample_seed(seed: int, epoch: int, sample: int) -> int:
-    """Return the seed of the generators while one sample is read, from 0 to 2^63 - 1. seed: of the order of samples."""
+    """Return the seed of the generators while one sample is read, from 0 to 2^63 - 1; `seed` orders the samples."""
     return _seed("sample", seed, epoch, sample)
 
 

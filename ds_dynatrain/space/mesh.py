@@ -1,10 +1,10 @@
-"""A layout of several axes: where the elements of each rank's local tensors lie on the line of all logical ones.
+"""A layout of several axes: where the elements of each rank's local tensors lie on the line of all logical tensors.
 
-Ranks with one place on the pipe and tensor axes form a ZeRO group, and hold the same *local* tensors: what the axes
-left of the logical ones, under the same numbers, some of them empty. ZeRO cuts a line of these local tensors as it
-would cut any model (`zero`). An *index map* says, for every element of such a local line, which coordinate of the line
-of logical tensors it is. Expert tensors are apart: the ranks of a pipeline stage with one place on the expert axis form
-their group, whatever their places on the tensor axis are.
+Ranks with one place on the pipe and tensor axes form a ZeRO group and hold the same *local* tensors: the parts of the
+logical tensors that the axes leave them, under the same numbers, some of them empty. ZeRO cuts a line of these local
+tensors as it would cut any model (`zero`). An *index map* gives, for every element of such a local line, its coordinate
+on the line of logical tensors. Expert tensors are dealt separately: the ranks of a pipeline stage with one place on the
+expert axis form their group, whatever their places on the tensor axis are.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Place = tuple[int, int, int]
 
 @dataclass(frozen=True, eq=False)
 class ShardGroup:
-    """Ranks that ZeRO deals the same local tensors to.
+    """A group of ranks that ZeRO deals the same local tensors to.
 
-    ranks: in their order in the group. line: of the local tensors of the first of them; those that are not of this
-    group are on it, too, and may be others on the next rank. index_map: where elements of this group's tensors lie on
-    that line, which stands for the one buffer of these pieces. primary: the part of it that no group before this one
-    holds.
+    ranks: the ranks in their order in the group. line: the local tensors of the first rank; it also has the tensors
+    that other groups share out, which may differ on the next rank. experts: whether the group holds experts' tensors.
+    index_map: where the elements of this group's tensors lie on that line, which stands for the one buffer of these
+    pieces. primary: the part of `index_map` that no earlier group holds.
     """
 
     ranks: Ints
@@ -43,7 +43,7 @@ class ShardGroup:
 
 @dataclass(frozen=True, eq=False)
 class Mesh:
-    """The shard groups of a layout, and each rank's local line. Computed once for a layout."""
+    """The shard groups of a layout, and each rank's local line. Built once per layout."""
 
     line: Line
     layout: Layout
@@ -59,7 +59,7 @@ class Mesh:
         check_partition(self.partition, self.line.tensors, self.layout)
         shard_groups: list[ShardGroup] = []
         nothing = np.empty(0, np.int64)
-        taken = {False: (nothing, nothing), True: (nothing, nothing)}  # experts' tensors are nobody else's
+        taken = {False: (nothing, nothing), True: (nothing, nothing)}  # experts' tensors are only in groups of experts
         for ranks, experts in self._groups():
             place = self.place(int(ranks[0]))
             index_map = self._index_map(place, experts)
@@ -71,9 +71,9 @@ class Mesh:
 
     @cached_property
     def holders(self) -> tuple[Ints, Ints, Ints]:
-        """(tensor, shard group, the first one that has the same) of each part of a tensor that a shard group holds.
+        """(tensor, shard group, first shard group with the same part) for each part of a tensor that a group holds.
 
-        Computed once, in any thread.
+        Computed once; safe to read from any thread.
         """
         rows: list[tuple[int, int, int]] = []
         for number, tensor in enumerate(self.line.tensors):
@@ -86,25 +86,25 @@ class Mesh:
         return tensors, shard_groups, firsts
 
     def local_line(self, rank: int) -> Line:
-        """The local tensors of a rank: numbered as the logical ones, an empty one where it holds nothing."""
+        """Return the line of a rank's local tensors, numbered as the logical ones; tensors held elsewhere are empty."""
         return self._local_line(self.place(rank))
 
     def shard(self, rank: int, tensor: int) -> Shard:
-        """Pieces of a logical tensor, and its local shape, on a rank; before ZeRO cuts it."""
+        """Return the pieces of a logical tensor, and its local shape, on a rank before ZeRO cuts it."""
         return self._shard(self.place(rank), tensor)
 
     def place(self, rank: int) -> Place:
-        """Indexes of a rank on the pipe, expert and tensor axes."""
+        """Return the indexes of a rank on the pipe, expert and tensor axes."""
         at = self.layout.coordinate(rank)
         return at["pipe"], self.layout.expert_place(rank)[0], at["tensor"]
 
     def zero_rank(self, rank: int) -> int:
-        """Place of a rank among the data x sequence ranks that ZeRO deals to."""
+        """Return the place of a rank among the data x sequence ranks that ZeRO deals to."""
         at = self.layout.coordinate(rank)
         return at["data"] * self.layout.sequence + at["sequence"]
 
     def _groups(self) -> list[tuple[Ints, bool]]:
-        """(ranks, whether ZeRO deals them experts' tensors) of every shard group, those of experts last."""
+        """Return (ranks, whether ZeRO deals them experts' tensors) for every shard group, groups of experts last."""
         kinds = [(False, self.layout.tensor)]
         if self.line.experts.any():
             kinds.append((True, self.layout.expert))
@@ -113,19 +113,19 @@ class Mesh:
 
     @cached_property
     def _alike(self) -> list[int]:
-        """One number for all tensors of the same shape and cuts: large models repeat few."""
+        """One number for all tensors of the same shape and cuts; large models have few of them."""
         known: dict[tuple[tuple[int, ...], AxisCuts], int] = {}
         pairs = zip(self.line.tensors, self.partition, strict=True)
         return [known.setdefault((tensor.shape, cuts), len(known)) for tensor, cuts in pairs]
 
     @cached_property
     def _firsts(self) -> list[int]:
-        """The first tensor of those with one number of `_alike`, by that number."""
+        """The first tensor for each number in `_alike`."""
         firsts: list[int] = np.unique(self._alike, return_index=True)[1].tolist()
         return firsts
 
     def _key(self, place: Place, tensor: int) -> tuple[int, Place]:
-        """What the shard of a tensor at a place depends on."""
+        """Return everything that the shard of a tensor at a place depends on."""
         cuts, (pipe, expert, index) = self.partition[tensor], place
         return self._alike[tensor], (
             int(pipe in cuts.stages),
@@ -140,7 +140,7 @@ class Mesh:
         return self._shards[key]
 
     def _runs_at(self, place: Place, tensor: int) -> list[tuple[Ints, Ints, Ints]]:
-        """(start, stop, offset) of the runs of a tensor's pieces at a place, from its first element on both lines."""
+        """Return (start, stop, offset) of the runs of a tensor's pieces at a place, relative to its first element."""
         key = self._key(place, tensor)
         if key not in self._runs:
             shape, pieces = self.line.tensors[tensor].shape, self._shard(place, tensor).pieces
@@ -159,7 +159,7 @@ class Mesh:
         return self._lines[place]
 
     def _index_map(self, place: Place, experts: bool) -> Pieces:
-        """Where the elements of a place's dense or expert tensors lie."""
+        """Return where the elements of a place's dense or expert tensors lie."""
         line, alike = self._local_line(place), np.array(self._alike)
         nothing = np.empty(0, np.int64)
         parts: list[tuple[Ints, Ints, Ints]] = [(nothing, nothing, nothing)]
@@ -174,7 +174,7 @@ class Mesh:
 
 
 def _runs(piece: Placed, shape: tuple[int, ...]) -> tuple[Ints, Ints, Ints]:
-    """The runs of a piece that are one in the tensor and in the buffer: (start, stop, offset), row-major."""
+    """Return the runs of a piece that are unbroken in both tensor and buffer: (start, stop, offset), row-major."""
     whole, dense = row_major(shape), piece.box.shape
     length, outer = 1, len(dense)
     while outer and whole[outer - 1] == piece.strides[outer - 1] == length:

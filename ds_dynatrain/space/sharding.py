@@ -1,8 +1,9 @@
 """A sharding: how one layout holds one state kind, as answers that hold for every rank at once.
 
-Three ways of holding give them: `EvenSharding`, equal parts or all of it; `OverlappingSharding`, whole tensors on
-several ranks; and `GroupedSharding`, one of these for each group of ranks that other axes have dealt the same to. Runs
-are given and answered as arrays: a *row* is one of the runs asked about, and every answer names the row that it is of.
+Three classes answer the same questions: `EvenSharding`, equal parts or all of it; `OverlappingSharding`, whole tensors
+on several ranks; and `GroupedSharding`, one of these for each group of ranks that other axes have dealt the same to.
+Runs are given and answered as arrays: a *row* is one of the runs asked about, and every part of an answer names its
+row.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class EvenSharding:
     The line falls into segments (a run of a flat buffer of ZeRO-1/2, a tensor of ZeRO-3, a whole tensor). A segment
     lies in one piece somewhere in a flat order, its first element at position `lead`; that order is cut in parts of a
     fixed `width`, and rank r holds the positions [r * width, (r + 1) * width), the first of them at `at` elements into
-    its buffer. Where the kind is replicated, each rank holds the whole segment, from `at` on. Owner and address of any
+    its buffer. If the kind is replicated, each rank holds the whole segment, from `at` on. Owner and address of any
     coordinate follow by integer division, so a rank finds its peers without walking over all of them.
 
     All arrays have one entry per segment, sorted by start and disjoint.
@@ -61,11 +62,11 @@ class EvenSharding:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nobody holds an element."""
+        """Whether no rank holds an element."""
         return not len(self.start)
 
     def holding(self, rank: int) -> Pieces:
-        """What a rank holds; LayoutError for a rank outside of the world."""
+        """Return the pieces that a rank holds; LayoutError for a rank outside the world."""
         if not 0 <= rank < self.ranks:
             raise LayoutError(f"rank {rank} is not in a world of {self.ranks}; give 0 to {self.ranks - 1}")
         if self.replicated:
@@ -78,7 +79,7 @@ class EvenSharding:
         return Pieces(start[keep], stop[keep], self.buffer[keep], offset[keep], self.buffers).coalesce()
 
     def owned(self, rank: int) -> Pieces:
-        """The part of `holding` that the rank owns: over all ranks these tile the kind, replicated or not."""
+        """Return the part of `holding` that the rank owns: over all ranks these tile the kind, replicated or not."""
         held = self.holding(rank)
         if not self.replicated:
             return held
@@ -87,24 +88,24 @@ class EvenSharding:
         return held.take(row[mine], low[mine], high[mine])
 
     def only(self, rows: npt.NDArray[np.bool_]) -> EvenSharding:
-        """Some of the segments; a replicated kind's owners are then an even split of what is left."""
+        """Keep some of the segments; the owners of a replicated kind then split the remaining segments evenly."""
         columns = {column.name: getattr(self, column.name) for column in fields(self)}
         cut: dict[str, Any] = {name: held[rows] for name, held in columns.items() if isinstance(held, np.ndarray)}
         return replace(self, **cut)
 
     def region(self) -> tuple[Ints, Ints]:
-        """The runs that the ranks hold together, touching ones joined."""
+        """Return the runs that the ranks hold together, touching ones joined."""
         return interval.union(self.start, self.stop)
 
     @cached_property
     def shared(self) -> list[Rows] | None:
-        """(ranks, start, stop) of what all ranks hold alike; None if they hold parts of it."""
+        """(ranks, start, stop) of the runs that all ranks hold alike; None if each holds a part of them."""
         return [(np.arange(self.ranks), *self.region())] if self.replicated else None
 
     def owners(self, start: Ints, stop: Ints) -> Owned:
-        """Cut runs by the rank that owns each element: (row, start, stop, rank); what nobody holds is left out.
+        """Cut runs by the rank that owns each element, and leave out elements without one: (row, start, stop, rank).
 
-        Of a replicated kind every rank is a holder; its owners are an even split of the segments' span over the ranks.
+        Every rank holds a replicated kind; its owners split the segments' span evenly.
         """
         row, segment, low, high = interval.intersect(start, stop, self.start, self.stop)
         if self.replicated:
@@ -116,7 +117,7 @@ class EvenSharding:
         return row[part], low + base[part], high + base[part], rank
 
     def holders(self, start: Ints, stop: Ints) -> Owned:
-        """Every rank that holds a part of a run: (row, start, stop, rank)."""
+        """Return every rank that holds a part of a run: (row, start, stop, rank)."""
         if not self.replicated:
             return self.owners(start, stop)
         row, _, low, high = interval.intersect(start, stop, *self.region())
@@ -124,7 +125,7 @@ class EvenSharding:
         return np.tile(row, self.ranks), np.tile(low, self.ranks), np.tile(high, self.ranks), rank
 
     def lacking(self, start: Ints, stop: Ints, holder: Ints) -> Rows:
-        """What of each row its `holder`, a rank or `ABSENT`, does not hold: (row, start, stop)."""
+        """Return the parts of each row that its `holder`, a rank or `ABSENT`, does not hold: (row, start, stop)."""
         absent = holder == ABSENT
         row, low, high = interval.subtract(start, stop, *self.region())
         beyond = ~absent[row]
@@ -140,7 +141,7 @@ class EvenSharding:
         return max(1, -(-span // self.ranks))
 
     def place(self, start: Ints, stop: Ints, rank: Ints) -> Placed:
-        """Where runs lie in the buffers of the ranks that hold them: (row, start, stop, buffer, offset).
+        """Return where runs lie in the buffers of the given ranks: (row, start, stop, buffer, offset).
 
         rank: one per row; each must hold its row. Rows are cut where the buffer or the step in it changes.
         """
@@ -153,17 +154,18 @@ class EvenSharding:
 
 @dataclass(frozen=True, eq=False)
 class OverlappingSharding:
-    """How ZeRO stages 1 and 2 hold a kind that keeps tensors whole: a rank's part of a group, widened at both ends.
+    """A sharding of ZeRO stages 1 and 2 that keeps tensors whole: a rank's part of a group, widened at both ends.
 
     DeepSpeed's Muon orthogonalizes whole matrices, so every rank that has a part of a matrix keeps the whole momentum
-    of it (0.19.8: `runtime/zero/stage_1_and_2.py` `get_flat_partition`). What a rank keeps of a group lies end to end
-    from the start of its buffer, in the order of the flat group, without the room that alignment leaves there; a rank
-    without a part of the group has no such buffer. The owner of an element is the rank whose ordinary part has it.
+    of it (0.19.8: `runtime/zero/stage_1_and_2.py` `get_flat_partition`). The tensors that a rank keeps of a group lie
+    end to end from the start of its buffer, in the order of the flat group, without the gaps that alignment leaves
+    there; a rank without a part of the group has no such buffer. The owner of an element is the rank whose ordinary
+    part has it.
 
     part: the ordinary sharding, of flat groups. The other arrays have one entry per tensor, sorted by start. start,
     stop: its coordinates. buffer: index into `buffers`. at: elements of all tensors before it, in the flat order of one
-    group after the other. first, last: the ranks that hold it, and all between them do. reach: buffer x ranks + last,
-    ascending in that order; opening: `at` in that order.
+    group after the other. first, last: the first and the last rank that hold it; all between them do, too. reach:
+    buffer x ranks + last, ascending in that order; opening: `at` in that order.
     """
 
     part: EvenSharding
@@ -181,7 +183,7 @@ class OverlappingSharding:
 
     @staticmethod
     def of(line: Line, part: EvenSharding) -> OverlappingSharding:
-        """The tensors of `line` that `part` cuts, which is over the flat groups of stage 1 or 2."""
+        """Return the sharding of the tensors of `line` that `part`, a sharding of flat groups of stage 1 or 2, cuts."""
         filled = np.flatnonzero(line.numels)
         row, _, start, stop = interval.intersect(part.start, part.stop, line.bases[filled], line.bases[filled + 1])
         position, width, buffer = part.lead[row] + start - part.start[row], part.width[row], part.buffer[row]
@@ -201,48 +203,48 @@ class OverlappingSharding:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks."""
+        """Number of ranks in the world."""
         return self.part.ranks
 
     @property
     def is_empty(self) -> bool:
-        """Whether nobody holds an element."""
+        """Whether no rank holds an element."""
         return not len(self.start)
 
     def holding(self, rank: int) -> Pieces:
-        """What a rank holds."""
+        """Return the pieces that a rank holds."""
         held = np.flatnonzero((self.first <= rank) & (rank <= self.last))
         offset = self._offset(held, np.full_like(held, rank))
         return Pieces(self.start[held], self.stop[held], self.buffer[held], offset, self.buffers).coalesce()
 
     def owned(self, rank: int) -> Pieces:
-        """The part of `holding` that the rank owns: over all ranks these tile the kind."""
+        """Return the part of `holding` that the rank owns: over all ranks these tile the kind."""
         own = self.part.owned(rank)
         return self.holding(rank).restrict(own.start, own.stop)
 
     def region(self) -> tuple[Ints, Ints]:
-        """The runs that the ranks hold together, touching ones joined."""
+        """Return the runs that the ranks hold together, touching ones joined."""
         return self.part.region()
 
     def owners(self, start: Ints, stop: Ints) -> Owned:
-        """Cut runs by the rank that owns each element: (row, start, stop, rank); what nobody holds is left out."""
+        """Cut runs by the rank that owns each element, and leave out elements without one: (row, start, stop, rank)."""
         return self.part.owners(start, stop)
 
     def holders(self, start: Ints, stop: Ints) -> Owned:
-        """Every rank that holds a part of a run: (row, start, stop, rank)."""
+        """Return every rank that holds a part of a run: (row, start, stop, rank)."""
         row, tensor, low, high = interval.intersect(start, stop, self.start, self.stop)
         again, nth = interval.expand((self.last - self.first + 1)[tensor])
         return row[again], low[again], high[again], self.first[tensor][again] + nth
 
     def lacking(self, start: Ints, stop: Ints, holder: Ints) -> Rows:
-        """What of each row its `holder`, a rank or `ABSENT`, does not hold: (row, start, stop)."""
+        """Return the parts of each row that its `holder`, a rank or `ABSENT`, does not hold: (row, start, stop)."""
         beyond = interval.subtract(start, stop, *self.region())
         row, tensor, low, high = interval.intersect(start, stop, self.start, self.stop)
         others = (holder[row] < self.first[tensor]) | (holder[row] > self.last[tensor])  # ABSENT is below every rank
         return join([beyond, (row[others], low[others], high[others])])
 
     def place(self, start: Ints, stop: Ints, rank: Ints) -> Placed:
-        """Where runs lie in the buffers of the ranks that hold them: (row, start, stop, buffer, offset).
+        """Return where runs lie in the buffers of the given ranks: (row, start, stop, buffer, offset).
 
         rank: one per row; each must hold its row.
         """
@@ -250,15 +252,15 @@ class OverlappingSharding:
         return row, low, high, self.buffer[tensor], self._offset(tensor, rank[row]) + low - self.start[tensor]
 
     def _offset(self, tensor: Ints, rank: Ints) -> Ints:
-        """Where tensors begin in the buffers of ranks that hold them: behind the first tensor that reaches the rank."""
+        """Return where tensors begin in their holders' buffers, counted from the first tensor that reaches the rank."""
         return self.at[tensor] - self.opening[np.searchsorted(self.reach, self.buffer[tensor] * self.ranks + rank)]
 
 
 @dataclass(frozen=True, eq=False)
 class GroupedSharding:
-    """How a layout of several axes holds a kind: a sharding for each shard group of its mesh, all on one line.
+    """The sharding of a layout of several axes: one sharding for each shard group of its mesh, all on one line.
 
-    cuts: of each shard group of the mesh. buffers: of all ranks, by the numbers of the local buffers.
+    cuts: one per shard group of the mesh. buffers: the buffers of all ranks, by the numbers of the local buffers.
     """
 
     mesh: Mesh
@@ -269,7 +271,7 @@ class GroupedSharding:
 
     @staticmethod
     def of(mesh: Mesh, cutter: Callable[[ShardGroup], Sharding]) -> GroupedSharding:
-        """One kind, cut shard group by shard group, each on its local line and over its own ranks."""
+        """Cut one kind, shard group by shard group, each on its local line and over its own ranks."""
         cuts = tuple(cutter(group) for group in mesh.shard_groups)
         different = {id(cut.buffers): cut.buffers for cut in cuts}  # most shard groups share one table
         table = tuple(dict.fromkeys(name for names in different.values() for name in names))
@@ -277,30 +279,30 @@ class GroupedSharding:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks."""
+        """Number of ranks in the world."""
         return self.mesh.layout.world_size
 
     @property
     def is_empty(self) -> bool:
-        """Whether nobody holds an element."""
+        """Whether no rank holds an element."""
         return all(cut.is_empty for cut in self.cuts)
 
     def holding(self, rank: int) -> Pieces:
-        """What a rank holds."""
+        """Return the pieces that a rank holds."""
         return self._pieces(rank, lambda cut, index: cut.holding(index), lambda group: group.index_map)
 
     def owned(self, rank: int) -> Pieces:
-        """The part of `holding` that the rank owns: over all ranks these tile the kind."""
+        """Return the part of `holding` that the rank owns: over all ranks these tile the kind."""
         return self._pieces(rank, lambda cut, index: cut.owned(index), lambda group: group.primary)
 
     def region(self) -> tuple[Ints, Ints]:
-        """The runs that the ranks hold together, touching ones joined."""
+        """Return the runs that the ranks hold together, touching ones joined."""
         found = [group.index_map.to_line(*cut.region())[2:] for group, cut in self._pairs()]
         return interval.union(*join(found))
 
     @cached_property
     def shared(self) -> list[Rows] | None:
-        """(ranks, start, stop), group by group, of what all its ranks hold alike; None if they hold parts of it."""
+        """(ranks, start, stop), group by group, of runs that all its ranks hold alike; None if they hold parts."""
         if not all(cut.replicated for cut in self.cuts):
             return None
         runs = [group.index_map.to_line(*cut.region())[2:] for group, cut in self._pairs()]
@@ -309,18 +311,18 @@ class GroupedSharding:
     def owners(self, start: Ints, stop: Ints) -> Owned:
         """Cut runs by the one rank that owns each element: (row, start, stop, rank), in the order of the rows.
 
-        Of several shard groups that hold it the first, and of its ranks the one that its own sharding names.
+        If several shard groups hold an element, the first one owns it; its own sharding names the rank.
         """
         parts = [self._over(group, group.primary, cut.owners, start, stop) for group, cut in self._pairs()]
         return _in_order(parts)
 
     def holders(self, start: Ints, stop: Ints) -> Owned:
-        """Every rank that holds a part of a run: (row, start, stop, rank), in the order of the rows."""
+        """Return every rank that holds a part of a run: (row, start, stop, rank), in the order of the rows."""
         parts = [self._over(group, group.index_map, cut.holders, start, stop) for group, cut in self._pairs()]
         return _in_order(parts)
 
     def lacking(self, start: Ints, stop: Ints, holder: Ints) -> Rows:
-        """What of each row its `holder`, a rank or `ABSENT`, does not hold: (row, start, stop)."""
+        """Return the parts of each row that its `holder`, a rank or `ABSENT`, does not hold: (row, start, stop)."""
         row = np.arange(len(start), dtype=np.int64)
         for group, cut in self._pairs():
             index = _index_in(group.ranks, holder[row])
@@ -337,7 +339,7 @@ class GroupedSharding:
         return row[order], start[order], stop[order]
 
     def place(self, start: Ints, stop: Ints, rank: Ints) -> Placed:
-        """Where runs lie in the buffers of the ranks that hold them: (row, start, stop, buffer, offset), row by row.
+        """Return where runs lie in the buffers of the given ranks: (row, start, stop, buffer, offset), row by row.
 
         rank: one per row; each must hold its row.
         """
@@ -389,7 +391,7 @@ class GroupedSharding:
         start: Ints,
         stop: Ints,
     ) -> Owned:
-        """What a shard group's sharding answers of runs, in coordinates of the logical line and ranks of the layout."""
+        """Ask a shard group's sharding about runs; answer in the logical line's coordinates and the layout's ranks."""
         row, line, low, high = index_map.to_local(start, stop)
         part, first, last, index = ask(low, high)
         begin = line[part] + first - low[part]
@@ -400,14 +402,14 @@ Sharding = EvenSharding | OverlappingSharding | GroupedSharding
 
 
 def _index_in(ranks: Ints, rank: Ints) -> Ints:
-    """Place of each rank among `ranks`, or ABSENT."""
+    """Return the place of each rank among `ranks`, or ABSENT."""
     order = np.argsort(ranks)
     at = np.minimum(np.searchsorted(ranks[order], rank), len(ranks) - 1)
     return np.where(ranks[order][at] == rank, order[at], ABSENT)
 
 
 def _in_order(parts: list[AnyRows]) -> AnyRows:
-    """Rows (number, start, ...) of several parts, in the order of the numbers and then of the line."""
+    """Sort the rows (number, start, ...) of several parts by number and then by start."""
     columns = join(parts)
     order = np.lexsort((columns[1], columns[0]))
     return cast("AnyRows", tuple(column[order] for column in columns))

@@ -23,14 +23,15 @@ from ds_dynatrain.space.interval import Ints
 
 FROZEN = -1
 IN_EMPTY_GROUP = "no tensor of group "
-"""With its number: the element that stands for a group where a pipeline stage has nothing of it."""
+"""Start of the name of an element that stands for a group without a tensor on a pipeline stage; its number follows."""
 
 
 @dataclass(frozen=True)
 class LogicalTensor:
     """A tensor of the model as if every axis had size 1.
 
-    group: its optimizer parameter group, or `FROZEN`. expert: ZeRO deals it to the ranks of an expert-data group only.
+    group: its optimizer parameter group, or `FROZEN`. expert: whether ZeRO deals it only to the ranks of an expert-data
+    group.
     """
 
     name: str
@@ -50,7 +51,7 @@ class LogicalTensor:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Number of its elements."""
         return math.prod(self.shape)
 
     @property
@@ -72,7 +73,7 @@ class Line:
     tensors: tuple[LogicalTensor, ...]
 
     def __post_init__(self) -> None:
-        """LayoutError for a double name or an order that splits a group."""
+        """Raise LayoutError for a name used twice or an order that splits a group."""
         if len(self._index) != len(self.tensors):
             names = [tensor.name for tensor in self.tensors]
             twice = sorted({name for name in names if names.count(name) > 1})
@@ -106,7 +107,7 @@ class Line:
 
     @cached_property
     def bases(self) -> Ints:
-        """Coordinate of each tensor's first element, and the length of the line."""
+        """Coordinate of each tensor's first element, followed by the length of the line."""
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.numels)])
 
     @cached_property
@@ -114,7 +115,7 @@ class Line:
         return {tensor.name: index for index, tensor in enumerate(self.tensors)}
 
     def __len__(self) -> int:
-        """Number of coordinates."""
+        """Return the number of coordinates."""
         return int(self.bases[-1])
 
     @property
@@ -123,11 +124,11 @@ class Line:
         return int(np.count_nonzero(self.groups != FROZEN))
 
     def groups_at(self, coordinates: Ints) -> Ints:
-        """Optimizer group of the tensor at each coordinate, or FROZEN."""
+        """Return the optimizer group of the tensor at each coordinate, or FROZEN."""
         return self.groups[np.searchsorted(self.bases[:-1], coordinates, side="right") - 1]
 
     def index(self, name: str) -> int:
-        """Place of the tensor in the registration; LayoutError if there is none of that name."""
+        """Return the place of the tensor in the registration; LayoutError if there is none of that name."""
         try:
             return self._index[name]
         except KeyError:
@@ -172,16 +173,16 @@ class Pieces:
 
     @classmethod
     def empty(cls, buffers: tuple[BufferId, ...] = ()) -> Pieces:
-        """No piece at all."""
+        """Return pieces without a run."""
         nothing = np.empty(0, np.int64)
         return cls(nothing, nothing, nothing, nothing, buffers)
 
     def __len__(self) -> int:
-        """Number of runs."""
+        """Return the number of runs."""
         return len(self.start)
 
     def __iter__(self) -> Iterator[Piece]:
-        """The runs one by one."""
+        """Yield the runs one by one."""
         for start, stop, buffer, offset in zip(
             self.start.tolist(), self.stop.tolist(), self.buffer.tolist(), self.offset.tolist(), strict=True
         ):
@@ -189,7 +190,7 @@ class Pieces:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Number of elements in all runs."""
         return int((self.stop - self.start).sum())
 
     @property
@@ -198,32 +199,32 @@ class Pieces:
         return self.start, self.stop, self.buffer, self.offset
 
     def take(self, row: Ints, start: Ints, stop: Ints) -> Pieces:
-        """The parts [start[i], stop[i]) of the pieces row[i], with the offsets of the parts."""
+        """Return the parts [start[i], stop[i]) of the pieces row[i], with the offsets of the parts."""
         offset = self.offset[row] + start - self.start[row]
         return replace(self, start=start, stop=stop, buffer=self.buffer[row], offset=offset)
 
     def intersect(self, other: Pieces) -> tuple[Pieces, Pieces]:
-        """What both hold: equal runs, once with the own buffers and offsets, once with the other's."""
+        """Return the runs that both hold, twice: with the own buffers and offsets, and with the other's."""
         row, run, start, stop = interval.intersect(self.start, self.stop, other.start, other.stop)
         return self.take(row, start, stop), other.take(run, start, stop)
 
     def restrict(self, start: Ints, stop: Ints) -> Pieces:
-        """What lies within the sorted, disjoint runs [start[i], stop[i])."""
+        """Return the parts within the sorted, disjoint runs [start[i], stop[i])."""
         row, _, low, high = interval.intersect(self.start, self.stop, start, stop)
         return self.take(row, low, high)
 
     def subtract(self, start: Ints, stop: Ints) -> Pieces:
-        """What lies outside of the sorted, disjoint runs [start[i], stop[i])."""
+        """Return the parts outside the sorted, disjoint runs [start[i], stop[i])."""
         row, low, high = interval.subtract(self.start, self.stop, start, stop)
         return self.take(row, low, high)
 
     def tidy(self) -> Pieces:
-        """The same elements sorted by start, in the fewest runs."""
+        """Return the same elements sorted by start, in the fewest runs."""
         order = np.argsort(self.start, kind="stable")
         return self.take(order, self.start[order], self.stop[order]).coalesce()
 
     def coalesce(self) -> Pieces:
-        """The same elements in the fewest runs: neighbors on the line and in the buffer become one."""
+        """Return the same elements in the fewest runs: neighbors on the line and in the buffer become one."""
         joined = (
             (self.start[1:] == self.stop[:-1])
             & (self.buffer[1:] == self.buffer[:-1])
@@ -233,13 +234,13 @@ class Pieces:
         return self.take(first, self.start[first], self.stop[last])
 
     def to_local(self, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-        """(row, first coordinate, start, stop in the buffer) of the parts of runs that are in the one buffer."""
+        """Return (row, first coordinate, start, stop in the buffer) of the parts of runs that are in the one buffer."""
         row, run, low, high = interval.intersect(start, stop, self.start, self.stop)
         begin = self.offset[run] + low - self.start[run]
         return row, low, begin, begin + high - low
 
     def to_line(self, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-        """(row, first offset, start, stop on the line) of runs of the one buffer; padding is nowhere."""
+        """Return (row, first offset, start, stop on the line) of runs of the one buffer; padding is left out."""
         local, end, origin = self._by_local
         row, run, low, high = interval.intersect(start, stop, local, end)
         begin = origin[run] + low - local[run]
@@ -254,7 +255,7 @@ class Pieces:
 
 
 def split_by_tensor(line: Line, pieces: Pieces) -> tuple[Ints, Pieces]:
-    """Pieces cut where one tensor of the line ends and the next begins, and the tensor number of each."""
+    """Cut pieces at the ends of the line's tensors; return the tensor number of each, and the pieces."""
     filled = np.flatnonzero(line.numels)
     start, stop = line.bases[filled], line.bases[filled + 1]
     row, tensor, low, high = interval.intersect(pieces.start, pieces.stop, start, stop)

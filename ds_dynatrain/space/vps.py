@@ -1,4 +1,4 @@
-"""The Virtual Parameter Space: every element of training state at one coordinate, whoever holds it."""
+"""The Virtual Parameter Space: every element of training state at one coordinate, whichever rank holds it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from ds_dynatrain.space.zero import LocalSpace, cut_kind
 class VirtualParameterSpace:
     """Tensors, the rules that cut them, their state kinds, and the present (layout, members).
 
-    members: the member at each rank. partitioner: how a layout's pipe, expert and tensor axes deal the tensors out,
-    None where these always have size 1. What is computed once does not depend on who trains: `with_layout` hands it on.
+    members: the member at each rank. partitioner: how a layout's pipe, expert and tensor axes deal the tensors out, or
+    None if these always have size 1. Cached results do not depend on the members, so `with_layout` hands them on.
     """
 
     line: Line
@@ -45,11 +45,11 @@ class VirtualParameterSpace:
         members: Iterable[int],
         partitioner: Partitioner | None = None,
     ) -> VirtualParameterSpace:
-        """Register the tensors; LayoutError as for a space, and as `Line`."""
+        """Build a space from tensors in the order of registration; LayoutError as for a space, and as for `Line`."""
         return VirtualParameterSpace(Line(tuple(tensors)), rules, tuple(kinds), layout, tuple(members), partitioner)
 
     def __post_init__(self) -> None:
-        """LayoutError if the members do not fill the world or a kind is unknown to another."""
+        """Raise LayoutError if the members do not fill the world, or if kinds that share bytes differ in size."""
         check_members(self.layout, self.members)
         self._check_kinds()
 
@@ -74,18 +74,18 @@ class VirtualParameterSpace:
         return self.line.bases
 
     def kind(self, name: str) -> Kind:
-        """The kind of that name; LayoutError if there is none."""
+        """Return the kind of that name; LayoutError if there is none."""
         return kind_of(self.kinds, name)
 
     def present_kinds(self, layout: Layout | None = None) -> tuple[str, ...]:
-        """Names of the kinds that a layout (the present one) holds at all."""
+        """Return the names of the kinds that a layout (the present one if None) holds at all."""
         present = layout or self.layout
         return tuple(kind.name for kind in self.kinds if zero.is_held(present, kind.name))
 
     def mesh(self, layout: Layout) -> Mesh | None:
-        """What of the tensors lies where before ZeRO cuts it; None if every rank has all of them. Computed once.
+        """Return which rank holds what before ZeRO cuts the tensors; None if every rank has all of them. Computed once.
 
-        LayoutError for an axis that the space was built without, or that does not cut a tensor.
+        Raise LayoutError for an axis that the space was built without, or that does not cut a tensor.
         """
         cuts = is_partitioned(layout)
         if not cuts and not self.line.experts.any():
@@ -102,12 +102,12 @@ class VirtualParameterSpace:
         return self._meshes[layout]
 
     def ties(self, layout: Layout) -> tuple[tuple[int, ...], ...]:
-        """The sets of pipeline stages that share a tensor under a layout."""
+        """Return the sets of pipeline stages that share a tensor under a layout."""
         mesh = self.mesh(layout)
         return () if mesh is None else shared_stages(mesh.partition)
 
     def _check_subgroups(self, mesh: Mesh, layout: Layout) -> None:
-        """LayoutError if tensor ranks have different numbers of ZeRO-3's sub-groups: it adds their norms up in turn."""
+        """Raise LayoutError if tensor ranks have different numbers of ZeRO-3 sub-groups: each sums norms in turn."""
         if layout.zero_stage < 3 or layout.tensor == 1:
             return
         counts = [zero.subgroup_count(group.line, self.rules, layout) for group in mesh.shard_groups]
@@ -119,7 +119,7 @@ class VirtualParameterSpace:
             )
 
     def local(self, layout: Layout, rank: int) -> LocalSpace:
-        """What a rank holds, in terms of its own local tensors."""
+        """Return the part of the state that a rank holds, in terms of its own local tensors."""
         mesh, layout = self.mesh(layout), zero.as_cut(self.rules, layout)
         if mesh is None:
             return LocalSpace(self.line, self.rules, self.kinds, layout, rank)
@@ -127,7 +127,7 @@ class VirtualParameterSpace:
         return LocalSpace(mesh.local_line(rank), self.rules, self.kinds, layout, *places)
 
     def sharding(self, layout: Layout, kind: str) -> Sharding:
-        """How a layout holds a kind; computed once."""
+        """Return how a layout holds a kind; computed once."""
         layout = zero.as_cut(self.rules, layout)
         key = (layout, kind)
         if key not in self._shardings:
@@ -140,11 +140,11 @@ class VirtualParameterSpace:
         return self._shardings[key]
 
     def has(self, kind: str, group: int) -> bool:
-        """Whether the trainable tensors of an optimizer group have a state kind."""
+        """Return whether the trainable tensors of an optimizer group have a state kind."""
         return self.kind(kind).is_of(group)
 
     def buffers(self, layout: Layout) -> tuple[BufferId, ...]:
-        """The buffers that a rank has under a layout; all pieces number them alike. Computed once."""
+        """Return the buffers that a rank may have under a layout; all pieces number them alike. Computed once."""
         if layout not in self._tables:
             mesh = self.mesh(layout)
             lines = [self.line] if mesh is None else [group.line for group in mesh.shard_groups]
@@ -154,37 +154,37 @@ class VirtualParameterSpace:
         return self._tables[layout]
 
     def holding(self, layout: Layout, rank: int, kind: str) -> Pieces:
-        """The pieces of a kind on a rank, disjoint."""
+        """Return the pieces of a kind on a rank, disjoint."""
         return self.sharding(layout, kind).holding(rank)
 
     def is_held(self, layout: Layout, kind: str) -> bool:
-        """Whether the layout holds the kind at all."""
+        """Return whether the layout holds the kind at all."""
         return zero.is_held(layout, kind)
 
     def is_replicated(self, layout: Layout, kind: str) -> bool:
-        """Whether every rank holds the whole of its tensors' kind, as far as ZeRO is concerned."""
+        """Return whether ZeRO leaves the kind whole on every rank that it deals a tensor to."""
         return zero.is_replicated(zero.as_cut(self.rules, layout), kind)
 
     def owned(self, layout: Layout, rank: int, kind: str) -> Pieces:
-        """The part of `holding` that the rank owns: over all ranks these tile the kind, replicated or not."""
+        """Return the part of `holding` that the rank owns: over all ranks these tile the kind, replicated or not."""
         return self.sharding(layout, kind).owned(rank)
 
     def split_by_tensor(self, pieces: Pieces) -> tuple[Ints, Pieces]:
-        """Pieces cut where one tensor ends and the next begins, and the tensor number of each."""
+        """Cut pieces at the ends of tensors; return the tensor number of each, and the pieces."""
         return split_by_tensor(self.line, pieces)
 
     def with_groups(self, kind: str, groups: Iterable[int]) -> VirtualParameterSpace:
-        """The same space, in which a kind is of the tensors of some optimizer groups alone (FROZEN is one)."""
+        """Return the same space with a kind limited to the tensors of some optimizer groups (FROZEN is one)."""
         kinds = [replace(each, groups=frozenset(groups)) if each.name == kind else each for each in self.kinds]
         return replace(self, kinds=tuple(kinds), _shardings={})
 
     def with_layout(self, layout: Layout, members: Iterable[int]) -> VirtualParameterSpace:
-        """The same state under another layout and world."""
+        """Return the same state under another layout and world."""
         return replace(self, layout=layout, members=tuple(members))
 
 
 def check_members(layout: Layout, members: tuple[int, ...]) -> None:
-    """LayoutError unless each rank of the layout has one member and no member two ranks."""
+    """Raise LayoutError unless each rank of the layout has one member and no member has two ranks."""
     if len(members) != layout.world_size:
         raise LayoutError(
             f"{layout} has {layout.world_size} ranks and {len(members)} members are given; give {layout.world_size} "

@@ -42,8 +42,8 @@ class ZeroRules:
     """The numbers of a DeepSpeed configuration that decide where ZeRO cuts; all in elements.
 
     alignment_factor: a flat group is padded to a multiple of alignment_factor x data (stages 1 and 2).
-    round_robin_stages: those of stages 1 and 2 whose flat groups deal their tensors to the ranks in turn.
-    aligned_stages: those of stages 1 and 2 whose tensors begin at multiples of weight_alignment in a flat group.
+    round_robin_stages: the stages among 1 and 2 whose flat groups deal their tensors to the ranks in turn.
+    aligned_stages: the stages among 1 and 2 whose tensors begin at multiples of weight_alignment in a flat group.
     flat_without_zero: stage 0 holds flat groups too, whole and without padding (DeepSpeed's FP16_Optimizer).
     parts_without_zero: stage 0 is cut as stage 1 is (BF16_Optimizer, which DeepSpeed takes there for pipelines).
     sub_group_size: a ZeRO-3 sub-group closes when its parts on a rank reach this sum.
@@ -59,22 +59,22 @@ class ZeroRules:
 
 
 def as_cut(rules: ZeroRules, layout: Layout) -> Layout:
-    """The layout whose stage says how a layout is cut: itself, but for `parts_without_zero`."""
+    """Return the layout whose stage says how a layout is cut: the same one, except with `parts_without_zero`."""
     return layout.replace(zero_stage=1) if rules.parts_without_zero and layout.zero_stage == 0 else layout
 
 
 def is_held(layout: Layout, kind: str) -> bool:
-    """Whether the ranks of the layout hold the kind at all."""
+    """Return whether the ranks of the layout hold the kind at all."""
     return layout.zero_stage in row_of(kind).stages
 
 
 def is_replicated(layout: Layout, kind: str) -> bool:
-    """Whether every rank of the layout holds the whole of the kind."""
+    """Return whether every rank of the layout holds the whole of the kind."""
     return layout.zero_stage in row_of(kind).whole_in
 
 
 def has_flat_groups(rules: ZeroRules, layout: Layout) -> bool:
-    """Whether the tensors of an optimizer group lie end to end in one buffer."""
+    """Return whether the tensors of an optimizer group lie end to end in one buffer."""
     return layout.zero_stage in (1, 2) or (layout.zero_stage == 0 and rules.flat_without_zero)
 
 
@@ -82,9 +82,9 @@ Table = tuple[BufferId, ...]
 
 
 def buffer_table(line: Line, rules: ZeroRules, layout: Layout) -> Table:
-    """The names that all shardings of a layout number buffers by: of each tensor alone, then of several together.
+    """Return the table by which all shardings of a layout number buffers: single tensors first, then shared buffers.
 
-    Which of them a rank has, and how large they are, is in `buffers_of`.
+    `buffers_of` says which of them a rank has, and how large they are.
     """
     tensors, count = len(line.tensors), line.trainable_count
     if layout.zero_stage == 3:
@@ -96,14 +96,14 @@ def buffer_table(line: Line, rules: ZeroRules, layout: Layout) -> Table:
 
 @lru_cache(maxsize=32)
 def _numbered(*sorts: tuple[str, int]) -> Table:
-    """Buffers 0 to `count` - 1 of each (sort, count); the many shard groups of a mesh have the same object."""
+    """Name buffers 0 to `count` - 1 of each (sort, count); cached, so that many shard groups share one object."""
     return tuple(BufferId(place, number) for place, count in sorts for number in range(count))
 
 
 def sharding(line: Line, rules: ZeroRules, layout: Layout, kind: str, experts: bool = False) -> EvenSharding:
-    """How the layout holds the kind, one owner for each element where the kind is not replicated.
+    """Return how the layout holds the kind; each element has one owner unless the kind is replicated.
 
-    experts: of the expert tensors, over the ranks of their group, or of all others.
+    experts: whether to cut the expert tensors, over the ranks of their group, or all others.
     """
     table = buffer_table(line, rules, layout)
     count = len(line.tensors) if is_held(layout, kind) else 0
@@ -123,19 +123,23 @@ def sharding(line: Line, rules: ZeroRules, layout: Layout, kind: str, experts: b
 
 
 def group_size(layout: Layout, experts: bool = False) -> int:
-    """Ranks that ZeRO deals a tensor to: data x sequence, of an expert's tensors as many as hold the same expert."""
+    """Return the number of ranks that ZeRO deals a tensor to.
+
+    Data x sequence; for an expert's tensor, the number of ranks that hold the same expert.
+    """
     return layout.ranks_per_stage // layout.expert if experts else layout.data * layout.sequence
 
 
 def group_sizes(line: Line, layout: Layout) -> Ints:
-    """`group_size` for each tensor."""
+    """Return `group_size` for each tensor."""
     return np.where(line.experts, group_size(layout, experts=True), group_size(layout))
 
 
 def subgroups(line: Line, rules: ZeroRules, layout: Layout) -> Ints:
-    """Number of the ZeRO-3 sub-group of each trainable tensor.
+    """Return the number of the ZeRO-3 sub-group of each trainable tensor.
 
-    A group that fits is one sub-group; else one closes with the tensor whose part brings the sum to sub_group_size.
+    A group that fits is one sub-group. Otherwise a sub-group closes with the tensor whose part brings the sum to
+    sub_group_size.
     """
     count = line.trainable_count
     parts = -(-line.numels // group_sizes(line, layout))[:count]
@@ -154,12 +158,12 @@ def subgroups(line: Line, rules: ZeroRules, layout: Layout) -> Ints:
 
 
 def subgroup_count(line: Line, rules: ZeroRules, layout: Layout) -> int:
-    """Number of ZeRO-3's sub-groups of a rank's tensors."""
+    """Return the number of ZeRO-3's sub-groups of a rank's tensors."""
     return int(subgroups(line, rules, layout).max(initial=-1)) + 1
 
 
 def flat_order(line: Line, rules: ZeroRules, layout: Layout, group: int) -> tuple[Ints, Ints, int]:
-    """A flat group of stages 1 and 2: (tensor numbers in its order, position of each, elements without the tail's pad).
+    """Return a flat group of stages 1 and 2: (tensor numbers in order, position of each, elements before final pad).
 
     Tensors of no element are left out, as DeepSpeed does before it numbers them.
     """
@@ -175,7 +179,7 @@ def flat_order(line: Line, rules: ZeroRules, layout: Layout, group: int) -> tupl
 
 
 def partition_size(line: Line, rules: ZeroRules, layout: Layout, group: int) -> int:
-    """Elements of a rank's part of a flat group under stages 1 and 2, padding included; under stage 0 of all of it."""
+    """Return the elements of a rank's part of a flat group, padding included; under stage 0, of the whole group."""
     tensors, _, numel = flat_order(line, rules, layout, group)
     if layout.zero_stage == 0:
         return numel
@@ -195,7 +199,7 @@ def _whole(line: Line, count: int, table: Table, ranks: int) -> EvenSharding:
 def _flat_groups(
     line: Line, rules: ZeroRules, layout: Layout, kind: str, count: int, table: Table, ranks: int
 ) -> EvenSharding:
-    """Segments of optimizer groups, as long as the line and the flat order agree, then one per frozen tensor."""
+    """Return the segments of optimizer groups, as long as line and flat order agree, then one per frozen tensor."""
     replicated = is_replicated(layout, kind)
     trainable = min(count, line.trainable_count)
     width, position = np.zeros(count, np.int64), np.zeros(count, np.int64)
@@ -225,7 +229,7 @@ def _flat_groups(
 
 
 def _parts(line: Line, rules: ZeroRules, layout: Layout, count: int, table: Table, ranks: int) -> EvenSharding:
-    """One segment per tensor; parts of a sub-group's tensors follow one another, a frozen one's stands alone."""
+    """Return one segment per tensor; parts of a sub-group's tensors follow one another, a frozen one's stands alone."""
     trainable = min(count, line.trainable_count)
     width = -(-line.numels // group_sizes(line, layout))[:count]
     number = subgroups(line, rules, layout)[:trainable]
@@ -240,9 +244,9 @@ def _parts(line: Line, rules: ZeroRules, layout: Layout, count: int, table: Tabl
 
 
 class Buffer(NamedTuple):
-    """A buffer of a rank, and the optimizer group of what is in it (FROZEN: weights alone).
+    """A buffer of a rank, and the optimizer group of its tensors (FROZEN: weights alone).
 
-    numel: elements that it has, padding included; whole: where every rank has all parts of it.
+    numel: elements of the rank's own buffer, padding included. whole: elements if every rank has all parts of it.
     """
 
     name: BufferId
@@ -252,7 +256,7 @@ class Buffer(NamedTuple):
 
 
 def buffers_of(line: Line, rules: ZeroRules, layout: Layout) -> list[Buffer]:
-    """The buffers that a rank has under a layout: of tensors that lie alone, and of those that lie together."""
+    """Return the buffers that a rank has under a layout: those of single tensors first, then shared ones."""
     trainable, together = line.trainable_count, list[Buffer]()
     parts = -(-line.numels // group_sizes(line, layout))
     if layout.zero_stage == 3:
@@ -272,7 +276,7 @@ def buffers_of(line: Line, rules: ZeroRules, layout: Layout) -> list[Buffer]:
 
 
 def cut_kind(line: Line, rules: ZeroRules, layout: Layout, kind: Kind, experts: bool = False) -> Sharding:
-    """How ZeRO cuts a kind of local tensors, of all groups that have it; `experts` as in `sharding`."""
+    """Return how ZeRO cuts a kind of local tensors, of all groups that have it; `experts` as in `sharding`."""
     cut = sharding(line, rules, layout, kind.name, experts)
     if kind.groups is not None:
         cut = cut.only(np.isin(line.groups_at(cut.start), sorted(kind.groups)))
@@ -281,10 +285,10 @@ def cut_kind(line: Line, rules: ZeroRules, layout: Layout, kind: Kind, experts: 
 
 @dataclass(frozen=True, eq=False)
 class LocalSpace:
-    """What one rank holds. Coordinates are those of its own line, on which a tensor has its local shape.
+    """The state of one rank. Coordinates are on its own line, on which a tensor has its local shape.
 
-    layout: the whole one. zero_rank: place among the data x sequence ranks of ZeRO's group. expert_rank: among those
-    that hold the same experts.
+    layout: the layout of the whole world. zero_rank: place among the data x sequence ranks of ZeRO's group.
+    expert_rank: place among the ranks that hold the same experts.
     """
 
     line: Line
@@ -300,7 +304,7 @@ class LocalSpace:
         return self.line.tensors
 
     def holding(self, kind: str) -> list[Pieces]:
-        """The pieces of a kind on this rank, disjoint: of most tensors, and of those of experts."""
+        """Return the disjoint pieces of a kind on this rank: dense tensors first, then those of experts if any."""
         held = kind_of(self.kinds, kind)
         found = [cut_kind(self.line, self.rules, self.layout, held).holding(self.zero_rank)]
         if self.line.experts.any():
@@ -308,7 +312,7 @@ class LocalSpace:
         return found
 
     def sizes(self) -> dict[tuple[str, BufferId], int]:
-        """Elements of every buffer of this rank, by (kind, buffer), padding included."""
+        """Return the elements of every buffer of this rank, by (kind, buffer), padding included."""
         found: dict[tuple[str, BufferId], int] = {}
         buffers = buffers_of(self.line, self.rules, self.layout)
         for kind in self.kinds:
@@ -324,7 +328,7 @@ class LocalSpace:
         return found
 
     def _overlapping_sizes(self, kind: str) -> dict[tuple[str, BufferId], int]:
-        """Of the buffers that hold whole tensors: those alone, and no buffer where there is none."""
+        """Return the elements of the buffers that hold whole tensors only; a buffer without a piece is left out."""
         found: dict[tuple[str, BufferId], int] = {}
         for pieces in self.holding(kind):
             for piece in pieces:
@@ -333,7 +337,7 @@ class LocalSpace:
         return found
 
     def rows(self, kind: str) -> tuple[Ints, Pieces]:
-        """(tensor number, piece) of all that `holding` gives, cut where tensors end."""
+        """Return (tensor number, piece) of everything that `holding` gives, cut at the ends of tensors."""
         parts = [split_by_tensor(self.line, pieces) for pieces in self.holding(kind)]
         numbers = np.concatenate([number for number, _ in parts])
         return numbers, Pieces(*join([part.columns for _, part in parts]), parts[0][1].buffers)

@@ -1,13 +1,13 @@
-"""Checkpoints of others, described as tensors at offsets in their files: read in place, never loaded whole.
+"""Checkpoints of other tools, described as tensors at offsets in their files: read in place, never loaded whole.
 
 | file | role |
 |---|---|
-| `torch_files` | what `torch.save` wrote, without its values and without running anything; the CRC32s in it |
-| `foreign` | what a checkpoint tells of a training, whosever it is, and that as one of ours |
+| `torch_files` | files of `torch.save`, without their values and without running anything; the CRC32s in them |
+| `foreign` | what a checkpoint of any tool tells of a training, and how it is written as one of ours |
 | `zero_files` | a checkpoint folder of DeepSpeed's: which file has which buffer of which rank |
 | `zero` | the same as rows of a manifest, by the arithmetic of the space; from the files alone |
 | `universal` `dcp` `safetensors` | DeepSpeed's universal format, torch's DCP, safetensors: read and written |
-| `recognize` | whose checkpoint lies at a path |
+| `recognize` | which tool's checkpoint lies at a path |
 
 Knows no engine and no DeepSpeed: the files say what they are.
 """

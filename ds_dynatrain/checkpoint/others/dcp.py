@@ -1,12 +1,12 @@
-"""Folders of torch's distributed checkpoint (DCP): what one tells, and a checkpoint of ours as one.
+"""Folders of torch's distributed checkpoint (DCP): reading one, and writing a checkpoint of ours as one.
 
-What one tells stands in its `.metadata`, a pickle that is not run: nothing but plain values and `Opaque` stand-ins for
-torch's own records comes of it. The values lie in files of many small files of `torch.save`, one for each piece of a
+Its `.metadata` says what is in it. That is a pickle, which is not run: it yields only plain values and `Opaque`
+stand-ins for torch's own records. The values lie in files of many small files of `torch.save`, one for each piece of a
 tensor.
 
-| key | what is taken of it |
+| key | what is taken from it |
 |---|---|
-| `model.NAME`, else all tensors | weights; masters are made of those that are trained |
+| `model.NAME`, else all tensors | weights; masters are made of the trained ones |
 | `optim.state.NAME.exp_avg` `.step` | moments and steps |
 | `optim.param_groups.NAME.lr` | hyper-parameters by tensor, from which groups are made again |
 | `optim.param_groups.0.lr` `.params` | a group's hyper-parameters, and the names of its tensors |
@@ -14,7 +14,7 @@ tensor.
 `optim` may be called `optimizer`. Its levels are apart (`optim`, `state`, NAME, `exp_avg`), or in one name below
 `optim`, as torch has them with `flatten_optimizer_state_dict=True`.
 
-What is written has the names of torch's `get_state_dict`. The model's values are the masters, unless another type is
+A written folder has the names of torch's `get_state_dict`. The model's values are the masters, unless another type is
 asked for: torch's own training keeps no others.
 """
 
@@ -68,9 +68,9 @@ METADATA, MODEL, OPTIM = ".metadata", "model", "optim"
 OPTIMS = (OPTIM, "optimizer")
 STATE, GROUPS = (OPTIM, "state"), (OPTIM, "param_groups")
 DATA = "__0_0.distcp"
-"""What torch calls the first file of rank 0."""
+"""Name that torch gives the first file of rank 0."""
 Keys = tuple[str, ...]
-"""The levels of a name."""
+"""Levels of a name."""
 
 
 STAND_INS = (
@@ -80,29 +80,31 @@ STAND_INS = (
     "pathlib",
     "pathlib._local",
 )
-"""Modules whose records may stand in the metadata; `Opaque` is made of each."""
+"""Modules whose records may be in the metadata; each record becomes an `Opaque`."""
 PLAIN: Mapping[str, Any] = {
     "torch.Size": tuple,
     "torch.serialization._get_layout": Opaque,
     "collections.OrderedDict": dict,
 }
-"""What else may, beside torch's element types, and what is made of it."""
+"""Other classes that may be in it besides torch's element types, and what each becomes."""
 
 
 def is_dcp(path: Path) -> bool:
-    """Whether a folder looks like such a checkpoint."""
+    """Return whether a folder looks like such a checkpoint."""
     return (path / METADATA).is_file()
 
 
 def read_dcp(path: Path, trust_pickle: bool = False) -> Foreign:
-    """Describe a checkpoint; CheckpointError for content that is refused, CheckpointDamaged if a part of it is missing
-    or it cannot be true. trust_pickle: of values that are neither tensors nor plain, never of the metadata.
+    """Describe a folder of torch's distributed checkpoint.
+
+    trust_pickle: for values that are neither tensors nor plain, never for the metadata. Raise CheckpointError for
+    content that is refused, CheckpointDamaged if a part of it is missing or impossible.
     """
     return _Folder.open(path, trust_pickle).foreign()
 
 
 class _Reader(pickle.Unpickler):
-    """Makes stand-ins and plain values: no class or function of the file's choice is ever looked up."""
+    """An unpickler of stand-ins and plain values: it never looks up a class or function of the file's choice."""
 
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
@@ -118,7 +120,10 @@ class _Reader(pickle.Unpickler):
 
 @dataclass(frozen=True, eq=False)
 class _Folder:
-    """shapes: of tensors by key. places: (offset in the tensor, file, first byte, length) of the pieces of a key."""
+    """A folder as its metadata describes it. keys: levels of the name of each key.
+
+    shapes: of tensors by key. places: (offset in the tensor, file, first byte, length) of the pieces of a key.
+    """
 
     path: Path
     trust_pickle: bool
@@ -189,7 +194,7 @@ class _Folder:
         return Foreign(self.path, FORMAT, manifest, tensors, step, carry, left_out=tuple(left_out), archives=archives)
 
     def _weights(self) -> dict[str, str]:
-        """Name of each weight -> its key."""
+        """Return the key of each weight by its name."""
         tops = {each[0] for each in self.keys.values() if len(each) > 1}
         if MODEL in tops:
             return {".".join(each[1:]): key for key, each in self.keys.items() if each[0] == MODEL and len(each) > 1}
@@ -210,10 +215,10 @@ class _Folder:
         return found
 
     def _groups(self, weights: Collection[str]) -> tuple[list[dict[str, Any]], dict[str, int]]:
-        """(hyper-parameters of the groups, group of each tensor).
+        """Return (hyper-parameters of the groups, group of each tensor).
 
-        Where they are noted by tensor, those with equal ones are a group; else groups are as they were, and
-        CheckpointError is raised for one that lists anything but weights' names.
+        If hyper-parameters are noted by tensor, tensors with equal ones form a group. Otherwise groups are as they
+        were, and a group that lists anything but weights' names raises CheckpointError.
         """
         said: dict[str, dict[str, Any]] = {}
         for key, each in self.keys.items():
@@ -247,7 +252,7 @@ class _Folder:
         return shape
 
     def _value(self, key: str) -> Any:
-        """What is stored as one value."""
+        """Return what is stored as one value."""
         _, file, first, length = self.places[key][0]
         return read_tree(self.path, file, self.trust_pickle, (first, length))
 
@@ -256,7 +261,7 @@ class _Folder:
         return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
     def _rows(self, tensor: LogicalTensor, kind: str, key: str) -> list[Row]:
-        """The pieces of a tensor; each is a box of it, stored row by row."""
+        """Return the rows of a tensor's pieces; each piece is a box of it, stored row by row."""
         shape, rows = self._shape(key), list[Row]()
         if shape != tensor.shape:
             raise CheckpointError(
@@ -285,7 +290,10 @@ class _Folder:
 
 
 def _split(key: str, keys: Iterable[str]) -> tuple[str, ...]:
-    """Where a key of no noted path lies: as torch's `get_state_dict` names it if there is an optimizer, else plain."""
+    """Return the levels of a key without a noted path.
+
+    If the checkpoint has an optimizer, keys are named as by torch's `get_state_dict`; otherwise a key is a plain name.
+    """
     if not any(each.startswith(f"{OPTIM}.") for each in keys):
         return (key,)
     for prefix in (f"{OPTIM}.state.", f"{OPTIM}.param_groups."):
@@ -296,7 +304,7 @@ def _split(key: str, keys: Iterable[str]) -> tuple[str, ...]:
 
 
 def _levels(path: tuple[str, ...]) -> tuple[str, ...]:
-    """The levels of a key, each by itself, and an optimizer's below `optim`."""
+    """Return the levels of a key, each by itself, and an optimizer's below `optim`."""
     top, *rest = path
     if top not in OPTIMS or not rest:
         return path
@@ -314,7 +322,7 @@ def _metadata(path: Path) -> dict[str, Any]:
         found = _Reader(io.BytesIO(data)).load()
     except CheckpointError:
         raise
-    except Exception as error:  # pickle has many ways to say that bytes are none
+    except Exception as error:  # pickle has many errors for bytes that are no pickle
         raise CheckpointDamaged(f"{path} is no metadata, or cut off ({type(error).__name__}: {error})") from None
     if not isinstance(found, Opaque) or not found.fields.get("storage_data"):
         raise CheckpointDamaged(f"{path} is no metadata of a distributed checkpoint")
@@ -331,11 +339,11 @@ def to_dcp(
     dtype: torch.dtype | None = None,
     progress: Progress = silent,
 ) -> Path:
-    """Write weights, optimizer states and hyper-parameters into a new folder; memory for the largest tensor.
+    """Write weights, optimizer states and hyper-parameters into a new folder, which gets its name when it is complete.
 
-    carry: the shared carry, decoded. dtype: of `model.*`; None: masters, and frozen weights as they are.
-    CheckpointError if the folder is there, CheckpointDamaged for values that are not what was saved. It has its name
-    only when it is whole.
+    carry: the shared carry, decoded. dtype: of `model.*`; None for masters, and frozen weights as they are. Takes
+    memory for the largest tensor. Raise CheckpointError if the folder exists, CheckpointDamaged for values that are not
+    what was saved.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -357,7 +365,7 @@ def to_dcp(
     with appearing(path, parents=True) as hidden, Reader(saved.path, saved.manifest) as reader:
 
         class Lazy(DefaultSavePlanner):
-            """Reads a tensor when it is about to be written."""
+            """Planner that reads a tensor when it is about to be written."""
 
             def resolve_data(self, write_item: WriteItem) -> Any:
                 if write_item.index.fqn not in by_key:
@@ -367,7 +375,7 @@ def to_dcp(
                 return proven(reader, tensor, kind, kind_type)
 
         class OneByOne(FileSystemWriter):
-            """One file, without holding on to all that is in it, as torch's own writer does."""
+            """Writer of one file that does not keep its tensors in memory, as torch's own writer does."""
 
             def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
                 done: Future[list[WriteResult]] = Future()
@@ -382,13 +390,13 @@ def to_dcp(
 
         try:
             save(state, storage_writer=OneByOne(hidden), planner=Lazy(), no_dist=True)
-        except CheckpointException as error:  # torch wraps what was raised while it wrote
+        except CheckpointException as error:  # torch wraps errors of its writers
             raise next(iter(error.failures.values()))[0] from None
     return path
 
 
 def _written(item: Any, value: Any, file: BinaryIO) -> Any:
-    """Write a tensor, or what torch has serialized, behind what is in the file; where it lies, in torch's words."""
+    """Append a tensor, or bytes that torch has serialized, to the file; return its place as torch notes it."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.storage import WriteResult
 
@@ -402,7 +410,7 @@ def _written(item: Any, value: Any, file: BinaryIO) -> Any:
 
 
 def _put(state: dict[str, Any], path: Keys, value: Any) -> None:
-    """Into nested tables: torch notes the levels of a name, which may have dots of its own."""
+    """Put a value into nested tables: torch notes the levels of a name, which may have dots of its own."""
     *tables, last = path
     for name in tables:
         state = state.setdefault(name, {})
@@ -410,7 +418,7 @@ def _put(state: dict[str, Any], path: Keys, value: Any) -> None:
 
 
 def _wanted(saved: Saved, dtype: torch.dtype | None) -> dict[Keys, tuple[LogicalTensor, str, torch.dtype]]:
-    """Name in the other checkpoint -> tensor, state kind, type."""
+    """Return tensor, state kind and type by name in the other checkpoint."""
     found: dict[Keys, tuple[LogicalTensor, str, torch.dtype]] = {}
     rows = saved.manifest.rows
     for tensor in saved.record.logical_tensors():
@@ -426,7 +434,7 @@ def _wanted(saved: Saved, dtype: torch.dtype | None) -> dict[Keys, tuple[Logical
 
 
 def _plain(saved: Saved, carry: Mapping[str, Any]) -> dict[Keys, Any]:
-    """Scalars of each tensor, and hyper-parameters by tensor, as torch flattens them."""
+    """Return scalars of each tensor, and hyper-parameters by tensor, as torch flattens them."""
     found: dict[Keys, Any] = {}
     tensors = saved.record.logical_tensors()
     for name, table in carry.get("scalars", {}).items():

@@ -1,4 +1,4 @@
-"""What a checkpoint of another tool tells of a training: where each value lies, and as much of the carry as it has.
+"""A checkpoint of another tool, described: where each value lies, and as much of the carry as it has.
 
 | key of `carry` | value |
 |---|---|
@@ -8,10 +8,10 @@
 | `scaler` | fields of the loss scale, by DeepSpeed's names |
 | `scheduler` `random-LTD` | their states |
 
-What is not there stays as it is in the training that loads it.
+Anything that a checkpoint lacks stays as it is in the training that loads it.
 
 `take` writes it as one of ours: tensor by tensor, atomically, as a save does. Memory: the largest tensor in one state
-kind. Where there are weights only, masters are made of them, and the optimizer of whoever loads it begins as new.
+kind. If there are weights only, masters are made of them, and the optimizer of a training that loads it begins as new.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Foreign:
     """A checkpoint of another tool, described. format: its name, for people.
 
     manifest: its rows have files below `path` and no digests. tensors: those of groups first, in order. step: optimizer
-    steps done. left_out: in words, what is in it and is not taken over. archives: zips with CRC32s of all values.
+    steps done. left_out: names of content that is not taken over. archives: zips with CRC32s of all values.
     """
 
     path: Path
@@ -60,12 +60,12 @@ class Foreign:
 
     @property
     def kinds(self) -> list[str]:
-        """State kinds that are there."""
+        """State kinds in the checkpoint."""
         return list(dict.fromkeys(kind for _, kind in self.manifest.rows))
 
 
 def whole_row(tensor: LogicalTensor, kind: str, stored: Stored) -> Row:
-    """The row of a tensor that lies in one piece; CheckpointError for one that is of another size, or turned."""
+    """Return the row of a tensor that lies in one piece; CheckpointError if its size differs or it is not row-major."""
     if stored.numel != tensor.numel or not stored.is_dense:
         raise CheckpointError(
             f"{stored.file} has {stored.shape} where {kind} of {tensor.name!r} {tensor.shape} is expected, row by "
@@ -75,28 +75,28 @@ def whole_row(tensor: LogicalTensor, kind: str, stored: Stored) -> Row:
 
 
 def stored_row(tensor: LogicalTensor, kind: str, stored: Stored, extent: Extent, first: int = 0) -> Row:
-    """The row of an extent that begins at an element of a buffer in a file."""
+    """Return the row of an extent that begins at element `first` of a buffer in a file."""
     at = stored.offset + first * stored.dtype.itemsize
     return Row(tensor.name, kind, name_of(stored.dtype), tensor.shape, extent, stored.file, at, 0)
 
 
 def cast_from_master(tensor: LogicalTensor, dtype: torch.dtype) -> Row:
-    """The row of weights of which nothing is stored."""
+    """Return the row of weights that are not stored."""
     return Row(tensor.name, WEIGHT, name_of(dtype), tensor.shape, Extent(0, tensor.numel, 0, 1), "", 0, 0)
 
 
 def in_order(tensors: Iterable[LogicalTensor]) -> tuple[LogicalTensor, ...]:
-    """By group, frozen ones last, otherwise as given."""
+    """Sort tensors by group, frozen ones last, otherwise as given."""
     return tuple(sorted(tensors, key=lambda tensor: (not tensor.trainable, tensor.group)))
 
 
 def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group of an optimizer's state, without its parameters."""
+    """Return a group of an optimizer's state without its parameters."""
     return {name: value for name, value in group.items() if name != "params"}
 
 
 def number_of(folder: Path, value: Any) -> float:
-    """A scalar of an optimizer, wherever it is stored; CheckpointDamaged for what is none."""
+    """Return a scalar of an optimizer, wherever it is stored; CheckpointDamaged for a tensor of several elements."""
     if isinstance(value, Stored) and value.numel != 1:
         raise CheckpointDamaged(f"{folder / value.file} has a tensor of shape {value.shape} where a number is expected")
     return float(value_of(folder, value).item() if isinstance(value, Stored) else value)
@@ -105,11 +105,11 @@ def number_of(folder: Path, value: Any) -> float:
 def take(
     foreign: Foreign, folder: Path, carry: Any, rest: Any, tensors: Sequence[Share], progress: Progress = silent
 ) -> Path:
-    """Write what is told into a folder of checkpoints, as its latest; the new checkpoint.
+    """Write a described checkpoint into a folder of checkpoints, as its latest; return the new checkpoint.
 
-    carry, rest: encoded. tensors: what the rest announces. CheckpointDamaged, naming tensor and kind, for what is told
-    and cannot be true, and, naming file and member, for values of another CRC32 than they were written with;
-    CheckpointError if there is a checkpoint of that step already. Nothing is left of a failure.
+    carry, rest: encoded. tensors: those that the rest announces. Raise CheckpointDamaged, naming tensor and kind, for a
+    description that cannot be true, and, naming file and member, for values with a wrong CRC32; CheckpointError if
+    there is a checkpoint of that step already. A failure leaves nothing behind.
     """
     check_names([each.name for each in foreign.tensors], foreign.kinds)
     check_tensors(foreign.tensors)
@@ -144,12 +144,12 @@ def take(
 
 
 def bytes_of(foreign: Foreign) -> int:
-    """How many bytes `take` reports to `progress`."""
+    """Return how many bytes `take` reports to `progress`."""
     return sum(tensor.numel * dtype.itemsize for tensor in foreign.tensors for _, dtype in _stored(foreign, tensor))
 
 
 def _written(foreign: Foreign, hidden: Path, tensors: Sequence[Share], progress: Progress) -> Iterator[Row]:
-    """Write the data files; the rows of the manifest."""
+    """Write the data files; yield their rows of the manifest."""
     files: dict[torch.dtype, Callable[[Share], Row]] = {}
     check_crcs(foreign.path, foreign.archives)
     with ExitStack() as stack:
@@ -171,7 +171,7 @@ def _written(foreign: Foreign, hidden: Path, tensors: Sequence[Share], progress:
 def _rows_of(
     reader: Reader, tensor: LogicalTensor, kind: str, dtype: torch.dtype, write: Callable[[Share], Row]
 ) -> list[Row]:
-    """Write one kind of a tensor, and say what weights are cast of it; its values are gone afterwards."""
+    """Write one kind of a tensor; return its rows, and a master's cast weights. Its values are freed afterwards."""
     there = reader.manifest.rows
     values = whole(reader, tensor, kind if (tensor.name, kind) in there else WEIGHT, dtype).view(1, -1)
     share = Share(tensor.name, kind, tensor.shape, Extent(0, tensor.numel, 0, 1), values)
@@ -182,9 +182,9 @@ def _rows_of(
 
 
 def _stored(foreign: Foreign, tensor: LogicalTensor) -> Iterator[tuple[str, torch.dtype]]:
-    """(kind, element type) of what is stored of a tensor: all that is there, but weights that have masters.
+    """Yield (kind, element type) of everything to store of a tensor: all its kinds, except weights that have masters.
 
-    Masters are made of weights that are trained, or may be, and have none.
+    Masters are made of weights without any if these are trained, or may be.
     """
     rows = ((kind, foreign.manifest.rows.get((tensor.name, kind))) for kind in foreign.kinds)
     held = {kind: named(found[0].dtype) for kind, found in rows if found}
@@ -196,5 +196,5 @@ def _stored(foreign: Foreign, tensor: LogicalTensor) -> Iterator[tuple[str, torc
 
 
 def _place(kind: str) -> tuple[int, str]:
-    """Weights, masters, then moments by name."""
+    """Return a sort key: weights, masters, then moments by name."""
     return ({WEIGHT: 0, MASTER: 1}.get(kind, 2), kind)

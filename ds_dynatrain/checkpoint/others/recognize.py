@@ -1,4 +1,4 @@
-"""Whose checkpoint lies at a path, by what lies there: nothing is read of it but a note that names the latest one."""
+"""Recognition of another tool's checkpoint by the names of its files; only a note that names the latest one is read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ds_dynatrain.errors import CheckpointDamaged, CheckpointError, LayoutError
 NOTES = ("latest", "latest_universal")
 """Files that name a checkpoint beside them."""
 UNEXPECTED = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError, LayoutError)
-"""What reading raises where something is not what it ought to be."""
+"""Errors that reading raises for content of unexpected types or values."""
 
 
 def _is_zero(path: Path) -> bool:
@@ -31,13 +31,14 @@ SORTS: Mapping[str, tuple[Callable[[Path], bool], Callable[[Path, bool], Foreign
     f"a folder of DeepSpeed's universal format ({ZERO}/{OPTIMIZER})": (is_universal, read_universal),
     f"a safetensors file, or a folder with {INDEX} or one such file": (is_safetensors, read_safetensors),
 }
-"""What is looked for -> (whether it is there, what reads it)."""
+"""Description of each format -> (test of a path, reader)."""
 
 
 def told_at(path: Path, trust_pickle: bool = False) -> Foreign:
     """Describe the checkpoint of another tool at a path: the one that a note there names, whatever lies beside it.
 
-    CheckpointError for none, for one of ours, and where it is not clear, naming what was looked for.
+    Raise CheckpointError if there is none, if it is one of ours, and if it is not clear which format it has, naming the
+    formats that were looked for.
     """
     if (path / RECORD).is_file():
         raise CheckpointError(f"{path} is a checkpoint of ds_dynatrain already; load it as it is, or give another --to")
@@ -62,7 +63,7 @@ def told_at(path: Path, trust_pickle: bool = False) -> Foreign:
         try:
             with naming(path):
                 return read(path, trust_pickle)
-        except UNEXPECTED as error:  # files by strangers may say anything, of any type
+        except UNEXPECTED as error:  # untrusted files may have any content, of any type
             raise CheckpointDamaged(
                 f"{path} was taken for {what} and cannot be read: {type(error).__name__}: {error}; {WHERE_DAMAGED}"
             ) from None

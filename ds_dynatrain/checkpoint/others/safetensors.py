@@ -1,7 +1,7 @@
-"""safetensors files: what they tell, which is weights by name, and the weights of a checkpoint of ours as one.
+"""safetensors files: reading weights by name from them, and writing the weights of a checkpoint of ours as one.
 
-What is read is one file, or a folder as Hugging Face writes it: with `model.safetensors`, or an index that says which
-of several files has which tensor. What is written is one file, tensor by tensor: memory for the largest one is enough.
+It reads one file, or a folder as Hugging Face writes it: with `model.safetensors`, or an index that says which of
+several files has which tensor. It writes one file, tensor by tensor: memory for the largest one is enough.
 """
 
 from __future__ import annotations
@@ -50,23 +50,25 @@ TYPES: Mapping[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""By safetensors' names."""
+"""Element types by safetensors' names."""
 WRITTEN = {TYPES[name]: name for name in ("F64", "F32", "F16", "BF16")}
-"""Types that weights have, and what safetensors calls them."""
+"""Types that weights may have, and their names in safetensors."""
 MOST_BYTES = 100_000_000
-"""Of an index."""
+"""Most bytes of an index."""
 
 
 def is_safetensors(path: Path) -> bool:
-    """Whether a path looks like such a file, or like a folder of them."""
+    """Return whether a path looks like such a file, or like a folder of them."""
     if path.is_dir():
         return (path / INDEX).is_file() or any(path.glob(f"*{SUFFIX}"))
     return path.is_file() and path.suffix == SUFFIX
 
 
 def read_safetensors(path: Path, trust_pickle: bool = False) -> Foreign:
-    """Describe them; nothing in them is a pickle. CheckpointError for a folder that does not say which files count or a
-    type that is not known here, CheckpointDamaged for what is no such file or is cut off.
+    """Describe a file or folder; nothing in it is a pickle.
+
+    Raise CheckpointError for a folder that does not say which files count, or a type that is not known here;
+    CheckpointDamaged for a file that is not of this format or is cut off.
     """
     tensors, rows = [], []
     for name, stored in _tensors(path):
@@ -104,7 +106,7 @@ def _tensors(path: Path) -> Iterator[tuple[str, Stored]]:
 
 
 def _index(path: Path) -> dict[str, str]:
-    """Tensor -> name of its file in the folder."""
+    """Return the file of each tensor in the folder, by the tensor's name."""
     found = parsed(read_small(path / INDEX, MOST_BYTES, links=True), str(path / INDEX)).get("weight_map")
     if not isinstance(found, dict):
         raise CheckpointDamaged(f"{path / INDEX} is no index: it has no table weight_map")
@@ -115,7 +117,7 @@ def _index(path: Path) -> dict[str, str]:
 
 
 def header_of(path: Path) -> dict[str, Stored]:
-    """Where each tensor of a file lies; CheckpointDamaged, naming it, for one that the library refuses.
+    """Return where each tensor of a file lies; CheckpointDamaged, naming the file, if the library refuses it.
 
     The library has checked that values lie in the order of `offset_keys`, behind the header and without holes.
     """
@@ -139,10 +141,10 @@ def header_of(path: Path) -> dict[str, Stored]:
 
 
 def to_safetensors(saved: Saved, path: Path, dtype: torch.dtype | None = None, progress: Progress = silent) -> int:
-    """Write all weights into one safetensors file that must not be there yet; its bytes.
+    """Write all weights into one safetensors file, which must not exist yet; return its size in bytes.
 
-    dtype: of all weights, their own if None. The file has its name only when it is whole. CheckpointError for a type
-    that safetensors does not have here, or a file that is there; CheckpointDamaged for values that are not what was
+    dtype: of all weights, their own if None. The file gets its name when it is complete. Raise CheckpointError for a
+    type that is not written to safetensors or an existing file; CheckpointDamaged for values that are not what was
     saved.
     """
     tensors, types = saved.record.logical_tensors(), dict[str, torch.dtype]()

@@ -1,14 +1,14 @@
-"""Files of `torch.save` as plain Python values, with a note of where it lies in place of each tensor.
+"""Files of `torch.save` as plain Python values, in which a note of its place stands for each tensor.
 
-They are zips of a pickle and of values, in which nothing is compressed. torch's own reader for files of strangers
-(`weights_only`) takes the pickle apart, which builds nothing but plain values, tensors, and `Opaque` stand-ins for a
-short list of classes of DeepSpeed's. Anything else is refused, or, if the caller says that he trusts the file,
-unpickled. Values are not read: only where they are. `zipfile` checks the CRC32 of each member, which torch never
-compares; a CRC32 of 0 says that none was taken (`torch.serialization.set_crc32_options`).
+They are zips of a pickle and of values, without compression. torch's own reader for untrusted files (`weights_only`)
+reads the pickle, and builds only plain values, tensors, and `Opaque` stand-ins for a short list of classes of
+DeepSpeed's. Anything else is refused or, if the caller trusts the file, unpickled. Values are not read: only their
+places are noted. `zipfile` checks the CRC32 of each member, which torch never compares; a CRC32 of 0 says that none was
+taken (`torch.serialization.set_crc32_options`).
 
-What a pickle would make is counted before it is read: a short one can stand for endless values. Sixty tuples, each of
-which holds the one before it twice, are 200 bytes and 2^60 values for whoever follows them; to look at such a key's
-hash, which `weights_only` does, never ends. So what is shared counts as often as it is met.
+The values that a pickle would make are counted before it is read: a short one can stand for endless values. Sixty
+tuples, each of which holds the one before it twice, are 200 bytes and 2^60 values for a reader that follows them;
+hashing such a key, as `weights_only` does, never ends. So a shared value counts as often as it is met.
 """
 
 from __future__ import annotations
@@ -30,38 +30,38 @@ from ds_dynatrain.checkpoint.files import MOST_VALUES, WHERE_DAMAGED, open_regul
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 
 MOST_BYTES = 1 << 28
-"""Of a pickle, and of a tensor that is read into memory with the rest: steps, buffers, a user's own."""
+"""Most bytes of a pickle, and of a tensor that is read into memory with the rest: steps, buffers, a user's own."""
 MOST_DEPTH = 200
 MOST_BITS = 4096
-"""Of an integer: more digits than Python is willing to write."""
+"""Most bits of an integer: Python refuses to print more digits."""
 PER_VALUE = 16
 """Bytes of a text that count as one value."""
 _PUTS, _GETS = ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"), ("GET", "BINGET", "LONG_BINGET")
 _FILLS = ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD")
-"""What changes a value that is there already."""
+"""Operations that change an existing value."""
 
 
 class Opaque:
-    """An instance of a class that is not imported. args: given to it. fields: set on it."""
+    """An instance of a class that is not imported. args: arguments of its constructor. fields: attributes set on it."""
 
     args: tuple[Any, ...]
     fields: dict[str, Any]
 
     def __new__(cls, *args: Any) -> Opaque:
-        """As pickle makes it."""
+        """Make an instance as pickle does."""
         made = super().__new__(cls)
         made.args, made.fields = args, {}
         return made
 
     def __setstate__(self, state: Any) -> None:
-        """As pickle fills it."""
+        """Set the fields as pickle does."""
         if isinstance(state, Mapping):
             self.fields.update(state)
 
 
 @dataclass
 class _Made:
-    """A value that an operation makes: how many values it stands for, how deep, and whether it was fetched again."""
+    """A value that an operation makes: how many values it stands for, its depth, and whether it was fetched again."""
 
     values: int
     depth: int = 0
@@ -69,13 +69,13 @@ class _Made:
 
 
 def check_pickle(data: bytes) -> None:
-    """ValueError for a pickle of too many values, one that is nested too deep, or one that is in itself."""
+    """Raise ValueError for a pickle of too many values, one nested too deep, or one with a value inside itself."""
     stack: list[_Made | None] = []  # None: a mark
     memo: dict[int, _Made] = {}
     for count, (opcode, argument, _) in enumerate(pickletools.genops(data), 1):
         if opcode.name in _PUTS:
             top, index = stack[-1], len(memo) if opcode.name == "MEMOIZE" else int(argument or 0)
-            if top is None or index > count:  # Python's unpickler makes room for all places below
+            if top is None or index > count:  # Python's unpickler allocates all lower places
                 raise ValueError(f"value {index} is noted by operation {count}")
             memo[index] = top
         elif opcode.name in _GETS:
@@ -101,7 +101,7 @@ def check_pickle(data: bytes) -> None:
 
 
 def _taken(stack: list[_Made | None], opcode: pickletools.OpcodeInfo) -> list[_Made]:
-    """Take what an operation takes off the stack, the lowest one first."""
+    """Take an operation's operands off the stack; return them, the lowest one first."""
     before, found = opcode.stack_before, list[_Made | None]()
     if pickletools.markobject in before:
         while (top := stack.pop()) is not None:
@@ -120,11 +120,11 @@ def _weight(value: Any) -> int:
 BEGIN = b"PK\x03\x04"
 READ_BYTES = 1 << 20
 Archive = tuple[str, tuple[int, int] | None]
-"""A file, and (first byte, length) of the zip in it if it is a part of it."""
+"""A file, and (first byte, length) of the zip in it if the zip is only a part of it."""
 
 
 class Part(io.RawIOBase):
-    """A part of an open file, as a file of its own; ValueError for one that leaves it."""
+    """A part of an open file, as a file of its own; ValueError if the part does not fit into the file."""
 
     def __init__(self, file: io.BufferedReader, place: tuple[int, int] | None) -> None:
         size = os.fstat(file.fileno()).st_size
@@ -153,14 +153,14 @@ class Part(io.RawIOBase):
 
 @contextmanager
 def opened(folder: Path, archive: Archive) -> Iterator[IO[bytes]]:
-    """A file of torch.save, open at its beginning."""
+    """Open a file of torch.save at its beginning."""
     name, place = archive
     with open(open_regular(folder / name, links=True), "rb") as file:
         yield cast(IO[bytes], Part(file, place) if place else file)
 
 
 def directory(file: IO[bytes]) -> zipfile.ZipFile:
-    """Read what a zip says of its members; ValueError for one that torch.save does not write."""
+    """Read a zip's directory of members; ValueError for a zip that torch.save does not write."""
     archive = zipfile.ZipFile(file)
     entries = archive.infolist()
     if any(each.compress_type != zipfile.ZIP_STORED for each in entries):
@@ -173,7 +173,7 @@ def directory(file: IO[bytes]) -> zipfile.ZipFile:
 
 
 def check_member(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> None:
-    """BadZipFile unless a member has the CRC32 that it was written with."""
+    """Raise BadZipFile unless a member has the CRC32 that it was written with."""
     if entry.CRC:
         with archive.open(entry) as member:
             while member.read(READ_BYTES):
@@ -181,16 +181,16 @@ def check_member(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> None:
 
 
 def check_crcs(folder: Path, archives: Iterable[Archive], place: int = 0, places: int = 1) -> None:
-    """CheckpointDamaged, naming file and member, unless all in the files of torch.save is what was written.
+    """Raise CheckpointDamaged, naming file and member, unless all files of torch.save are as they were written.
 
-    place, places: check only every so many-th member, beside others who check the rest.
+    place, places: check only every `places`-th member from number `place` on; other callers check the rest.
     """
     count = 0
     for name, part in archives:
         entry = None
         try:
             with opened(folder, (name, part)) as file:
-                if file.read(len(BEGIN)) != BEGIN:  # torch before 1.6: it takes `trust_pickle` to read one
+                if file.read(len(BEGIN)) != BEGIN:  # a file of torch before 1.6, which only `trust_pickle` reads
                     continue
                 archive = directory(file)
                 for entry in archive.infolist():
@@ -199,7 +199,7 @@ def check_crcs(folder: Path, archives: Iterable[Archive], place: int = 0, places
                     count += 1
         except CheckpointDamaged:
             raise
-        except Exception as error:  # zipfile has many ways to say that bytes are no zip
+        except Exception as error:  # zipfile has many errors for bytes that are no zip
             where = f"{entry.filename} in it, " if entry else ""
             raise CheckpointDamaged(f"{name} is not what was saved: {where}{error}") from None
 
@@ -212,12 +212,15 @@ ALLOWED = (
     "deepspeed.utils.tensor_fragment.fragment_address",
     "deepspeed.runtime.utils.fragment_address",
 )
-"""Classes of DeepSpeed 0.14 to 0.19 that are in each checkpoint: plain records, read as `Opaque`."""
+"""Classes of DeepSpeed 0.14 to 0.19 that are in every checkpoint: plain records, read as `Opaque`."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file. file: relative to the folder. offset: of its first value, in bytes. is_dense: row-major."""
+    """A tensor in a file.
+
+    file: relative to the folder. offset: first byte of its values. is_dense: whether it is row-major.
+    """
 
     file: str
     offset: int
@@ -227,7 +230,7 @@ class Stored:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Number of its elements."""
         return torch.Size(self.shape).numel()
 
     @property
@@ -237,19 +240,18 @@ class Stored:
 
 
 def fields_of(value: Any) -> dict[str, Any]:
-    """The fields of an instance, whether it is a stand-in or was unpickled."""
+    """Return the fields of an instance, whether it is a stand-in or was unpickled."""
     return value.fields if isinstance(value, Opaque) else dict(getattr(value, "__dict__", {}))
 
 
 def read_tree(folder: Path, name: str, trust_pickle: bool = False, part: tuple[int, int] | None = None) -> Any:
-    """What is in a file of `torch.save`, a `Stored` in place of each tensor; values are not read.
+    """Return the content of a file of `torch.save`, with a `Stored` for each tensor; values are not read.
 
-    part: (first byte, length) of one such file inside of another one.
-    trust_pickle: run what the file says where `weights_only` refuses it; for files that you wrote yourself.
-    CheckpointError for content that is refused, CheckpointDamaged for what is no such file, is cut off, or stands for
-    more values than any checkpoint has.
+    part: (first byte, length) of such a file inside another one. trust_pickle: run the pickle if `weights_only` refuses
+    it; only for files that you wrote yourself. Raise CheckpointError for content that is refused, CheckpointDamaged for
+    a file that is not of this format, is cut off, or stands for more values than any checkpoint has.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode  # a second of imports, for those who need it
+    from torch._subclasses.fake_tensor import FakeTensorMode  # takes a second to import
     from torch.serialization import safe_globals
 
     path = folder / name
@@ -268,12 +270,12 @@ def read_tree(folder: Path, name: str, trust_pickle: bool = False, part: tuple[i
         ) from None
     except CheckpointError:
         raise
-    except Exception as error:  # torch has many ways to say that bytes are no such file
+    except Exception as error:  # torch has many errors for other files
         raise CheckpointDamaged(f"{path} is no file of torch.save, or cut off: {_first_line(error)}") from None
 
 
 def _pickle_in(file: IO[bytes]) -> bytes:
-    """The pickle that torch would read; ValueError or BadZipFile if the file is no zip of torch.save, or damaged."""
+    """Return the pickle that torch would read; ValueError or BadZipFile if the file is damaged or no zip of torch."""
     if file.read(len(BEGIN)) != BEGIN:
         raise ValueError("it is no zip (one of torch before 1.6 is none: save it anew)")
     archive = directory(file)
@@ -296,7 +298,7 @@ def _loaded(file: IO[bytes], trust_pickle: bool) -> Any:
 
 
 def _stored(tensor: torch.Tensor, name: str, first: int, size: int) -> Stored:
-    """Where a tensor lies. first, size: of the zip in the file."""
+    """Return where a tensor lies. first, size: of the zip in the file."""
     start = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
     shape, dtype = tuple(tensor.shape), tensor.dtype
     if not tensor.numel():
@@ -311,7 +313,7 @@ def _stored(tensor: torch.Tensor, name: str, first: int, size: int) -> Stored:
 
 
 def mapped(tree: Any, change: Callable[[Any], Any], kind: type = torch.Tensor) -> Any:
-    """A tree of plain containers with each instance of `kind` changed; what is there twice stays one."""
+    """Return a tree of plain containers with each instance of `kind` changed; shared parts stay shared."""
     known: dict[int, Any] = {}
 
     def follow(part: Any) -> Any:
@@ -334,7 +336,7 @@ def mapped(tree: Any, change: Callable[[Any], Any], kind: type = torch.Tensor) -
 
 
 def value_of(folder: Path, stored: Stored) -> torch.Tensor:
-    """The values of one small tensor; CheckpointError for one that is too large to be read so."""
+    """Return the values of one small tensor; CheckpointError for a tensor that is too large."""
     if not stored.is_dense or stored.nbytes > MOST_BYTES:
         raise CheckpointError(
             f"{folder / stored.file} has a tensor of shape {stored.shape} where a small one is expected; "
@@ -354,7 +356,7 @@ def value_of(folder: Path, stored: Stored) -> torch.Tensor:
 
 
 def with_values(folder: Path, tree: Any) -> Any:
-    """The tree with the values of its tensors, which must be small."""
+    """Return the tree with the values of its tensors, which must be small."""
     return mapped(tree, lambda stored: value_of(folder, stored), Stored)
 
 

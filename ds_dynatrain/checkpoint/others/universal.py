@@ -1,14 +1,14 @@
-"""DeepSpeed's universal format: what its `ds_to_universal` writes is read, and `load_universal` reads what is written.
+"""DeepSpeed's universal format: reads what its `ds_to_universal` writes, and writes what its `load_universal` reads.
 
-| file | what is in it |
+| file | content |
 |---|---|
 | `zero/NAME/fp32.pt` and other states | `{"param": values}`, or (of stage 3) the values alone, flat |
 | `zero/NAME/step.pt`, else in `optimizer_state.pt` | steps |
 | `zero/optimizer_state.pt` | hyper-parameters of the groups, the loss scale |
 | `*_model_states.pt` | names and shapes by group, counters, schedule, buffers, frozen weights (of stage 3 in parts) |
 
-What is written has one small file for each tensor and state, and the weights of the model in one file, whose values are
-written into it tensor by tensor. DeepSpeed reads it in ZeRO stages 1 to 3 and any number of data ranks; other axes
+A written folder has one small file for each tensor and state, and the weights of the model in one file, whose values
+are written into it tensor by tensor. DeepSpeed reads it in ZeRO stages 1 to 3 and any number of data ranks; other axes
 would need DeepSpeed's own notes on them.
 """
 
@@ -65,27 +65,28 @@ FORMAT = "DeepSpeed's universal format"
 ZERO, MASTERS, STEP, OPTIMIZER = "zero", "fp32", "step", "optimizer_state.pt"
 LATEST = "latest_universal"
 MODELS = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
-"""Where DeepSpeed looks in stages 1 and 2, and in stage 3."""
+"""Files that DeepSpeed reads in stages 1 and 2, and in stage 3."""
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
 def is_universal(path: Path) -> bool:
-    """Whether a folder looks like such a checkpoint."""
+    """Return whether a folder looks like such a checkpoint."""
     return (path / ZERO / OPTIMIZER).is_file()
 
 
 def read_universal(path: Path, trust_pickle: bool = False) -> Foreign:
-    """Describe a checkpoint; CheckpointError for what cannot be read without its model, CheckpointDamaged if a part of
-    it is missing.
+    """Describe a checkpoint in DeepSpeed's universal format.
+
+    Raise CheckpointError for one that cannot be read without its model, CheckpointDamaged if a part of it is missing.
     """
     return _Folder(path, replace(ZeroFolder.open(path, trust_pickle), layers={})).foreign()
 
 
 @dataclass(frozen=True, eq=False)
 class _Folder:
-    """files: of model states."""
+    """A folder in the universal format. files: those of model states."""
 
     path: Path
     files: ZeroFolder
@@ -113,7 +114,7 @@ class _Folder:
 
     @property
     def optimizer(self) -> Mapping[str, Any]:
-        """What all tensors share."""
+        """State of the optimizer that all tensors share."""
         return self.files.tree(f"{ZERO}/{OPTIMIZER}")
 
     @property
@@ -123,7 +124,7 @@ class _Folder:
 
     @cached_property
     def trained(self) -> dict[str, tuple[int, tuple[int, ...]]]:
-        """Name -> (group, shape), in the optimizer's order."""
+        """Group and shape of each trained tensor by name, in the optimizer's order."""
         found: dict[str, tuple[int, tuple[int, ...]]] = {}
         for (_, rank), file in sorted(self.files.models.items()):
             if rank:
@@ -141,7 +142,7 @@ class _Folder:
         return found
 
     def _states(self, tensor: LogicalTensor, steps: dict[str, float]) -> Iterator[Row]:
-        """Yield where the states of a trained tensor lie, and note its steps."""
+        """Yield the rows of a trained tensor's states, and note its steps."""
         name, step = tensor.name, self._common_step
         folder = self.path / ZERO / name
         if not is_component(name) or not (folder / f"{MASTERS}.pt").is_file():
@@ -178,14 +179,14 @@ class _Folder:
 
     @cached_property
     def _common_step(self) -> float | None:
-        """Steps of all tensors, where they are noted once."""
+        """Steps of all tensors if they are noted once, else None."""
         own = self.optimizer.get("optimizer_state_dict")
         states = own.get("state", {}).values() if isinstance(own, Mapping) else ()
         found = {number_of(self.path, state[STEP]) for state in states if STEP in state}
         return found.pop() if len(found) == 1 else None
 
     def _frozen(self, tensor: LogicalTensor) -> Iterator[Row]:
-        """Yield where a frozen tensor lies: whole in the module, or (stage 3) an equal part from each rank."""
+        """Yield the rows of a frozen tensor: whole in the module, or (stage 3) an equal part from each rank."""
         if self.files.parts > 1:
             raise CheckpointError(
                 f"{self.path}: {tensor.name!r} is frozen, and may be cut over model-parallel ranks; load it into an "
@@ -218,11 +219,11 @@ def to_universal(
     path: Path,
     progress: Progress = silent,
 ) -> Path:
-    """Write a checkpoint into the folder `path`, beside others, under its own tag; its folder.
+    """Write a checkpoint into the folder `path`, beside others, under its own tag; return its folder.
 
-    carry: the shared carry, decoded. buffers: of the module. Memory: the largest tensor. CheckpointError for what
-    DeepSpeed's format has no place for, or if it is there already, CheckpointDamaged for values that are not what was
-    saved. It has its name only when it is whole.
+    carry: the shared carry, decoded. buffers: of the module. Takes memory for the largest tensor. The folder gets its
+    name when it is complete. Raise CheckpointError for content that has no place in DeepSpeed's format, or if the
+    folder exists already; CheckpointDamaged for values that are not what was saved.
     """
     tag = saved.path.name
     check_tag(tag)
@@ -266,7 +267,7 @@ def _moments(saved: Saved) -> list[str]:
 
 
 def _write_states(saved: Saved, carry: Mapping[str, Any], reader: Reader, folder: Path, progress: Progress) -> None:
-    """Masters and moments, a folder for each tensor; hyper-parameters in a file of their own."""
+    """Write masters and moments, a folder for each tensor, and hyper-parameters in a file of their own."""
     steps = carry.get("scalars", {}).get(STEP, {})
     for number, tensor in enumerate(saved.record.logical_tensors()):
         if not tensor.trainable or not tensor.numel:
@@ -285,7 +286,7 @@ def _write_states(saved: Saved, carry: Mapping[str, Any], reader: Reader, folder
 
 
 def _optimizer(carry: Mapping[str, Any], steps: Mapping[str, float]) -> dict[str, Any]:
-    """What all tensors share: for stages 1 and 2 at the top, for stage 3 one level below."""
+    """Return the state that all tensors share: for stages 1 and 2 at the top, for stage 3 one level below."""
     groups = [{**group, "params": []} for group in carry["groups"]]
     state = {0: {STEP: torch.tensor(max(steps.values()))}} if steps else {}
     own = {"state": state, "param_groups": groups}
@@ -300,7 +301,7 @@ def _write_models(
     folder: Path,
     progress: Progress,
 ) -> None:
-    """Counters and schedule, and the weights: room is left for their values, which are then written one by one."""
+    """Write counters and schedule, then the weights one by one into the room that is left for them."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.serialization import skip_data
 
@@ -345,7 +346,7 @@ def _write_models(
 
 
 def _note_crcs(file: IO[bytes], crcs: Mapping[int, int]) -> None:
-    """Write CRC32s of members whose bytes were put in after torch.save had left room for them, by their first byte."""
+    """Write the CRC32s of members that were filled after torch.save had left room for them, by their first byte."""
     with zipfile.ZipFile(file, "a") as archive:
         entries = sorted(archive.infolist(), key=lambda entry: entry.header_offset)
         begins = [entry.header_offset for entry in entries]
@@ -355,7 +356,7 @@ def _note_crcs(file: IO[bytes], crcs: Mapping[int, int]) -> None:
 
 
 def _put(file: IO[bytes], at: int, values: torch.Tensor) -> int:
-    """Write values at a byte of a file; their CRC32."""
+    """Write values at a byte of a file; return their CRC32."""
     view = values.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
     file.seek(at)
     file.write(view)

@@ -1,12 +1,12 @@
 """A DeepSpeed checkpoint as rows of a manifest: its buffers are those that the space predicts for its layout.
 
-What lies at which place in which buffer is not read from the checkpoint: it follows from the layout, as for living
-ranks. What the files say of themselves (names, sizes) is compared with it, and nothing is believed that does not agree.
+The place of each element in the buffers is not read from the checkpoint: it follows from the layout, as for living
+ranks. Names and sizes in the files are compared with it, and a checkpoint that does not agree is refused.
 
 `read_zero` does without the model: the files have names, shapes and groups. The tensors of a flat buffer are taken in
 the order in which they lie there, so it does not matter how DeepSpeed had dealt them. Each stage of a pipeline is read
-as a checkpoint of its own. Stage 0 notes no names: there they are those of the weights, in the module's order, as long
-as there is one group, and the weights have to be casts of the masters.
+as a checkpoint of its own. Stage 0 notes no names: the weights' names are used, in the module's order, provided that
+there is one group and that the weights are casts of the masters.
 """
 
 from __future__ import annotations
@@ -58,22 +58,23 @@ from ds_dynatrain.space import (
 from ds_dynatrain.space.zero import LocalSpace, flat_order
 
 SUB_GROUP_SIZE = 10**9
-"""DeepSpeed's own default."""
+"""Default of DeepSpeed."""
 ALIGNED_BYTES = 16
-"""What `parameter_alignment` rounds the start of a tensor up to."""
+"""Alignment of a tensor's start with `parameter_alignment`, in bytes."""
 FORMAT = "a checkpoint of DeepSpeed's save_checkpoint"
 TIED = "tied_modules."
-"""What parameters of a pipeline's tied layers are called, which lie in its files under the numbers of their layers."""
+"""Prefix of parameters of a pipeline's tied layers, which its files have under the numbers of their layers."""
 INSTEAD = "load it into an engine with load_checkpoint, and save it with engine.save"
 Shapes = Mapping[str, tuple[int, ...]]
 Held = dict[tuple[str, BufferId], Stored]
 
 
 def rows_of(folder: ZeroFolder, vps: VirtualParameterSpace, weight: torch.dtype) -> list[Row]:
-    """Where every element of masters, moments and frozen weights lies; trained weights are casts of their masters.
+    """Return rows of every element of masters, moments and frozen weights; trained weights are casts of masters.
 
-    vps: of `then`. weight: the type of weights that are cast. Digests are left 0. Frozen weights that it was saved
-    without have no rows (`frozen_left_out`). CheckpointError, naming the parameter, for a checkpoint of another model.
+    vps: the result of `then`. weight: the type of weights that are cast. Digests are left 0. Frozen weights that the
+    checkpoint lacks have no rows (`frozen_left_out`). Raise CheckpointError, naming the parameter, for a checkpoint of
+    another model.
     """
     layout = vps.layout
     rows = [cast_from_master(each, weight) for each in vps.tensors if each.trainable and each.numel]
@@ -89,7 +90,7 @@ def rows_of(folder: ZeroFolder, vps: VirtualParameterSpace, weight: torch.dtype)
 
 
 def frozen_left_out(vps: VirtualParameterSpace, manifest: Manifest) -> tuple[int, ...]:
-    """Numbers of the frozen tensors that a checkpoint was saved without."""
+    """Return the numbers of the frozen tensors that a checkpoint was saved without."""
     return tuple(
         number
         for number, each in enumerate(vps.tensors)
@@ -98,13 +99,13 @@ def frozen_left_out(vps: VirtualParameterSpace, manifest: Manifest) -> tuple[int
 
 
 def layout_of(folder: ZeroFolder) -> Layout:
-    """The layout that a checkpoint was saved in; sequence ranks count as data ranks, since ZeRO cuts over both."""
+    """Return the layout that a checkpoint was saved in; sequence ranks count as data ranks: ZeRO cuts over both."""
     axis = "pipe" if folder.layers else "tensor"
     return Layout(zero_stage=folder.stage, data=folder.ranks).replace(**{axis: folder.parts})
 
 
 def rules_then(folder: ZeroFolder, rules: ZeroRules) -> ZeroRules:
-    """The rules of a training, with the numbers of the configuration that the checkpoint was saved under."""
+    """Return the rules of a training, with the numbers of the configuration that the checkpoint was saved under."""
     raw = folder.optimizer(0, 0).raw
     zero = folder.config.get("zero_optimization") or {}
     plain = frozenset({1, 2} if "zero_stage" in raw else ())  # BF16_Optimizer knows neither option
@@ -127,9 +128,9 @@ def rules_then(folder: ZeroFolder, rules: ZeroRules) -> ZeroRules:
 
 
 def then(folder: ZeroFolder, vps: VirtualParameterSpace) -> VirtualParameterSpace:
-    """The space of the same model under the layout and rules that a checkpoint was saved under.
+    """Return the space of the same model under the layout and rules that a checkpoint was saved under.
 
-    CheckpointError for a layout that the model cannot have, or states that are not read here.
+    Raise CheckpointError for a layout that the model cannot have, or states that are not read here.
     """
     folder.check_ranks()
     layout = layout_of(folder)
@@ -151,13 +152,13 @@ def then(folder: ZeroFolder, vps: VirtualParameterSpace) -> VirtualParameterSpac
 
 
 def part_of(layout: Layout, rank: int) -> int:
-    """The model-parallel rank in DeepSpeed's file names: stages, and tensor ranks in them."""
+    """Return the model-parallel rank in DeepSpeed's file names: stages, and tensor ranks in them."""
     place = layout.coordinate(rank)
     return place["pipe"] * layout.tensor + place["tensor"]
 
 
 def check_names(folder: ZeroFolder, part: int, local: LocalSpace) -> None:
-    """CheckpointError, naming the parameter, unless the local tensors are those that were saved, in this order."""
+    """Raise CheckpointError, naming the parameter, unless the local tensors are the saved ones, in this order."""
     said = folder.shapes(part)
     if said is None:
         return
@@ -182,7 +183,7 @@ def check_names(folder: ZeroFolder, part: int, local: LocalSpace) -> None:
 
 
 def _order(local: LocalSpace) -> Iterator[str]:
-    """Names of the trained local tensors in the order of the optimizer's buffers."""
+    """Yield the names of the trained local tensors in the order of the optimizer's buffers."""
     groups = sorted({each.group for each in local.tensors if each.trainable and each.numel})
     flat = local.layout.zero_stage in (1, 2)
     for group in groups:
@@ -194,7 +195,7 @@ def _order(local: LocalSpace) -> Iterator[str]:
 
 
 def _buffers(folder: ZeroFolder, file: OptimizerFile, local: LocalSpace) -> dict[BufferId, list[int]]:
-    """The buffers of a rank's optimizer, in order, and the numbers of the tensors in each."""
+    """Return the buffers of a rank's optimizer, in order, and the numbers of the tensors in each."""
     trained = [number for number, tensor in enumerate(local.tensors) if tensor.trainable and tensor.numel]
     found: dict[BufferId, list[int]] = {}
     if folder.stage == 3:
@@ -211,7 +212,7 @@ def _buffers(folder: ZeroFolder, file: OptimizerFile, local: LocalSpace) -> dict
 
 
 def held_by(folder: ZeroFolder, part: int, local: LocalSpace) -> Held:
-    """The buffers of one rank that are in the checkpoint, under the names that the space has for them."""
+    """Return the buffers of one rank that are in the checkpoint, under the names that the space has for them."""
     file = folder.optimizer(part, local.zero_rank)
     buffers = _buffers(folder, file, local)
     masters = file.masters or _from_module(folder, part, [local.tensors[each.index].name for each in buffers])
@@ -266,11 +267,11 @@ def _frozen(folder: ZeroFolder, part: int, local: LocalSpace) -> Held:
 
 
 def _rows(vps: VirtualParameterSpace, kind: str, pieces: Pieces, held: Held) -> Iterator[Row]:
-    """The rows of a rank's pieces; CheckpointError for a buffer that cannot be the one that is expected."""
+    """Yield the rows of a rank's pieces; CheckpointError for a buffer that cannot be the expected one."""
     for number in np.unique(pieces.buffer).tolist():
         here, name = np.flatnonzero(pieces.buffer == number), pieces.buffers[number]
         if kind == WEIGHT and (kind, name) not in held:
-            continue  # it is trained, and cast from its master, or frozen, and was left out
+            continue  # trained, and cast from its master; or frozen, and left out
         of_buffer = pieces.take(here, pieces.start[here], pieces.stop[here])
         stored = _checked_buffer(vps, kind, name, of_buffer, held.get((kind, name)))
         memory = {name: torch.empty(stored.numel, dtype=stored.dtype, device="meta")}
@@ -306,7 +307,10 @@ def _checked_buffer(
 
 
 def scalars_of(folder: ZeroFolder, vps: VirtualParameterSpace) -> dict[str, dict[int, Any]]:
-    """Optimizer scalars: name -> tensor number -> value, a number or where it is stored. vps: of `then`."""
+    """Return the optimizer's scalars: name -> tensor number -> value, a number or the place where it is stored.
+
+    vps: the result of `then`.
+    """
     layout = vps.layout
     found: dict[str, dict[int, Any]] = {}
     for rank in range(layout.world_size):
@@ -326,8 +330,9 @@ def scalars_of(folder: ZeroFolder, vps: VirtualParameterSpace) -> dict[str, dict
 
 
 def read_zero(path: Path, trust_pickle: bool = False) -> Foreign:
-    """Describe a checkpoint; CheckpointError for one that cannot be read without its model, CheckpointDamaged if a
-    part of it is missing.
+    """Describe a checkpoint of DeepSpeed's `save_checkpoint`.
+
+    Raise CheckpointError for one that cannot be read without its model, CheckpointDamaged if a part of it is missing.
     """
     folder = ZeroFolder.open(path, trust_pickle)
     folder.check_ranks()
@@ -373,7 +378,10 @@ def _shapes_in(folder: ZeroFolder) -> dict[str, tuple[int, ...]]:
 
 
 def _prefixes(folder: ZeroFolder) -> tuple[str, ...]:
-    """Names of a pipeline's layers: their numbers (empty), or of tied ones what their trained parameters are called."""
+    """Return the prefix of each layer of a pipeline: its number, or the name of the tied layer that it belongs to.
+
+    Empty without a pipeline.
+    """
     tied: dict[tuple[str, tuple[int, ...]], set[str]] = {}
     for part in range(folder.parts):
         for name, shape in _shapes_in(folder.alone(part)).items():
@@ -394,9 +402,9 @@ def _prefixes(folder: ZeroFolder) -> tuple[str, ...]:
 
 
 def space_of(folder: ZeroFolder, others: Shapes) -> VirtualParameterSpace:
-    """The space of a checkpoint of one model-parallel rank, under the layout that it was saved in.
+    """Return the space of a checkpoint of one model-parallel rank, under the layout that it was saved in.
 
-    others: what other ranks trained.
+    others: shapes of the tensors that other ranks trained.
     """
     layout, file = layout_of(folder), folder.optimizer(0, 0)
     if any("use_muon" in group for group in file.groups):
@@ -423,7 +431,7 @@ def space_of(folder: ZeroFolder, others: Shapes) -> VirtualParameterSpace:
 
 
 def weight_type(folder: ZeroFolder) -> torch.dtype:
-    """Of the weights that were trained with; from the configuration where the files have none."""
+    """Return the type of the trained weights; from the configuration if the files have no weights."""
     others = {*folder.buffer_names, *(folder.model(0).get("frozen_param_shapes") or ())}
     for name, held in folder.weights(0).items():
         if name not in others and held.dtype.is_floating_point:
@@ -432,7 +440,7 @@ def weight_type(folder: ZeroFolder) -> torch.dtype:
 
 
 def _by_order(folder: ZeroFolder) -> list[LogicalTensor]:
-    """Trained tensors of stage 0: all of the module, in its order; CheckpointError if these cannot be they."""
+    """Return the trained tensors of stage 0: all of the module, in its order; CheckpointError if states disagree."""
     file = folder.optimizer(0, 0)
     found: dict[tuple[str, int], LogicalTensor] = {}
     for name, held in folder.weights(0).items():
@@ -462,7 +470,7 @@ def _agrees(state: Mapping[str, Any], shape: tuple[int, ...]) -> bool:
 
 
 def _moments(folder: ZeroFolder) -> Iterator[Kind]:
-    """What the optimizer keeps of each element: what is no scalar."""
+    """Yield the kinds that the optimizer keeps for each element, without scalars."""
     found: dict[str, int] = {}
     for rank in range(folder.ranks):
         for state in folder.optimizer(0, rank).states:
@@ -473,7 +481,7 @@ def _moments(folder: ZeroFolder) -> Iterator[Kind]:
 
 
 def _check_casts(folder: ZeroFolder, manifest: Manifest) -> None:
-    """CheckpointError unless each weight of the module is the cast of the master that is taken for its own."""
+    """Raise CheckpointError unless each weight of the module is the cast of the master taken for its own."""
     weights = folder.weights(0)
     with Reader(folder.path, manifest, links=True) as reader:
         for (name, kind), rows in manifest.rows.items():

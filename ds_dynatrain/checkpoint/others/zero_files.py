@@ -34,18 +34,18 @@ _LAYER = re.compile(r"layer_(\d+)(?:-model_00)?-model_states\.pt")
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 Shape = tuple[int, ...]
 MOST_RANKS = 1 << 16
-"""Of any axis: a folder of a few files may say that it is of more than there will ever be."""
+"""Limit of any axis: a folder of a few files may claim to be of more ranks than can exist."""
 _EXPERT = re.compile(r".*expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_\d+_mp_rank_\d+_optim_states\.pt")
 
 
 def is_zero_folder(path: Path) -> bool:
-    """Whether a folder looks like a checkpoint of DeepSpeed's."""
+    """Return whether a folder looks like a checkpoint of DeepSpeed's."""
     return path.is_dir() and any(_MODEL.fullmatch(each.name) for each in path.iterdir())
 
 
 @dataclass(frozen=True, eq=False)
 class OptimizerFile:
-    """What the optimizer of one rank had. masters: its flat buffers, or those of single tensors, in order.
+    """State of one rank's optimizer. masters: its flat buffers, or those of single tensors, in order.
 
     states: for each of them a table of moments (`Stored` with dims) and scalars. groups: hyper-parameters.
     """
@@ -59,10 +59,10 @@ class OptimizerFile:
 
 @dataclass(frozen=True, eq=False)
 class ZeroFolder:
-    """One checkpoint. models: file names by (model-parallel rank, data rank), optimizers the same.
+    """One checkpoint. models, optimizers: file names by (model-parallel rank, data rank).
 
-    layers: of a pipeline, the files of its layers by number. prefixes: under which name the parameters of each layer
-    are registered, their numbers where it is empty.
+    layers: of a pipeline, the files of its layers by number. prefixes: names under which the parameters of each layer
+    are registered; if empty, the layers' numbers.
     """
 
     path: Path
@@ -75,7 +75,10 @@ class ZeroFolder:
 
     @staticmethod
     def open(path: Path, trust_pickle: bool = False, prefixes: tuple[str, ...] = ()) -> ZeroFolder:
-        """CheckpointError for what is none, or has experts; CheckpointDamaged where files are missing."""
+        """List the files of a checkpoint.
+
+        Raise CheckpointError for a folder that is no checkpoint or has experts; CheckpointDamaged if files are missing.
+        """
         experts = _matches(path, _EXPERT)
         if experts:
             raise CheckpointError(
@@ -106,7 +109,7 @@ class ZeroFolder:
         return folder
 
     def check_ranks(self) -> None:
-        """CheckpointDamaged if files of data ranks are missing at the end."""
+        """Raise CheckpointDamaged if files of the last data ranks are missing."""
         said = int(self.model(0)["dp_world_size"])
         if self.ranks != said:
             raise CheckpointDamaged(
@@ -114,7 +117,7 @@ class ZeroFolder:
             )
 
     def alone(self, part: int) -> ZeroFolder:
-        """One model-parallel rank as a checkpoint of its own."""
+        """Return one model-parallel rank as a checkpoint of its own."""
         models, optimizers = (
             {(0, rank): name for (of, rank), name in files.items() if of == part}
             for files in (self.models, self.optimizers)
@@ -130,12 +133,12 @@ class ZeroFolder:
 
     @property
     def parts(self) -> int:
-        """Model-parallel ranks: tensor ranks, or pipeline stages."""
+        """Number of model-parallel ranks: tensor ranks, or pipeline stages."""
         return 1 + max(part for part, _ in self.models)
 
     @cached_property
     def ranks(self) -> int:
-        """Data ranks (with sequence parallelism all that ZeRO cuts over)."""
+        """Number of data ranks (with sequence parallelism, of all ranks that ZeRO cuts over)."""
         if self.optimizers:
             return 1 + max(rank for _, rank in self.optimizers)
         said = int(self.model(0)["dp_world_size"])
@@ -145,7 +148,7 @@ class ZeroFolder:
 
     @cached_property
     def stage(self) -> int:
-        """The ZeRO stage; that of the configuration where the optimizer does not say (BF16_Optimizer)."""
+        """ZeRO stage: 0 without optimizer files, 1 if the optimizer does not say (BF16_Optimizer)."""
         if not self.optimizers:
             return 0
         said = self.optimizer(0, 0).raw.get("zero_stage")
@@ -155,7 +158,7 @@ class ZeroFolder:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """DeepSpeed's configuration of then."""
+        """Configuration of DeepSpeed under which it was saved."""
         name = self.optimizers.get((0, 0))
         held = (self.tree(name) if name else self.model(0)).get("ds_config")
         return held if isinstance(held, Mapping) else {}
@@ -166,14 +169,14 @@ class ZeroFolder:
         return self.model(0).get("buffer_names") or ()
 
     def model(self, part: int, rank: int = 0) -> Mapping[str, Any]:
-        """The model states of a model-parallel rank (in stage 3: and data rank)."""
+        """Return the model states of a model-parallel rank (in stage 3, and data rank)."""
         name = self.models.get((part, rank), self.models.get((part, 0)))
         if name is None:
             raise self._lacks_model(part)
         return self.tree(name)
 
     def optimizer(self, part: int, rank: int) -> OptimizerFile:
-        """The optimizer states of a rank; CheckpointDamaged for a file that has others than expected."""
+        """Return the optimizer states of a rank; CheckpointDamaged for a file with unknown states."""
         if self.optimizers:
             name = self.optimizers[part, rank]
             raw, stage = self.tree(name).get("optimizer_state_dict"), None
@@ -191,7 +194,7 @@ class ZeroFolder:
             raise CheckpointDamaged(f"{name}: unknown optimizer states ({type(error).__name__}: {error})") from None
 
     def shapes(self, part: int) -> list[dict[str, Shape]] | None:
-        """Trained tensors of a model-parallel rank, by group (in stage 3 sub-group); None where it is not noted."""
+        """Return the trained tensors of a model-parallel rank, by group (in stage 3, sub-group); None if not noted."""
         said = self.model(part).get("param_shapes")
         if said is None:
             return None
@@ -201,7 +204,7 @@ class ZeroFolder:
         ]
 
     def _without_empty(self, file: OptimizerFile, part: int) -> OptimizerFile:
-        """Without the buffers of groups of which this rank has no tensor; there is one for each in stages 1 and 2."""
+        """Drop the buffers of groups without a tensor on this rank; stages 1 and 2 have one for each group."""
         shapes = self.shapes(part)
         if not file.stage or file.stage == 3 or shapes is None or len(shapes) != len(file.masters):
             return file
@@ -210,7 +213,7 @@ class ZeroFolder:
         return replace(file, masters=list(itertools.compress(file.masters, kept)), states=states)
 
     def weights(self, part: int) -> dict[str, Stored]:
-        """Weights and buffers of a model-parallel rank by name, as far as they are there whole."""
+        """Return weights and buffers of a model-parallel rank by name, as far as the files have them whole."""
         module = self.model(part).get("module")
         found = _stored_in(module if isinstance(module, Mapping) else {})
         for number, name in self.layers.items():
@@ -220,7 +223,7 @@ class ZeroFolder:
 
     @property
     def archives(self) -> tuple[Archive, ...]:
-        """Its files: the CRC32s in them are of all values."""
+        """Files of the checkpoint; the CRC32s in them are of all values."""
         names = {*self.models.values(), *self.optimizers.values(), *self.layers.values()}
         return tuple((name, None) for name in sorted(names))
 
@@ -228,7 +231,7 @@ class ZeroFolder:
         """Return the sizes that the global batch may have had; empty if the checkpoint does not say.
 
         Samples over steps is the size, unless it has changed on the way. Then the configuration is asked, which rounds
-        up where ranks had unequal shares.
+        up if ranks had unequal shares.
         """
         said = self.model(0)
         steps, samples = int(said.get("global_steps", 0)), int(said.get("global_samples", 0))
@@ -240,7 +243,7 @@ class ZeroFolder:
         return range(min(size, samples // steps) if steps else size, size + 1)
 
     def tree(self, name: str) -> Mapping[str, Any]:
-        """Return what a file has by name, read once."""
+        """Return the content of a file by name; each file is read once."""
         if name not in self._trees:
             tree = read_tree(self.path, name, self.trust_pickle)
             if not isinstance(tree, Mapping):
@@ -256,13 +259,13 @@ def _stored_in(tree: Mapping[str, Any]) -> dict[str, Stored]:
 
 
 def _matches(path: Path, pattern: re.Pattern[str]) -> list[re.Match[str]]:
-    """Names of files, in an order in which one for all data ranks comes behind others."""
+    """Return the matching names of files, with a name for all data ranks behind names of single ones."""
     names = sorted((each.name for each in path.iterdir()), reverse=True) if path.is_dir() else ()
     return [found for found in map(pattern.fullmatch, names) if found is not None]
 
 
 def _optimizer_file(raw: Mapping[str, Any], stage: int | None) -> OptimizerFile:
-    """From the `state_dict` of any of DeepSpeed's optimizers, or (stage 0, fp32) of the basic one."""
+    """Read the `state_dict` of any of DeepSpeed's optimizers, or (stage 0, fp32) of the basic one."""
     if "fp32_flat_groups" in raw:
         return _with_states(3, raw["fp32_flat_groups"], raw["optimizer_state_dict"], raw)
     if "single_partition_of_fp32_groups" in raw:
@@ -291,7 +294,7 @@ def _with_states(stage: int, masters: list[Stored], base: Mapping[str, Any], raw
 
 
 def carry_of(path: Path, said: Mapping[str, Any], file: OptimizerFile) -> dict[str, Any]:
-    """As much of a training's carry (see `foreign`) as model states and an optimizer's states have."""
+    """Return as much of a training's carry (see `foreign`) as model states and an optimizer's states have."""
     scaler = {**file.raw, **fields_of(file.raw.get("loss_scaler"))}
     found: dict[str, Any] = {
         "counters": {name: int(said.get(name, 0)) for name in COUNTERS},
@@ -307,7 +310,7 @@ def carry_of(path: Path, said: Mapping[str, Any], file: OptimizerFile) -> dict[s
 
 
 def frozen_shapes(said: Mapping[str, Any], weights: Mapping[str, Stored], trained: Iterable[str]) -> dict[str, Shape]:
-    """Shapes by name of what model states have and was not trained. weights: those that are there, and buffers."""
+    """Return the shapes, by name, of the frozen tensors in model states. weights: those in the files, and buffers."""
     if said.get("frozen_param_shapes") is not None:
         return {name: tuple(shape) for name, shape in said["frozen_param_shapes"].items()}
     others = {*trained, *(said.get("buffer_names") or ()), *(said.get("shared_params") or ())}
@@ -315,7 +318,7 @@ def frozen_shapes(said: Mapping[str, Any], weights: Mapping[str, Stored], traine
 
 
 def configured_type(config: object) -> torch.dtype:
-    """Of weights, by DeepSpeed's configuration: where the files have none."""
+    """Return the type of weights in DeepSpeed's configuration, for files without weights."""
     for name, dtype in (("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16), ("fp16", torch.float16)):
         if isinstance(config, Mapping) and (config.get(name) or {}).get("enabled"):
             return dtype
@@ -323,9 +326,9 @@ def configured_type(config: object) -> torch.dtype:
 
 
 def groups_of(path: Path, groups: Sequence[Mapping[str, Any]], count: int) -> list[int]:
-    """The optimizer group of each of so many tables of names; CheckpointError if that is not clear."""
+    """Return the optimizer group of each of `count` tables of names; CheckpointError if that is not clear."""
     found = [number for number, group in enumerate(groups) for _ in group["params"]]
-    if len(found) != count:  # one for each group, or hyper-parameters are not there (elastic_checkpoint)
+    if len(found) != count:  # one per group, or no hyper-parameters (elastic_checkpoint)
         found = list(range(len(groups) or count))
     if len(found) != count:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Before a checkpoint is saved or loaded: every working member asks for the same, and nothing stands in the way."""
+"""Agreement before saving or loading a checkpoint: all working members ask for the same, and nothing is in the way."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ds_dynatrain.errors import CheckpointError, DynatrainError, SwitchRefused
 
 
 def ask(session: Session, request: Request) -> None:
-    """CheckpointError, on all members alike, if one refuses, asks for something else, or does not ask at all."""
+    """Raise CheckpointError, on all members alike, if one refuses, asks for something else, or does not ask at all."""
 
     def refused(reason: str, way_out: str) -> CheckpointError:
         return CheckpointError(f"{session.what}: {reason}; {way_out}" if way_out else f"{session.what}: {reason}")
@@ -19,7 +19,7 @@ def ask(session: Session, request: Request) -> None:
 
 
 def refusal_of(engine: EngineCore, in_the_way: str, tag: str | None) -> tuple[str, str] | None:
-    """Reason and way out if this member cannot take part now. in_the_way: what is known already, in words."""
+    """Return reason and way out if this member cannot take part now. in_the_way: a reason that is known already."""
     try:
         if in_the_way:
             return in_the_way, ""

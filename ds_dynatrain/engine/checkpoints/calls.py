@@ -1,4 +1,4 @@
-"""What an engine's calls that save and load do."""
+"""The calls of an engine that save and load."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Checkpoints:
         self.engine, self._switcher, self._saver, self._window = engine, switcher, saver, window
 
     def save(self, path: str | os.PathLike[str], tag: str | None, background: bool) -> Path | PendingSave:
-        """See `DynatrainEngine.save`."""
+        """Save a checkpoint; see `DynatrainEngine.save`."""
         agreed = self._arrive("save in the background" if background else "save", path, tag)
         if agreed is None:
             given_up = PendingSave(self.engine.global_steps)
@@ -41,7 +41,10 @@ class Checkpoints:
         return how(folder, name, self._key("save"), in_the_way, None)
 
     def load(self, path: str | os.PathLike[str], tag: str | None, trust_pickle: bool, part: Part = ALL) -> Restored:
-        """See `DynatrainEngine.load`; it uses a generation up, as a switch does. part: see `from_checkpoint`."""
+        """Load a checkpoint; see `DynatrainEngine.load`. Uses up a generation, as a switch does.
+
+        part: see `from_checkpoint`.
+        """
         agreed = self._arrive("load", path, tag)
         if agreed is None:
             raise CheckpointError(
@@ -58,7 +61,7 @@ class Checkpoints:
         return found
 
     def save_stock(self, save: Callable[..., Any], folder: Any, tag: Any) -> bool:
-        """See `DynatrainEngine.save_checkpoint`. save: DeepSpeed's, of a folder and a tag."""
+        """Save with DeepSpeed; see `DynatrainEngine.save_checkpoint`. save: DeepSpeed's call, of a folder and a tag."""
         self._refuse_late("save_checkpoint")
         if not self.engine.is_discarded:
             agreed = PROCESS.sync_points.arrive("save_checkpoint", os.fspath(folder), tag)
@@ -81,7 +84,7 @@ class Checkpoints:
         return False
 
     def load_stock(self, load: Callable[..., Any], folder: Any, tag: Any, trust_pickle: bool, part: Part) -> Any:
-        """See `DynatrainEngine.load_checkpoint`. load: DeepSpeed's."""
+        """Load a checkpoint of either format; see `DynatrainEngine.load_checkpoint`. load: DeepSpeed's call."""
         engine = self.engine
         known = PROCESS.membership.loaded(engine.job.number) if engine.idle else None
         self._refuse_late("load_checkpoint")
@@ -104,16 +107,16 @@ class Checkpoints:
         return result
 
     def _key(self, call: str) -> str:
-        """Return a key of nothing else on the board."""
+        """Return a unique key on the board."""
         return f"{call}/{self._switcher.place_in_training()}"
 
     def _refuse_late(self, call: str) -> None:
-        """CheckpointError, on all members alike, while the state is on its way from one layout to another."""
+        """Raise CheckpointError, on all members alike, while the state is on its way from one layout to another."""
         if self.engine.awaits_late:
             raise CheckpointError(f"{call}: {self._switcher.in_the_way()}; call it after that")
 
     def _arrive(self, call: str, path: str | os.PathLike[str], tag: str | None) -> list[Any] | None:
-        """Folder and tag to take part with; None on a member that came late, where the others are elsewhere."""
+        """Return folder and tag to take part with; None on a member that came late, while the others are elsewhere."""
         if self.engine.idle:
             raise CheckpointError(
                 f"{call}: this member is idle and holds no shard; call it on the working members, where engine.idle "
@@ -125,6 +128,6 @@ class Checkpoints:
 
 
 def _not_saved(call: str, path: str | os.PathLike[str], tag: str | None) -> Path:
-    """What a call returns on a member that came late."""
+    """Log that a member which came late saves nothing; return the path that its call returns."""
     logger.warning("%s(%s, %s): %s save nothing here; %s", call, path, tag, ELSEWHERE, COUNT)
     return Path(path) / (tag or "")

@@ -1,8 +1,9 @@
 """The carry in a checkpoint: what all ranks share, and what belongs to single ones, in and out.
 
-A rank has random streams, and the rest of the carry with its tensors. It goes on with what its place in the layout had.
-A new place gets the streams that a switch would give it, and the rest of rank 0; buffers of layers that it did not have
-before come from the pipeline stages that had them. What is read is of the types that whoever takes it over relies on.
+A rank has random streams, and the rest of the carry with its tensors. It goes on with the state of its place in the
+saved layout. A new place gets the streams that a switch would give it, and the rest of rank 0; buffers of layers that
+it did not have before come from the pipeline stages that had them. The types of all values that are read are checked
+before anything takes them over.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ds_dynatrain.space import Layout
 from ds_dynatrain.transfer import digest
 
 REST = "rest"
-"""In place of a state kind: a tensor of a rank's rest, by the rank and its number."""
+"""Placeholder of a state kind: a tensor of a rank's rest, by the rank and its number."""
 Number = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,18})$")]
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 
@@ -51,7 +52,7 @@ class _Registration(BaseModel):
 
 
 class _Shared(BaseModel):
-    """What is in a shared carry, as far as it is there; anything else is the training's matter that saved it."""
+    """Known parts of a shared carry, each of which may be absent; other parts are up to the training that saved it."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     groups: list[dict[str, Any]] = []
@@ -65,7 +66,7 @@ class _Shared(BaseModel):
 
 
 def plain(shared: Mapping[str, Any]) -> Any:
-    """A shared carry, encoded; CheckpointError if there is a tensor in it."""
+    """Return a shared carry, encoded; CheckpointError if it has a tensor."""
     tensors: list[torch.Tensor] = []
     encoded = encode(dict(shared), tensors)
     if tensors:
@@ -76,7 +77,7 @@ def plain(shared: Mapping[str, Any]) -> Any:
 
 
 def shared_of(saved: Saved) -> dict[str, Any]:
-    """The shared carry; CheckpointDamaged for one that no training can have had."""
+    """Return the shared carry; CheckpointDamaged for one that no training can have had."""
     tensors = saved.record.logical_tensors()
     try:
         found: dict[str, Any] = decode(saved.record.carry, [])
@@ -101,7 +102,7 @@ def shared_of(saved: Saved) -> dict[str, Any]:
 
 
 def packed(rank: int, rest: Mapping[str, Any]) -> tuple[Any, list[Share]]:
-    """(the rest of a rank as plain JSON, its tensors as what the rank writes); ConfigError for what cannot be saved."""
+    """Return (the rest of a rank as plain JSON, its tensors as shares to write); ConfigError if it cannot be saved."""
     tensors: list[torch.Tensor] = []
     encoded = encode(dict(rest), tensors)
     return encoded, [_share(rank, number, each) for number, each in enumerate(tensors) if each.numel()]
@@ -114,7 +115,7 @@ def _share(rank: int, number: int, tensor: torch.Tensor) -> Share:
 
 
 def streams_for(saved: Saved, layout: Layout, rank: int) -> streams.Streams:
-    """The random streams of a rank of any layout, as after a switch there from the layout that was saved."""
+    """Return the random streams of a rank of any layout, as after a switch there from the saved layout."""
 
     def found(origin: int) -> streams.Streams:
         held = saved.of_rank(origin).get("streams")
@@ -127,7 +128,7 @@ def streams_for(saved: Saved, layout: Layout, rank: int) -> streams.Streams:
 
 
 def rest_for(saved: Saved, reader: Reader, layout: Layout, rank: int) -> dict[str, Any]:
-    """The rest of a rank of any layout."""
+    """Return the rest of a rank of any layout."""
     rests, world = saved.record.rests, saved.record.world
     return merged_rest(
         [_unpacked(saved, reader, rests[each]) for each in rest_ranks(world, layout, rank)], world, layout
@@ -135,13 +136,13 @@ def rest_for(saved: Saved, reader: Reader, layout: Layout, rank: int) -> dict[st
 
 
 def rest_ranks(source: Layout, layout: Layout, rank: int) -> list[int]:
-    """Whose rests a rank of a layout goes on with: its own place's or rank 0's, and those of all pipeline stages."""
+    """Return whose rests a rank of a layout goes on with: its own place's or rank 0's, and those of all stages."""
     stages = [source.rank(pipe=stage) for stage in range(source.pipe if source.pipe > 1 else 0)]
     return [streams.origin(source, layout, rank) or 0, *stages]
 
 
 def merged_rest(rests: Sequence[dict[str, Any]], source: Layout, layout: Layout) -> dict[str, Any]:
-    """The first one, with what modules that it does not have keep in the others. source: the layout of all of them."""
+    """Return the first rest, completed with the state of modules that only others have. source: the layout of all."""
     resized = (source.expert, source.tensor) != (layout.expert, layout.tensor)
     return {**rests[0], **merged(rests), "resized": resized}
 
@@ -162,7 +163,7 @@ def _unpacked(saved: Saved, reader: Reader, rank: int) -> dict[str, Any]:
 
 
 def _check_rest(rest: Any) -> None:
-    """TypeError for a rest that others than the user's objects cannot rely on; at the first wrong value."""
+    """Raise TypeError, at the first wrong value, for a rest with values that code other than the user's cannot use."""
     tables = ("buffers", "objects", "extra", "modes", "attributes")
     if not isinstance(rest, dict) or not all(isinstance(rest.get(part, {}), dict) for part in tables):
         raise TypeError("it, its buffers, objects, extra states, modes or attributes are no tables")
@@ -178,7 +179,7 @@ def _check_rest(rest: Any) -> None:
 
 
 def _tensor(reader: Reader, rank: int, number: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """One tensor of a rest: no larger than what is stored of it."""
+    """Return one tensor of a rest, after checks that its announced size and its digest are those stored."""
     if not math.prod(shape):
         return torch.empty(shape, dtype=dtype)
     rows = reader.manifest.rows[f"{rank}/{number}", REST]
@@ -194,9 +195,9 @@ def _tensor(reader: Reader, rank: int, number: int, dtype: torch.dtype, shape: t
 
 
 def convert_foreign(foreign: Foreign, folder: Path, progress: Progress = silent) -> Path:
-    """Write what another tool's checkpoint tells into a folder of checkpoints; the new one.
+    """Write another tool's checkpoint into a folder of checkpoints; return the new one.
 
-    Errors as `take`, CheckpointError for values of a carry that have no place in ours.
+    Errors as for `take`, and CheckpointError for values of a carry that have no place in ours.
     """
     buffers = {name: value_of(foreign.path, stored) for name, stored in foreign.buffers.items()}
     try:

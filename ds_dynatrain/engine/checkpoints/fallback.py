@@ -1,10 +1,10 @@
-"""The fallback checkpoint: saved by itself at boundaries, so that there is one when it is needed.
+"""The fallback checkpoint, which the engine saves by itself at boundaries, so that there is one when it is needed.
 
-When, `Due` decides on all members alike. With SIGTERM, if that is asked for, it is the board: whoever gets one says so,
-rank 0 posts that its next step is the one, which nobody can be past, since each step needs rank 0's gradients and every
-member reads the board at every boundary; after the save all working members end. Of several engines in a process the
-first one that comes to such a step, and finds none of the others in a global batch, saves for all. Where members come
-and go, all engines are saved when the first one is (`joint`).
+`Due` decides on all members alike when to save. After SIGTERM, if a save is asked for, the board decides: a member that
+gets the signal says so, and rank 0 posts its next step as the last one. No member can be past that step, since each
+step needs rank 0's gradients and every member reads the board at every boundary. After the save all working members
+end. Of several engines in a process, the first one that comes to such a step, and finds none of the others in a global
+batch, saves for all. In a job that members join and leave, all engines are saved when the first one is (`joint`).
 """
 
 from __future__ import annotations
@@ -25,28 +25,31 @@ from ds_dynatrain.errors import CheckpointError
 from ds_dynatrain.report import logger
 
 TERMINATED = 143
-"""The exit code after SIGTERM, as a shell would have it: 128 + 15."""
+"""Exit code after SIGTERM, as a shell has it: 128 + 15."""
 PATIENCE_STEPS = 8
-"""So many steps later an engine ends without the state of others that are in a global batch whenever it looks, and so
-many steps without a boundary are too many where a save is due."""
+"""Steps after which an engine ends without the state of others that are in a global batch whenever it looks.
+
+As many steps without a boundary are too many if a save is due."""
 END_STEPS = 2
-"""So many steps after SIGTERM all save and end, where each step has a boundary."""
+"""Number of steps after SIGTERM in which all save and end, if each step has a boundary."""
 LOOK_SECONDS = 1.0
 MOST_STEPS = 64
-"""From one look at rank 0's clock to the next: about so long, and at most so many steps."""
+"""Most steps from one look at rank 0's clock to the next, which are about `LOOK_SECONDS` apart."""
 ANSWER_SECONDS = 2.0
 BUSY_SECONDS = 10.0
-"""So long the board may take to answer, and the save before to end; then the next one is put off."""
+"""Most time for the save before to end; `ANSWER_SECONDS` is the same for the board to answer.
+
+After either the next save is put off."""
 AGAIN_SECONDS = 30.0
-"""After that it is tried again."""
+"""Time after which a save that was put off is tried again."""
 ANYTHING = 1 << 62
 
 
 class Fallback:
-    """One member's part in it. Without a block in the configuration nothing happens."""
+    """One member's part in fallback checkpoints. Does nothing without a block in the configuration."""
 
     def __init__(self, engine: EngineCore, saver: Saver, others: Callable[[], Sequence[Fallback]]) -> None:
-        """others: those of the other engines of this process."""
+        """Watch for SIGTERM if asked to. others: returns this part of the other engines of this process."""
         self.engine, self._saver, self._others = engine, saver, others
         self._settings = settings = engine.settings.fallback
         self._due = None if settings is None else Due(engine, settings)
@@ -59,14 +62,14 @@ class Fallback:
             self._termination.watch()
 
     def stop(self) -> None:
-        """SIGTERM is the user's own affair again."""
+        """Stop watching for SIGTERM, which is the user's own affair again."""
         if self._termination is not None:
             self._termination.stop()
 
     def at_boundary(self) -> None:
-        """A boundary of a working member: save if it is due. A save that fails is logged, and training goes on.
+        """Save if it is due. Called at each boundary of a working member.
 
-        SystemExit after the save that SIGTERM asks for.
+        A save that fails is logged, and training goes on. Raise SystemExit after the save that SIGTERM asks for.
         """
         engine, settings, due = self.engine, self._settings, self._due
         if settings is None or due is None:
@@ -84,13 +87,13 @@ class Fallback:
 
     @property
     def _beside(self) -> Sequence[Fallback]:
-        """Return this part of each engine that is saved whenever this one is."""
+        """Parts of the engines that are saved whenever this one is."""
         return self._others() if PROCESS.membership.saves_jointly else ()
 
     def save_now(self) -> None:
-        """Where training stands still or ends, on all working members: save this step, and wait for it.
+        """Save this step, and wait for it. Called on all working members when training pauses or ends.
 
-        Nothing if this has saved it already. A save that fails is logged, and the next call tries it again.
+        Does nothing if this step was saved here already. A save that fails is logged, and the next call tries it again.
         """
         now = self.engine.segment, self.engine.global_steps
         if self._standing != now:
@@ -100,7 +103,7 @@ class Fallback:
             self._is_saved = self._save(self._settings, f"/now{self._tries}")
 
     def save_before_the_end(self) -> None:
-        """Another engine of this process is about to end the script."""
+        """Save because another engine of this process is about to end the script."""
         if self.engine.has_open_window:
             logger.warning(
                 "no fallback checkpoint of step %d: a global batch is open; end the script after engine.step()",
@@ -111,7 +114,7 @@ class Fallback:
             self.save_now()
 
     def _save(self, settings: FallbackConfig, more: str = "", in_background: bool = False) -> bool:
-        """Return whether it was saved, or is being saved in the background. more: tells this save's key from others."""
+        """Return whether it was saved, or is being saved in the background. more: makes this save's key unique."""
         engine, beside = self.engine, self._beside
         key, keep = f"fallback/{engine.segment}/{engine.global_steps}{more}", settings.keep
         try:
@@ -129,14 +132,14 @@ class Fallback:
             engine.settle_fallback()
 
     def _write(self, tag: str | None, key: str, keep: int | None, in_background: bool) -> None:
-        """Save this engine. CheckpointError if it cannot be."""
+        """Save this engine; CheckpointError if it cannot be saved."""
         save = self._saver.start if in_background else self._saver.save
         save(folder_of(self.engine), tag, key, "", keep)
 
     def waiting(self, steps: int) -> Iterator[str]:
-        """Yield, in words, what of this waits for a boundary. Called after each optimizer step; asks nobody.
+        """Yield, in words, what is waiting for a boundary here. Called after each optimizer step; sends no message.
 
-        steps: how many were made since the last boundary.
+        steps: number of steps since the last boundary.
         """
         engine = self.engine
         if self._hears_termination() and engine.global_steps - self._told_at > END_STEPS:
@@ -153,7 +156,7 @@ class Fallback:
         return self._is_told
 
     def _is_the_end(self) -> bool:
-        """Whether a member was told to end, and this is the step at which all do."""
+        """Return whether a member was told to end, and this is the step at which all do."""
         if self._termination is None:
             return False
         engine, key = self.engine, f"fallback/{self.engine.segment}/end"
@@ -168,12 +171,12 @@ class Fallback:
 
 
 class Due:
-    """Decides when a fallback checkpoint of an engine is due, and whether it can be saved now: alike on all members.
+    """The decision when a fallback checkpoint of an engine is due, and whether it can be saved: alike on all members.
 
-    All come by the same boundaries. By steps each of them knows by itself. By time the clock of rank 0 counts, and all
-    look at it together, about once a second. A save needs the board, and the one before it has to be over: where a
-    member would wait for either, all put the save off. What they tell each other goes over their world, since a
-    coordinator that hangs would hold up whoever asks the board.
+    All members come by the same boundaries. Each of them knows by itself whether a save is due by steps. By time the
+    clock of rank 0 counts, and all look at it together, about once a second. A save needs the board, and the save
+    before has to be over: if a member would wait for either, all put the save off. Members tell each other over their
+    world, since a coordinator that hangs would block a member that asks the board.
     """
 
     def __init__(self, engine: EngineCore, settings: FallbackConfig) -> None:
@@ -182,10 +185,10 @@ class Due:
         self._next_look: int | None = None
         self._looked = 0.0, 0
         self._again_at: float | None = None
-        """When a save that was put off is tried again, by rank 0's clock; on all members None or not."""
+        """Time, by rank 0's clock, to try again a save that was put off; None, or not None, on all members alike."""
 
     def is_now(self) -> bool:
-        """Whether a save is due at this boundary, the first of its step. WorldChanged if a member is lost."""
+        """Return whether a save is due at this boundary, the first of its step; WorldChanged if a member is lost."""
         engine, steps = self._engine, self._engine.global_steps
         if self._segment != engine.segment:
             self._segment, self._again_at = engine.segment, None
@@ -200,17 +203,19 @@ class Due:
 
     @property
     def is_overdue(self) -> bool:
-        """Whether this member's own steps, or its clock, say that a save was due before now. It asks nobody."""
+        """Whether a save was due before now, by this member's own steps and clock. Sends no message."""
         engine, every = self._engine, self._settings.every_steps
         saved = engine.safe_at[1]
         return self._is_late() or (every is not None and engine.global_steps // every > saved // every)
 
     def can_be_saved(self, savers: list[Saver]) -> bool:
-        """Whether nothing keeps any member waiting; else it is put off, which rank 0 logs. savers: of all engines that
-        would be saved. WorldChanged if a member is lost."""
+        """Return whether nothing would keep a member waiting; otherwise put the save off, which rank 0 logs.
+
+        savers: of all engines that would be saved. Raise WorldChanged if a member is lost.
+        """
         engine = self._engine
         answers = engine.control.answers(ANSWER_SECONDS)
-        is_idle = all([saver.settle(BUSY_SECONDS) for saver in savers]) if answers else True  # it may wait for it, too
+        is_idle = all([saver.settle(BUSY_SECONDS) for saver in savers]) if answers else True  # it may need the board
         all_are_idle, all_answer = self._least(int(is_idle), int(answers))
         if all_are_idle and all_answer:
             self._again_at = None
@@ -228,14 +233,14 @@ class Due:
         return False
 
     def _is_late(self) -> bool:
-        """By rank 0's clock."""
+        """Return whether a save is due by rank 0's clock."""
         now, seconds = time.monotonic(), self._settings.every_seconds
         if self._again_at is not None:
             return now >= self._again_at
         return seconds is not None and now - self._engine.safe_since >= seconds
 
     def _gap(self) -> int:
-        """Steps until the next look, from how long those since the last one took."""
+        """Return the number of steps until the next look, from how long the steps since the last one took."""
         (then, steps), now = self._looked, time.monotonic()
         step_seconds = max(1e-6, (now - then) / max(1, self._engine.global_steps - steps))
         self._looked = now, self._engine.global_steps
@@ -244,7 +249,7 @@ class Due:
         return max(1, min(MOST_STEPS, int(seconds / step_seconds)))
 
     def _least(self, one: int = ANYTHING, other: int = ANYTHING) -> tuple[int, int]:
-        """The least of what all members say, twice."""
+        """Return, for each of two numbers, the least that any member has."""
         said, world = torch.tensor([one, other]), self._engine.world
         if world is not None and world.default.size() > 1:
             td.all_reduce(said, td.ReduceOp.MIN, group=world.default)

@@ -1,7 +1,8 @@
 """Joint checkpoints: the fallback checkpoints of all engines of a process are saved and restored together.
 
-The engines have one history. So what is saved at one boundary has one tag, each engine's in a folder of its own;
-nothing is restored from a tag that one of the folders lacks, and none that is whole goes before enough newer ones are.
+The engines share one history. So checkpoints of one boundary have one tag, each engine's in a folder of its own;
+nothing is restored from a tag that one of the folders lacks, and no complete one is removed before there are enough
+newer ones.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def restore_all(
 ) -> list[Restored]:
     """Restore all engines from the newest joint checkpoint; see `restore`. worlds: by the engine's number.
 
-    CheckpointError, on all members alike, if there is none; the engines hold nothing then.
+    Raise CheckpointError, on all members alike, if there is none; the engines then hold nothing.
     """
     paths = [folder_of(engine) for engine in engines]
     if len(engines) == 1:
@@ -46,7 +47,7 @@ def _restored(
     paths: Sequence[Path],
     left_out: list[str],
 ) -> list[Restored]:
-    """All from one tag: the first engine's choice is that of the others."""
+    """Restore all engines from one tag, which the first engine chooses."""
     found: list[Restored] = []
 
     def is_wanted(tag: str) -> bool:
@@ -60,10 +61,10 @@ def _restored(
 
 
 def next_tag(engines: Sequence[EngineCore], keep: int, key: str) -> str:
-    """The tag of the next joint checkpoint, free in the folders of all; chosen by rank 0 of the first engine.
+    """Return the tag of the next joint checkpoint, free in all folders; rank 0 of the first engine chooses it.
 
-    keep: so many joint checkpoints stay, and what is older than these goes. key: of nothing else on the first engine's
-    board. CheckpointError, on all members alike, if the folders cannot be read or written.
+    keep: how many joint checkpoints stay; older ones are removed. key: unique on the first engine's board. Raise
+    CheckpointError, on all members alike, if the folders cannot be read or written.
     """
     engine = engines[0]
 
@@ -77,12 +78,12 @@ def next_tag(engines: Sequence[EngineCore], keep: int, key: str) -> str:
 
 
 def joint_tags(folders: Sequence[Path]) -> list[str]:
-    """The tags that all folders have, the newest first."""
+    """Return the tags that all folders have, newest first."""
     return [tag for tag in folder.tags(folders[0]) if all(_is_there(path / tag) for path in folders)]
 
 
 def free_in_all(folders: Sequence[Path], wanted: str) -> str:
-    """The tag that is wanted, or that with a number behind it, if one of the folders has it."""
+    """Return the wanted tag, with a number appended if one of the folders has it."""
     taken, tag = "", wanted
     while tag != taken:
         taken = tag
@@ -100,7 +101,7 @@ def _forget_old(folders: Sequence[Path], keep: int) -> None:
 
 
 def folder_of(engine: EngineCore) -> Path:
-    """The folder of an engine's fallback checkpoints; CheckpointError if it has none."""
+    """Return the folder of an engine's fallback checkpoints; CheckpointError if it has none."""
     settings = engine.settings.fallback
     if settings is None:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Whose a checkpoint is: ours, one that was converted to ours, or DeepSpeed's own."""
+"""Opening a checkpoint in a folder: ours, one that was converted to ours, or DeepSpeed's own."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ds_dynatrain.errors import CheckpointError
 
 
 def opened(path: Path, engine: EngineCore, present: dict[str, Any] | None, trust_pickle: bool) -> Source:
-    """The checkpoint in a folder. present: the shared carry of now, which one of another tool's is read into.
+    """Open the checkpoint in a folder. present: the present shared carry, into which another tool's is read.
 
-    CheckpointError for a folder that is none, and for one of another tool's where there is no carry.
+    Raise CheckpointError for a folder without a checkpoint, and for another tool's checkpoint if there is no carry.
     """
     if (path / RECORD).is_file() or present is None or not is_zero_folder(path):
         saved = Saved.open(path)
@@ -39,7 +39,7 @@ def opened(path: Path, engine: EngineCore, present: dict[str, Any] | None, trust
 def check_batch(engine: EngineCore, held: ZeroFolder) -> None:
     """Raise CheckpointError if a checkpoint of DeepSpeed's was trained with another global batch than this job has.
 
-    DeepSpeed's own load says nothing where the batch follows from the micro-batch and the number of ranks.
+    DeepSpeed's own load does not notice if the batch follows from the micro-batch and the number of ranks.
     """
     there, here = held.global_batches(), int(engine.job.batch_sizes.train_batch_size)
     if there and here not in there:

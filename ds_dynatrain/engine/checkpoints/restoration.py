@@ -1,6 +1,6 @@
-"""A state from elsewhere into living processes: new buffers, their proofs, the engine over them, one outcome.
+"""Restoration of a state into living processes: new buffers, their proofs, the engine over them, one outcome.
 
-Where the state comes from is a `StateSource`: a checkpoint (`restore`), copies that members keep of each other
+The state comes from a `StateSource`: a checkpoint (`restore`), copies that members keep of each other
 (`copies.from_copies`), or the same members under other parameter groups (`engine.regrouping`).
 """
 
@@ -34,10 +34,10 @@ from ds_dynatrain.space import Layout, VirtualParameterSpace, row_of
 
 @dataclass(frozen=True)
 class Restored:
-    """What training goes on from. path: of the checkpoint. step: optimizer steps done there.
+    """The state that training goes on from. path: of the checkpoint. step: optimizer steps done there.
 
-    client_state: what was given to DeepSpeed's `save_checkpoint`, and what that adds; empty for a checkpoint of ours.
-    kinds: that were saved. digest: of the whole state, as in a switch's certificate.
+    client_state: given to DeepSpeed's `save_checkpoint`, and its additions; empty for a checkpoint of ours. kinds:
+    state kinds that were saved. digest: of the whole state, as in a switch's certificate.
     """
 
     path: Path
@@ -49,10 +49,10 @@ class Restored:
 
 @dataclass(frozen=True)
 class Goal:
-    """Where to restore to, and where on the board that is spoken of.
+    """The layout and world to restore into, and the keys on the board for it.
 
-    record: the key of the outcome. begins_anew: whether an engine without state begins as after a failure; else it is
-    in a switch. what: the call, for errors. is_patient: see `Session`.
+    record: the key of the outcome. begins_anew: whether an engine without state begins as after a failure; otherwise it
+    is in a switch. what: the call, for errors. is_patient: see `Session`.
     """
 
     layout: Layout
@@ -65,16 +65,17 @@ class Goal:
     is_patient: bool = True
 
     def session(self, board: Control) -> Session:
-        """What its members do together."""
+        """Return the session of its members."""
         return Session(board, self.key, self.members, self.what, record=self.record, is_patient=self.is_patient)
 
 
 class StateSource:
-    """What has a whole state, as one member of a goal reads it.
+    """A source of a whole state, as one member of a goal reads it.
 
-    kinds: state kinds in it. client_state: see `Restored`. compared: parts of the shared carry that must be as they are
-    here once they are taken over. is_proved_at_the_end: whether `prove` looks at what the engine has over the new
-    buffers, not at these. After `regrouping`, which the engine then follows, `memory` is asked first, `prove` last.
+    kinds: state kinds in it. client_state: see `Restored`. compared: parts of the shared carry that must be the same in
+    the engine once they are taken over. is_proved_at_the_end: whether `prove` looks at the buffers of the rebuilt
+    engine instead of the new ones before that. After `regrouping`, which the engine then follows, `memory` is called
+    first and `prove` last.
     """
 
     compared: Sequence[str] = ("counters", "windows", "epoch", "groups", "scalars", "scaling", "scheduler")
@@ -84,7 +85,7 @@ class StateSource:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Nothing is open by default."""
+        """Close nothing by default."""
 
     @property
     def kinds(self) -> Sequence[str]:
@@ -96,43 +97,44 @@ class StateSource:
 
     @property
     def regrouping(self) -> Regrouping | None:
-        """What leads from the groups of now to those of the source; None if they are the same."""
+        """Change from the present parameter groups to those of the source; None if they are the same."""
         return None
 
     def memory(self, memory: Mapping[str, Memory]) -> dict[str, Memory]:
-        """Of what the kinds are made that there will be; CheckpointError if it is of another model or optimizer."""
+        """Return the memory of each kind that there will be; CheckpointError if it is of another model or optimizer."""
         return {kind: made_of for kind, made_of in memory.items() if kind in self.kinds or not row_of(kind).is_moment}
 
     def fill(self, rank: int, buffers: Buffers) -> None:
-        """Put everything into the buffers of a rank."""
+        """Fill the buffers of a rank."""
         raise NotImplementedError
 
     def shared(self) -> dict[str, Any]:
-        """The shared carry."""
+        """Return the shared carry."""
         raise NotImplementedError
 
     def rest(self, rank: int) -> dict[str, Any] | None:
-        """The rest of a rank's carry; None if that stays as it is, and random streams, too."""
+        """Return the rest of a rank's carry; None if rest and random streams stay as they are."""
         return None
 
     def streams(self, rank: int) -> streams.Streams:
-        """A rank's random streams."""
+        """Return a rank's random streams."""
         return streams.capture()
 
     def prove(self, rank: int, buffers: Buffers, kinds: Sequence[str]) -> str:
-        """One digest over the whole state, once all members together hold what is in the source.
+        """Return one digest of the whole state, once all members together hold the state of the source.
 
-        kinds: that there are buffers of. CheckpointDamaged or CertificateError, naming tensor and kind, if they do not.
+        kinds: state kinds that have buffers. Raise CheckpointDamaged or CertificateError, naming tensor and kind, if
+        members hold anything else.
         """
         raise NotImplementedError
 
 
 Opener = Callable[[], AbstractContextManager[StateSource]]
-"""Opens a source, within the vote: it may fail."""
+"""Function that opens a source. Called within the vote, so it may fail."""
 
 
 class Restoration:
-    """The transaction on one member. where: what it is restored from, in words. old: what it goes back to, if anything.
+    """The transaction on one member. where: name of the source, for messages. old: the state to go back to, if any.
 
     kinds, digest, client_state: as in `Restored`, once it has run.
     """
@@ -156,7 +158,7 @@ class Restoration:
         self.swap = Swap(engine)
 
     def run(self) -> None:
-        """Everything or nothing, on all members alike; CheckpointError says why nothing."""
+        """Restore everything or nothing, on all members alike; CheckpointError says why nothing was restored."""
         decision = self.vote()
         if decision.commit:
             return
@@ -166,12 +168,12 @@ class Restoration:
         raise decision.checkpoint_error(f"{what}{where}{decision.reason}{end}")
 
     def vote(self) -> Decision:
-        """What all members come to, carried out."""
+        """Return the decision of all members, after carrying it out."""
         try:
             decision = self.session.vote(self._carry_out)
         except OutcomeUnknown:
             self._undo()
-            if self.old is None:  # it holds nothing that could be wrong: a next generation can restore
+            if self.old is None:  # it holds no state: a later generation can restore
                 self.control.lost = None
             raise
         self._commit() if decision.commit else self._undo()
@@ -192,7 +194,7 @@ class Restoration:
         self._verify_carry(source)
 
     def _register(self, source: StateSource) -> None:
-        """Train what was trained when it was saved, in the same groups; then the optimizer is off."""
+        """Register the parameters and groups of the source; the optimizer is off afterwards."""
         engine = self.engine
         self.registered = source.regrouping
         if self.registered is None:
@@ -205,7 +207,7 @@ class Restoration:
         self.vps = engine.vps.with_layout(self.goal.layout, self.goal.members)
 
     def _read(self, source: StateSource) -> None:
-        """Fill new buffers, and get ready what else there is; no buffer of the engine's is touched."""
+        """Fill new buffers, and read the carry; the engine's own buffers are not touched."""
         engine, layout = self.engine, self.goal.layout
         self.memory = source.memory(engine.memory_in(layout))
         if self.old is not None:
@@ -221,7 +223,7 @@ class Restoration:
         self.kinds, self.digest = tuple(source.kinds), source.prove(self.rank, held, kinds)
 
     def _verify_carry(self, source: StateSource) -> None:
-        """CensusError or CheckpointError unless the rebuilt engine has what was put in, alike on all members."""
+        """Raise CensusError or CheckpointError unless the rebuilt engine has the restored state on all members."""
         engine = self.engine
         held, scalars = engine.host.state_buffers()
         check_census(engine.host, self.vps, self.rank, held, "after loading")
@@ -258,7 +260,7 @@ class Restoration:
         self._take()
 
     def _take(self) -> None:
-        """The carry."""
+        """Take over the carry."""
         if self.rest is None:
             settle_counters(self.engine, self.shared)
             return
@@ -279,13 +281,13 @@ class Restoration:
         engine.host.forget_steps()
 
     def _undo(self) -> None:
-        """As if nobody had asked, or, without an old state, as an idle member."""
+        """Go back to the old state, or without one to that of an idle member."""
         self.swap.undo()
         self.buffers = {}
 
 
 def let_go(engine: EngineCore) -> None:
-    """Make an engine as empty as an idle member's, without a message to anybody: what it holds counts no more."""
+    """Make an engine as empty as an idle member's, without a message to anybody; its state is lost."""
     engine.close_loaders()
     if engine.world is not None:
         engine.host.detach()
@@ -294,6 +296,6 @@ def let_go(engine: EngineCore) -> None:
 
 
 def _two_that_differ(one: list[list[Any]], other: list[list[Any]]) -> list[list[Any]]:
-    """Of members and what they have, the first one and one that has something else."""
+    """Return the first member and its value, and one with another value if there is any."""
     first, *rest = one
     return [first, *[each for each in (*rest, *other) if each[1] != first[1]][:1]]

@@ -1,9 +1,9 @@
-"""From a checkpoint into living processes: `engine.load`, and `restore` for members whose state is gone.
+"""Restoration from a checkpoint into living processes: `engine.load`, and `restore` for members whose state is gone.
 
 Both are one transaction (`restoration`), like a switch whose source is the checkpoint. Each member fills new buffers
 with its own byte ranges; digests over all members must be those of the checkpoint before anything of the engine is
 touched; then the optimizer is put over the new buffers, the carry taken over, and the outcome written once.
-`engine.load` keeps the old state until then and goes back to it; `restore` has none to go back to.
+`engine.load` keeps the old state until then and goes back to it on failure; `restore` has none to go back to.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from ds_dynatrain.space import WEIGHT, Layout, Pieces, VirtualParameterSpace, ro
 
 
 class Part(NamedTuple):
-    """What of a checkpoint DeepSpeed's `load_checkpoint` is asked for, in its order; all of the state by default."""
+    """Part of a checkpoint that DeepSpeed's `load_checkpoint` is asked for, in its order; by default all of it."""
 
     load_module_strict: bool = True
     load_optimizer_states: bool = True
@@ -60,17 +60,17 @@ class Part(NamedTuple):
 
 
 ALL = Part()
-"""What `engine.load` asks for."""
+"""All of the state, which `engine.load` asks for."""
 
 
 @contextmanager
 def from_checkpoint(
     engine: EngineCore, goal: Goal, path: Path, present: dict[str, Any] | None, trust_pickle: bool, part: Part
 ) -> Iterator[StateSource]:
-    """Open the checkpoint in a folder; see `opening.opened`. present: the shared carry of now, if there is one.
+    """Open the checkpoint in a folder; see `opening.opened`. present: the present shared carry, if there is one.
 
-    part: of what `is_read_here`. What it leaves out stays as it is: frozen weights that it was saved without, which are
-    else refused, and the schedule.
+    part: for which `is_read_here` is true. State that it leaves out stays as it is: the schedule, and frozen weights
+    that the checkpoint lacks, which are refused otherwise.
     """
     with naming(path):
         source = opened(path, engine, present, trust_pickle)
@@ -79,7 +79,7 @@ def from_checkpoint(
 
 
 class FromCheckpoint(StateSource):
-    """See `StateSource`."""
+    """A checkpoint as a `StateSource`."""
 
     def __init__(
         self, engine: EngineCore, goal: Goal, source: Source, reader: Reader, present: dict[str, Any] | None, part: Part
@@ -104,7 +104,7 @@ class FromCheckpoint(StateSource):
 
     @cached_property
     def _vps(self) -> VirtualParameterSpace:
-        """The space to fill, once what is trained is what was saved."""
+        """Space to fill, once the parameters are registered as in the checkpoint."""
         return self._engine.vps.with_layout(self._goal.layout, self._goal.members)
 
     def memory(self, memory: Mapping[str, Memory]) -> dict[str, Memory]:
@@ -130,7 +130,7 @@ class FromCheckpoint(StateSource):
         return self._memory
 
     def _checked_tensors(self) -> dict[int, int]:
-        """Number of a tensor there -> its number here; CheckpointError, naming it, for another model."""
+        """Map tensor numbers in the checkpoint to numbers here; CheckpointError, naming a tensor, for another model."""
         here = {tensor.name: (number, tensor) for number, tensor in enumerate(self._vps.tensors)}
         found = {}
         for number, tensor in enumerate(self._source.tensors):
@@ -166,7 +166,7 @@ class FromCheckpoint(StateSource):
         self._reader.fill(self._vps, self._goal.layout, rank, buffers, self._keep(rank, buffers))
 
     def _keep(self, rank: int, buffers: Buffers) -> Pieces | None:
-        """Copy what stays as it is from the engine, which is in this layout; the pieces of it."""
+        """Copy weights that stay as they are from the engine, which is in this layout; return their pieces."""
         vps, kept = self._vps, np.array(self._source.kept, dtype=np.int64)
         if not len(kept):
             return None
@@ -219,7 +219,7 @@ class FromCheckpoint(StateSource):
                 if rows is None or rows[0].dtype != name_of(self._memory[kind].dtype):
                     continue
                 if not tensor.trainable and kind != WEIGHT:
-                    continue  # it has a master there, of which its weight was cast
+                    continue  # it has a master there, from which its weight was cast
                 if int(whole[kind][number]) != there[tensor.name, kind]:
                     wrong.append((tensor.name, kind))
         if not wrong:
@@ -245,7 +245,7 @@ def load(
     trust_pickle: bool = False,
     part: Part = ALL,
 ) -> Restored:
-    """See `DynatrainEngine.load`. generation: the number that the load uses up, as a switch does.
+    """Load a checkpoint; see `DynatrainEngine.load`. generation: the number that the load uses up, as a switch does.
 
     place, is_open: as for `regrouping.register`. part: as for `from_checkpoint`.
     """
@@ -256,7 +256,7 @@ def load(
     )
     ask(Session(control, f"load/{place}", members, "engine.load"), request)
     same = (engine.layout, members, engine.layout, members, None)
-    control.decide(f"proposal/{generation}", to_record(Proposal(generation, *same)))  # idle members count along
+    control.decide(f"proposal/{generation}", to_record(Proposal(generation, *same)))  # idle members follow the count
     if engine.world is None:
         raise RuntimeError("an idle member has nothing to load")
     goal = Goal(engine.layout, members, engine.world, f"load/{place}", f"record/{generation}")
@@ -276,19 +276,20 @@ def restore(
     """Restore everything from the newest whole checkpoint in a folder, in a world that was built just now.
 
     For a failure path. Call it on the main thread of every member in `members`, which has the member at each rank of
-    `layout`; no accumulation window counts any more, and loaders may stand anywhere. `world` is this member's, from
+    `layout`; open accumulation windows are void, and loaders may be at any position. `world` is this member's, from
     `adapters.worlds.build_world` for (layout, members) and a generation that was never used, connected; it is installed
-    here. Nothing of what members hold is used: where an optimizer is on it comes off, without a message to anybody, and
-    members that were idle or have just joined are called alike. Groups of an old world are neither used nor taken
-    down: abort them before, drop them after. All members must share `engine.control`.
+    here. No state of the members is used: an optimizer that is on comes off, without a message to anybody, and members
+    that were idle or have just joined make the same call. Groups of an old world are neither used nor taken down: abort
+    them before, drop them after. All members must share `engine.control`.
 
     Afterwards the engine is in `world` with all state, counters, hyper-parameters, random streams and loaders'
-    positions of the checkpoint; `engine.global_steps` says where that is. A checkpoint that turns out to be damaged is
-    passed over for the next older one, by all members alike. is_wanted: whether one of that tag will do, asked on rank
-    0. left_out: damaged ones that are known; with it, another one is the end: CheckpointDamaged on all members alike.
+    positions of the checkpoint; `engine.global_steps` has its step. A checkpoint that turns out to be damaged is passed
+    over for the next older one, by all members alike. is_wanted: whether a tag is acceptable, asked on rank 0.
+    left_out: tags that are known to be damaged; if given, a further damaged checkpoint is added and raises
+    CheckpointDamaged on all members alike.
 
-    CheckpointError, on all members alike, if none is whole, none fits the model, or a member does not take part: the
-    engine then holds no state and no world (`engine.idle`). MemberMissing if it is rank 0 that does not take part.
+    Raise CheckpointError, on all members alike, if none is whole, none fits the model, or a member does not take part:
+    the engine then holds no state and no world (`engine.idle`). Raise MemberMissing if rank 0 does not take part.
     """
     where, known = Path(path).absolute(), list(left_out or ())
     let_go(engine)
@@ -313,10 +314,10 @@ def restored(
     trust_pickle: bool = False,
     part: Part = ALL,
 ) -> Restored:
-    """Restore everything from this very checkpoint; a damaged one is the end.
+    """Restore everything from one given checkpoint; a damaged one raises CheckpointDamaged.
 
-    old: what the engine goes back to; without it members have let go of what they held. CheckpointError, on all members
-    alike, if it cannot be: the engine is then as before.
+    old: the state to go back to; without it members have let go of theirs. Raise CheckpointError, on all members alike,
+    if it fails: the engine is then as before.
     """
     present = None if old is None else old.shared
     opener = partial(from_checkpoint, engine, goal, path, present, trust_pickle, part)
@@ -326,14 +327,14 @@ def restored(
 
 
 def _named(where: Path, tag: str | None) -> Path:
-    """The checkpoint of a tag, or the latest; CheckpointError where there is none, of ours or of DeepSpeed's."""
+    """Return the checkpoint of a tag, or the latest; CheckpointError if there is none, of ours or of DeepSpeed's."""
     path = where / (folder.latest(where) if tag is None else tag)
     return path if is_zero_folder(path) and not (path / RECORD).is_file() else Saved.open(path).path
 
 
 def _newest(where: Path, left_out: list[str], is_wanted: Callable[[str], bool]) -> Saved:
     for saved in folder.newest(where):
-        is_whole = not saved.record.converted_from  # which is not all of a training
+        is_whole = not saved.record.converted_from  # a converted one lacks parts of a training
         if saved.path.name not in left_out and is_whole and is_wanted(saved.path.name):
             return saved
     passed = f"; damaged: {', '.join(left_out)}" if left_out else ""
@@ -341,7 +342,7 @@ def _newest(where: Path, left_out: list[str], is_wanted: Callable[[str], bool]) 
 
 
 def _chosen(engine: EngineCore, goal: Goal, find: Callable[[], Path]) -> Path:
-    """The checkpoint that rank 0 finds; CheckpointError, on all members, if it finds none."""
+    """Return the checkpoint that rank 0 finds; CheckpointError, on all members, if it finds none."""
     session = goal.session(engine.control)
     try:
         return Path(session.first("chosen", lambda: str(find()), "choosing a checkpoint"))

@@ -1,7 +1,7 @@
-"""What a job that starts goes on from: `dynatrain.resume` names a folder, with checkpoints of either format.
+"""State that a job starts from: `dynatrain.resume` names a folder, with checkpoints of either format.
 
-One whose members have all gone with its state, and which others start again, goes on from its own newest fallback
-checkpoint, or from what `dynatrain.resume` names. Without either its script starts again, as under stock torchrun.
+If all members have gone with the state, and the job is started again, it goes on from its own newest fallback
+checkpoint, or from the one in `dynatrain.resume`. Without either its script starts again, as under stock torchrun.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 from ds_dynatrain.report import logger
 
 Load = Callable[[Path, str, bool], Restored]
-"""Folder, tag, and whether pickles are trusted; as `engine.load`."""
+"""Function of folder, tag, and whether pickles are trusted, as `engine.load`."""
 
 
 def first_state(engine: EngineCore, load: Load) -> Restored | None:
-    """Load what there is on all working members of a job that starts; None if it begins.
+    """Load the first state on all working members of a job that starts; None if there is nothing to load.
 
-    CheckpointError, on all members alike, where it cannot be loaded.
+    Raise CheckpointError, on all members alike, if it cannot be loaded.
     """
     if engine.idle or PROCESS.membership.is_newcomer:
         return None
@@ -44,9 +44,9 @@ def first_state(engine: EngineCore, load: Load) -> Restored | None:
 
 
 def _newest(engine: EngineCore, path: Path, load: Load) -> Restored | None:
-    """From the newest fallback checkpoint that is whole; None if there is none. Rank 0 looks for them.
+    """Load the newest fallback checkpoint that is whole; None if there is none. Rank 0 looks for them.
 
-    Of several engines of a process each goes on from the one that the first engine has taken.
+    All engines of a process load the tag that the first engine has loaded.
     """
     first, doing = PROCESS.engines[0], "looking for a fallback checkpoint"
     session = Session(engine.control, "fallback", engine.members, doing, is_patient=True)
@@ -63,8 +63,8 @@ def _newest(engine: EngineCore, path: Path, load: Load) -> Restored | None:
 def resume(engine: EngineCore, settings: ResumeConfig, load: Load) -> Restored | None:
     """Load on all working members of a job that starts; None if there is nothing in the folder.
 
-    Rank 0 looks, and the others do as it says. CheckpointError, on all members alike, for a checkpoint that is there
-    and cannot be loaded: a job does not begin anew by mistake.
+    Rank 0 looks, and all others do as it says. Raise CheckpointError, on all members alike, for a checkpoint that
+    exists and cannot be loaded: a job does not begin anew by mistake.
     """
     path, doing = Path(settings.path).absolute(), "looking for a checkpoint to go on from"
     session = Session(engine.control, "resume", engine.members, doing, is_patient=True)
@@ -80,10 +80,10 @@ def resume(engine: EngineCore, settings: ResumeConfig, load: Load) -> Restored |
 
 
 def _tag(path: Path, wanted: str | None) -> str:
-    """The tag to load; empty if there is none."""
+    """Return the tag to load; empty if there is none."""
     if wanted is not None or not (path / folder.LATEST).exists():
         return wanted or ""
     try:
         return folder.latest(path)
     except CheckpointError:
-        return folder.LATEST  # no name of a checkpoint: all members say so when they load it
+        return folder.LATEST  # not a tag: loading it fails on all members alike

@@ -1,8 +1,8 @@
-"""`engine.save`: all working members write one checkpoint at a boundary, or none is there afterwards.
+"""`engine.save`: all working members write one checkpoint at a boundary, or none remains.
 
-Rank 0 opens a hidden folder and says where; each member writes its share and reports; rank 0 puts the manifest and the
-record together, gives the folder its name, and says so. Nothing of the training is touched: whatever fails, it goes on.
-In the background, the step waits for a copy in host memory alone, and a thread does the rest.
+Rank 0 opens a hidden folder and announces it; each member writes its share and reports; rank 0 puts the manifest and
+the record together, gives the folder its name, and announces that. The training itself is not touched: it goes on,
+whatever fails. For a save in the background, the step waits only for a copy in host memory, and a thread does the rest.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from ds_dynatrain.report import logger
 from ds_dynatrain.space import Layout, VirtualParameterSpace
 
 SAVING = "saving"
-"""What a member waits for, in the status."""
+"""Reason for waiting that a member's status shows."""
 
 
 class PendingSave:
-    """A save in the background. step: optimizer steps done when it was taken."""
+    """A save in the background. step: optimizer steps done when the state was copied."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -51,16 +51,16 @@ class PendingSave:
 
     @property
     def done(self) -> bool:
-        """Whether it is over, well or not; known by itself, without a message."""
+        """Whether the save has ended, well or not; needs no message to other members."""
         return self._saved.done()
 
     def wait(self) -> Path:
-        """The checkpoint's folder, once it is there; CheckpointError, on all members alike, if it does not come."""
+        """Wait for the checkpoint and return its folder; CheckpointError, on all members alike, if saving failed."""
         with OWN_WAITS.waiting(SAVING):
             return self._saved.result()
 
     def run(self, save: Callable[[], Path]) -> None:
-        """Save. Called in the thread that does it."""
+        """Save, and keep the result for `wait`. Called in the thread that saves."""
         try:
             self._saved.set_result(save())
         except Exception as error:
@@ -71,7 +71,7 @@ class PendingSave:
 
 
 class Saver:
-    """The saving half of an engine: one save at a time."""
+    """The saving half of an engine, which runs one save at a time."""
 
     def __init__(self, engine: EngineCore) -> None:
         self.engine = engine
@@ -80,9 +80,9 @@ class Saver:
         self._running: tuple[PendingSave, threading.Thread] | None = None
 
     def save(self, path: str | os.PathLike[str], tag: str | None, key: str, is_open: str, keep: int | None) -> Path:
-        """Save, and come back when it is on the disk. key: of nothing else on the board.
+        """Save, and return when the checkpoint is on the disk. key: unique on the board.
 
-        is_open: what stands in the way on this member, in words. keep: only so many of the newest stay, None for all.
+        is_open: reason why this member cannot save now, or empty. keep: how many of the newest stay, None for all.
         """
         self.settle()
         saving = _Saving(self.engine, self.engine.control, Path(path).absolute(), tag, key, keep)
@@ -93,7 +93,7 @@ class Saver:
     def start(
         self, path: str | os.PathLike[str], tag: str | None, key: str, is_open: str, keep: int | None
     ) -> PendingSave:
-        """The same in the background: it comes back when the values are copied."""
+        """Start a save in the background, and return when the values are copied; arguments as for `save`."""
         self.settle()
         saving = _Saving(self.engine, self._own_board(), Path(path).absolute(), tag, key, keep)
         saving.take(is_open, self._memory)
@@ -102,21 +102,21 @@ class Saver:
         return pending
 
     def _own_board(self) -> Control:
-        """The board over a connection for the thread; the engine's may be another one after a change."""
+        """Return the board over a connection of its own for the thread; made anew if the engine's board has changed."""
         if self._boards is None or self._boards[0] is not self.engine.control:
-            self.engine.control.read("save/board")  # fails at once if it is away; a new connection would wait for it
+            self.engine.control.read("save/board")  # fails at once if the board is lost; a new connection would wait
             self._boards = self.engine.control, self.engine.control.clone()
         return self._boards[1]
 
     def look(self) -> None:
-        """At a boundary: a save that has failed in the background is logged, once."""
+        """Log the error of a background save that has failed, once. Called at boundaries; does not wait."""
         if self._running is not None and self._running[0].done:
             self.settle()
 
     def settle(self, seconds: float | None = None) -> bool:
-        """Wait for a save that runs, and log its error if it had one: `PendingSave.wait` raises it.
+        """Wait for a save that runs, and log its error if it had one; `PendingSave.wait` raises it.
 
-        seconds: at most so long. Whether none runs any more.
+        seconds: how long to wait at most. Return whether no save runs any more.
         """
         if self._running is None:
             return True
@@ -153,9 +153,10 @@ class _Saving:
     # ---- while training stands still ---------------------------------------------------------------------------------
 
     def take(self, is_open: str, memory: HostMemory | None) -> None:
-        """Agree, and look at the state; CheckpointError, on all members, if one refuses or asks for something else.
+        """Agree with the other members, and take the snapshot.
 
-        What fails after that is kept for `carry_out`, where all learn of it.
+        Raise CheckpointError, on all members, if one refuses or asks for something else. A later failure is kept for
+        `carry_out`, where all members learn of it.
         """
         in_the_way = is_open and f"{is_open}: save after engine.step()"
         asked = {"folder": str(self.path), "tag": self.tag, "step": self.engine.global_steps}
@@ -171,7 +172,7 @@ class _Saving:
     # ---- beside it ---------------------------------------------------------------------------------------------------
 
     def carry_out(self) -> Path:
-        """Write; the folder of the checkpoint, or CheckpointError, on all members."""
+        """Write the checkpoint and return its folder; CheckpointError, on all members, if one fails."""
         try:
             with ExitStack() as stack:
                 snapshot, hidden = self._written(stack)
@@ -184,7 +185,7 @@ class _Saving:
             self.snapshot = None
 
     def _written(self, stack: ExitStack) -> tuple[Snapshot, Path]:
-        """This member's files are in the hidden folder, and the others can know."""
+        """Write this member's files into the hidden folder, and report that to the first member."""
         try:
             if self.error is not None or self.snapshot is None:
                 raise self.error or CheckpointError("there is no copy of this member's state to write: save again")
@@ -202,14 +203,14 @@ class _Saving:
         return self.snapshot, hidden
 
     def _open(self, stack: ExitStack) -> Path:
-        """On rank 0: the hidden folder."""
+        """Make the hidden folder, under the lock. Called on rank 0."""
         stack.enter_context(folder.locked(self.path))
         if self.tag is None and self.snapshot is not None:
             self.tag = folder.free_tag(self.path, f"step{self.snapshot.record.step}")
         return folder.begin(self.path, str(self.tag))
 
     def _write(self, snapshot: Snapshot, hidden: Path) -> str:
-        """This member's files; the sum of its small one. Copies of other members' state are weighed meanwhile."""
+        """Write this member's files, and compare replicas meanwhile; return the checksum of its small file."""
         with ThreadPoolExecutor(1, "dynatrain-replicas") as beside:
             replicas = None if snapshot.replicas is None else beside.submit(snapshot.replicas)
             rows = write_shares(hidden, snapshot.rank, snapshot.shares)
@@ -221,7 +222,7 @@ class _Saving:
         return record.sum_of(data)
 
     def _finish(self, snapshot: Snapshot, hidden: Path) -> Path:
-        """On rank 0: all have written; manifest and record, and the name."""
+        """Write manifest and record, and give the folder its name. Called on rank 0 once all have written."""
         found = self.sums or {}
         parts = [hidden / _part(rank) for rank in range(len(self.members))]
         rows = [row for part in parts for row in Manifest.from_bytes(part.read_bytes())]
@@ -232,9 +233,10 @@ class _Saving:
         return folder.finish(hidden, str(self.tag), self.keep)
 
     def _compare_replicas(self, own: SideDigests) -> None:
-        """CheckpointError, naming tensor and members, for copies of the data axis that are not equal.
+        """Raise CheckpointError, naming tensor and members, for copies on the data axis that are not equal.
 
-        What stages or tensor ranks compute each for itself may have drifted, as in a switch: the owner's is saved.
+        Values that stages or tensor ranks each compute for themselves may have drifted, as in a switch: the owner's are
+        saved.
         """
         engine = self.engine
         try:
@@ -261,10 +263,10 @@ def _part(rank: int) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """What one member has to say and to write of a save: after it was taken, the engine is not looked at any more.
+    """One member's part of a save; once it is taken, the engine is not looked at any more.
 
-    own: what goes into its own small file. record: without the sums of the files. replicas: computes
-    the digests of what other members hold copies of; None where the values go on changing.
+    own: content of the member's own small file. record: without the checksums of the files. replicas: computes the
+    digests of elements that other members hold, too; None if the values were copied, as the training's go on changing.
     """
 
     rank: int
@@ -277,11 +279,11 @@ class Snapshot:
     def take(
         engine: EngineCore, exchange: Callable[[dict[str, Any]], Mapping[int, Any]], memory: HostMemory | None
     ) -> Snapshot:
-        """Look at everything. exchange: posts a record, and returns those of all working members.
+        """Take a snapshot of the engine.
 
-        With `memory`, values are copied there, else they must stay until they are written.
-        CheckpointError if the carry differs between members, CensusError if DeepSpeed keeps its state elsewhere,
-        ConfigError for an object that cannot be saved.
+        exchange: posts a record, and returns the records of all working members. memory: where to copy the values;
+        without it they must not change until they are written. Raise CheckpointError if the carry differs between
+        members, CensusError if DeepSpeed keeps its state elsewhere, ConfigError for an object that cannot be saved.
         """
         rank = engine.rank
         engine.host.settle_parameters()
@@ -321,7 +323,7 @@ class Snapshot:
 
 
 def _copied(vps: VirtualParameterSpace, layout: Layout, rank: int, buffers: Buffers) -> SideDigests:
-    """Digests of the state kinds of which several ranks hold the same elements."""
+    """Return digests of the state kinds of which several ranks hold the same elements."""
     several = vps.mesh(layout) is not None
     held = {kind for kind, _ in buffers if several or vps.is_replicated(layout, kind)}
     kinds = tuple(kind for kind in vps.present_kinds(layout) if kind in held)
@@ -329,7 +331,7 @@ def _copied(vps: VirtualParameterSpace, layout: Layout, rank: int, buffers: Buff
 
 
 def _compared(engine: EngineCore, found: Mapping[int, Any]) -> tuple[list[int], list[str]]:
-    """(for each rank the first one whose rest is the same, the state kinds that some member has)."""
+    """Return (for each rank the first one with the same rest, the state kinds that some member has)."""
     first, *others = engine.members
     for member in others:
         if found[member]["shared"] != found[first]["shared"]:

@@ -1,8 +1,8 @@
-"""What a state is restored from: a checkpoint of ours, or one of DeepSpeed's own in whatever layout it was written.
+"""Sources to restore a state from: a checkpoint of ours, or one of DeepSpeed's own in whatever layout it was written.
 
-Each is a manifest, whose rows say where each element lies, and a carry. One of DeepSpeed's says less, as does one of
-ours that was converted from another tool's: random streams, loaders' positions and the user's objects stay as they are,
-as with DeepSpeed's own load.
+Each is a manifest, whose rows say where each element lies, and a carry. A checkpoint of DeepSpeed's has less, as does
+one of ours that was converted from another tool's: random streams, loaders' positions and the user's objects then stay
+as they are, as with DeepSpeed's own load.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from ds_dynatrain.report import logger
 from ds_dynatrain.space import MASTER, WEIGHT, Layout, LogicalTensor, VirtualParameterSpace, row_of
 
 Key = tuple[str, str]
-"""(tensor, state kind)."""
+"""Tensor and state kind."""
 Gather = Callable[[str, Any], Mapping[int, Any]]
-"""Post a record under a name; those of all members."""
+"""Function that posts a record under a name, and returns the records of all members."""
 
 NO_CLIENT_STATE = frozenset(
     {
@@ -61,12 +61,12 @@ NO_CLIENT_STATE = frozenset(
         "sparse_tensor_module_names",
     }
 )
-"""What DeepSpeed does not give back from `load_checkpoint`, and the parts of frozen tensors."""
+"""Keys that DeepSpeed does not return from `load_checkpoint`, and the parts of frozen tensors."""
 
 
 @dataclass(frozen=True, eq=False)
 class Universal:
-    """One of ours, open. kinds: state kinds in it. client_state: what `load_checkpoint` gives back.
+    """A checkpoint of ours, open. kinds: state kinds in it. client_state: what `load_checkpoint` returns.
 
     kept: numbers of the frozen tensors that it was saved without. registration: see `StateSource`.
     """
@@ -108,7 +108,7 @@ class Universal:
         return None if said is None else Regrouping.from_json(said)
 
     def shared(self, numbers: Mapping[int, int]) -> dict[str, Any]:
-        """The shared carry. numbers: of a tensor there -> here."""
+        """Return the shared carry. numbers: a tensor's number in the checkpoint -> its number here."""
         scalars = {
             name: {str(numbers[int(number)]): value for number, value in table.items()}
             for name, table in self.carry["scalars"].items()
@@ -116,25 +116,25 @@ class Universal:
         return {**self.carry, "scalars": scalars}
 
     def rest(self, reader: Reader, layout: Layout, rank: int) -> dict[str, Any]:
-        """The rest of a rank's carry."""
+        """Return the rest of a rank's carry."""
         return rest_for(self.saved, reader, layout, rank)
 
     def streams(self, layout: Layout, rank: int) -> streams.Streams:
-        """A rank's random streams."""
+        """Return a rank's random streams."""
         return streams_for(self.saved, layout, rank)
 
     def digests(self, reader: Reader, place: int, places: int, gather: Gather) -> dict[Key, int]:
-        """Of whole tensors, in their types there; where it takes reading, `places` members share it."""
+        """Return the digests of whole tensors in their stored types; `places` members share any reading for that."""
         return {key: self.manifest.digest(*key) for key in self.manifest.rows if key[1] in self.kinds}
 
 
 @dataclass(frozen=True, eq=False)
 class Converted(Universal):
-    """One of ours that was converted from another tool's. present: the shared carry of now.
+    """A checkpoint of ours that was converted from another tool's. present: the present shared carry.
 
-    Its tensors are those of this training by name and shape; how they are grouped, and which are frozen, is as it is
-    here, and each group here takes the hyper-parameters that its tensors had there. Where it has weights only, the
-    optimizer begins as new.
+    Its tensors are those of this training by name and shape. Groups and frozen tensors stay as they are here, and each
+    group takes the hyper-parameters that its tensors have in the checkpoint. If it has weights only, the optimizer
+    begins as new.
     """
 
     saved: Saved
@@ -143,17 +143,17 @@ class Converted(Universal):
 
     @cached_property
     def there(self) -> dict[str, tuple[int, LogicalTensor]]:
-        """What it has, by name: number and tensor."""
+        """Number and tensor in the checkpoint, by name."""
         return {each.name: (number, each) for number, each in enumerate(self.saved.record.logical_tensors())}
 
     @cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters of this model by each of their names."""
+        """Parameters of this model by each of their names."""
         return dict(self.engine.host.module.named_parameters(remove_duplicate=False))
 
     @cached_property
     def names(self) -> dict[str, str]:
-        """Name here -> name there, where a tied parameter goes by another of its names."""
+        """Name here -> name in the checkpoint, which for a tied parameter may be another of its names."""
         found = {}
         for tensor in self.engine.vps.tensors:
             mine = self.parameters.get(tensor.name)
@@ -163,7 +163,7 @@ class Converted(Universal):
 
     @cached_property
     def tensors(self) -> tuple[LogicalTensor, ...]:
-        """Those of this training; CheckpointError, naming all that do not match."""
+        """Tensors of this training; CheckpointError, naming those that do not match."""
         others = {*self.names.values(), *(name for name, _ in self.engine.host.module.named_buffers())}
         wrong = list[str]()
         for tensor in self.engine.vps.tensors:
@@ -183,7 +183,7 @@ class Converted(Universal):
         return self.engine.vps.tensors
 
     def _is_copy(self, name: str) -> bool:
-        """Whether it is a tied parameter's values once more."""
+        """Return whether a name in the checkpoint is a tied parameter's second copy."""
         kind = MASTER if (name, MASTER) in self.saved.manifest.rows else WEIGHT
         return name in self.parameters and any(
             self.parameters.get(other) is self.parameters[name]
@@ -197,7 +197,7 @@ class Converted(Universal):
 
     @cached_property
     def manifest(self) -> Manifest:
-        """Under the names here."""
+        """Manifest with the tensors' names here."""
         rows = dict(self.saved.manifest.rows)
         for here, there in self.names.items():
             if here != there:
@@ -207,7 +207,7 @@ class Converted(Universal):
         return Manifest(rows)
 
     def shared(self, numbers: Mapping[int, int]) -> dict[str, Any]:
-        """Return the carry of now with what the checkpoint says of it."""
+        """Return the present carry, updated from the checkpoint."""
         said = self.carry
         if "groups" in said:
             said = {**said, "groups": self._groups(said["groups"])}
@@ -219,7 +219,7 @@ class Converted(Universal):
         return over(self.present, {**said, "scalars": kept_scalars(self, there)})
 
     def _groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """For each group here the hyper-parameters that its tensors had; CheckpointError if they had different ones."""
+        """Return the hyper-parameters of each group's tensors; CheckpointError if they differ within a group here."""
         found: list[dict[str, Any]] = [{} for _ in self.present["groups"]]
         first: dict[int, str] = {}
         for tensor in self.tensors:
@@ -244,7 +244,7 @@ class Converted(Universal):
         return found
 
     def _buffer(self, reader: Reader, name: str, shape: torch.Size) -> torch.Tensor:
-        """A buffer that is among the tensors: another tool did not tell them apart."""
+        """Return a buffer that is among the checkpoint's tensors, since another tool did not tell them apart."""
         tensor = self.there[name][1]
         rows: tuple[Row, ...] = ()
         for kind in (MASTER, WEIGHT):
@@ -266,7 +266,7 @@ class Converted(Universal):
 
 @dataclass(frozen=True, eq=False)
 class Stock:
-    """One of DeepSpeed's. present: the shared carry of now."""
+    """A checkpoint of DeepSpeed's. present: the present shared carry."""
 
     folder: ZeroFolder
     engine: EngineCore
@@ -282,7 +282,7 @@ class Stock:
 
     @cached_property
     def space(self) -> VirtualParameterSpace:
-        """Under the layout that it was saved in."""
+        """Space under the layout that it was saved in."""
         with naming(self.path):
             return then(self.folder, self.engine.vps)
 
@@ -357,7 +357,10 @@ Source = Universal | Stock
 
 
 def over(present: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
-    """The whole carry. said: keys as `checkpoint.others.foreign` has them; groups and scalars are numbered as here."""
+    """Return the whole carry: `present`, updated by `said`.
+
+    said: keys as in `checkpoint.others.foreign`; groups and scalars are numbered as here.
+    """
     taken = {key: said[key] for key in ("windows", "scalars") if key in said}
     taken["counters"] = {**present["counters"], **said.get("counters", {})}
     if "groups" in said:
@@ -374,9 +377,9 @@ def over(present: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def kept_scalars(source: Stock | Converted, there: Mapping[str, Mapping[int, Any]]) -> dict[str, dict[str, float]]:
-    """The scalars that the present optimizer keeps: name -> number of the tensor -> value.
+    """Return the scalars that the present optimizer keeps: name -> number of the tensor -> value.
 
-    there: those that the source has. CheckpointError for one that is missing of a tensor whose moments are there.
+    there: the scalars of the source. Raise CheckpointError for a missing scalar of a tensor that has moments.
     """
     engine, found = source.engine, dict[str, dict[str, float]]()
     basic, moments = engine.host.basic_optimizer, {kind for kind in source.kinds if row_of(kind).is_moment}
@@ -395,7 +398,7 @@ def kept_scalars(source: Stock | Converted, there: Mapping[str, Mapping[int, Any
 
 
 def damaged_rows(source: Source, reader: Reader, keys: list[Key], place: int, places: int) -> list[str]:
-    """Which stored extents of these tensors are not what was saved; this member's share of the reading."""
+    """Return which stored extents of these tensors are damaged, in this member's share of the reading."""
     if not isinstance(source, Universal):
         return []
     stored = [row for key in keys for row in source.manifest.rows[key] if row.file]

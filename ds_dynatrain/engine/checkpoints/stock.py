@@ -1,4 +1,4 @@
-"""`engine.load_checkpoint`: which checkpoints DeepSpeed reads itself, and which are read here."""
+"""Checkpoints for `engine.load_checkpoint`: which DeepSpeed reads itself, and which are read here."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def is_for_us(
 ) -> bool:
     """Return whether a checkpoint is read here: one of ours, or one of DeepSpeed's that its own call may not read.
 
-    Rank 0 looks, and tells all working members: what follows is a matter of all. key: of nothing else on the notice
-    board. CheckpointError, on all alike, if it cannot be told, and for weights alone that DeepSpeed would not read.
+    Rank 0 looks, and tells all working members, which must go the same way. key: unique on the board. Raise
+    CheckpointError, on all alike, if it cannot be told, and for weights alone that DeepSpeed would not read.
     """
     if engine.deepspeed.load_universal_checkpoint():
         return False
@@ -43,7 +43,7 @@ def _is_read_here(engine: EngineCore, load_dir: Any, tag: Any, part: Part, trust
     try:
         path = Path(load_dir) / (folder.latest(Path(load_dir)) if tag is None else str(tag))
     except CheckpointError:
-        return False  # DeepSpeed has words for it
+        return False  # DeepSpeed raises its own error
     is_ours = (path / RECORD).is_file()
     held = None if is_ours else _opened(path, trust_pickle)
     if part.is_read_here and held is not None:
@@ -60,7 +60,7 @@ def _is_read_here(engine: EngineCore, load_dir: Any, tag: Any, part: Part, trust
 
 
 def _opened(path: Path, trust_pickle: bool) -> ZeroFolder | None:
-    """A checkpoint of DeepSpeed's; None where it has experts or content that is not read here, or is none."""
+    """Open a checkpoint of DeepSpeed's; None if it is none, or has experts or content that is not read here."""
     try:
         return ZeroFolder.open(path, trust_pickle)
     except CheckpointError:
@@ -68,19 +68,19 @@ def _opened(path: Path, trust_pickle: bool) -> ZeroFolder | None:
 
 
 def _differs(engine: EngineCore, held: ZeroFolder) -> bool:
-    """Return whether a checkpoint was cut in another way: its layout, or what ZeRO cuts by (`ZeroRules`)."""
+    """Return whether a checkpoint was cut in another way: by its layout, or by ZeRO's numbers (`ZeroRules`)."""
     try:
         if not _is_same_layout(engine, held):
             return True
         return (engine.layout.pipe > 1 and not _trains_alike(engine, held)) or _is_cut_anew(engine, held)
     except CheckpointError:
-        return False  # content that is not read here: it has to be the same layout
+        return False  # content that is not read here: DeepSpeed needs the same layout
 
 
 def _is_beyond(engine: EngineCore, held: ZeroFolder, part: Part) -> bool:
     """Return whether DeepSpeed would fail to read this part, or read nothing.
 
-    It gathers the weights of stage 3 from files of as many ranks, and with `load_module_only` alone it leaves them out.
+    It gathers the weights of stage 3 from files of as many ranks, and omits them with `load_module_only` alone.
     """
     if part.load_optimizer_states and not part.load_module_only:
         return _differs(engine, held)
@@ -112,7 +112,7 @@ def _is_cut_anew(engine: EngineCore, held: ZeroFolder) -> bool:
 
 
 def _trains_alike(engine: EngineCore, held: ZeroFolder) -> bool:
-    """Whether each stage trained then what it trains now: boundaries are noted nowhere."""
+    """Return whether each stage trained the tensors that it trains now: boundaries are noted nowhere."""
     layout = engine.layout
     for stage in range(layout.pipe):
         there, local = held.shapes(stage), engine.vps.local(layout, layout.rank(pipe=stage))

@@ -1,6 +1,6 @@
-"""Copies of state that members keep for each other, as a place from which a state can be restored after a death.
+"""Copies of state that members keep for each other, from which a state can be restored after a death.
 
-| file | |
+| file | role |
 |---|---|
 | `copy` | what one rank of a layout held alone at one step, and whether it is still that |
 | `kept` | the copies that this process has, of itself and of others, in memory that is used again |

@@ -1,7 +1,7 @@
-"""Copies as what a state is restored from: by a plan from the layout of their moment to that of the goal.
+"""Restoration from copies: by a plan from the layout of their moment to that of the goal.
 
 The copy of each rank has one holder. A holder carries out the part of each rank that it has a copy of: of the first
-one under its own number, of the others as a stand-in. Who holds a copy and has no place in the goal `serve`s.
+one under its own number, of the others as a stand-in. A holder without a place in the goal calls `serve`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ DOING = "restoring from copies"
 
 
 def serve(engine: EngineCore, goal: Goal, whole: WholeCopies, kept: Kept | None) -> None:
-    """On a holder without a place in the goal: give what it has, until all have it. CheckpointError if they fail."""
+    """Give this member's copies until all have them. Called on a holder without a place in the goal.
+
+    Raise CheckpointError if the others fail.
+    """
     try:
         source = FromCopies(engine, goal, whole, kept)
         source.give()
@@ -48,7 +51,10 @@ def serve(engine: EngineCore, goal: Goal, whole: WholeCopies, kept: Kept | None)
 
 
 class FromCopies(StateSource):
-    """See `StateSource`. kept: what this process has. The group for the moves of the goal's world spans the holders."""
+    """Copies as a `StateSource`. kept: the copies of this process.
+
+    The group for the moves of the goal's world spans the holders.
+    """
 
     def __init__(self, engine: EngineCore, goal: Goal, whole: WholeCopies, kept: Kept | None) -> None:
         self._engine, self._goal, self._whole = engine, goal, whole
@@ -66,7 +72,7 @@ class FromCopies(StateSource):
             self._session.say(f"said/{rank}", copy.said)
 
     def _found(self, kept: Kept | None) -> dict[int, Copy]:
-        """The copy of each rank that this member is to give."""
+        """Return the copy of each rank that this member is to give."""
         found = {}
         for rank in [rank for rank, holder in enumerate(self._whole.holders) if holder == self._me]:
             copy = None if kept is None else kept.find(self._whole.mark, rank)
@@ -76,7 +82,7 @@ class FromCopies(StateSource):
         return found
 
     def _said(self, rank: int) -> dict[str, Any]:
-        """What the copy of a rank says besides its buffers."""
+        """Return what the copy of a rank says besides its buffers."""
         found: dict[str, Any] = self._session.said_by(self._whole.holders[rank], f"said/{rank}", DOING)
         return found
 
@@ -131,7 +137,7 @@ class FromCopies(StateSource):
         self._give_rests(transport, time.monotonic() + seconds)
 
     def _plans(self) -> list[SwitchPlan]:
-        """Of what is trained, with weights that are cast from masters; and of frozen weights, where copies have any."""
+        """Return the plans: trained state with weights cast from masters, and frozen weights if copies have any."""
         vps = self._target.with_layout(self._layout, self._names)
         goal = self._goal.layout, self._goal.members
         trained = {tensor.group for tensor in vps.tensors if tensor.trainable}
@@ -146,7 +152,7 @@ class FromCopies(StateSource):
 
     @cached_property
     def _cast(self) -> dict[int, dict[BufferId, torch.Tensor]]:
-        """By rank: the weights of what is trained, cast from its masters, and so cut as they are."""
+        """Trained weights by rank, cast from the rank's masters, and cut as these are."""
         dtype = self._engine.memory_in(self._goal.layout)[WEIGHT].dtype
         return {
             rank: {name: held.to(dtype) for name, held in of_kind(copy.buffers, MASTER).items()}
@@ -154,7 +160,7 @@ class FromCopies(StateSource):
         }
 
     def _give_rests(self, transport: GroupTransport, deadline: float) -> None:
-        """Tensors of the rest of each rank, to the members whose ranks go on with it."""
+        """Send the tensors of each rank's rest to the members whose ranks go on with it."""
         begun, wanted = [], dict[int, list[torch.Tensor]]()
         for rank, member in enumerate(self._goal.members):
             for each in dict.fromkeys(rest_ranks(self._layout, self._goal.layout, rank)):
@@ -175,9 +181,10 @@ class FromCopies(StateSource):
     # ---- the proof ---------------------------------------------------------------------------------------------------
 
     def report(self, after: Shares | None) -> str:
-        """The digest of the whole state, the same before and after the moves; after: this member's part, if any.
+        """Return the digest of the whole state, which must be the same before and after the moves.
 
-        CheckpointDamaged, on all alike, where they differ.
+        after: this member's part of the state after them, if any. Raise CheckpointDamaged, on all alike, if they
+        differ.
         """
         before = [self._shares_of(rank, copy) for rank, copy in self._copies.items()]
         if self._whole.frozen is not None and self._me in self._whole.frozen.members:
@@ -195,7 +202,7 @@ class FromCopies(StateSource):
         return str(said["digest"])
 
     def _shares_of(self, rank: int, copy: Copy) -> Shares:
-        """Of what a copy gives: its own digests, those of the weights that were cast, and of frozen ones."""
+        """Return the shares of a copy: its own digests, those of the weights that were cast, and of frozen ones."""
         vps = self._target.with_layout(self._layout, self._names)
         cast, pieces = self._cast[rank], vps.holding(self._layout, rank, MASTER)
         total = Shares(kinds=[(self._names[rank], sorted(self.kinds))], whole={}, copies={}, places={})
@@ -215,7 +222,7 @@ class FromCopies(StateSource):
         return total
 
     def _shares_of_frozen(self, frozen: Frozen) -> Shares:
-        """Of frozen weights that are in no copy."""
+        """Return the shares of frozen weights that are in no copy."""
         vps, rank = self._target.with_layout(frozen.layout, frozen.members), frozen.members.index(self._me)
         held, pieces = of_kind(self._frozen, WEIGHT), vps.holding(frozen.layout, rank, WEIGHT)
         mine = SideDigests({WEIGHT: digest_pieces(only(pieces, tuple(held)), held, vps.bases)})
@@ -223,13 +230,16 @@ class FromCopies(StateSource):
 
 
 def _session(engine: EngineCore, goal: Goal, whole: WholeCopies) -> Session:
-    """What all do together who restore, or give something for it."""
+    """Return the session of all members that restore, or give something for it."""
     members = (*goal.members, *(one for one in whole.members if one not in goal.members))
     return Session(engine.control, f"{goal.key}/copies", members, DOING, record=goal.record, is_patient=True)
 
 
 def _names(holders: Sequence[int], above: int) -> tuple[int, ...]:
-    """Who has each rank in the plan: a member the first of those that it holds, a number of nobody's the others."""
+    """Return the number of each rank's holder in the plan.
+
+    A member has the first rank that it holds under its own number, and each other rank under a number of no member.
+    """
     return tuple(holder if holder not in holders[:rank] else above + 1 + rank for rank, holder in enumerate(holders))
 
 

@@ -1,7 +1,7 @@
 """The copies that a process has, in two places, so that there is a whole one at every moment.
 
 While one place is written, the other one holds the moment that all members have whole. The memory of a place is used
-again: touching new memory costs more than what is copied there.
+again: touching new memory costs more than copying into it.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Room:
         return self._memory.numel()
 
     def fit(self, nbytes: int) -> torch.Tensor:
-        """Return its first bytes, as uint8; what they held is gone. MemoryError if there is not so much."""
+        """Return its first bytes, as uint8; their old content is lost. Raise MemoryError if there is not enough."""
         if self.nbytes < nbytes:
-            self._memory = torch.empty(0, dtype=torch.uint8)  # the old goes before the new comes
+            self._memory = torch.empty(0, dtype=torch.uint8)  # free the old before allocating the new
             if nbytes > (free := available_bytes()):
                 raise MemoryError(f"a copy takes {nbytes} bytes, and {free} are available")
             self._memory = allocate(nbytes, torch.uint8)
@@ -53,12 +53,12 @@ class _Place:
 class Kept:
     """The copies of one process: of its own rank and of its wards, the last two moments each.
 
-    It outlives worlds: what is of an older one stays until what is of the present one is whole on all.
+    It outlives worlds: copies of an older one stay until those of the present one are whole on all members.
 
-    frozen: the rank's own frozen weights where others have them, too, which are the same at every step: not copied, but
-    held on to, as they lay in `frozen_of`, (layout, rank).
+    frozen: the rank's own frozen weights that other ranks have, too. They are the same at every step, so they are not
+    copied, but kept as they lay in `frozen_of`, (layout, rank).
 
-    since: the stretch of training in which the newest load was (`Mark.stretch`); copies of older ones count no more.
+    since: the stretch of training with the newest load (`Mark.stretch`); copies of older ones count no more.
     """
 
     def __init__(self) -> None:
@@ -80,12 +80,12 @@ class Kept:
         return sorted(found, key=lambda copy: (copy.mark.moment, -copy.rank), reverse=True)
 
     def find(self, mark: Mark, rank: int) -> Copy | None:
-        """Return the copy of a rank at a moment, if it is here."""
+        """Return the copy of a rank at a moment, or None if this process does not have it."""
         return next((copy for copy in self.copies() if (copy.mark, copy.rank) == (mark, rank)), None)
 
     @property
     def whole(self) -> Mark | None:
-        """The newest moment of which all members are known to have all copies."""
+        """Newest moment of which all members are known to have all copies."""
         return self._whole
 
     @property
@@ -96,7 +96,7 @@ class Kept:
     # ---- writing -----------------------------------------------------------------------------------------------------
 
     def begin(self, mark: Mark, wards: int) -> tuple[Room, list[Room]]:
-        """Return rooms for the own copy and those of so many wards, apart from the moment that is whole on all."""
+        """Return rooms for the own copy and those of `wards` wards, outside the moment that is whole on all members."""
         with self._lock:
             place = next(each for each in self._places if each.mark is None or each.mark != self._whole)
             place.copies, place.mark = {}, mark
@@ -106,21 +106,21 @@ class Kept:
             return place.own, place.wards
 
     def add(self, copy: Copy) -> None:
-        """Add a copy that is whole here; it counts if it is of the moment that was begun last."""
+        """Add a copy that is whole in this process; it counts if it is of the moment that was begun last."""
         with self._lock:
             if self._open is not None and self._open.mark == copy.mark:
                 self._open.copies[copy.rank] = copy
 
     def is_whole(self, mark: Mark) -> None:
-        """Note that all members have all copies of a moment: the other place may be written from here on."""
+        """Note that all members have all copies of a moment: the other place may be written from then on."""
         self._whole = mark
 
     def void_before(self, stretch: tuple[int, ...]) -> None:
-        """Void copies of stretches before this one, whenever they come: a state was loaded in it."""
+        """Void copies of stretches before this one, also copies that are added later: a state was loaded in it."""
         self.since = max(self.since, stretch)
 
     def forget(self) -> None:
-        """Let no copy count any more, nor one that is on its way. Their memory stays."""
+        """Void all copies, also one that is being taken. Their memory stays."""
         with self._lock:
             for place in self._places:
                 place.copies, place.mark = {}, None

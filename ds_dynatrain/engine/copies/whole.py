@@ -1,4 +1,4 @@
-"""Which copies make up a whole state: arithmetic on what members say that they have."""
+"""Choice of the copies that make up a whole state: arithmetic on what members say that they have."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ds_dynatrain.space.layout import Layout
 
 @dataclass(frozen=True)
 class Mark:
-    """Of which moment a copy is; equal on all ranks of it.
+    """The moment that a copy is of; equal for all ranks' copies of it.
 
     generation, segment: of the engine's world (`EngineCore`). registered: how often the job has registered its
-    parameters anew: each time the line is another one. step: optimizer steps done. first: the moment of the first of
+    parameters anew, which makes another line each time. step: optimizer steps done. first: the moment of the first of
     several engines of a process, at whose boundary all have taken copies; empty for its own.
     """
 
@@ -27,21 +27,23 @@ class Mark:
 
     @property
     def moment(self) -> tuple[int, ...]:
-        """What marks of all engines at one boundary have in common. Of two of a job the one with the larger value is
-        the newer one, also after a load of an older step.
+        """Key that is common to marks of all engines at one boundary.
+
+        Of two moments of a job the larger one is the newer, also after a load of an older step.
         """
         return self.first or (self.generation, int(self.segment.partition(".")[2]), self.registered, self.step)
 
     @property
     def stretch(self) -> tuple[int, ...]:
-        """Of its moment, what a load makes larger: what is of a smaller one is of a state that was replaced."""
+        """Part of the moment that a load makes larger: a smaller stretch belongs to a state that was replaced."""
         return self.moment[:2]
 
 
 @dataclass(frozen=True)
 class Had:
-    """A copy that a member has: of which moment, and of which rank then. is_own: of the member itself. lacks_frozen:
-    whether there are frozen weights that are in no copy of that moment.
+    """A copy that a member has. mark: its moment. rank: the rank that it is of, at that moment.
+
+    is_own: whether it is of the member itself. lacks_frozen: whether some frozen weights are in no copy of that moment.
     """
 
     mark: Mark
@@ -52,7 +54,10 @@ class Had:
 
 @dataclass(frozen=True)
 class Frozen:
-    """Frozen weights that are in no copy, since many hold them: those who do, at the ranks of a layout without ZeRO."""
+    """Frozen weights that are in no copy, since many members hold them.
+
+    members: members that hold them, at the ranks of a layout without ZeRO.
+    """
 
     layout: Layout
     members: tuple[int, ...]
@@ -60,8 +65,10 @@ class Frozen:
 
 @dataclass(frozen=True)
 class WholeCopies:
-    """A whole state at one moment. holders: the member that has the copy of each rank. frozen: who has what else there
-    is, if anything."""
+    """A whole state at one moment. holders: the member that has the copy of each rank.
+
+    frozen: members with the frozen weights that are in no copy, if there are any.
+    """
 
     mark: Mark
     holders: tuple[int, ...]
@@ -69,16 +76,15 @@ class WholeCopies:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """All that give something, ascending."""
+        """Members that give something, ascending."""
         return tuple(sorted({*self.holders, *(() if self.frozen is None else self.frozen.members)}))
 
 
 def newest_whole(engines: Sequence[Mapping[int, Iterable[Had]]]) -> tuple[WholeCopies, ...]:
-    """Of the newest moment of which there is a copy of every rank in all engines, one for each; none if there is no
-    such moment.
+    """Return, for each engine, the copies of the newest moment of which all engines have a copy of every rank.
 
-    engines: what each member has of each. Of several that have a rank's copy that rank itself gives it, or the one that
-    gives the fewest others.
+    Return nothing if there is no such moment. engines: the copies that each member has of each engine. If several
+    members have a rank's copy, that rank itself gives it, or the member that gives the fewest others.
     """
     found = [
         {
@@ -93,14 +99,14 @@ def newest_whole(engines: Sequence[Mapping[int, Iterable[Had]]]) -> tuple[WholeC
 
 
 def missing(had: Mapping[int, Iterable[Had]]) -> tuple[Mark, tuple[int, ...]] | None:
-    """The newest moment of which anybody has a copy, and the ranks of which nobody has one; None without copies."""
+    """Return the newest moment of any copy, and the ranks of which it has none; None without copies."""
     for mark, by_rank in _by_mark(had):
         return mark, tuple(rank for rank in range(mark.layout.world_size) if rank not in by_rank)
     return None
 
 
 def _by_mark(had: Mapping[int, Iterable[Had]]) -> list[tuple[Mark, dict[int, dict[int, bool]]]]:
-    """Each moment, the newest first: for each rank the members that have a copy of it, and whether it is their own."""
+    """Return each moment, newest first: for each rank the members with a copy of it, and whether it is their own."""
     found: dict[Mark, dict[int, dict[int, bool]]] = {}
     for member, copies in sorted(had.items()):
         for copy in copies:

@@ -1,16 +1,16 @@
 """The certificate: what all members held before a change is what they hold after it, element for element.
 
-What members hold together are sums: of each member's digests a share, and the shares add up in any order.
+The state of all members is digested into sums: each member's digests give a share, and shares add up in any order.
 
 Three vectors of one 64-bit number per logical tensor, for each state kind (modulo 2^64):
 
-- `whole`: of every element one holder gives its digest, so that the sum is the digest of the whole tensor;
+- `whole`: one holder of each element gives its digest, so that the sum is the digest of the whole tensor;
 - `copies`: the holders of one element in a ZeRO group give their digests times a weight of their own, and the one that
-  counts for `whole` gives its own times what brings the sum of weights to 0. So the sum is 0 where all copies are
-  equal, and where they are not it is 0 with the odds that two digests are equal by chance;
+  counts for `whole` gives its own times the number that brings the sum of weights to 0. So the sum is 0 if all copies
+  are equal, and otherwise 0 only with the odds that two digests are equal by chance;
 - `places`: the same for tensors that several places on the pipe and tensor axes hold.
 
-A sum that is not 0 names the tensor. Whose copies differ, members then tell for these tensors alone (`explained`).
+A sum that is not 0 names the tensor. Members then tell whose copies differ for these tensors alone (`explained`).
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ SIDES = ("source", "target")
 Doubts = dict[str, list[int]]
 """Kind -> numbers of tensors whose copies are not equal."""
 _PLACES = 1 << 32
-"""Weights of ranks and those of places are different numbers."""
+"""Offset that makes the weights of places different from those of ranks."""
 
 
 class Shares(TypedDict):
     """The sums of some members of a side, as a record that travels (see `pack`).
 
-    kinds: the state kinds of the first member, with its number, and of one that holds others, if there is one.
+    kinds: the state kinds of the first member, with its number, and of a member that holds others, if there is one.
     """
 
     kinds: Sequence[tuple[int, list[str]]]
@@ -63,9 +63,10 @@ def joined_sides(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 
 def certify(vps: VirtualParameterSpace, source: Layout, target: Layout, report: Mapping[str, Shares]) -> dict[str, Any]:
-    """One digest over the whole state, equal on both sides: {"digest": ...}; or {"doubts": ...} of copies that differ.
+    """Return one digest of the whole state if both sides and all copies are equal: {"digest": ...}.
 
-    report: the sums over all members of each side. CertificateError names the tensor and the kind.
+    Return {"doubts": ...} for copies that differ. report: the sums over all members of each side. Raise
+    CertificateError, naming the tensor and the kind, if the sides differ.
     """
     for side in SIDES:
         _check_kinds(report[side], side)
@@ -108,7 +109,7 @@ def doubts(sums: Mapping[str, Digests]) -> Doubts:
 
 
 def shares(vps: VirtualParameterSpace, layout: Layout, members: tuple[int, ...], rank: int, own: SideDigests) -> Shares:
-    """A member's part in the sums over all ranks of a layout."""
+    """Return a member's part in the sums over all ranks of a layout."""
     whole, copies, places = SideDigests(), SideDigests(), SideDigests()
     for kind, digests in own.items():
         is_counted, by_copy, by_place = _weights(vps, layout, kind, rank)
@@ -123,9 +124,10 @@ def shares(vps: VirtualParameterSpace, layout: Layout, members: tuple[int, ...],
 def agreed(
     session: Session, step: str, vps: VirtualParameterSpace, layout: Layout, rank: int, own: SideDigests, side: str
 ) -> SideDigests:
-    """Kind -> digests of whole tensors, of what all members of the session hold at the ranks of a layout.
+    """Return kind -> digests of whole tensors that all members of the session hold at the ranks of a layout.
 
-    side: a word for it. CertificateError, on all alike, names the tensor, the kind and two members whose copies differ.
+    side: a word for it. Raise CertificateError, on all alike, naming the tensor, the kind and two members whose copies
+    differ.
     """
     members = session.members
 
@@ -144,8 +146,9 @@ def agreed(
 def differing(
     session: Session, step: str, vps: VirtualParameterSpace, layout: Layout, rank: int, own: SideDigests, side: str
 ) -> Doubts:
-    """Tensors whose copies on several places of the pipe and tensor axes are not equal; as `agreed`, for what else is
-    not.
+    """Return tensors whose copies on several places of the pipe and tensor axes are not equal.
+
+    Raise CertificateError for other copies that are not equal, as `agreed` does.
     """
     members = session.members
 
@@ -161,7 +164,7 @@ def differing(
 
 
 def filled(whole: Mapping[str, Digests], vps: VirtualParameterSpace, kinds: Iterable[str]) -> SideDigests:
-    """Add zeros for a kind of which nobody has an element."""
+    """Add zeros for a kind of which no member has an element."""
     return {kind: whole.get(kind, np.zeros(len(vps.tensors), np.uint64)) for kind in kinds}
 
 
@@ -175,9 +178,9 @@ def explained(
     wrong: Doubts,
     side: str,
 ) -> str:
-    """Words for copies that differ, with two members that hold them; all members of the session call it.
+    """Return a message about copies that differ, with two members that hold them; all members of the session call it.
 
-    members: at each rank of the layout. own: of a member that is one of them.
+    members: at each rank of the layout. own: this member's digests if it is one of them.
     """
     kind, (number, *_) = next(iter(wrong.items()))
     mine = {} if own is None else {str(session.board.member): int(own[kind][number])}
@@ -196,7 +199,7 @@ def explained(
 def _two_that_differ(
     vps: VirtualParameterSpace, layout: Layout, kind: str, number: int, held: Sequence[int]
 ) -> tuple[int, int] | None:
-    """Two ranks whose copies of a tensor are not equal. held: each rank's digest of it."""
+    """Return two ranks whose copies of a tensor are not equal, or None. held: each rank's digest of it."""
     mesh, together = vps.mesh(layout), list[int]()
     for ranks, rows in _groups(vps, layout):
         holders = _holders(vps, layout, kind, number, ranks) if rows[number] else []
@@ -214,7 +217,7 @@ def _two_that_differ(
 
 
 def _groups(vps: VirtualParameterSpace, layout: Layout) -> list[tuple[Ints, Ints]]:
-    """(ranks, whose tensors are its own) of each ZeRO group."""
+    """Return (ranks, which tensors are its own) of each ZeRO group."""
     mesh, routed = vps.mesh(layout), np.array([tensor.expert for tensor in vps.tensors], dtype=bool)
     if mesh is None:
         return [(np.arange(layout.world_size), np.ones(len(routed), bool))]
@@ -222,7 +225,7 @@ def _groups(vps: VirtualParameterSpace, layout: Layout) -> list[tuple[Ints, Ints
 
 
 def _holders(vps: VirtualParameterSpace, layout: Layout, kind: str, number: int, ranks: Ints) -> list[int]:
-    """The ranks of a group that hold a tensor whole; none where each holds a part."""
+    """Return the ranks of a group that hold a tensor whole; none if each holds a part."""
     if vps.kind(kind).overlaps(layout):
         return [rank for rank in ranks.tolist() if number in vps.local(layout, rank).rows(kind)[0]]
     return ranks.tolist() if vps.is_replicated(layout, kind) else []
@@ -237,7 +240,7 @@ def _added(one: Mapping[str, Digests], other: Mapping[str, Digests]) -> SideDige
 
 
 def _weights(vps: VirtualParameterSpace, layout: Layout, kind: str, rank: int) -> tuple[Ints, Digests, Digests]:
-    """(whether its digest counts for `whole`, its weight in `copies`, its weight in `places`), by tensor."""
+    """Return, by tensor, (whether its digest counts for `whole`, its weight in `copies`, its weight in `places`)."""
     count, mesh = len(vps.tensors), vps.mesh(layout)
     if mesh is None:
         ((ranks, rows),) = _groups(vps, layout)
@@ -264,7 +267,10 @@ def _weights(vps: VirtualParameterSpace, layout: Layout, kind: str, rank: int) -
 def _in_group(
     vps: VirtualParameterSpace, layout: Layout, kind: str, rank: int, ranks: Ints, rows: Ints
 ) -> tuple[Ints, Digests]:
-    """(whether a rank gives its digests for its ZeRO group, its weight in `copies`), by tensor; rows: the group's."""
+    """Return, by tensor, (whether a rank gives its digests for its ZeRO group, its weight in `copies`).
+
+    rows: whether each tensor is the group's.
+    """
     nothing, mine = np.zeros(len(rows), np.uint64), int(np.flatnonzero(ranks == rank)[0])
     if vps.kind(kind).overlaps(layout):
         holds = np.zeros((len(ranks), len(rows)), bool)
@@ -283,7 +289,7 @@ def _in_group(
 
 
 def _odd(numbers: Ints) -> Digests:
-    """An odd number for each, as if drawn at random: splitmix64 (Steele, Lea and Flood, 2014)."""
+    """Return an odd number for each number, as if drawn at random: splitmix64 (Steele, Lea and Flood, 2014)."""
     mixed = (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

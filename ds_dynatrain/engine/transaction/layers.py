@@ -1,4 +1,4 @@
-"""What layers keep besides parameters (`adapters.module_state`), from the stages that had them to those that get them.
+"""State that layers keep besides parameters (`adapters.module_state`), moved between pipeline stages in a switch.
 
 The first process of the first stage that has a layer gives it to each member that gets the layer and had it not. Names,
 types and shapes are on the board; all tensors travel from member to member.
@@ -23,12 +23,12 @@ from ds_dynatrain.transfer import Transport
 
 LAYER_TAG = 3
 Stages = Sequence[Sequence[str]]
-"""The names of the layers of each stage."""
+"""Names of the layers of each stage."""
 
 
 @dataclass(frozen=True)
 class LayerMove:
-    """Who gives what a layer keeps to whom, by members."""
+    """A move of one layer's state, by members."""
 
     layer: str
     sender: int
@@ -36,7 +36,7 @@ class LayerMove:
 
 
 def layer_moves(before: Stages, after: Stages, proposal: Proposal) -> tuple[LayerMove, ...]:
-    """Those of a switch, in the order of the layers before; none where nothing goes by layers."""
+    """Return the moves of a switch, in the order of the layers before; none if state does not go by layers."""
     source, had = proposal.source_layout, dict[int, Sequence[str]]()
     for rank, member in enumerate(proposal.source_members):
         had[member] = before[source.coordinate(rank)["pipe"]] if before else ()
@@ -54,9 +54,9 @@ def layer_moves(before: Stages, after: Stages, proposal: Proposal) -> tuple[Laye
 
 
 class LayerStates:
-    """Of one switch, on one member.
+    """The layers' states in one switch, on one member.
 
-    go_by_layers: whether each layer's goes by itself, as in pipelines. is_resized: see `ModuleState`.
+    go_by_layers: whether each layer's state goes by itself, as in pipelines. is_resized: see `ModuleState`.
     """
 
     def __init__(self, engine: EngineCore, control: Control, proposal: Proposal) -> None:
@@ -72,9 +72,9 @@ class LayerStates:
         self._states: dict[str, ModuleState] = {}
 
     def offer(self) -> None:
-        """Before the members meet: note what this one gives, and say of what types and shapes it is.
+        """Note the states that this member gives, and post their types and shapes. Called before the members meet.
 
-        ConfigError for an extra state that cannot be carried.
+        Raise ConfigError for an extra state that cannot be carried.
         """
         record = {}
         for move in self._given:
@@ -84,9 +84,9 @@ class LayerStates:
             self._control.post(f"{self._key}/{self._control.member}", record)
 
     def exchange(self, transport: Transport, seconds: float) -> int:
-        """Send and receive them; the bytes that this member has sent.
+        """Send and receive the states; return the bytes that this member has sent.
 
-        CertificateError if what has come is not what was given.
+        Raise CertificateError if a received state is not the one that was given.
         """
         deadline, sent, records = time.monotonic() + seconds, 0, dict[int, Any]()
         handles, arriving = [], dict[str, tuple[Any, list[torch.Tensor]]]()
@@ -114,7 +114,7 @@ class LayerStates:
         return sent
 
     def put(self) -> None:
-        """Let the layers that have come to this member have theirs."""
+        """Put the received states into their layers on this member."""
         for layer, state in self._states.items():
             take_state(self._module.get_submodule(layer), {**state, "resized": self.is_resized})
         self._states.clear()

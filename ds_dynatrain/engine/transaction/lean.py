@@ -1,10 +1,10 @@
 """A switch that holds no more than the larger side: through a checkpoint of this very step ("safety": "lean").
 
-The working members save a checkpoint, as `engine.save` does, and read back that it is sound. One record then
-says whether to go on: until it every failure leaves all as it was. After it the source is freed, before anything of the
-target is taken; the members of the target restore from the checkpoint, in the new world, under the same proofs as
-`engine.load`. If that fails, those of the source restore from it in the old world, whose groups are kept
-until then. So what is held at once is at most max(source, target) and what reads and writes are staged in.
+The working members save a checkpoint, as `engine.save` does, and read it back to check it. One record then says whether
+to go on: until it is written every failure leaves all as it was. After it the source is freed, before anything of the
+target is allocated; the members of the target restore from the checkpoint, in the new world, under the same proofs as
+`engine.load`. If that fails, those of the source restore from it in the old world, whose groups are kept until then. So
+the memory held at once is at most max(source, target), and the staging of reads and writes.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ class LeanTransaction:
         self.interrupt: BaseException | None = None
 
     def run(self) -> Outcome:
-        """Take part in the switch; returns on every member with the same `committed`.
+        """Take part in the switch; return on every member with the same `committed`.
 
-        CheckpointError, on all members alike, if neither side could be restored: the engine then holds nothing, and the
-        checkpoint that it names has the state. OutcomeUnknown where it cannot be read whether others have let go.
+        Raise CheckpointError, on all members alike, if neither side could be restored: the engine then holds nothing,
+        and the checkpoint that the error names has the state. Raise OutcomeUnknown if it cannot be read whether others
+        have let go.
         """
         path = self._save()
         if path is None:
@@ -54,7 +55,7 @@ class LeanTransaction:
         return self.outcome
 
     def _cross(self, path: str) -> None:
-        """From the source to the target, or back; in between the checkpoint alone has the state."""
+        """Go from the source to the target, or back; in between only the checkpoint has the state."""
         outcome = self.outcome
         with outcome.phase("free"):
             if self.old_world is not None:
@@ -68,7 +69,7 @@ class LeanTransaction:
     # ---- until the source is freed -----------------------------------------------------------------------------------
 
     def _save(self) -> str | None:
-        """Where the checkpoint is, or None if training goes on as it is."""
+        """Return the path of the checkpoint, or None if training goes on without a switch."""
         try:
             decision = self.session.vote(self._save_soundly)
         except OutcomeUnknown:
@@ -93,7 +94,7 @@ class LeanTransaction:
             self.outcome.connections = self.preparation.connections or Connections()
 
     def _written(self) -> str:
-        """Save; the folder, known to all members of either world."""
+        """Save; return the folder, which all members of either world learn."""
         engine, settings = self.engine, self.engine.settings.fallback
         if self.old_world is not None and settings is not None:
             held = drain(engine, self.proposal, self.preparation.source_rank or 0, self.outcome).buffers
@@ -107,7 +108,10 @@ class LeanTransaction:
         return str(self.session.said_by(self.proposal.source_members[0], "path", "saving a checkpoint"))
 
     def _read_back(self, path: str) -> None:
-        """By those that hold the state, each a part of it, before any lets go; CheckpointError if it differs."""
+        """Check the checkpoint, each member that holds the state a part of it; CheckpointError if it differs.
+
+        Called before any member lets go of its state.
+        """
         rank, size = self.preparation.source_rank, len(self.proposal.source_members)
         damaged: list[str] = []
         if self.old_world is not None:
@@ -124,16 +128,16 @@ class LeanTransaction:
     # ---- from there on: the checkpoint has the state -----------------------------------------------------------------
 
     def _restore(self, path: str) -> str:
-        """In the new world; why not, the same on all members, or nothing."""
+        """Restore in the new world; return why it failed, the same on all members, or an empty text."""
         engine, proposal, world = self.engine, self.proposal, self.preparation.world
         over: dict[str, Any] = {"failed": "", "digest": "", "kinds": []}
         if self.preparation.target_rank is not None and world is not None:
-            self.preparation.world = None  # it is the engine's now, or goes below
+            self.preparation.world = None  # it is the engine's now, or dropped below
             record = f"record/{proposal.generation}"
             try:
                 goal = Goal(proposal.layout, proposal.members, world, f"{record}/restore", record, begins_anew=False)
                 found = restored(engine, goal, Path(path))
-            except OutcomeUnknown:  # others may be over there
+            except OutcomeUnknown:  # others may have restored
                 raise
             except BaseException as error:
                 self.interrupt = self.interrupt or (None if isinstance(error, Exception) else error)
@@ -150,7 +154,7 @@ class LeanTransaction:
         return str(over["failed"])
 
     def _roll_back(self, path: str) -> None:
-        """Those that had the state take it back, in the world that they had it in."""
+        """Restore the members that had the state, in the world that they had it in."""
         engine, proposal, record = self.engine, self.proposal, f"{self.key}/back"
         if self.old_world is None:
             engine.launch.install()

@@ -1,4 +1,4 @@
-"""How the members of a switch meet, are connected, and end: what every switch has, whichever way the state goes."""
+"""Meeting, connecting and ending of a switch's members, common to all switches, whichever way the state goes."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from ds_dynatrain.space import row_of
 from ds_dynatrain.transfer import TransferStats
 
 SUMS = frozenset({"kept", "local", "sent", "late_bytes", "layers"})
-"""What is added up over all members; of all else that is measured the event has the largest."""
+"""Measures that are added up over all members; of all others the event has the largest value."""
 
 
 @dataclass
 class Outcome:
-    """How a switch ended on this member, and what it measured. Times in milliseconds, sizes in bytes.
+    """The end of a switch on this member, and its measurements. Times in milliseconds, sizes in bytes.
 
     certificate_ms: digests and census of both sides, without waiting for others. stats, late_stats: of the moves in the
     pause, and of those after it. late_ms: how long the latter took, digests included; late_wait_ms: how long the step
-    waited in the end. pause_ms: of a late switch. layer_bytes: sent of what layers keep besides parameters.
-    is_rebuilt: whether the optimizer was taken off, be it put back on. connections: to the next world's members.
+    waited in the end. pause_ms: of a late switch. layer_bytes: sent of what layers keep besides parameters. is_rebuilt:
+    whether the optimizer was taken off, even if it was put back on. connections: to the next world's members.
     """
 
     committed: bool = False
     is_rebuilt: bool = False
     is_uncertain: bool = False
-    """The board was lost: this member rolled back, and others may have committed."""
+    """The board was lost: this member rolled back, but others may have committed."""
     reason: str = ""
     digest: str = ""
     kinds: tuple[str, ...] = ()
@@ -57,11 +57,11 @@ class Outcome:
     peak_memory: int = 0
     connections: Connections = field(default_factory=Connections)
     over_all: dict[str, Any] = field(default_factory=dict)
-    """Over all members: bytes kept, local and sent together, of all else the longest and the most."""
+    """Measures over all members: sums of the bytes kept, local and sent, and the largest value of all others."""
     warnings: list[str] = field(default_factory=list)
 
     def measured(self) -> dict[str, Any]:
-        """This member's part of `over_all`."""
+        """Return this member's part of `over_all`."""
         moved = [stats for stats in (self.stats, self.late_stats) if stats is not None]
         return {
             "kept": sum(stats.bytes_in_place for stats in moved),
@@ -80,7 +80,7 @@ class Outcome:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time what is done inside."""
+        """Time the block as a phase."""
         begin = time.perf_counter()
         try:
             yield
@@ -88,15 +88,15 @@ class Outcome:
             self.phases_ms[name] = 1e3 * (time.perf_counter() - begin)
 
     def acknowledge(self, session: Session) -> None:
-        """Wait, after the commit, for all to have read it, and learn what all have measured."""
+        """Wait, after the commit, until all members have read it, and learn what all have measured."""
         try:
             self.over_all = session.reduce("acknowledged", self.measured(), over_all, doing="acknowledging the commit")
-        except (DynatrainError, td.DistError) as missing:  # it is committed: nobody may go back
+        except (DynatrainError, td.DistError) as missing:  # committed: no member may go back
             self.warnings.append(str(missing))
 
 
 def over_all(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """What two parts have measured, as one."""
+    """Join the measures of two parts of the members."""
     sums = {name: one[name] + other[name] for name in SUMS}
     return {**sums, **{name: max(one[name], other[name]) for name in one.keys() - SUMS}}
 
@@ -109,7 +109,11 @@ def meet(session: Session, engine: EngineCore, preparation: Preparation, place: 
 
 
 def drain(engine: EngineCore, proposal: Proposal, rank: int, outcome: Outcome) -> Before:
-    """What a working member holds, once no collective is under way and no window is open; it lies where it should."""
+    """Return the state of a working member, after checks that it stands still and lies where it should.
+
+    Raise SwitchRefused if a window is open or the registered parameters have changed, CensusError if a part of the
+    state is not where it should be.
+    """
     refuse_at_boundary(engine.host)
     refuse_changes(engine.host)
     before = Before.of(engine)
@@ -119,7 +123,10 @@ def drain(engine: EngineCore, proposal: Proposal, rank: int, outcome: Outcome) -
 
 
 def last_gradients_warning(engine: EngineCore, proposal: Proposal) -> list[str]:
-    """ZeRO-3, and offload in stages 1 to 3, step a parameter without a gradient with its last one; others do not."""
+    """Return a warning if parameters without a gradient are stepped differently before and after the switch.
+
+    ZeRO-3, and offload in stages 1 to 3, step such a parameter with its last gradient; other stages do not.
+    """
     names, vps = engine.host.without_gradient, engine.vps
     rows = [row_of(kind.name) for kind in vps.kinds]
     offloads = any(row.is_offloaded for row in rows)
@@ -135,11 +142,11 @@ def last_gradients_warning(engine: EngineCore, proposal: Proposal) -> list[str]:
 
 
 def connect(preparation: Preparation, old_world: World | None, session: Session) -> None:
-    """The next world's groups serve the accelerator, too; in between all members stand, and nothing is under way.
+    """Connect the next world's groups over the accelerator while all members wait and nothing is under way.
 
-    Where there is an accelerator, and it was not done before; all members of either world call it. MemberMissing for
-    one that does not come, RuntimeError where they cannot be connected within the time-out; what was made by then is
-    ended with the preparation.
+    Does nothing without an accelerator, or if it was done before. All members of either world call it. Raise
+    MemberMissing for one that does not come, RuntimeError if they cannot be connected within the time-out; the
+    connections made until then end with the preparation.
     """
     world = preparation.world
     if not is_accelerated() or world is None or preparation.connections is not None:
@@ -150,9 +157,10 @@ def connect(preparation: Preparation, old_world: World | None, session: Session)
 
 
 def connect_ahead(preparation: Preparation, old_world: World | None) -> Decision:
-    """At a boundary before that of the switch: the same decision on all members, whether they have all come through.
+    """Connect at a boundary before that of the switch; return the same decision on all members.
 
-    If not, the switch cannot come about, and nothing else has changed. OutcomeUnknown if the board is gone.
+    If it is a no, the switch cannot come about, and nothing else has changed. Raise OutcomeUnknown if the board is
+    gone.
     """
     board, proposal = preparation.board, preparation.proposal
     what = f"connecting for the switch to {proposal.layout}"
@@ -171,4 +179,4 @@ def connect_ahead(preparation: Preparation, old_world: World | None) -> Decision
 
 
 def _nothing(one: None, other: None) -> None:
-    """All that is to be known is that they have come."""
+    """Join nothing: it matters only that all members have come."""

@@ -1,17 +1,18 @@
-"""What members do together, step by step: each makes the same calls in the same order, and each learns alike how every
-step has ended. The model is `_DistWrapper` of torch's distributed checkpoint (`torch/distributed/checkpoint/utils.py`).
+"""Steps that members do together: all make the same calls in the same order, and learn alike how every step ended.
+
+The model is `_DistWrapper` of torch's distributed checkpoint (`torch/distributed/checkpoint/utils.py`).
 
 | verb | every member | ends on all members with |
 |---|---|---|
 | `agree` | says what it asks for, or why it cannot | one answer, or one refusal |
 | `first` | waits; the first one computes | the value, or the first one's error |
 | `all` | says something | what all have said |
-| `reduce` | says something that can be joined | what came of it |
-| `vote` | does its part, and reports | one decision: commit if it went well on all, else nobody's |
+| `reduce` | says something that can be joined | the joined and judged value |
+| `vote` | does its part, and reports | one decision: commit if it went well on all, otherwise no commit on any |
 
-What members say goes up a `Tree`: whoever leads others joins what they say with its own, and the first member
-answers all at once. Nothing here is a collective, and every wait has an end. Whoever fails inside `vote` writes the
-record, which says no; whoever waits looks at the record meanwhile and leaves with its reason.
+What members say goes up a `Tree`: a member that leads others joins what they say with its own, and the first member
+answers all at once. Nothing here is a collective, and every wait has an end. A member that fails inside `vote` writes
+the record, which says no; a member that waits watches the record meanwhile and leaves with its reason.
 """
 
 from __future__ import annotations
@@ -35,23 +36,23 @@ from ds_dynatrain.errors import (
 
 T = TypeVar("T")
 Join = Callable[[Any, Any], Any]
-"""Two parts of what members say, in their order, as one. Associative: members are joined in groups."""
+"""Function that joins two parts of what members say, in their order. Associative: members are joined in groups."""
 Refused = Callable[[str, str], DynatrainError]
-"""The error of a refusal, from the reason and the way out."""
+"""Maker of the error of a refusal, from the reason and the way out."""
 Differ = Callable[[int, int, Mapping[int, Any]], str]
-"""Words for two members that ask for different things, from their numbers and what they asked."""
+"""Maker of a message about two members that ask for different things, from their numbers and requests."""
 
 ASK_ALL = "call it on every working member, at the same step and with the same arguments"
 ASK_ALIKE = "make the decision depend on engine.global_steps and on values that are equal on all ranks"
 LONGEST_SECONDS = 1800.0
-"""For work whose time nobody knows, on a disk: as long as DeepSpeed waits for a collective."""
+"""Longest wait for work of unknown duration, on a disk: as long as DeepSpeed waits for a collective."""
 WIDTH = 64
-"""So many members one leads, itself among them: their reports take milliseconds to read."""
+"""Number of members that one leads, itself included: their reports take milliseconds to read."""
 
 
 @dataclass(frozen=True)
 class Tree:
-    """The first of every `width` members leads them, the first of every `width` leaders leads these, and so on.
+    """A tree of members: the first of every `width` leads them, the first of every `width` leaders leads these, etc.
 
     members: in any order that is the same on all; the first one is the root.
     """
@@ -60,7 +61,7 @@ class Tree:
     width: int = WIDTH
 
     def heard_by(self, member: int) -> list[tuple[int, ...]]:
-        """On each level, from the leaves, the members that `member` hears; an empty list for who leads nobody."""
+        """Return the members that `member` hears on each level, from the leaves up; empty for one that leads nobody."""
         index, step, levels = self.members.index(member), 1, list[tuple[int, ...]]()
         while step < len(self.members) and index % (step * self.width) == 0:
             levels.append(self.members[index + step : index + step * self.width : step])
@@ -70,7 +71,7 @@ class Tree:
 
 @dataclass(frozen=True)
 class Request:
-    """What one member asks for, in plain JSON, or why it cannot: reason and way out."""
+    """One member's request, in plain JSON, or why it cannot take part: reason and way out."""
 
     asked: Mapping[str, Any]
     refusal: tuple[str, str] | None = None
@@ -78,11 +79,11 @@ class Request:
 
 @dataclass(frozen=True)
 class Decision:
-    """How a vote ended: the same on all members.
+    """Result of a vote, the same on all members.
 
-    is_damaged: what failed is a checkpoint that is not what was saved. said: what the first member says of it, in plain
-    JSON. interrupt: what has stopped this member, if it was no error (Ctrl-C, SystemExit): to be raised once the
-    decision is carried out.
+    is_damaged: whether it failed because a checkpoint is not what was saved. said: the first member's account of it, in
+    plain JSON. interrupt: the cause if this member was stopped by something other than an error (Ctrl-C, SystemExit),
+    to be raised once the decision is carried out.
     """
 
     commit: bool
@@ -93,11 +94,11 @@ class Decision:
 
     @property
     def checkpoint_error(self) -> type[CheckpointError]:
-        """What to raise for a checkpoint."""
+        """Error class to raise for a checkpoint."""
         return CheckpointDamaged if self.is_damaged else CheckpointError
 
     def raise_interrupt(self) -> None:
-        """Let Ctrl-C and the like go their way."""
+        """Raise the interrupt, such as Ctrl-C, if there was one."""
         if self.interrupt is not None:
             raise self.interrupt
 
@@ -105,8 +106,8 @@ class Decision:
 class Session:
     """One thing that `members` do together.
 
-    board: the common records. key: of nothing else there. what: the call, for errors. record: the key of the decision,
-    where that is not the session's own. is_patient: the work takes a time that nobody knows, so wait for members as
+    board: the common records. key: unique on the board. what: the call, for errors. record: the key of the decision, if
+    it is not the session's own. is_patient: whether the work takes an unknown time, so that members are waited for as
     long as they are alive. stop: called while waiting; it may raise. longest: seconds between two looks at most.
     """
 
@@ -134,10 +135,10 @@ class Session:
     # ---- verbs -------------------------------------------------------------------------------------------------------
 
     def agree(self, mine: Request, answer: Any, refused: Refused, differ: Differ) -> Any:
-        """`answer` of the first member, if all ask for the same and none refuses.
+        """Return `answer` of the first member, if all ask for the same and none refuses.
 
-        Raises `refused`, on all members alike, if one refuses, asks for something else, or does not ask within the
-        time-out; one that comes late reads what the others decided.
+        Raise `refused`, on all members alike, if one refuses, asks for something else, or does not ask within the
+        time-out; a member that comes late reads what all others decided.
         """
         refusal = None if mine.refusal is None else [self.board.member, *mine.refusal]
         asked = [[self.board.member, dict(mine.asked)]]
@@ -161,9 +162,10 @@ class Session:
         return said["answer"]
 
     def first(self, step: str, compute: Callable[[], T], doing: str) -> T:
-        """What the first member computes, in plain JSON; CheckpointError with its words, on all members, if it fails.
+        """Return what the first member computes, in plain JSON; CheckpointError with its words, on all, if it fails.
 
-        step: of nothing else in the session. doing: what is waited for. An interrupt of the first one goes on there.
+        step: unique in the session. doing: what is waited for, for errors. An interrupt of the first member is raised
+        there.
         """
         board, first = self.board, self.members[0]
         if board.member == first:
@@ -182,20 +184,20 @@ class Session:
         return value
 
     def say(self, step: str, mine: Any) -> None:
-        """Something for others to read with `said_by`."""
+        """Post something for others to read with `said_by`."""
         self.board.post(f"{self.key}/{step}/{self.board.member}", mine)
 
     def said_by(self, member: int, step: str, doing: str) -> Any:
-        """What one member says."""
+        """Wait for what one member says, and return it."""
         return self._wait({member: f"{self.key}/{step}/{member}"}, doing, self.stop)[member]
 
     def all(self, step: str, mine: Any) -> dict[int, Any]:
-        """What every member says, in plain JSON, by member: for what is short, as all of them read all of it."""
+        """Return what every member says, in plain JSON, by member. For short values: all members read all of them."""
         said = self.reduce(step, {str(self.board.member): mine}, _merged)
         return {int(member): each for member, each in said.items()}
 
     def forget(self, step: str) -> None:
-        """After `reduce`: take what this member has said back from the board; for what comes again and again.
+        """Remove what this member has said in a `reduce` from the board; for steps that recur.
 
         The answer stays, as others may not have read it yet: see `forget_answer`.
         """
@@ -204,12 +206,18 @@ class Session:
         self.board.remove(f"{place}/{level}/{member}" for level in range(levels + 1))
 
     def forget_answer(self, step: str) -> None:
-        """On the first member, once all have read the answer of a `reduce`: as who has come to a later one has."""
+        """Remove the answer of a `reduce`, on the first member, once all have read it.
+
+        A member that has come to a later `reduce` has read it.
+        """
         if self.is_first:
             self.board.remove([f"{self.key}/{step}/answer"])
 
     def gather(self, step: str, mine: Any, join: Join | None = None) -> Any:
-        """On the first member what all say, joined, or by member without `join`; None on the others, which go on."""
+        """Return, on the first member, what all say, joined, or by member without `join`.
+
+        All other members get None and go on.
+        """
         if join is not None:
             said = self._up(f"{self.key}/{step}", mine, join, self.what, self.stop)
             return said if self.is_first else None
@@ -219,11 +227,11 @@ class Session:
     def reduce(
         self, step: str, mine: Any, join: Join, judge: Callable[[Any], Any] | None = None, doing: str = ""
     ) -> Any:
-        """What comes of what all members say: joined, and judged by the first one, in records (see `pack`).
+        """Join what all members say, have the first one judge it, and return the answer, in records (see `pack`).
 
-        judge: makes the answer of what was joined; short, as all members read it. On all members alike: MemberMissing
-        for who does not say it within the time-out, CheckpointError with its words if `judge` fails, SwitchFailed if a
-        member's `stop` has raised that before there was an answer.
+        judge: makes the answer from the joined value; short, as all members read it. Raise on all members alike:
+        MemberMissing if one says nothing within the time-out, CheckpointError with its words if `judge` fails,
+        SwitchFailed if a member's `stop` has raised that before there was an answer.
         """
         place, doing = f"{self.key}/{step}", doing or self.what
         key = f"{place}/answer"
@@ -234,7 +242,7 @@ class Session:
             found = self._wait({self.members[0]: key}, doing, self.stop)[self.members[0]]
         except MemberMissing as missing:
             found = self.board.decide(key, self._account(place, missing))
-        except SwitchFailed as given_up:  # unless there is an answer: those who have read it count on this member
+        except SwitchFailed as given_up:  # an answer counts: members that have read it rely on this one
             found = self.board.decide(key, {"given_up": str(given_up)})
         if "given_up" in found:
             raise SwitchFailed(found["given_up"])
@@ -247,10 +255,11 @@ class Session:
     def vote(
         self, work: Callable[[], Any], join: Join | None = None, judge: Callable[[Any], Decision] | None = None
     ) -> Decision:
-        """Do `work` and come to one decision: to commit if nobody has failed, by the first member once it heard of all.
+        """Do `work` and return the decision of all, which is to commit if no member has failed.
 
-        work: returns what this member reports; join: as for `reduce`; judge: makes the decision of all reports.
-        OutcomeUnknown if the decision cannot be read: others may have committed, so this member must not train on.
+        The first member decides once it has heard of all. work: returns what this member reports; join: as for
+        `reduce`; judge: makes the decision from all reports. Raise OutcomeUnknown if the decision cannot be read:
+        others may have committed, so this member must not train on.
         """
         mine, place = Decision(True), f"{self.key}/vote"
         try:
@@ -268,11 +277,14 @@ class Session:
             raise self.board.lost from mine.interrupt
 
     def give_up(self, error: BaseException) -> Decision:
-        """Decide against it, for a reason of this member's, where others are waiting for this one."""
+        """Decide against it, because of an error of this member, while others wait for it."""
         return self.decide(self._against(error))
 
     def decide(self, mine: Decision) -> Decision:
-        """The decision that counts: the first one that any member has written; torch's DistError if it is not read."""
+        """Write a decision unless a member has written one, and return the one that counts: the first.
+
+        Raise torch's DistError if it cannot be read.
+        """
         vote = {"commit": mine.commit, "reason": mine.reason, "is_damaged": mine.is_damaged, "said": mine.said}
         return replace(_read(self.board.decide(self.record, vote)), interrupt=mine.interrupt)
 
@@ -284,7 +296,7 @@ class Session:
     # ---- waiting -----------------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """While waiting: leave as soon as somebody has given up."""
+        """Raise if a member has given up. Called while waiting."""
         if self._stop is not None:
             self._stop()
         found = self.board.read(self.record)
@@ -292,10 +304,13 @@ class Session:
             raise Decision(False, is_damaged=found.get("is_damaged", False)).checkpoint_error(found["reason"])
 
     def _up(self, place: str, mine: Any, join: Join, doing: str, stop: Callable[[], None]) -> Any:
-        """Join what this member leads with what it says, and tell it to who leads this one; on the first it is all."""
+        """Join what this member and those that it leads say, tell it to the leader of this one, and return it.
+
+        On the first member it is what all members say.
+        """
         board, member = self.board, self.board.member
         levels = Tree(self.members).heard_by(member)
-        board.post(f"{place}/0/{member}", None if levels else mine)  # of a leader, that it is there
+        board.post(f"{place}/0/{member}", None if levels else mine)  # a leader only reports that it has come
         mine = unpack(pack(mine)) if levels else mine  # as others would read it
         for level, others in enumerate(levels):
             heard = self._wait({other: f"{place}/{level}/{other}" for other in others}, doing, stop) if others else {}
@@ -310,14 +325,14 @@ class Session:
         return wait_for_living(self.board, keys, doing, wait) if self._is_patient else wait()
 
     def _answer(self, joined: Any, judge: Callable[[Any], Any] | None) -> dict[str, Any]:
-        """On the first member: the others wait for one, whatever it is."""
+        """Return the first member's answer, or its error: the others wait for one, whatever it is."""
         try:
             return {"said": joined if judge is None else judge(joined)}
         except Exception as error:
             return {"failed": _words(error, self.board.member)}
 
     def _heard(self, place: str, mine: Any, join: Join) -> Any:
-        """On the first member what all report; on the others the record, once there is one."""
+        """Return what all report on the first member, and on the others the record, once there is one."""
         first = self.members[0]
         try:
             heard = self._up(place, mine, join, self.what, self.stop)
@@ -327,13 +342,13 @@ class Session:
             raise MemberMissing(self.what, account["missing"], account["seconds"]) from None
 
     def _stop_if_answered(self, key: str, doing: str) -> None:
-        """A leader need not wait where somebody has given the answer already: that others are missing."""
+        """Stop a leader's wait once the answer is there: another member has found that some are missing."""
         self.stop()
         if self.board.read(key) is not None:
             raise MemberMissing(doing, (), 0.0)
 
     def _account(self, place: str, missing: MemberMissing) -> dict[str, Any]:
-        """Who is missing at a step: whoever has not come to it, or else, if all have, who was waited for."""
+        """Return which members have not come to a step or, if all have, which ones were waited for."""
         absent = [one for one in self.members if not self.board.all_posted(f"{place}/0", [one])]
         return {"missing": absent or list(missing.members), "seconds": missing.seconds}
 
@@ -341,13 +356,13 @@ class Session:
 def wait_for_living(
     control: Control, members: Iterable[int], what: str, wait: Callable[[float], dict[int, Any]]
 ) -> dict[int, Any]:
-    """`wait(deadline)` for work whose time nobody knows: as long as the missing members' hearts beat.
+    """Call `wait(deadline)` for work of unknown duration, again as long as the missing members' hearts beat.
 
-    MemberMissing for one whose heartbeat stood still for the time-out, or who beats and does not answer for half an
-    hour.
+    Raise MemberMissing for one whose heartbeat stood still for the time-out, or that beats and does not answer for half
+    an hour.
     """
     wanted, begin = tuple(members), time.monotonic()
-    if control.watch is not None:  # there are no heartbeats: the board itself knows
+    if control.watch is not None:  # without heartbeats: the board knows who is alive
         return wait(begin + LONGEST_SECONDS)
     patience = max(control.timeout_seconds, SILENT_BEATS * BEAT_SECONDS)
     while True:
@@ -362,7 +377,7 @@ def wait_for_living(
 
 
 def ask_for_different_things(one: int, other: int, asked: Mapping[int, Any]) -> str:
-    """Words for a refusal of requests that speak for themselves."""
+    """Return the message of a refusal of different requests, which quotes both."""
     return f"members {one} and {other} ask for different things: {asked[one]} and {asked[other]}"
 
 
@@ -372,7 +387,7 @@ def _read(record: Mapping[str, Any]) -> Decision:
 
 
 def joined_requests(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Requests as one: the first refusal, and one request, or the first two that differ."""
+    """Join requests: the first refusal, and one request, or the first two that differ."""
     first = one["asked"][0]
     differing = [each for each in (*one["asked"][1:], *other["asked"]) if each[1] != first[1]]
     return {"refusal": one["refusal"] or other["refusal"], "asked": [first, *differing[:1]]}
@@ -383,11 +398,11 @@ def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 
 def _nothing(_one: Any, _other: Any) -> None:
-    """Where members only say that they are through."""
+    """Join the reports of members that only say that they are done."""
 
 
 def _words(error: BaseException, member: int) -> str:
-    """An error for all members: one of a checkpoint speaks for itself, of others it says whose and what they are."""
+    """Return an error's words for all members; unless it speaks for itself, they name its member and type."""
     if isinstance(error, CheckpointError | MemberMissing):
         return str(error)
     return (

@@ -1,4 +1,4 @@
-"""An engine's optimizer comes off one memory and goes over another, and everything back if that is not to stay.
+"""Taking an engine's optimizer off one memory and putting it over another, with a way back.
 
 Each step leaves what undoes it on a stack before it is taken, so that a step that fails in the middle is undone, too.
 """
@@ -23,9 +23,9 @@ from ds_dynatrain.space import Layout, VirtualParameterSpace
 
 @dataclass(frozen=True)
 class Before:
-    """What a working engine has before a change, and goes back to if that fails.
+    """State of a working engine before a change, to which it goes back if the change fails.
 
-    rest: of the carry, where the change takes another one over.
+    rest: of the carry, if the change takes over another one.
     """
 
     world: World
@@ -38,7 +38,7 @@ class Before:
 
     @staticmethod
     def of(engine: EngineCore, has_rest: bool = False) -> Before:
-        """Note it; the engine must stand between two global batches."""
+        """Note the present state; the engine must stand between two global batches."""
         if engine.world is None:
             raise RuntimeError("an idle member holds no state that could change")
         engine.host.settle_parameters()
@@ -49,9 +49,10 @@ class Before:
 
 
 class Swap:
-    """In this order: `off`, `into`, `over`; whoever holds nothing or will hold nothing leaves steps out.
+    """A change of an engine's memory, in this order: `off`, `into`, `over`.
 
-    Random streams go back to where they were when this was made.
+    A member that holds nothing, or will hold nothing, leaves steps out. `undo` puts random streams back to where they
+    were when this was made.
     """
 
     def __init__(self, engine: EngineCore) -> None:
@@ -61,7 +62,7 @@ class Swap:
         self.on_undo(streams.restore, self.streams)
 
     def on_undo(self, call: Callable[..., object], *arguments: Any) -> None:
-        """Have `call` called by `undo`, before all that was done until now is undone."""
+        """Have `undo` call `call`, before it undoes everything that was done until now."""
         self._undo.callback(call, *arguments)
 
     def off(self, before: Before) -> None:
@@ -72,7 +73,7 @@ class Swap:
             self._engine.host.detach()
 
     def into(self, world: World) -> None:
-        """Stand in a world; who came from none goes back to the group that it idles in."""
+        """Enter a world; `undo` takes a member that came from none back to the group that it idles in."""
         if not self.has_begun:
             self.has_begun = True
             self.on_undo(self._leave)
@@ -88,7 +89,7 @@ class Swap:
         scalars: Scalars,
         made: Made | None = None,
     ) -> None:
-        """The module takes the shape of a rank, and the optimizer goes over `buffers`. made: the module's children."""
+        """Give the module the shape of a rank, and put the optimizer over `buffers`. made: the module's children."""
         engine = self._engine
         replaced = engine.take_shape(vps, layout, rank, made)
         if replaced is not None:
@@ -97,11 +98,11 @@ class Swap:
         engine.host.attach(layout, world, engine.config_for(layout), buffers, scalars)
 
     def undo(self) -> None:
-        """Everything back, the last step first."""
+        """Undo everything, the last step first."""
         self._undo.close()
 
     def keep(self) -> None:
-        """It stays: what would undo it is let go."""
+        """Keep the change: drop everything that would undo it."""
         self._undo.pop_all()
 
     def _back(self, before: Before) -> None:

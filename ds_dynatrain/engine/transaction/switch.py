@@ -1,17 +1,17 @@
 """One switch on one member: meet, drain, rebuild, move, verify, commit, or roll back.
 
-Up to the commit record every failure ends in a roll-back on all members, after it in none: the record is written
-once, by whoever comes first, and each member reads what was written before it acts. Source buffers are held until
+Up to the commit record every failure ends in a roll-back on all members, after it in none: the record is written once,
+by the member that comes first, and each member reads what was written before it acts. Source buffers are held until
 every member has acknowledged the record, or the time-out has passed.
 
-A *late* switch has two votes: what no forward pass reads moves during the first global batch of the new world. The
-first vote, in the pause, says that all that a forward pass reads is there (`Preparation.late_kinds` are the other
-kinds). If it is a yes, the new world is *entered*: it trains, and no record is written. Every member keeps the source:
-buffers, groups, what undoes the swap. A thread of each moves the late kinds into buffers that lie under the new
-optimizer already, over a group of their own, and computes the digests of both sides, of weights too: nobody writes to
-either before an optimizer step. The second vote comes before that step, and its certificate is about all kinds: then
-there is a record, and it is a switch as any other. If it is a no, the global batch is void: what was entered is undone,
-the last step first.
+A *late* switch has two votes: state that no forward pass reads moves during the first global batch of the new world.
+The first vote, in the pause, says that everything that a forward pass reads has arrived (`Preparation.late_kinds` are
+the other kinds). If it is a yes, the new world is *entered*: it trains, and no record is written. Every member keeps
+the source: buffers, groups, and the means to undo the swap. A thread on each member moves the late kinds into buffers
+that lie under the new optimizer already, over a group of their own, and computes the digests of both sides, of weights
+too: nothing writes to either before an optimizer step. The second vote comes before that step, and its certificate is
+about all kinds. If it is a yes, the record is written, and the switch ends like any other. If it is a no, the global
+batch is void: entering is undone, the last step first.
 """
 
 from __future__ import annotations
@@ -73,11 +73,12 @@ POLL_SECONDS = 0.02
 
 
 class Transaction:
-    """See the module. Called by every member of either world at a boundary: `run`, or, of a late switch, `enter`, and
-    `settle` before the next optimizer step.
+    """A switch on one member; see the module. Called by every member of either world at a boundary.
 
-    is_part: of something larger, which decides for all its parts. Then all vote, and all conclude what was decided.
-    source_rank, target_rank: None where this member has none. old_world: None if it was idle.
+    Call `run`, or for a late switch `enter`, and `settle` before the next optimizer step.
+
+    is_part: whether it is part of something larger, which decides for all its parts. Then all vote, and all conclude
+    what was decided. source_rank, target_rank: None if this member has none. old_world: None if it was idle.
     """
 
     def __init__(self, engine: EngineCore, preparation: Preparation, place: str, is_part: bool = False) -> None:
@@ -111,7 +112,7 @@ class Transaction:
     def _session(
         self, key: str, record: str | None = None, members: tuple[int, ...] = (), is_patient: bool = False
     ) -> Session:
-        """What all of both worlds, or some of them, do together."""
+        """Return a session of all members of both worlds, or of some of them."""
         what, stop = f"switch to {self.proposal.layout}", self.preparation.stop
         members = members or self.proposal.union
         return Session(self.control, key, members, what, record=record, is_patient=is_patient, stop=stop)
@@ -119,21 +120,21 @@ class Transaction:
     # ---- the protocol --------------------------------------------------------------------------------------------
 
     def run(self) -> Outcome:
-        """Take part in the switch; returns on every member with the same `committed`."""
+        """Take part in the switch; return on every member with the same `committed`."""
         return self.conclude(self.vote())
 
     def vote(self) -> Decision:
-        """All that can fail, and what all members come to; whoever fails says no for all."""
+        """Do everything that can fail, and return the decision of all members; one that fails says no for all."""
         return self._vote(self._carry_out)
 
     def _vote(self, work: Callable[[], dict[str, Any]]) -> Decision:
-        """A vote on what `work` reports, judged by the certificate."""
+        """Vote on what `work` reports, judged by the certificate."""
         try:
             decision = self.session.vote(work, joined_sides, self._judge)
         except OutcomeUnknown as lost:  # others may have read a commit
             self.outcome.is_uncertain = True
             interrupt: BaseException | None = lost.__cause__ or lost
-            if self.control.watch is not None:  # where members come and go, whoever can tell finds out
+            if self.control.watch is not None:  # in an elastic job the outcome is found out later
                 self.control.lost, interrupt = None, lost.__cause__
             return Decision(False, str(lost), interrupt=interrupt)
         if decision.said and "doubts" in decision.said:
@@ -143,7 +144,7 @@ class Transaction:
         return decision
 
     def conclude(self, decision: Decision) -> Outcome:
-        """Do what was decided; with or without a vote, where another part has decided before that."""
+        """Do what was decided. Called with or without a vote: another part may have decided before that."""
         self.outcome.committed, self.outcome.reason = decision.commit, decision.reason
         self.outcome.digest = self.digest if decision.commit else ""
         self.interrupt, self.outcome.is_rebuilt = decision.interrupt, self.swap.has_begun
@@ -154,7 +155,7 @@ class Transaction:
         return self.outcome
 
     def _carry_out(self) -> dict[str, Any]:
-        """This member's report."""
+        """Take all steps up to the vote; return this member's report."""
         phase = self.outcome.phase
         with phase("drain"):
             self._drain()
@@ -177,14 +178,14 @@ class Transaction:
     # ---- a late switch: the two votes ----------------------------------------------------------------------------
 
     def enter(self, discard: Callable[[], None]) -> bool:
-        """The first vote: whether this member trains in the new world now. Where it does not, `settle` follows at once.
+        """Hold the first vote; return whether this member trains in the new world now. If not, call `settle` at once.
 
-        discard: drops what was trained of a global batch, and goes back to its begin.
+        discard: drops what was trained of a global batch, and goes back to its beginning.
         """
         self._entered = self.vote()
         if not self._entered.commit:
             return False
-        synchronize()  # its queue does not wait for what the pause has queued
+        synchronize()  # the thread's queue does not wait for the work of the pause
         self._thread = start_thread(self._move_late, f"dynatrain-late-{self.proposal.generation}")
         if self.target_rank is None:
             return False
@@ -201,7 +202,7 @@ class Transaction:
 
     @property
     def worlds(self) -> tuple[World, ...]:
-        """Before it, and after it, as far as this member has them by now."""
+        """Worlds before and after it, as far as this member has them by now."""
         return tuple(world for world in (self.old_world, self.preparation.world) if world is not None)
 
     @property
@@ -210,7 +211,7 @@ class Transaction:
         return self._entered is not None and self._entered.commit
 
     def settle(self) -> Outcome:
-        """The second vote, and what comes of it; of a switch that nobody has entered, its end."""
+        """Hold the second vote, and carry it out; end a switch that was not entered."""
         decision = self._entered
         if decision is None:
             raise RuntimeError("enter comes first")
@@ -219,7 +220,7 @@ class Transaction:
             with self.outcome.phase("late"):
                 decision = self._vote(self._arrive)
         elif not self.outcome.is_uncertain:
-            with suppress(RuntimeError, OSError):  # for those who have no part in it: they look at the record alone
+            with suppress(RuntimeError, OSError):  # for members without a part in it, which read only the record
                 self._final.decide(replace(decision, said=None, interrupt=None))
         return self.conclude(decision)
 
@@ -229,7 +230,7 @@ class Transaction:
             self._final.decide(Decision(False, f"member {self.control.member}: {reason}"))
 
     def _move_late(self) -> None:
-        """In the thread: the moves of the late kinds, and the digests of both sides."""
+        """Move the late kinds, and compute the digests of both sides. Runs in a thread."""
         begin = time.perf_counter()
         try:
             with beside():
@@ -243,7 +244,7 @@ class Transaction:
         self.outcome.late_ms = 1e3 * (time.perf_counter() - begin)
 
     def _arrive(self) -> dict[str, Any]:
-        """Wait for the thread, whose own waits all have an end; this member's report on all kinds."""
+        """Wait for the thread, whose own waits all have an end; return this member's report on all kinds."""
         while True:
             self._final.stop()
             if self._thread is None or not self._thread.is_alive():
@@ -257,22 +258,22 @@ class Transaction:
     # ---- before the commit ---------------------------------------------------------------------------------------
 
     def meet(self) -> None:
-        """All are prepared, and stand at one boundary."""
+        """Wait until all members are prepared and stand at one boundary."""
         meet(self.session, self.engine, self.preparation, self.place)
 
     def connect(self) -> None:
-        """The next world's groups serve the accelerator, too, if they do not yet."""
+        """Connect the next world's groups over the accelerator, unless they are connected."""
         connect(self.preparation, self.old_world, self.session)
         self.outcome.connections = self.preparation.connections or Connections()
 
     def _drain(self) -> None:
-        """No collective is under way and no window is open; what there is to give away is named and posted."""
+        """Check that nothing is under way and no window is open; note this member's state, and post its carry."""
         engine, generation, rank = self.engine, self.proposal.generation, self.source_rank
         if rank is None:
             return
         self.before = drain(engine, self.proposal, rank, self.outcome)
         self.source = self.before.buffers
-        if self.proposal.late:  # forward passes of a batch that is void must leave no trace in the module's buffers
+        if self.proposal.late:  # forward passes of a void batch must leave no trace in the module's buffers
             held = [(buffer, buffer.detach().clone()) for buffer in engine.host.module.buffers()]
             self.swap.on_undo(_put_back, held)
         own = self.swap.streams
@@ -285,8 +286,10 @@ class Transaction:
             self.control.post(f"carry/{generation}", record)
 
     def _settle_results(self) -> None:
-        """Where a death may abort an accelerator's collectives: what the last step had of them is there, on all of
-        them, so a later death in the switch leaves nothing in doubt. In a world that has died nobody who is here is.
+        """Make sure that all members of the source have the results of the last step's collectives.
+
+        Only if a death may abort an accelerator's collectives; a later death in the switch then leaves nothing in
+        doubt. In a world that has lost a member, none of the remaining ones is in doubt.
         """
         if self.old_world is None or not self.old_world.has_gate:
             return
@@ -295,7 +298,7 @@ class Transaction:
             self.engine.agree(lambda number: among.reduce(f"results/{number}", number, max))
 
     def _receive_carry(self) -> None:
-        """Rank 0's, which all others must have, too; it was posted before rank 0 came to the meeting."""
+        """Read rank 0's carry, which all others must have, too; it was posted before rank 0 came to the meeting."""
         self.carried = Carried.from_record(self.control.value(f"carry/{self.proposal.generation}"))
         self.outcome.kinds = self.kinds
         if self.before is not None:
@@ -304,11 +307,11 @@ class Transaction:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The state kinds that there are now."""
+        """State kinds that exist now."""
         return self.carried.kinds
 
     def _compare_carry(self, mine: dict[str, Any], when: str) -> None:
-        """CertificateError unless this member has what rank 0 had before the moves."""
+        """Raise CertificateError unless this member has the carry that rank 0 had before the moves."""
         prints = fingerprints(mine)
         parts = sorted(part for part, wanted in self.carried.prints.items() if prints.get(part) != wanted)
         if parts:
@@ -318,18 +321,19 @@ class Transaction:
             )
 
     def _digest_pause(self) -> None:
-        """In the pause of a late switch the kinds alone that a backward pass writes to: there is nothing to compare
-        after it.
+        """Digest the source in the pause.
+
+        For a late switch, only the kinds that a backward pass writes to: later there would be nothing left to compare.
         """
         self.kept_share = self._digest_source(self.engine.vps, self._proved_at_once)
 
     @property
     def _proved_at_once(self) -> tuple[str, ...]:
-        """The state kinds whose digests are computed in the pause."""
+        """State kinds whose digests are computed in the pause."""
         return tuple(kind for kind in self.kinds if not self.proposal.late or row_of(kind).is_gradient)
 
     def _digest_source(self, vps: VirtualParameterSpace, kinds: tuple[str, ...]) -> SideDigests:
-        """Add what this member held before the moves; the share of it that lies in buffers that stay."""
+        """Add digests of this member's source buffers; return the share of them in buffers that stay."""
         if self.source_rank is None:
             return {}
         side, kept = (self.proposal.source_layout, self.source_rank), self.preparation.kept
@@ -338,7 +342,7 @@ class Transaction:
         return share
 
     def _digest_target(self, held: Buffers, kinds: tuple[str, ...], share: SideDigests) -> None:
-        """Add what this member holds after them. share: of buffers that have stayed."""
+        """Add digests of this member's target buffers. share: of buffers that have stayed."""
         if self.target_rank is None:
             return
         vps = self.preparation.vps.with_layout(self.proposal.layout, self.proposal.members)
@@ -348,7 +352,7 @@ class Transaction:
         self.target_digests = {**self.target_digests, **found}
 
     def _settle_replicas(self) -> None:
-        """Before anything is read: tensors that several stages or tensor ranks hold are those of their owners."""
+        """Set tensors that several stages or tensor ranks hold to their owners' values, before anything is read."""
         layout, members = self.proposal.source_layout, self.proposal.source_members
         if layout.pipe * layout.tensor == 1 or self.source_rank is None:
             return
@@ -366,11 +370,11 @@ class Transaction:
         self._digest_pause()
 
     def _among(self, members: tuple[int, ...]) -> Session:
-        """What some of the members do together in between."""
+        """Return a session of some of the members, for a step in between."""
         return self._session(f"{self.session.key}/source", self.session.record, members)
 
     def _settle_target(self) -> None:
-        """The prepared buffers, anew where the live ones are no longer those that were to be kept."""
+        """Choose the target buffers; provide new ones if live buffers are no longer those that were to be kept."""
         preparation = self.preparation
         if self.target_rank is None:
             return
@@ -388,7 +392,7 @@ class Transaction:
         self.target = {key: held for key, held in preparation.buffers.items() if key[0] not in absent}
 
     def _rebuild(self) -> None:
-        """Old optimizer off, new groups in, new optimizer on, over the memory that was made ready."""
+        """Take the old optimizer off, install the new groups, and put the new optimizer over the prepared memory."""
         self.connect()
         world, before = self.preparation.world, self.before
         if before is not None:
@@ -411,7 +415,10 @@ class Transaction:
         return execute(plan, self.source, self.target, transport, self.control.timeout_seconds, link)
 
     def _link(self) -> DeviceLink | None:
-        """Between devices, where the plan needs one; SwitchFailed if somebody has gone back without having used it."""
+        """Return the link between devices, or None if the plan needs none.
+
+        Raise SwitchFailed if the link is lent by the old world and another member has gone back without using it.
+        """
         link = self.preparation.ways.link(self.preparation.world, self.session.stop)
         is_lent = link is not None and link.communicator is self.preparation.ways.may_lend(self.old_world)
         if is_lent and not self._decides(begins=True):
@@ -419,7 +426,7 @@ class Transaction:
         return link
 
     def _decides(self, begins: bool) -> bool:
-        """Whether moves over a communicator of the old world begin: what any member has said first counts for all."""
+        """Return whether moves over a communicator of the old world begin: the first member to say decides for all."""
         return bool(self.control.decide(f"batches/{self.proposal.generation}", {"begin": begins})["begin"])
 
     def _send_rest(self, transport: Transport) -> None:
@@ -454,7 +461,7 @@ class Transaction:
         streams.restore(self.new_streams)
 
     def _streams_of(self, rank: int) -> streams.Streams:
-        """The random streams of a rank of the next world."""
+        """Return the random streams of a rank of the next world."""
         source, target = self.proposal.source_layout, self.proposal.layout
         generation, seed, place = self.proposal.generation, self.engine.job.job_seed, target.coordinate(rank)
         origin = streams.origin(source, target, rank)
@@ -473,7 +480,7 @@ class Transaction:
         return made
 
     def _verify(self) -> dict[str, Any]:
-        """What this member says of both sides."""
+        """Check the target; return this member's report on both sides."""
         begin = time.perf_counter()
         if self.target_rank is not None:
             self._check_target(self.target_rank)
@@ -482,7 +489,7 @@ class Transaction:
         return self._report()
 
     def _report(self) -> dict[str, Any]:
-        """This member's digests, as shares of the sums over all."""
+        """Return this member's digests, as shares of the sums over all."""
         vps, report = self.preparation.vps, dict[str, Shares | None]({"source": None, "target": None})
         if self.source_rank is not None:
             side = self.proposal.source_layout, self.proposal.source_members, self.source_rank
@@ -507,7 +514,7 @@ class Transaction:
         self._compare_carry(shared_carry(self.engine, scalars), "after")
 
     def _judge(self, report: dict[str, Any]) -> Decision:
-        """On the first member: the certificate, from what all say."""
+        """Return the decision by the certificate, from what all members report. Called on the first member."""
         vps, layouts = self.preparation.vps, (self.proposal.source_layout, self.proposal.layout)
         try:
             said = certify(vps, *layouts, report)
@@ -516,7 +523,7 @@ class Transaction:
         return Decision("digest" in said, "copies of one state differ" if "doubts" in said else "", said=said)
 
     def _explained(self, wrong: dict[str, Doubts]) -> str:
-        """Whose copies differ: the same words on all members."""
+        """Return a message about whose copies differ, the same on all members."""
         side = next(each for each in SIDES if wrong[each])
         proposal, session = self.proposal, self.session
         layout, members, own = {
@@ -527,18 +534,18 @@ class Transaction:
         what = among, "differing", self.preparation.vps, layout, members, own or None, wrong[side], side
         try:
             return f"CertificateError: {explained(*what)}"
-        except (DynatrainError, td.DistError) as error:  # it is rolled back in any case
+        except (DynatrainError, td.DistError) as error:  # the switch is rolled back in any case
             return f"CertificateError: copies of one state differ, and it is not known whose ({error})"
 
     # ---- at and after the commit ---------------------------------------------------------------------------------
 
     def _commit(self) -> None:
-        """All have the record; let go of the old world once all have said so."""
+        """Enter the new world for good; let go of the old one once all members have read the record."""
         engine, proposal = self.engine, self.proposal
         self.swap.keep()
         engine.enter(proposal, self.preparation.world if self.target_rank is not None else None)
         if PROCESS.is_shared and self.target_rank is not None:
-            engine.activate()  # since the vote it was another engine's turn
+            engine.activate()  # another engine has had its turn since the vote
         self.preparation.committed()
         self.outcome.acknowledge(self.session)
         if self.target_rank is not None:
@@ -557,7 +564,7 @@ class Transaction:
             self.control.track_teardown(self.preparation.world.retire_transfer())
 
     def _roll_back(self) -> None:
-        """As if nobody had asked: the old optimizer over the old memory, the old groups, the old streams."""
+        """Put back the old optimizer over the old memory, the old groups and the old streams."""
         try:
             self._mend_communicator()
         finally:
@@ -566,20 +573,20 @@ class Transaction:
             self.source, self.target, self.before = {}, {}, None
             self.preparation.abandon()
         if self._thread is not None:
-            self._thread.join(ABANDON_SECONDS)  # what it still waits for will not come
+            self._thread.join(ABANDON_SECONDS)  # it may still wait for messages that will not come
             if self.source_rank is not None:
                 self.engine.repeat_places()
 
     def _mend_communicator(self) -> None:
-        """Moves that failed over a communicator of the old world have left it in any state: all make it anew.
+        """Renew a communicator of the old world over which moves have failed: it may be in any state. All do so.
 
-        SwitchFailed if that does not come about: the old world cannot compute without it, and the job has to end.
+        Raise SwitchFailed if that fails: the old world cannot compute without it, and the job has to end.
         """
         old, lent = self.old_world, self.preparation.ways.may_lend(self.old_world)
         if old is None or lent is None or self.outcome.is_uncertain or not self._decides(begins=False):
             return
         end([lent], is_broken=True)
-        seconds = self.control.timeout_seconds + END_SECONDS  # another one may have waited for its device so long
+        seconds = self.control.timeout_seconds + END_SECONDS  # as long as another member may wait for its device
         try:
             old.renew(lent, f"anew/{self.proposal.generation}", seconds)
         except RuntimeError as error:
@@ -596,7 +603,7 @@ class Transaction:
         return [member for member in self.proposal.members if member not in self.proposal.source_members]
 
     def _measure(self) -> None:
-        """State held at once on this member: source, what the target adds to it, and staging."""
+        """Measure the state held at once on this member: source, additions of the target, and staging."""
         held = {_memory(buffer) for buffer in (*self.source.values(), *self.target.values())}
         staging = self.outcome.stats.staging_peak if self.outcome.stats else 0
         self.outcome.peak_memory = _union_bytes(held) + staging
@@ -607,7 +614,7 @@ def _memory(buffer: torch.Tensor) -> tuple[int, int]:
 
 
 def _union_bytes(runs: set[tuple[int, int]]) -> int:
-    """Bytes covered by address runs that may overlap."""
+    """Return the bytes covered by address runs that may overlap."""
     total, end = 0, 0
     for start, stop in sorted(runs):
         total += max(0, stop - max(start, end))
