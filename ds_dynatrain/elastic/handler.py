@@ -21,18 +21,15 @@ if TYPE_CHECKING:
 
 NAME = "dynatrain"
 REPLACE_C10D = "DYNATRAIN_REPLACE_C10D"
-"""Return the function that makes handlers; torch calls this for its entry point group `torchrun.handlers`, in every
-process that imports its rendezvous.
-
-With `DYNATRAIN_REPLACE_C10D=1` it also replaces torch's own `c10d`.
-"""
+"""Environment variable; 1 makes `--rdzv-backend=c10d` mean this backend too, for launchers with a fixed command
+line."""
 
 
 def get_handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """Return what torch's entry point group `torchrun.handlers` asks for; called in every process that imports its
-    rendezvous.
+    """Return the function that makes handlers; torch calls this for its entry point group `torchrun.handlers`, in every
+    process that imports its rendezvous.
 
-    With `DYNATRAIN_REPLACE_C10D=1` it also takes the place of torch's own `c10d`.
+    With `DYNATRAIN_REPLACE_C10D=1` it also replaces torch's own `c10d`.
     """
     if os.environ.get(REPLACE_C10D) == "1":
         from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
@@ -42,7 +39,7 @@ def get_handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
 
 
 def create(parameters: RendezvousParameters) -> RendezvousHandler:
-    """The handler of one agent."""
+    """Return the rendezvous handler of one agent."""
     from ds_dynatrain.elastic.rendezvous import NodeRendezvous
 
     return NodeRendezvous(parameters)

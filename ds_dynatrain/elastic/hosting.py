@@ -75,8 +75,8 @@ class Host:
 
     @property
     def reachable(self) -> Address:
-        """Return the address to tell others: a host of their own network, or a loopback address if nobody else is let
-        in."""
+        """Address to tell others: a host name of their network, or a loopback address if only this machine may
+        connect."""
         place = ipaddress.ip_address(self._listener.getsockname()[0])
         host = socket.gethostname() if place.is_unspecified else str(place) if place.is_loopback else self.address.host
         return Address(host, self.address.port)

@@ -1,16 +1,16 @@
 """Messages between a coordinator and its peers.
 
 A message on the wire is four bytes of length (big-endian), that many bytes of JSON, an object whose `kind` names one of
-the classes below, and its tag (see `channel`). Nothing is guessed and nothing is unpickled: an unknown kind, an unknown
-field, a value of another type or a length above the limit is a `MessageError` that says which.
+the classes below, and its tag (see `connection`). Nothing is guessed and nothing is unpickled: an unknown kind, an
+unknown field, a value of another type or a length above the limit is a `MessageError` that names it.
 
 A connection opens with `Challenge` from the coordinator and `Hello` from the peer, answered by `Welcome` or `Refused`;
-from `Hello` on all is proved. After that a worker sends one `Announce`, then `Report` whenever something changed and as
-its heartbeat, `Probed` for each `Probe`, and `Bye` at its end; an agent sends one `Agent` and `Beat`; whoever only asks
-sends `Query` or `Dismiss`. The coordinator sends `Changed`, `Leave`, `Probe`, `Fence`, `Finished`, `Status`,
-`Dismissed` and `Refused`. Reports say all that a worker is, so a lost or a repeated one does no harm. `Switched` is for
-people alone: the worker of rank 0 sends one a switch, and its last ones again to another coordinator, which knows them
-by their numbers.
+from `Hello` on, all messages are authenticated. After that a worker sends one `Announce`, then `Report` whenever
+something changed and as its heartbeat, `Probed` for each `Probe`, and `Bye` at its end; an agent sends one `Agent` and
+then `Beat`; a peer that only asks sends `Query` or `Dismiss`. The coordinator sends `Changed`, `Leave`, `Probe`,
+`Fence`, `Finished`, `Status`, `Dismissed` and `Refused`. A report has the whole state of its worker, so a lost or
+repeated one does no harm. `Switched` is for people alone: the worker of rank 0 sends one for each switch, and its last
+ones again to another coordinator, which recognizes them by their numbers.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class Switched(Record):
     step: Count
     source: Words
     target: Words
-    """Layout after the switch, in words like `source`."""
+    """The layout after the switch, in words; `source` is the one before."""
     members: Count
     """Number of members that train in the target."""
     pause_ms: Seconds
