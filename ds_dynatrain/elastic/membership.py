@@ -677,7 +677,7 @@ class Membership:
 
     @property
     def _is_entered(self) -> bool:
-        """Whether anybody has entered the present generation: then all its members hold its state."""
+        """Whether any member has entered the present generation: then all its members hold its state."""
         return 0 < self._world.generation <= self._entered
 
     @property

@@ -115,7 +115,7 @@ def users_file(name: str, variables: Mapping[str, str] = os.environ) -> Path:
 
 @dataclass(frozen=True)
 class Reading:
-    """Port for readers: where to listen, the token that they have to say, and the file that it is in."""
+    """A port for readers: where to listen, the token that readers have to send, and its file."""
 
     address: Address
     token: str
