@@ -14,15 +14,15 @@ class ConfigError(DynatrainError):
 
 
 class UnsupportedError(ConfigError):
-    """A feature of DeepSpeed, torch or the model that a live switch would get wrong today; refused by name."""
+    """A feature of DeepSpeed, torch or the model that a live switch would handle wrongly today; refused by name."""
 
 
 class LayoutError(DynatrainError):
-    """A layout is impossible in itself or for this world; the message carries the arithmetic."""
+    """A layout is impossible in itself or in this world; the message has the arithmetic."""
 
 
 class ProfileError(DynatrainError):
-    """A profile cannot be used: of another model or version, cut off, or with a number that nobody can measure."""
+    """A profile cannot be used: it is of another model or version, cut off, or has an impossible number."""
 
 
 class DataError(DynatrainError):

@@ -1,8 +1,9 @@
 """mpirun as a launcher of elastic jobs: its processes become members, like those of torchrun.
 
 MPI tells where each process runs and carries the coordinator's address, once, at the start. No tensor ever travels over
-it, and it is finalized at once, because a process in an MPI world can leave it only together with all others. A process
-that fails makes most versions of mpirun kill the others: start it with `-disable-auto-cleanup` (MPICH) or
+it, and it is finalized at once, because a process in an MPI world can leave it only together with all others.
+
+A process that fails makes most versions of mpirun kill the others: start it with `-disable-auto-cleanup` (MPICH) or
 `--continuous` (Open MPI) to let them go on.
 """
 

@@ -1,8 +1,8 @@
 """A way out of a collective that will never end: the sockets of its group are shut down, and it raises.
 
-gloo cannot abort. Ranks beside a dead one in the ring see its connection end; all others wait for their time-out, and
-so does everybody if a rank hangs. shutdown(2) on the established connections of a group, from another thread, makes
-every collective that is blocked on them raise within milliseconds, and one that is still connecting too. The listening
+gloo cannot abort. Ranks next to a dead one in the ring see its connection end; all others wait for their time-out, and
+so do all ranks if one hangs. shutdown(2) on the established connections of a group, from another thread, makes every
+collective that is blocked on them raise within milliseconds, and also one that is still connecting. The listening
 sockets stay: gloo ends the process if it loses one.
 """
 
@@ -163,7 +163,7 @@ def _listens(descriptor: int) -> bool:
 def _shut(descriptor: int, inode: int) -> bool:
     """Shut a socket down if it is still the one with this inode, and an established TCP connection."""
     try:
-        with socket.socket(fileno=os.dup(descriptor)) as copy:  # a copy stays the same one, whoever closes the original
+        with socket.socket(fileno=os.dup(descriptor)) as copy:  # a copy stays valid if the original is closed
             if os.fstat(copy.fileno()).st_ino != inode or copy.family not in (socket.AF_INET, socket.AF_INET6):
                 return False
             if _listens(copy.fileno()):

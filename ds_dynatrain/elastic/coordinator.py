@@ -56,7 +56,7 @@ logger = logging.getLogger("ds_dynatrain.elastic")
 
 
 class Coordinator:
-    """Serves one job on a listening socket until the job has finished."""
+    """Server of one job on a listening socket, until the job has finished."""
 
     def __init__(
         self, membership: Membership, store_port: int, token: str | None = None, job: str = "", token_file: str = ""

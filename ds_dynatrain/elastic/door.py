@@ -84,7 +84,7 @@ class Peer:
 
 
 class Door:
-    """Accepts connections at a listening socket, and passes those that prove the token to `attend`.
+    """Server that accepts connections at a listening socket, and passes those that prove the token to `attend`.
 
     refusal: the answer to a peer that has another token or none.
     """
@@ -111,7 +111,7 @@ class Door:
         try:
             while True:
                 await self._accept()
-                await asyncio.sleep(0)  # an accept that need not wait gives nobody else a turn
+                await asyncio.sleep(0)  # an accept that does not wait gives other tasks no turn
         finally:
             self._listener.close()
             for task in self._tasks:

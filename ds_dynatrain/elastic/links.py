@@ -132,7 +132,7 @@ class Links:
 def largest_reaching(nodes: Sequence[Node], are_parted: Callable[[Node, Node], bool]) -> tuple[Node, ...]:
     """Return the largest set of nodes without a parted pair, in their order; of several, the one with the first nodes.
 
-    Of each parted pair one goes: so either a node does, or all that are parted from it.
+    At least one node of each parted pair must go: either a node goes, or all nodes that are parted from it.
     """
     apart = {node: {other for other in nodes if other != node and are_parted(node, other)} for node in nodes}
     branches, best = 0, tuple[int, ...]()

@@ -1,7 +1,7 @@
-"""Whether the main thread of this process makes progress, as another thread can tell.
+"""Progress of this process's main thread, as another thread can observe it.
 
-Heartbeats come from a thread of their own: they say that a process is alive, not that its script is. A call that never
-returns (a deadlock, a file system that is gone) holds up all others, since each step needs everybody.
+Heartbeats come from their own thread: they show that a process is alive, not that its script makes progress. A call
+that never returns (a deadlock, a file system that is gone) holds up all members, since each step needs all of them.
 
 Method: a pending call of the interpreter, as in NVIDIA's resiliency extension (`progress_watchdog`). The main thread
 runs it as soon as it runs any Python code.

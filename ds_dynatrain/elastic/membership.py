@@ -359,7 +359,7 @@ class Membership:
         ]
         for effect in effects:
             del self._missed[effect.member]
-        if self._is_entered:  # somebody had entered the generation before it could be replaced
+        if self._is_entered:  # a member entered the generation before it could be replaced
             effects += [self._give_up(member, now) for member in list(self._back)]
         return effects
 
@@ -537,9 +537,9 @@ class Membership:
         stay = tuple(one for one in self._in_order(members) if one in self.roster and not self._is_leaving(one))
         leaving, late = self._leaving(old), self._left_out(now) if is_failure else ()
         stay, leaving = (tuple(one for one in some if one not in late) for some in (stay, leaving))
-        needs_who_leaves = bool(leaving) and not stay  # who begins anew has to wait for what these save
+        needs_who_leaves = bool(leaving) and not stay  # members that begin anew wait for what these save
         joined = () if needs_who_leaves else self._newcomers(stay, are_built=is_failure and self._can_go_alone)
-        is_ending = not self._done.isdisjoint(members)  # who has ended takes part in no change
+        is_ending = not self._done.isdisjoint(members)  # members that have ended take part in no change
         if not is_failure and (stay + joined == members or is_ending):
             return None
         if not old.generation and not joined:

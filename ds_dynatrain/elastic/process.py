@@ -78,7 +78,7 @@ def _is_alive(process: int) -> bool:
 
 
 class Termination:
-    """Watch for SIGTERM, with a descriptor that becomes readable. The user's own handler is called as before."""
+    """Watch for SIGTERM, as a descriptor that becomes readable. The user's own handler is called as before."""
 
     def __init__(self) -> None:
         self._receiver, self._sender = socket.socketpair()
@@ -98,7 +98,7 @@ class Termination:
         self._previous = signal.signal(signal.SIGTERM, self._handle)
         taken = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
         self._wakes = taken == -1
-        if not self._wakes:  # somebody else's, an event loop's: they keep it, and we hear of SIGTERM a little later
+        if not self._wakes:  # an event loop's, which keeps it: SIGTERM is noticed a little later
             signal.set_wakeup_fd(taken)
         self._is_watching = True
         in_forked_children(self._leave_to_the_parent)
@@ -128,7 +128,7 @@ class Termination:
             self._send(SIGTERM)
         if callable(self._previous):
             self._previous(number, frame)
-        elif not self._is_watching:  # who watched after this one has put it back
+        elif not self._is_watching:  # a later watcher has put this handler back
             signal.signal(number, self._previous)
             signal.raise_signal(number)
 

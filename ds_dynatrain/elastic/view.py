@@ -264,7 +264,7 @@ class Feed(Generic[Value]):
                 self._is_asked = True
                 try:
                     self._call_soon(self._refresh)
-                except RuntimeError:  # the loop has ended: what there is, is the end
+                except RuntimeError:  # the loop has ended: the last value is final
                     self._is_asked = False
             self._changed.wait_for(lambda: not self._is_asked, PATIENCE_SECONDS)
             return self._value

@@ -104,7 +104,8 @@ def nothing(output_dir: Any, *arguments: Any, **named: Any) -> Any:
 
 @contextmanager
 def without_ours() -> Iterator[list[Path]]:
-    """A block in which Accelerate reads files beside its own checkpoints alone; the list names those folders."""
+    """Let Accelerate, in the block, read further files beside its own checkpoints only; the list collects those
+    folders."""
     stock, read = accelerate.accelerator, list[Path]()
     load_rest, load_object = stock.load_accelerator_state, stock.load_custom_state
 

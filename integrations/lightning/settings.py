@@ -15,7 +15,8 @@ _GLOBAL, _MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
 
 @dataclass(frozen=True)
 class Sizes:
-    """global_batch: samples of an optimizer step, in every world. micro_batch: the most that a forward pass has."""
+    """Sizes of batches. global_batch: samples of an optimizer step, in every world. micro_batch: the most in a forward
+    pass."""
 
     global_batch: int
     micro_batch: int

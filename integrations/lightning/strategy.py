@@ -69,7 +69,8 @@ class DynatrainStrategy(Checkpoints, Below):
 
     @property
     def samples(self) -> int:
-        """Samples of its own in the micro-batch that `training_step` has; 0 for one that repeats another's sample."""
+        """Number of this rank's own samples in the micro-batch of `training_step`; 0 for one that repeats another
+        rank's sample."""
         return 0 if self._steps is None else self._steps.samples
 
     # ---- the world ---------------------------------------------------------------------------------------------------
