@@ -88,7 +88,7 @@ class FallbackConfig(_Block):
     every_steps: Steps | None = None
     """Save whenever the number of completed optimizer steps is a multiple of this one."""
     every_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False), Said("seconds")] | None = None
-    """Save when the last checkpoint is so old, by the clock of rank 0."""
+    """Save when the last checkpoint is this many seconds old, by the clock of rank 0."""
     background: bool = True
     """Whether the step waits only for a copy in host memory, which takes as many bytes as this member writes."""
     on_sigterm: bool = False
