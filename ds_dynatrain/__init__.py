@@ -3,7 +3,7 @@
     engine, optimizer, loader, scheduler = ds_dynatrain.initialize(model=model, config=config, training_data=data)
     engine.switch(data=4, zero_stage=3)
 
-The heavy imports (torch, DeepSpeed) happen at the first use of a name that needs them.
+Heavy imports (torch, DeepSpeed) happen at the first use of a name that needs them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _HOMES = {
     "Change": "engine.changes",
     "SwitchEvent": "report",
 }
-"""Where the names are that need heavy imports."""
+"""Modules of the names that need heavy imports."""
 
 
 def __getattr__(name: str) -> Any:

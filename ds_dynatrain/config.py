@@ -1,7 +1,8 @@
-"""The `dynatrain` block of a DeepSpeed configuration: its keys, their types and units, and what is wrong with a block.
+"""The `dynatrain` block of a DeepSpeed configuration: its keys, their types and units, and the errors of a block.
 
 Nothing is converted and nothing is ignored: a misspelled key or a "2" for a 2 is an error that names the key. A value
-that is not there yet is known here and refused by name, so that nobody relies on a setting that does nothing.
+that is planned but not there yet is known here and refused by name, so that nobody relies on a setting that does
+nothing.
 """
 
 from __future__ import annotations
@@ -19,17 +20,18 @@ from ds_dynatrain.errors import ConfigError
 BLOCK = "dynatrain"
 
 MONITORS = ("tensorboard", "wandb", "csv_monitor")
-"""DeepSpeed's, that switches can be written to."""
+"""DeepSpeed's monitors to which switches can be written."""
 
 MINIMUM_BUDGET_BYTES = 64 * 1024
-"""What the transfer needs at the least for staging."""
+"""The least memory that the transfer needs for staging."""
 
 
 @dataclass(frozen=True)
 class Said:
-    """What the table of the keys (`docs/configuration.md`) says of a value besides its type, limits and meaning.
+    """Notes on a value in the table of the keys (`docs/configuration.md`), besides its type, limits and meaning.
 
-    default: where the value follows from elsewhere. kind: where a value may be given that becomes another one.
+    default: the source of the value, if it has no fixed default. kind: the accepted types, if the value may be given as
+    one that becomes another.
     """
 
     unit: str = ""
@@ -55,7 +57,7 @@ class LayoutConfig(_Block):
     data: Annotated[Size, Said("ranks")]
     """Ranks that share the batch; processes beyond them start idle."""
     zero_stage: Annotated[Stage | None, Said(default="`zero_optimization.stage`")] = None
-    """Wins over `zero_optimization.stage` where both are given."""
+    """ZeRO stage; takes precedence over `zero_optimization.stage`."""
     pipe: Annotated[Size, Said("stages", "`num_stages` of the module, or 1")] = 1
     """Stages of a `PipelineModule`."""
     expert: Annotated[Size, Said("ranks", "`expert_parallel.autoep_size`, or 1")] = 1
@@ -65,107 +67,109 @@ class LayoutConfig(_Block):
     sequence: Annotated[Size, Said("ranks", "`sequence_parallel_size`, or that of the `mpu`, or 1")] = 1
     """Ranks that share each sequence."""
     boundaries: Annotated[list[Annotated[int, Field(ge=0)]] | None, Said("layers")] = None
-    """The first layer of each stage, and the number of layers; `None`: as `pipeline.partition` has it, which may be
+    """The first layer of each stage, and the number of layers; `None`: as in `pipeline.partition`, which may be
     "profile"."""
     shares: Annotated[list[Size] | None, Said("samples")] = None
-    """Samples of a global batch that each data index takes; `None`: as evenly as they go."""
+    """Samples of a global batch that each data index takes; `None`: as evenly as possible."""
 
 
 class DataConfig(_Block):
-    """How samples are dealt."""
+    """How samples are dealt to ranks."""
 
     reshuffle: bool = False
-    """A new order of the samples in every epoch; `False`: one order for all, as in plain DeepSpeed."""
+    """Whether every epoch has a new order of the samples; `False`: one order for all, as in plain DeepSpeed."""
 
 
 class FallbackConfig(_Block):
-    """Checkpoints that are saved by themselves, between two steps."""
+    """Automatic checkpoints, saved between two steps."""
 
     path: File
     """A folder that all members see."""
     every_steps: Steps | None = None
-    """Save when so many optimizer steps divide those done."""
+    """Save whenever the number of completed optimizer steps is a multiple of this one."""
     every_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False), Said("seconds")] | None = None
-    """Save when the last one was so long ago, by the clock of rank 0."""
+    """Save when the last checkpoint is this many seconds old, by the clock of rank 0."""
     background: bool = True
-    """The step waits for a copy in host memory alone, which takes as much as this member writes."""
+    """Whether the step waits only for a copy in host memory, which takes as many bytes as this member writes."""
     on_sigterm: bool = False
-    """After SIGTERM to any member all save at the next step, and end with code 143. Where members come and go it is
-    not needed: one that gets SIGTERM hands over what it holds, and if all get it they save, and end with code 0."""
+    """Whether SIGTERM to any member makes all members save at the next step and end with code 143. Not needed where
+    members come and go: a member that gets SIGTERM hands over its state, and if all get it they save, and end with code
+    0."""
     keep: Size = 2
-    """So many of the newest checkpoints in the folder stay."""
+    """Number of the newest checkpoints that stay in the folder."""
 
 
 class ResumeConfig(_Block):
-    """What a job goes on from when it starts."""
+    """The checkpoint from which a job goes on when it starts."""
 
     path: File
-    """A folder of checkpoints that all members see; the job begins if it names none."""
+    """A folder of checkpoints that all members see; the job begins anew if there are none in it."""
     tag: Annotated[str, Field(min_length=1)] | None = None
-    """`None`: what `latest` in the folder names."""
+    """Name of the checkpoint; `None`: the one that `latest` in the folder names."""
     trust_pickle: bool = False
-    """Run what files of DeepSpeed's say where they hold more than tensors and plain values."""
+    """Whether code in DeepSpeed's pickled files is run, if they hold more than tensors and plain values."""
 
 
 class ReportConfig(_Block):
-    """Where switches are reported besides the log."""
+    """Reports of switches besides the log."""
 
     jsonl: Annotated[str, Said("path")] | None = None
     """A file that gets one line of JSON for each switch, and in an exact job one for each step."""
     monitor: bool = False
-    """Whether switches are written to DeepSpeed's monitors, too: one of `tensorboard`, `wandb`, `csv_monitor` has to be
+    """Whether switches are also written to DeepSpeed's monitors; one of `tensorboard`, `wandb`, `csv_monitor` has to be
     enabled."""
 
 
 class BuddiesConfig(_Block):
-    """Copies in members' memory of what one rank holds alone, for jobs whose members come and go."""
+    """Copies in members' memory of state that one rank holds alone, for jobs whose members come and go."""
 
     mode: Annotated[Literal["off", "copy"] | None, Said(default='"copy" in an elastic launch, else "off"')] = None
-    """Whether other members keep copies of what one rank holds alone. "copy": as often as `every_steps` says; `None`:
-    the same in an elastic launch, while two nodes or more train and half of the memory that is free holds the copies.
+    """Whether other members keep copies of state that one rank holds alone. "copy": as often as `every_steps` says;
+    `None`: the same in an elastic launch, while two nodes or more train and half of the free memory holds the copies.
     All engines of a process have the same block."""
     every_steps: Steps = 1
-    """A copy after so many steps."""
+    """Number of steps between two copies."""
     copies: Annotated[Size, Said("members")] = 1
-    """How many others keep each copy; a job begins with more members than that."""
+    """How many other members keep each copy; a job begins with more members than that."""
 
     @property
     def are_on(self) -> bool:
-        """Whether there may be copies; read it once `initialize` has settled `mode` for the kind of launch."""
+        """Whether there may be copies; meaningful once `initialize` has settled `mode` for the kind of launch."""
         return self.mode != "off"
 
 
 class BalanceConfig(_Block):
-    """Layers and members are timed as they train, and what would be faster is proposed, or done."""
+    """Timing of layers and members during training, with faster placements proposed or made."""
 
     mode: Literal["act", "advise", "off"] = "advise"
-    """"advise": layers are timed, and nothing moves by itself; "act": they move, too; "off": nothing is timed."""
+    """"advise": layers are timed, and nothing moves by itself; "act": layers also move; "off": nothing is timed."""
     profile: File | None = None
-    """A profile that `engine.balancer.profile.save` has written: what `engine.suggest` and `"layouts": "best"` go by
-    until one was measured, and where stages begin if `pipeline.partition` is "profile"."""
+    """A profile written by `engine.balancer.profile.save`. Until one is measured, `engine.suggest` and `"layouts":
+    "best"` use it, and stages begin where it says if `pipeline.partition` is "profile"."""
     every_steps: Steps = 50
-    """From the begin of one window to the begin of the next."""
+    """Steps from the beginning of one timing window to the beginning of the next."""
     window_steps: Steps = 1
-    """So many are timed in a window; at most `every_steps`."""
+    """Steps timed in a window; at most `every_steps`."""
     least_gain: Annotated[float, Field(ge=0, lt=1)] = 0.03
-    """Share of a step below which no move pays, and below which costs count as the same."""
+    """Share of a step below which no move pays, and below which costs count as equal."""
     horizon_steps: Steps | None = None
-    """Over so many a move must pay at most; `None`: as long as costs stayed as they were so far."""
+    """The most steps within which a move must pay; `None`: as many as costs have stayed the same so far."""
     safety: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 2.0
-    """Gain over the horizon by the cost of the move, at least."""
+    """The least ratio of a move's gain over the horizon to its cost."""
     cooldown_steps: Annotated[int, Field(ge=0), Said("optimizer steps")] = 20
-    """After a move, before the next one; doubled each time one is taken back."""
+    """Steps after a move before the next one; doubled each time a move is taken back."""
     shape: Literal["boundaries", "any"] = "boundaries"
-    """What may move: boundaries of stages; "any": also how many stages and data ranks the same members form, and how
-    many samples each data rank gets."""
+    """Changes that may be made. "boundaries": those of stages; "any": also the numbers of stages and data ranks that
+    the same members form, and the samples of each data rank."""
     slow_ratio: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = 1.25
-    """A member counts as slow that takes so many times as long as the middle one of its stage; `None`: none does."""
+    """A member counts as slow if it takes this many times as long as the median member of its stage; `None`: no member
+    does."""
     slow_steps: Annotated[int, Field(ge=3), Said("optimizer steps")] = 20
-    """A member that has become slow counts as slow within so many steps: once two windows have found it so, of which
-    there is one every third of these steps."""
+    """Steps within which a member that has become slow counts as slow: two windows must find it so, and there is a
+    window every third of these steps."""
     memory_limit_bytes: Annotated[Size, Said("bytes")] | None = None
-    """What a member may hold by prediction; `None`: anything, and in `"layouts": "best"` what its device has, or its
-    part of the host."""
+    """Predicted bytes that a member may hold; `None`: no limit, and in `"layouts": "best"` the memory of its device, or
+    its part of the host's."""
 
     @property
     def measures(self) -> bool:
@@ -174,7 +178,7 @@ class BalanceConfig(_Block):
 
     @property
     def slow_seen_steps(self) -> int:
-        """From the first window that finds a member slow to the one in which it counts."""
+        """Steps from the first window that finds a member slow to the window in which it counts as slow."""
         return self.slow_steps // 3
 
     @property
@@ -187,11 +191,11 @@ class ExactConfig(_Block):
     """A job whose losses, gradient norms, weights and moments have the same bits in any world."""
 
     digest_every_steps: Steps = 1
-    """A digest of weights, moments and losses after so many steps, counted from the start of the job."""
+    """Steps, counted from the start of the job, between two digests of weights, moments and losses."""
 
 
 def _exact_block(value: object) -> object:
-    """`true` is a block of all defaults, `false` none."""
+    """Return a block of defaults for `true`, None for `false`, and any other value as it is."""
     return {True: {}, False: None}[value] if isinstance(value, bool) else value
 
 
@@ -199,16 +203,16 @@ class ElasticConfig(_Block):
     """A job whose members come and go."""
 
     wait_for_members_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False), Said("seconds")] = 600.0
-    """How long training waits where fewer nodes than torchrun's MIN are there, after it has saved a fallback
-    checkpoint; then all end with code 87."""
+    """How long training waits while fewer nodes than torchrun's MIN are present, after saving a fallback checkpoint;
+    then all processes end with code 87."""
     collective_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False), Said("seconds")] = 600.0
-    """How long a member waits in one collective of the training. Past that all collectives are aborted, the members
-    form their world anew, and the global batch is dealt again; the second time within ten steps ends the job."""
+    """How long a member waits in one collective of the training. After that all collectives are aborted, the members
+    form a new world, and the global batch is dealt again; the second time within ten steps ends the job."""
 
 
 NAME, TABLE = "<name>", "<table>"
 BEST = "best"
-"""The name in `layouts` of what `balance` chooses."""
+"""The value of `layouts` that lets `balance` choose."""
 WorldSize = Annotated[str, Field(pattern=r"^[1-9][0-9]*$")]
 
 
@@ -220,46 +224,47 @@ class DynatrainConfig(_Block):
     """The whole block. An empty block is valid and means all defaults."""
 
     layout: LayoutConfig | None = None
-    """What to start with; `None`: all processes, at the stage of `zero_optimization`."""
+    """The layout to start with; `None`: all processes, at the stage of `zero_optimization`."""
     safety: Literal["rollback", "lean"] = "rollback"
-    """"rollback": both sides of a switch are held until it is committed; "lean": it goes through a checkpoint of this
-    very step in `fallback.path`, and never holds more than the larger side."""
+    """How a switch protects the state. "rollback": both sides are held until the switch is committed; "lean": it goes
+    through a checkpoint of this very step in `fallback.path`, and never holds more than the larger side."""
     exact: Annotated[
         ExactConfig | None, BeforeValidator(_exact_block), Said(default="false", kind="boolean or object")
     ] = None
     """Whether losses, gradient norms, weights and moments have the same bits in any world; true: an object of all
-    defaults. What was not tried with it is refused by name."""
+    defaults. Features not tried with it are refused by name."""
     late: bool = False
-    """Whether a switch moves in its pause only what a forward pass reads, and masters and moments during the first
-    global batch after it; `engine.switch(late=...)` says otherwise for one switch."""
+    """Whether the pause of a switch moves only what a forward pass reads, and masters and moments follow during the
+    first global batch; `engine.switch(late=...)` overrides it for one switch."""
     memory_budget_bytes: Annotated[int, Field(ge=MINIMUM_BUDGET_BYTES), Said("bytes")] = 1 << 30
-    """Most that a member holds in flight beyond its old and new state; 1 GiB by default."""
+    """The most bytes that a member holds in flight beyond its old and new state; 1 GiB by default."""
     replica_tolerance: Annotated[float, Field(ge=0, le=0.01)] = 1e-5
-    """How far copies of a tensor that pipeline stages or tensor ranks compute each for itself (norms, tied weights) may
-    have drifted apart, as a share of its largest value. Within it those of one rank are taken for all and the event has
-    a warning; beyond it the switch is rolled back. A 16-bit weight may be off by one step of its type."""
+    """How far copies of a tensor that pipeline stages or tensor ranks compute separately (norms, tied weights) may have
+    drifted apart, as a share of its largest value. Up to that, the values of one rank are used for all and the event
+    has a warning; beyond it the switch is rolled back. A 16-bit weight may be off by one step of its type."""
     transport: Literal["auto", "ipc", "nccl", "gloo"] = "auto"
     """How bytes travel. "auto": members on one machine read each other's memory, also on their accelerators, where that
-    is permitted; other accelerators' memory goes by NCCL where they have it, all else by gloo. "ipc" and "nccl": so
-    for all memory on accelerators, and a switch is rolled back where it cannot be. "gloo": nobody reads any memory."""
+    is permitted; memory of other accelerators goes by NCCL where available, everything else by gloo. "ipc" and "nccl":
+    that way for all memory on accelerators; a switch is rolled back where it is impossible. "gloo": no member reads
+    another's memory."""
     timeout_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False), Said("seconds")] = 60.0
     """How long one member waits for another in a switch. Collectives of the training keep DeepSpeed's own limit of 30
     minutes."""
     data: DataConfig = DataConfig()
     report: ReportConfig = ReportConfig()
     fallback: FallbackConfig | None = None
-    """Checkpoints that are saved by themselves, at boundaries."""
+    """Automatic checkpoints, saved between two steps; `None`: none are saved."""
     resume: ResumeConfig | None = None
-    """What a job goes on from when it starts."""
+    """The checkpoint from which the job goes on when it starts; `None`: it begins anew."""
     layouts: Annotated[
         Annotated[str, Tag(NAME)] | Annotated[dict[WorldSize, LayoutConfig], Tag(TABLE)], Discriminator(_name_or_table)
     ] = "data"
-    """Which layout a world of n members gets where members come and go: "data", "best", an object of layouts by n, or
+    """The layout for a world of n members, where members come and go: "data", "best", an object of layouts by n, or
     "module:function"."""
     elastic: ElasticConfig = ElasticConfig()
     buddies: BuddiesConfig = BuddiesConfig()
     balance: BalanceConfig | None = None
-    """Layers and members are timed, and move to where the time is if `mode` says so; `None`: nothing is timed."""
+    """Timing of layers and members; layers move to save time if `mode` says so. `None`: nothing is timed."""
 
     def in_fixed_launch(self) -> DynatrainConfig:
         """Return the block without the copies that an elastic launch has by default; `initialize` calls it."""
@@ -269,7 +274,7 @@ class DynatrainConfig(_Block):
 
     @property
     def raw_layouts(self) -> str | dict[str, dict[str, Any]]:
-        """`layouts` with its blocks as dictionaries."""
+        """Value of `layouts` with its blocks as dictionaries."""
         given = self.layouts
         return given if isinstance(given, str) else {size: block.model_dump() for size, block in given.items()}
 
@@ -277,9 +282,9 @@ class DynatrainConfig(_Block):
 def split_config(config: Config) -> tuple[dict[str, Any], DynatrainConfig | None]:
     """Return DeepSpeed's own part of a configuration, as a new dictionary, and the `dynatrain` block if there is one.
 
-    Where the block's layout names no ZeRO stage it is that of `zero_optimization`; where it names another one, the
-    block counts and DeepSpeed's part is left as it stands. Raises `ConfigError` for a file that cannot be read, an
-    unknown key or a wrong value.
+    If the block's layout names no ZeRO stage, it gets that of `zero_optimization`; if it names another one, the block
+    counts and DeepSpeed's part is left as it stands. Raises `ConfigError` for a file that cannot be read, an unknown
+    key or a wrong value.
     """
     whole = read_config(config)
     own = {key: value for key, value in whole.items() if key != BLOCK}
@@ -296,7 +301,7 @@ def split_config(config: Config) -> tuple[dict[str, Any], DynatrainConfig | None
 
 
 def _deepspeed_stage(config: Mapping[str, Any]) -> int:
-    """Return the ZeRO stage of DeepSpeed's own part."""
+    """Return the ZeRO stage in DeepSpeed's own part of the configuration."""
     zero = config.get("zero_optimization", {})
     stage = zero.get("stage", 0) if isinstance(zero, Mapping) else None
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
@@ -308,7 +313,7 @@ def _deepspeed_stage(config: Mapping[str, Any]) -> int:
 
 
 def _validated(block: object) -> DynatrainConfig:
-    """Return the checked block; the first thing that is wrong with it is the error."""
+    """Return the validated block; raise `ConfigError` about the first thing that is wrong with it."""
     if not isinstance(block, Mapping):
         raise ConfigError(
             f"{BLOCK}: expected an object of keys, got {block!r} ({type_name(block)}); write {{}} for the defaults"
@@ -332,7 +337,7 @@ def _validated(block: object) -> DynatrainConfig:
 
 
 def _refuse_removed(block: Mapping[str, Any]) -> None:
-    """Raise ConfigError for what earlier versions took: why it is gone, and what to use."""
+    """Raise `ConfigError` for values that earlier versions took: why they are gone, and what to use."""
     if block.get("transport") == "ring":
         raise ConfigError(
             f'{BLOCK}.transport: "ring" is gone, because a switch was no faster by it than by gloo; use "gloo", which '
@@ -379,7 +384,7 @@ def _unknown_key(where: str, valid: list[str]) -> str:
 
 
 def _check_monitors(block: DynatrainConfig, own: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` where switches are to go to monitors and DeepSpeed's part has none."""
+    """Raise `ConfigError` if switches are to go to monitors and DeepSpeed's part enables none."""
     blocks = [own.get(name) for name in MONITORS]
     if block.report.monitor and not any(isinstance(each, Mapping) and each.get("enabled") for each in blocks):
         raise ConfigError(
@@ -390,7 +395,7 @@ def _check_monitors(block: DynatrainConfig, own: Mapping[str, Any]) -> None:
 
 
 def _check_partition(block: DynatrainConfig, own: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` where stages are to be cut by a profile, and none is named."""
+    """Raise `ConfigError` if stages are to be cut by a profile and no profile is named."""
     pipeline = own.get("pipeline")
     method = str(pipeline.get("partition", "")).lower() if isinstance(pipeline, Mapping) else ""
     if method == "profile" and (block.balance is None or block.balance.profile is None):

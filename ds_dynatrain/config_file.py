@@ -1,4 +1,4 @@
-"""A configuration of DeepSpeed's as a dictionary, in whichever of its ways it is given."""
+"""Reading of DeepSpeed configurations, in every form in which they can be given."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from typing import Any
 from ds_dynatrain.errors import ConfigError
 
 Config = str | os.PathLike[str] | Mapping[str, Any]
-"""What DeepSpeed takes as a configuration: a dictionary, the path of a file, or JSON in URL-safe base64."""
+"""A DeepSpeed configuration: a dictionary, the path of a file, or JSON in URL-safe base64."""
 
 
 def read_config(config: Config) -> dict[str, Any]:
-    """Return a configuration as a dictionary, read as DeepSpeed reads it: a file may hold comments, a key stands once.
+    """Return a configuration as a dictionary, read as DeepSpeed reads it: a file may hold comments, and no key may
+    occur twice.
 
-    Raises `ConfigError` where nothing can be read or a key stands twice.
+    Raises `ConfigError` if it cannot be read or a key occurs twice.
     """
     if isinstance(config, Mapping):
         return dict(config)
@@ -46,7 +47,7 @@ def read_config(config: Config) -> dict[str, Any]:
 
 
 def _once(name: str, pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the dictionary of one JSON object of a configuration, whose keys must differ."""
+    """Return the dictionary of one JSON object of a configuration; raise `ConfigError` for a repeated key."""
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
@@ -56,7 +57,7 @@ def _once(name: str, pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def type_name(value: object) -> str:
-    """Return what a reader of JSON calls the type of a value."""
+    """Return the JSON name of a value's type."""
     names = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
     if isinstance(value, Mapping):
         return "object"

@@ -14,15 +14,15 @@ class ConfigError(DynatrainError):
 
 
 class UnsupportedError(ConfigError):
-    """A feature of DeepSpeed, torch or the model that a live switch would get wrong today; refused by name."""
+    """A feature of DeepSpeed, torch or the model that a live switch would handle wrongly today; refused by name."""
 
 
 class LayoutError(DynatrainError):
-    """A layout is impossible in itself or for this world; the message carries the arithmetic."""
+    """A layout is impossible in itself or in this world; the message has the arithmetic."""
 
 
 class ProfileError(DynatrainError):
-    """A profile cannot be used: of another model or version, cut off, or with a number that nobody can measure."""
+    """A profile cannot be used: it is of another model or version, cut off, or has an impossible number."""
 
 
 class DataError(DynatrainError):
@@ -72,7 +72,7 @@ class TransferError(SwitchFailed):
 
 
 class MemberMissing(TransferError):  # noqa: N818
-    """A wait for `what` ran out of time, after `seconds`; `members` are the ones that did not answer."""
+    """A wait for `what` timed out after `seconds`; `members` are the ones that did not answer."""
 
     def __init__(self, what: str, members: Iterable[int], seconds: float) -> None:
         self.what, self.members, self.seconds = what, tuple(sorted(members)), seconds
@@ -85,34 +85,34 @@ class CheckpointError(DynatrainError):
 
 
 class CheckpointDamaged(CheckpointError):  # noqa: N818
-    """What is on the disk is not what was saved, or is no checkpoint of ours; names the file, or tensor and kind."""
+    """A checkpoint on disk is not as it was saved, or is not one of ours; names the file, or tensor and kind."""
 
 
 class ElasticError(DynatrainError):
-    """Membership: a setting, a message or an answer that cannot be used; nothing was joined."""
+    """A setting, a message or an answer about membership cannot be used; nothing was joined."""
 
 
 class MessageError(ElasticError):
-    """Bytes that are no message of the protocol; says which field and why."""
+    """Bytes are no message of the protocol; says which field is wrong and why."""
 
 
 class PeerRefused(ElasticError):  # noqa: N818
-    """The coordinator does not let this process in, or no longer; the message is its reason."""
+    """The coordinator does not admit this process, or no longer does; the message is its reason."""
 
 
 class CoordinatorUnproved(PeerRefused):
-    """What answers at the coordinator's address has not proved that it is the job's coordinator, whatever it says.
+    """The server at the coordinator's address has not proved that it is the job's coordinator.
 
-    A process that was let in before goes on looking for the coordinator; one that starts ends with this.
+    A process that was admitted before goes on looking for the coordinator; one that starts ends with this error.
     """
 
 
 class JobFinished(ElasticError):  # noqa: N818 - an end, not a failure
-    """The scripts of the members that worked have ended: whoever waits for work can go."""
+    """The scripts of the working members have ended, so processes that wait for work can go."""
 
 
 class WorldChanged(ElasticError, RuntimeError):  # noqa: N818 - not a failure of the caller's
-    """The world that this was meant for is over: a member is gone, or another generation was published.
+    """The world for which a call was meant is over: a member is gone, or another generation was published.
 
-    A collective of the user's raises it; go on with the loader's next batch.
+    Collectives of the user's script raise it; the script goes on with the loader's next batch.
     """

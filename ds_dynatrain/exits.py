@@ -1,4 +1,4 @@
-"""How a command ends that cannot do what it is asked: a line, and an exit code."""
+"""Exit of a command that cannot do what it is asked: one line on stderr, and an exit code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ REFUSED, UNREADABLE, INTERRUPTED = 1, 2, 130
 
 @contextmanager
 def saying(command: str) -> Iterator[None]:
-    """What the command cannot do is said in a line, and is its exit code."""
+    """Turn an error in the block into a line on stderr and the command's exit code."""
     try:
         yield
     except (DynatrainError, OSError) as error:

@@ -1,8 +1,8 @@
-"""What can be added to an engine without a word about it in the engine: hooks around its steps, boundaries and worlds.
+"""Extensions of an engine: hooks around its steps, boundaries and worlds, which the engine calls without knowing them.
 
 An engine calls every hook of every extension in one order, on all working members alike, so a hook may use collectives
-of the engine's world. Users pass extensions of their own to `initialize(extensions=...)`, in the same order on every
-process. Those of the package are imported only where their key is in the `dynatrain` block.
+of the engine's world. Users pass their own extensions to `initialize(extensions=...)`, in the same order on every
+process. The package's own extensions are imported only if their key is in the `dynatrain` block.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ BUILT_IN: Mapping[str, str] = {
     "exact": "ds_dynatrain.exact.extension:Exact",
     "buddies": "ds_dynatrain.buddies.extension:Buddies",
 }
-"""Key of the `dynatrain` block -> the class of its extension, in the order in which their hooks are called."""
+"""Key of the `dynatrain` block -> class of its extension, in the order in which hooks are called."""
 COMMANDS: Mapping[str, str] = {
     "compare-exact": "ds_dynatrain.exact.command:compare_exact",
     "balance": "ds_dynatrain.balance.command:balance",
 }
-"""Name of a command of `ds-dynatrain` -> the function that typer calls for it."""
+"""Command of `ds-dynatrain` -> the function that typer calls for it."""
 ROWS: Mapping[str, str] = {
     "balance": "ds_dynatrain.balance.rows:ROWS",
     "buddies": "ds_dynatrain.buddies.rows:ROWS",
@@ -46,26 +46,27 @@ class Extension:
     has_leaves: ClassVar[bool] = False
     """Whether micro-batches hold the same samples in every world."""
     group: ClassVar[str] = ""
-    """The name of a process group over all ranks of each world that is the extension's own; "" if it has none."""
+    """Name of the extension's own process group over all ranks of each world; "" if it has none."""
     engine: Any = None
-    """The engine that the hooks are called by; None before `attach`."""
+    """The engine that calls the hooks; None before `attach`."""
 
     # ---- when an engine is made --------------------------------------------------------------------------------------
 
     def check_job(self, config: Mapping[str, Any], model: Any, mpu: Any) -> None:
-        """Raise UnsupportedError for a job that the extension cannot be in; called before the process joins it."""
+        """Raise UnsupportedError for a job that the extension does not support; called before the process joins it."""
 
     def check_launch(self, is_elastic: bool) -> None:
-        """Raise DynatrainError for a launch that the extension cannot be in; called before the process joins the job.
+        """Raise DynatrainError for a launch that the extension does not support; called before the process joins the
+        job.
 
         is_elastic: whether members come and go.
         """
 
     def check_beside(self, here: Any, there: Any, number: int) -> None:
-        """Raise DynatrainError for two engines of a process that the extension cannot be in together.
+        """Raise DynatrainError if the extension does not support a second engine in the process.
 
-        Called before the second one is made, on the extensions of both. here: the settings of the new engine. there:
-        those of the one that the process has, engine `number`.
+        Called before the second engine is made, on the extensions of both. here: the settings of the new engine. there:
+        those of the process's engine `number`.
         """
 
     def check_model(self, config: Mapping[str, Any], model: Any, mpu: Any) -> None:
@@ -74,18 +75,19 @@ class Extension:
     def stage_cut(
         self, config: Mapping[str, Any], exchange: Callable[[str, Any], Mapping[int, Any]]
     ) -> Callable[[int, int], tuple[int, ...]] | None:
-        """Return what deals so many layers to so many stages of a PipelineModule; None leaves that to DeepSpeed.
+        """Return a function from (layers, stages) to the cut of a PipelineModule; None leaves it to DeepSpeed.
 
-        exchange: posts this process's word under a key, and returns those of all processes that start, by member.
+        exchange: posts a value of this process under a key, and returns the values of all starting processes, by
+        member.
         """
         return None
 
     def deepspeed_config(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Return the configuration that DeepSpeed gets."""
+        """Return the configuration to pass to DeepSpeed."""
         return config
 
     def described(self, config: Mapping[str, Any]) -> dict[str, str]:
-        """Return what has to be equal on all processes of the job, by name."""
+        """Return values that must be equal on all processes of the job, by name."""
         return {}
 
     def engine_class(self, kind: type[Any]) -> type[Any]:
@@ -93,29 +95,30 @@ class Extension:
         return kind
 
     def check_layout(self, layout: Any, batch: Any, has_stages: bool) -> None:
-        """Raise SwitchRefused for a layout that the extension cannot be in, at the start too.
+        """Raise SwitchRefused for a layout that the extension does not support, at the start too.
 
         batch: `BatchSizes` of the job. has_stages: whether the model is a PipelineModule.
         """
 
     def attach(self, engine: Any) -> None:
-        """Take the engine, whose state is not there yet; called once."""
+        """Take the engine, whose state does not exist yet; called once."""
         self.engine = engine
 
     def on_start(self) -> None:
-        """Called at the end of `initialize`, on a member that works. What it raises ends `initialize`."""
+        """Act on the finished engine; called at the end of `initialize` on working members, and ends it with what it
+        raises."""
 
     # ---- when a layout is chosen -------------------------------------------------------------------------------------
 
     def step_ms(self, layout: Any, members: Sequence[int]) -> dict[str, float]:
-        """Return predicted milliseconds of a step in a layout, by name, and their `total`; nothing if none are known.
+        """Return predicted milliseconds of a step in a layout, by name, and their `total`; empty if none are known.
 
         members: by rank.
         """
         return {}
 
     def best_layouts(self, members: int) -> Iterator[Any] | None:
-        """Return the best layouts for so many members, best first, where `layouts` is "best"; None for no opinion."""
+        """Return the best layouts for a number of members, best first, if `layouts` is "best"; None for no opinion."""
         return None
 
     # ---- in a step ---------------------------------------------------------------------------------------------------
@@ -143,37 +146,38 @@ class Extension:
         return nullcontext()
 
     def after_batch(self) -> None:
-        """Called after the optimizer's step, while the global batch that it closes is still known."""
+        """Act after the optimizer's step, while the global batch that it closes is still known."""
 
     def after_step(self) -> None:
-        """Called at the end of the `engine.step()` or `train_batch()` that closes a global batch.
+        """Act at the end of the `engine.step()` or `train_batch()` that closes a global batch.
 
         `engine.global_steps` counts the step by then. An idle member makes no step.
         """
 
     def on_batch_forgotten(self) -> None:
-        """Called when no global batch is open any more, trained or discarded."""
+        """Act once no global batch is open any more, trained or discarded."""
 
     # ---- between two steps -------------------------------------------------------------------------------------------
 
     def at_boundary(self) -> None:
-        """Called between two global batches of the process's first engine, after all changes that were due.
+        """Act between two global batches of the process's first engine, after all changes that were due.
 
-        In elastic launches alone, on members that work.
+        Called in elastic launches alone, on working members.
         """
 
     def before_leaving_world(self) -> None:
-        """Called before the process groups of the present world go; nothing of the extension may be under way then."""
+        """Finish all work in the present world, before its process groups are destroyed."""
 
     def before_load(self) -> None:
-        """Called before another state is loaded into the present world; a load that fails leaves the state as it is."""
+        """Act before another state is loaded into the present world; a load that fails leaves the state as it is."""
 
     def memory_in(self, layout: Any, members: tuple[int, ...]) -> int:
-        """Return the bytes of host memory that the extension would take in a layout, on the member with the most."""
+        """Return the bytes of host memory that the extension would take in a layout, on the member that needs the
+        most."""
         return 0
 
     def protects(self) -> Literal["", "no", "yes"]:
-        """Return "yes" or "no" where the extension knows whether the job outlives a death; else ""."""
+        """Return "yes" or "no" if the extension knows whether the job outlives a death; else ""."""
         return ""
 
     def on_change(self, change: Any) -> None:
@@ -181,7 +185,8 @@ class Extension:
 
 
 def check(extensions: Sequence[Any]) -> None:
-    """Raise ConfigError for extensions of a user that cannot be told apart, or that are none; `initialize` calls it."""
+    """Raise ConfigError for invalid extensions of a user: of another class, without a name, or with one that is taken.
+    Called by `initialize`."""
     for place, extension in enumerate(extensions):
         kind = type(extension).__name__
         if not isinstance(extension, Extension):
@@ -193,7 +198,7 @@ def check(extensions: Sequence[Any]) -> None:
 
 
 def made(settings: Any) -> list[Extension]:
-    """Return the extensions of the package that a `dynatrain` block asks for, in their order; `initialize` calls it."""
+    """Return the package's extensions that a `dynatrain` block asks for, in their order; called by `initialize`."""
     blocks = {key: getattr(settings, key) for key in BUILT_IN}
     return [named(BUILT_IN[key])(settings) for key, block in blocks.items() if block and getattr(block, "are_on", True)]
 
@@ -204,14 +209,14 @@ def rows() -> dict[str, tuple[Any, ...]]:
 
 
 def named(path: str) -> Any:
-    """Import a module, and return the object in it that `module:name` names."""
+    """Import a module, and return its object that `module:name` names."""
     module, _, name = path.partition(":")
     return getattr(import_module(module), name)
 
 
 @contextmanager
 def around(blocks: Iterable[AbstractContextManager[None]]) -> Iterator[None]:
-    """Enter all blocks, one inside the other."""
+    """Enter all context managers, each inside the one before."""
     with ExitStack() as stack:
         for block in blocks:
             stack.enter_context(block)

@@ -1,7 +1,7 @@
 """Records: frozen dataclasses as plain JSON, and back with their types checked.
 
-Members tell each other records, and files keep them. A class whose values travel is a dataclass, and nothing else is
-written for it: `to_record` reads its fields, and `from_record` checks each against its annotation.
+Members exchange records, and files keep them. A class whose values travel is a dataclass that needs no code of its own
+for it: `to_record` reads its fields, and `from_record` checks each field against its annotation.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def to_record(value: Any) -> Any:
 
 
 def from_record(kind: type[T], record: Any) -> T:
-    """Return the `kind` that `to_record` made `record` of.
+    """Return the `kind` from which `to_record` made `record`.
 
     Raises:
         TransferError: the record lacks a field, has one that the class does not know, or a value of another type.

@@ -1,8 +1,8 @@
-"""`python -m ds_dynatrain.run SCRIPT ARGUMENTS`: a script of Hugging Face's as it is, whose trainers follow the world.
+"""`python -m ds_dynatrain.run SCRIPT ARGUMENTS`: run an unchanged script of Hugging Face's with elastic trainers.
 
-Under torchrun: `torchrun --nnodes=2:8 --rdzv-backend=dynatrain ... -m ds_dynatrain.run train.py ARGUMENTS`, or
-`-m ds_dynatrain.run -m package.module ARGUMENTS`. Trainers whose DeepSpeed configuration has no `dynatrain` block are
-as always.
+Under torchrun: `torchrun --nnodes=2:8 --rdzv-backend=dynatrain ... -m ds_dynatrain.run train.py ARGUMENTS`, or `-m
+ds_dynatrain.run -m package.module ARGUMENTS`. Trainers whose DeepSpeed configuration has no `dynatrain` block work as
+always.
 """
 
 from __future__ import annotations

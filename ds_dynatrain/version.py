@@ -1,3 +1,3 @@
-"""The package's version."""
+"""Version of the ds_dynatrain package."""
 
 __version__ = "0.1.0"

@@ -1,1 +1,2 @@
-"""ds_dynatrain beside other tools: each file is one of them, imports it only when it is used, and nothing else does."""
+"""Integrations of ds_dynatrain with other tools: each file covers one tool, which is imported only when the file is
+used."""

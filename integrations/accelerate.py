@@ -1,8 +1,9 @@
-"""Accelerate over a world that changes: its `Accelerator`, for loops that stay as they are.
+"""Accelerate over a world that changes: its `Accelerator`, for unchanged loops.
 
     from ds_dynatrain.integrations.accelerate import Accelerator  # instead of accelerate's
 
-Import it before an Accelerator is made: where nodes come and go that would look for a world of a fixed size.
+Import it before an Accelerator is made: in a launch where nodes come and go, that would look for a world of a fixed
+size.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ EVALUATES = "accelerator.prepare_data_loader(loader, evaluation=True)"
 
 
 class Accelerator(Collectives, Checkpoints, Below):
-    """Accelerate's, of a DeepSpeed configuration with a `dynatrain` block.
+    """An `accelerate.Accelerator` for a DeepSpeed configuration with a `dynatrain` block.
 
     The DataLoader that shuffles trains, or the first one if none does; others evaluate. ConfigError without a block,
-    UnsupportedError for what cannot follow the world, by name.
+    UnsupportedError for features that cannot follow the world, by name.
     """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -58,13 +59,13 @@ class Accelerator(Collectives, Checkpoints, Below):
 
     @property
     def engine(self) -> Any:
-        """That of ds_dynatrain, which `prepare` makes; None before."""
+        """The engine of ds_dynatrain that `prepare` makes; None before."""
         wrapped = getattr(self, "deepspeed_engine_wrapped", None)
         return None if wrapped is None else wrapped.engine
 
     @property
     def num_processes(self) -> int:
-        """Of the present world; before the model is prepared, of that of the start."""
+        """Number of processes in the present world; before the model is prepared, in the first one."""
         found: int = super().num_processes
         if self.engine is not None or worker_place() is not None:
             return found
@@ -73,7 +74,7 @@ class Accelerator(Collectives, Checkpoints, Below):
     # ---- what is prepared --------------------------------------------------------------------------------------------
 
     def _prepare_deepspeed(self, *given: Any) -> tuple[Any, ...]:
-        """Accelerate's, which makes the engine, with loaders and schedules that follow it."""
+        """Make the engine as Accelerate does, with loaders and schedules that follow it."""
         accelerators.refuse_parts(given, self.engine is not None)
         loaders = [each for each in given if isinstance(each, DataLoader)]
         shuffling = [each for each in loaders if not is_in_order(each)] or loaders
@@ -95,7 +96,7 @@ class Accelerator(Collectives, Checkpoints, Below):
         return tuple(steady.get(id(each), each) for each in made)
 
     def _evaluates(self, loader: DataLoader[Any], first: list[DataLoader[Any]]) -> bool:
-        """Whether it does not train; `first`: that which trains if none does yet."""
+        """Return whether a loader evaluates. first: the loader that trains if none does yet."""
         return is_in_order(loader) and (self._training is not None or loader not in first)
 
     def prepare_data_loader(
@@ -106,7 +107,7 @@ class Accelerator(Collectives, Checkpoints, Below):
         *,
         evaluation: bool | None = None,
     ) -> Any:
-        """Accelerate's; evaluation: whether it evaluates, which is guessed otherwise.
+        """Prepare a DataLoader as Accelerate does. evaluation: whether it evaluates; guessed if not given.
 
         UnsupportedError for a second one that trains; DataError for one whose samples cannot be dealt again.
         """
@@ -132,20 +133,20 @@ class Accelerator(Collectives, Checkpoints, Below):
         return loader
 
     def _stock_loader(self, loader: DataLoader[Any]) -> Any:
-        """Accelerate's own for the present world."""
+        """Return Accelerate's own loader for the present world."""
         made = super().prepare_data_loader(loader)
         self._dataloaders.remove(made)
         return made
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Accelerate's; in one call with the model alone."""
+        """Refuse a scheduler prepared alone: it must be in one call with the model."""
         raise UnsupportedError(
             "accelerator.prepare_scheduler: it would not travel with the job; "
             "accelerator.prepare(model, optimizer, scheduler) in one call"
         )
 
     def _begin(self, schedules: list[SteadyScheduler]) -> None:
-        """The engine is there."""
+        """Connect loaders, schedules and carried objects to the engine; called once it is made."""
         engine = self.engine
         engine.on_change(self._see_change)
         if not engine.idle:
@@ -161,12 +162,12 @@ class Accelerator(Collectives, Checkpoints, Below):
     # ---- the world ---------------------------------------------------------------------------------------------------
 
     def _see_change(self, change: Change) -> None:
-        """Before a batch is drawn in another world, or one with another stage."""
+        """Refresh Accelerate's state; called before a batch is drawn in another world, or in one with another stage."""
         if not change.after.idle:
             self._refresh()
 
     def _refresh(self) -> None:
-        """What Accelerate remembers of the world."""
+        """Update everything that Accelerate remembers of the world."""
         engine = self.engine
         numbers.refresh_ranks()
         numbers.refresh_stage(self, engine.layout.zero_stage)
@@ -178,26 +179,28 @@ class Accelerator(Collectives, Checkpoints, Below):
             super().init_trackers(*arguments, **named)
 
     def init_trackers(self, *arguments: Any, **named: Any) -> None:
-        """Accelerate's; a process that becomes rank 0 later begins its own then."""
+        """Begin trackers as Accelerate does; a process that becomes rank 0 later begins its own then."""
         self._tracked = arguments, named
         super().init_trackers(*arguments, **named)
 
     def _begins(self, loader: EvaluationBatches) -> bool:
-        """Whether a pass over an evaluation loader has batches here."""
+        """Return whether a pass over an evaluation loader has batches on this process."""
         engine = self.engine
         return engine is None or (not engine.idle and engine._parts.loaders.begin_evaluation(loader))
 
     # ---- a step ------------------------------------------------------------------------------------------------------
 
     def _do_sync(self) -> None:
-        """Accelerate's; a micro-batch that trains has said whether it is the last of its global batch."""
+        """Set `sync_gradients` as Accelerate does, unless a training micro-batch has set it as the last of its global
+        batch or not."""
         if isinstance(self.gradient_state.active_dataloader, TrainingBatches):
             self.step += 1
         else:
             super()._do_sync()
 
     def backward(self, loss: Any, **named: Any) -> None:
-        """Accelerate's. DataError for what the training DataLoader has not dealt, or has dealt ahead."""
+        """Run a backward pass as Accelerate does. DataError for micro-batches that the training DataLoader has not
+        dealt, or has dealt ahead."""
         active = self.gradient_state.active_dataloader
         if not isinstance(active, TrainingBatches):
             raise DataError(
@@ -210,7 +213,8 @@ class Accelerator(Collectives, Checkpoints, Below):
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Accelerate's; they travel to processes that start to work, too. Their states are plain values and tensors."""
+        """Register objects as Accelerate does, and carry them to processes that start to work. Their states are plain
+        values and tensors."""
         first = len(self._custom_objects)
         super().register_for_checkpointing(*objects)
         if self.engine is not None:
@@ -221,7 +225,7 @@ class Accelerator(Collectives, Checkpoints, Below):
         self.engine.register_for_checkpointing(f"accelerate object {number}", value)
 
     def free_memory(self, *objects: Any) -> Any:
-        """Accelerate's, which ends the engine's job."""
+        """Free memory as Accelerate does, which ends the engine's job."""
         released = super().free_memory(*objects)
         self._training = None
         return released

@@ -1,7 +1,7 @@
-"""mpirun as a launcher of elastic jobs: its processes become members, as those of torchrun do.
+"""mpirun as a launcher of elastic jobs: its processes become members, like those of torchrun.
 
-MPI says who is where and carries the coordinator's address, once, at the start. No tensor ever travels over it, and it
-is ended at once, because a process that has joined an MPI world can leave it only together with all others.
+MPI tells where each process runs and carries the coordinator's address, once, at the start. No tensor ever travels over
+it, and it is finalized at once, because a process in an MPI world can leave it only together with all others.
 
 A process that fails makes most versions of mpirun kill the others: start it with `-disable-auto-cleanup` (MPICH) or
 `--continuous` (Open MPI) to let them go on.
@@ -42,15 +42,16 @@ def join(
     max_nodes: int | None = None,
     variables: MutableMapping[str, str] = os.environ,
 ) -> WorkerPlace:
-    """Call it first, on every process that mpirun has started: `ds_dynatrain.initialize` finds its place then.
+    """Find this process's place in the job; call it first, on every process that mpirun has started, before
+    `ds_dynatrain.initialize`.
 
-    communicator: of mpi4py, over all processes; COMM_WORLD by default, and then MPI is ended before it returns.
-    endpoint: HOST:PORT of a coordinator that runs (`ds-dynatrain coordinator`), or file:FILE where it has announced
-    itself; without it process 0 hosts one, for `min_nodes` to `max_nodes` nodes (by default as many as there are): then
-    the job lives as long as process 0. A second mpirun joins the job of an `endpoint`.
+    communicator: of mpi4py, over all processes; COMM_WORLD by default, and then MPI is finalized before this returns.
+    endpoint: HOST:PORT of a running coordinator (`ds-dynatrain coordinator`), or file:FILE with its announcement;
+    without it process 0 hosts one, for `min_nodes` to `max_nodes` nodes (by default as many as there are): then the job
+    lives as long as process 0. A second mpirun joins the job of an `endpoint`.
 
-    Where there is no token, process 0 makes one for this start, if it hosts the coordinator. ImportError without
-    mpi4py; ConfigError, on all processes, for an endpoint or numbers that make no sense; ElasticError if process 0
+    If there is no token, process 0 makes one for this start, provided that it hosts the coordinator. ImportError
+    without mpi4py; ConfigError, on all processes, for an invalid endpoint or invalid numbers; ElasticError if process 0
     cannot host.
     """
     from mpi4py import MPI
@@ -77,7 +78,7 @@ def join(
 
 
 def _spread(communicator: Any, text: str) -> str:
-    """The text of the communicator's process 0, on all of its processes."""
+    """Return the text of the communicator's process 0, on all of its processes."""
     body = np.frombuffer(text.encode(), np.uint8)
     length = np.array([len(body)], np.int64)
     communicator.Bcast(length)
@@ -90,7 +91,8 @@ def _spread(communicator: Any, text: str) -> str:
 def _invitation(
     endpoint: str | None, nodes: int, least: int, most: int | None, variables: Mapping[str, str]
 ) -> dict[str, Any]:
-    """On process 0: what all need to know, or an error for all; hosts a coordinator if there is none."""
+    """Return, on process 0, the endpoint, job and token for all processes, or an error for all; host a coordinator if
+    there is none."""
     try:
         if endpoint is not None:
             return {"endpoint": str(read_endpoint(endpoint)), "job": "", "token": None}

@@ -1,8 +1,8 @@
 """Ray actors as members of an elastic job: each actor is a node with one worker, and comes, goes and dies by itself.
 
 Ray starts the processes and carries the coordinator's address and token, once, at the start. No tensor ever travels
-over it. The coordinator is an actor, too. Ray Train starts its own processes, and all of them anew when their number
-changes: this is for actors of your own.
+over it. The coordinator is an actor, too. Ray Train is not supported: it starts its own processes, and restarts all of
+them when their number changes; use this in your own actors.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from ds_dynatrain.elastic.settings import Settings
 from ds_dynatrain.errors import ConfigError
 
 ANSWER_SECONDS = 60.0
-"""How long a coordinator's actor may take to start and to say where it listens."""
+"""How long a coordinator's actor may take to start and to report its address."""
 
 
 class Coordinator:
-    """What the coordinator's actor is."""
+    """Class of the coordinator's actor."""
 
     def __init__(self, job: str, min_nodes: int, max_nodes: int) -> None:
         import ray
@@ -36,14 +36,14 @@ class Coordinator:
         self._host.start()
 
     def invitation(self) -> tuple[str, str, str]:
-        """What who joins has to know: the address, the token, the job."""
+        """Return the address, the token and the job, which a member needs to join."""
         return str(self._host.address), self._token, self._job
 
 
 def coordinate(name: str, min_nodes: int, max_nodes: int) -> Any:
-    """Start the coordinator of a job as an actor of that name; its handle. ConfigError for numbers without sense.
+    """Start the coordinator of a job as an actor of that name; return its handle. ConfigError for impossible numbers.
 
-    It lives as long as the handle that is returned, and needs no core.
+    The coordinator lives as long as the returned handle, and needs no core.
     """
     import ray
 
@@ -57,13 +57,13 @@ def coordinate(name: str, min_nodes: int, max_nodes: int) -> Any:
 def join(
     name: str | None = None, endpoint: str | None = None, variables: MutableMapping[str, str] = os.environ
 ) -> WorkerPlace:
-    """Call it first, in a method of an actor: `ds_dynatrain.initialize` finds its place then.
+    """Find this actor's place in the job; call it first, in a method of the actor, before `ds_dynatrain.initialize`.
 
     name: that of `coordinate`. endpoint: instead of it HOST:PORT or file:FILE of a `ds-dynatrain coordinator`, whose
     token is in the environment. The method has to run in the actor's main thread, as those without `async` and
-    `max_concurrency` do, since SIGTERM is heard there.
+    `max_concurrency` do, since SIGTERM is handled there.
 
-    ImportError without ray; ConfigError for both or neither, and for an endpoint that is none; ValueError, of Ray's, if
+    ImportError without ray; ConfigError for both or neither, and for an invalid endpoint; ValueError, of Ray's, if
     there is no actor of that name.
     """
     if (name is None) == (endpoint is None):

@@ -1,6 +1,6 @@
 """Trainers of Hugging Face over a world that changes: `elastic(SFTTrainer)(model=model, args=args, ...)`.
 
-Import it before `TrainingArguments` are made: where nodes come and go they would look for a world of a fixed size.
+Import it before `TrainingArguments` are made: where nodes come and go, they would look for a world of a fixed size.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ T = TypeVar("T", bound=transformers.Trainer)
 
 
 def elastic(kind: type[T]) -> type[T]:
-    """A class like `kind` whose trainers follow the world; the DeepSpeed configuration needs a `dynatrain` block.
+    """Return a class like `kind` whose trainers follow the world; the DeepSpeed configuration needs a `dynatrain`
+    block.
 
-    kind: `transformers.Trainer`, or one of its subclasses. UnsupportedError, from the constructor, for what cannot
-    follow a world, by name.
+    kind: `transformers.Trainer`, or one of its subclasses. UnsupportedError, from the constructor, for features that
+    cannot follow a world, by name.
     """
     if issubclass(kind, ElasticMixin):
         return kind
@@ -36,9 +37,9 @@ def elastic(kind: type[T]) -> type[T]:
 
 
 def make_trainers_elastic() -> None:
-    """From now on each Trainer whose configuration has a `dynatrain` block is elastic, whatever its class.
+    """Make every Trainer made from now on elastic, whatever its class, if its configuration has a `dynatrain` block.
 
-    For scripts that are not to be changed; see `python -m ds_dynatrain.run`.
+    Meant for scripts that are not to be changed; see `python -m ds_dynatrain.run`.
     """
     stock = transformers.Trainer.__init__
 

@@ -1,4 +1,4 @@
-"""`python -m ds_dynatrain.cli` is `ds-dynatrain`."""
+"""Entry point of `python -m ds_dynatrain.cli`, the same as `ds-dynatrain`."""
 
 from ds_dynatrain.cli.main import main
 

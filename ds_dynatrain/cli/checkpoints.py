@@ -1,4 +1,4 @@
-"""What is in a checkpoint, and whether all of it is what was saved."""
+"""Contents of a checkpoint, and the check that all of it is as it was saved."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from ds_dynatrain.cli.terminal import stdout_console
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 
 COLUMNS = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
-"""Of a bar that counts bytes."""
+"""Columns of a progress bar that counts bytes."""
 
 
 def found(path: Path) -> Saved:
-    """The checkpoint at `path`, or the latest of a folder of them; CheckpointError if there is none."""
+    """Open the checkpoint at `path`, or the latest in a folder of them; CheckpointError if there is none."""
     return Saved.open(path if (path / "checkpoint.json").exists() else path / latest(path))
 
 
 def summary(saved: Saved) -> dict[str, Any]:
-    """What it says of itself, by kind, as plain JSON. bytes: stored; elements: of all tensors that have the kind."""
+    """Return a checkpoint's own record, by state kind, as plain JSON. bytes: those stored; elements: of all tensors of
+    a kind."""
     record = saved.record
     kinds: dict[str, dict[str, Any]] = {}
     for row in saved.manifest:
@@ -48,7 +49,7 @@ def summary(saved: Saved) -> dict[str, Any]:
 
 
 def show(said: dict[str, Any]) -> None:
-    """Print a summary for a reader."""
+    """Print the result of `summary` for a reader."""
     console = stdout_console()
     layout = " ".join(f"{name}={size}" for name, size in said["layout"].items() if size != 1 or name == "data")
     how = f"converted from {said['converted_from']}" if said["converted_from"] else f"saved in {layout}"
@@ -65,7 +66,8 @@ def show(said: dict[str, Any]) -> None:
 
 
 def damage(saved: Saved) -> Iterator[str]:
-    """Read all of it; in words what is not as it was saved. A bar on the terminal meanwhile."""
+    """Read a whole checkpoint and yield a line for each difference from what was saved, with a progress bar on the
+    terminal."""
     stored = [row for row in saved.manifest if row.file]
     for rank in range(saved.record.world.world_size):
         try:

@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class Format(str, Enum):
-    """Format that a checkpoint is converted to."""
+    """Format to which a checkpoint is converted."""
 
     SAFETENSORS = "safetensors"
     DEEPSPEED = "deepspeed-universal"
@@ -15,7 +15,7 @@ class Format(str, Enum):
 
 
 class WeightType(str, Enum):
-    """A type of torch's that all weights are converted to."""
+    """Type to which all weights are converted."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
@@ -23,7 +23,7 @@ class WeightType(str, Enum):
 
 
 class Size(str, Enum):
-    """A model of `ds-dynatrain compare`: the names of `comparison.job.SHAPES`."""
+    """Model of `ds-dynatrain compare`: the names in `comparison.job.SHAPES`."""
 
     TINY = "tiny"
     SMALL = "8M"
@@ -32,7 +32,7 @@ class Size(str, Enum):
 
 
 class WayName(str, Enum):
-    """A way to carry a change out: the names of `comparison.job.WAYS`."""
+    """Way to carry a change out: the names in `comparison.job.WAYS`."""
 
     LIVE = "live"
     GLOO = "live-gloo"

@@ -1,4 +1,4 @@
-"""`ds-dynatrain compare`: measure, and write what was found in four forms."""
+"""`ds-dynatrain compare`: measure changes, and write the figures in four forms."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def measure(
     scratch: Path | None,
     folder: Path,
 ) -> Comparison:
-    """Measure, with a line on the terminal for each way, and what was measured so far as JSON in the folder.
+    """Measure the changes, print a line for each way, and keep the figures so far as JSON in the folder.
 
-    ConfigError for a change or way that there is not.
+    ConfigError for a change or way that does not exist.
     """
     check_drawing()
     wanted = [way_of(name) for name in ways] or list(WAYS)
@@ -55,7 +55,7 @@ def measure(
 
 
 def read(path: Path) -> Comparison:
-    """Figures of an earlier run; ConfigError if there are none in the file."""
+    """Return the figures of an earlier run; ConfigError if the file has none."""
     check_drawing()
     try:
         return Comparison.from_json(path.read_text(encoding="utf-8"))
@@ -64,7 +64,7 @@ def read(path: Path) -> Comparison:
 
 
 def write(found: Comparison, folder: Path) -> None:
-    """JSON, Markdown, the page, and the picture of the last case alone."""
+    """Write figures as JSON, as Markdown, as the page, and the largest case alone as a picture."""
     from ds_dynatrain.comparison import charts
     from ds_dynatrain.comparison.page import page
 
@@ -83,7 +83,7 @@ def _keep(found: Comparison, folder: Path) -> None:
 
 
 def check_drawing() -> None:
-    """ConfigError now, not after minutes of measuring, where nothing can draw."""
+    """Raise ConfigError before minutes of measuring if matplotlib is missing."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""A configuration file: what the support table says of its keys, and whether a job with it would start."""
+"""Report on a configuration file: the support table's verdict on its keys, and whether a job with it would start."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
 
 @dataclass
 class JobReport:
-    """Prospects of a job with this configuration.
+    """Prospects of a job with a configuration.
 
-    layout: the first one, if the block and `zero_optimization` name a valid one. findings: key by key. problems:
-    whatever else would stop it. stages: of each ZeRO stage, why it could not be had ("" if it could). notes: what else
-    to know. extensions: their keys in the block. is_filled_in: whether Trainer or Accelerate has to fill in some keys.
+    layout: the first one, if the block and `zero_optimization` name a valid one. findings: the verdicts, key by key.
+    problems: anything else that would stop the job. stages: for each ZeRO stage, why it is refused ("" if it is not).
+    notes: further things to know. extensions: their keys in the block. is_filled_in: whether Trainer or Accelerate has
+    to fill in some keys.
     """
 
     path: str
@@ -43,15 +44,15 @@ class JobReport:
 
     @property
     def would_start(self) -> bool:
-        """Whether `initialize` would accept it."""
+        """Whether `initialize` would accept the configuration."""
         return not self.problems and all(finding.refusal is None for finding in self.findings)
 
 
 def examine_file(path: Path, processes: int | None, has_deepspeed: bool) -> JobReport:
-    """Report on a file; ConfigError if it is no readable configuration.
+    """Return the report on a file; ConfigError if it is no readable configuration.
 
-    processes: of the launch, None to take what the environment or the block says. has_deepspeed: DeepSpeed can be asked
-    for its own reading.
+    processes: those of the launch; None to take the number from the environment or the block. has_deepspeed: whether
+    DeepSpeed is there to be asked for its own reading.
     """
     if not path.is_file():
         raise ConfigError(f"configuration {str(path)!r}: no such file; give the path of DeepSpeed's JSON file")
@@ -86,7 +87,7 @@ def _split(whole: Mapping[str, Any], report: JobReport) -> tuple[dict[str, Any],
 def _without_auto(own: dict[str, Any], report: JobReport) -> dict[str, Any]:
     """Return the configuration without the keys that Hugging Face's Trainer and Accelerate fill in, and note them.
 
-    A bare `initialize` refuses these keys. A global batch that is filled in counts as 1 sample a rank in what follows.
+    A bare `initialize` refuses these keys. A global batch that is filled in counts as 1 sample a rank from here on.
     """
     filled = [finding.key for finding in report.findings if finding.value == AUTO and finding.refusal is not None]
     report.findings = [finding for finding in report.findings if finding.key not in filled]
@@ -111,7 +112,7 @@ def _without_auto(own: dict[str, Any], report: JobReport) -> dict[str, Any]:
 def _look_at_layouts(
     own: dict[str, Any], block: DynatrainConfig, processes: int | None, has_deepspeed: bool, report: JobReport
 ) -> None:
-    """The first layout, and which stages it can go to."""
+    """Determine the first layout, and the stages to which it can switch."""
     wanted = block.layout
     launch = processes or int(os.environ.get("WORLD_SIZE") or 0) or (wanted.data if wanted is not None else 1)
     zero = own.get("zero_optimization")
@@ -140,7 +141,7 @@ def _look_at_layouts(
 
 
 def _refuse_optimizer(own: Mapping[str, Any], layout: Layout, present: Layout | None) -> None:
-    """SwitchRefused for a layout that the optimizer of the configuration cannot be in."""
+    """Raise SwitchRefused for a layout that the configuration's optimizer cannot be in."""
     import torch
 
     from ds_dynatrain.adapters.optimizers import MUON, refuse_optimizer_layout
@@ -157,8 +158,8 @@ def _refuse_optimizer(own: Mapping[str, Any], layout: Layout, present: Layout | 
 
 
 def _ask_deepspeed(own: dict[str, Any], block: DynatrainConfig | None, layout: Layout, report: JobReport) -> None:
-    """Ask about what the installed series cannot do, the arithmetic of the batch, and DeepSpeed's own reading of the
-    values."""
+    """Check the limits of the installed DeepSpeed series, the arithmetic of the batch, and DeepSpeed's own reading of
+    the values."""
     from torch import nn
 
     from ds_dynatrain.adapters.settings import BatchSizes, layout_config

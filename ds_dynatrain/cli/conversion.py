@@ -1,4 +1,4 @@
-"""A checkpoint in the format of another tool, and one of another tool in ours, with a bar on the terminal."""
+"""Conversion of our checkpoints to other tools' formats and back, with a bar on the terminal."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from ds_dynatrain.cli.choices import Format, WeightType
 from ds_dynatrain.errors import CheckpointError
 
 MOST_NAMED = 10
-"""Parts that are left out."""
+"""The most names of left-out parts to print."""
 
 
 def convert(path: Path, out: Path, to: Format, dtype: WeightType | None, trust_pickle: bool) -> Iterator[str]:
-    """Convert what lies at `path`; in words, line by line, what was written.
+    """Convert the checkpoint at `path`; yield lines that say what was written.
 
-    CheckpointError as `to_safetensors`, `to_universal`, `to_dcp`, `told_at` and `take`.
+    CheckpointError as in `to_safetensors`, `to_universal`, `to_dcp`, `told_at` and `take`.
     """
     with naming(path):
         if to is Format.OURS:
@@ -73,7 +73,7 @@ def _from_ours(saved: Saved, out: Path, to: Format, dtype: torch.dtype | None) -
 
 @contextmanager
 def _bar(total: int | None) -> Iterator[Callable[[int], None]]:
-    """A bar inside the block, which the function moves by so many bytes."""
+    """Show a bar during the block; yields a function that moves it by a number of bytes."""
     with Progress(*COLUMNS, transient=True) as bar:
         task = bar.add_task("writing", total=total)
 
@@ -84,7 +84,7 @@ def _bar(total: int | None) -> Iterator[Callable[[int], None]]:
 
 
 def _bytes_of(saved: Saved, to: Format, dtype: torch.dtype | None) -> int | None:
-    """About how many bytes there will be; None if that is not known."""
+    """Return about how many bytes will be written; None if that is unknown."""
     tensors = saved.record.logical_tensors()
     if to is Format.SAFETENSORS:
         return None if dtype is None else sum(tensor.numel for tensor in tensors) * dtype.itemsize
@@ -92,7 +92,7 @@ def _bytes_of(saved: Saved, to: Format, dtype: torch.dtype | None) -> int | None
 
 
 def _rest_of(saved: Saved) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """(the shared carry, the module's buffers of rank 0)."""
+    """Return the shared carry and the module's buffers of rank 0."""
     from ds_dynatrain.engine.checkpoints.extra_state import rest_for, shared_of
 
     with Reader(saved.path, saved.manifest) as reader:

@@ -26,40 +26,40 @@ VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("TORCHELASTIC_RUN_ID", "DS_ACCELERATOR", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME"),
 )
-"""Environment variables that decide about a launch."""
+"""Environment variables that affect a launch."""
 LONGEST_COMPILATION_MINUTES = 15
 LOOPBACK = "::ffff:127.0.0.1"
-"""As torch's stores see a process of their own machine: no line of /etc/hosts answers for it."""
+"""This machine's address as torch's stores see a local process; /etc/hosts has no line for it."""
 LOOK_UPS, LONGEST_LOOK_UP_SECONDS = 3, 0.5
 STATUS = "CPU processes over gloo; on GPUs a fixed launch was tried on one shared card, elastic ones on none"
-"""What everybody should know first; the box at the top of README.md says it in these words."""
+"""The first thing to know about the package; the box at the top of README.md uses these words."""
 
 
 @dataclass(frozen=True)
 class Environment:
-    """The conditions; a job can start if none is bad."""
+    """Conditions on this machine; a job can start if none is bad."""
 
     checks: tuple[Check, ...]
     variables: dict[str, str]
 
     @property
     def failed(self) -> tuple[str, ...]:
-        """Names of what stands against a start."""
+        """Names of the conditions that prevent a start."""
         return tuple(check.name for check in self.checks if check.is_well is False)
 
     @property
     def is_well(self) -> bool:
-        """Whether nothing stands against a start."""
+        """Whether no condition prevents a start."""
         return not self.failed
 
     @property
     def has_deepspeed(self) -> bool:
-        """Whether DeepSpeed is there with all the names that are relied on."""
+        """Whether DeepSpeed is installed with all the private names that this package uses."""
         return any(check.name == "names" and check.is_well for check in self.checks)
 
 
 def examine_environment() -> Environment:
-    """Look at this process; takes seconds, for it imports torch and DeepSpeed if they are there."""
+    """Examine this process; takes seconds, because it imports torch and DeepSpeed if they are installed."""
     status = Check("status", "alpha", note=STATUS)
     checks = (status, *_versions(), *_deepspeed(), _compiler(), *_digests(), _name_server(), *_broken_off())
     return Environment(checks, {name: os.environ[name] for name in VARIABLES if name in os.environ})
@@ -105,7 +105,7 @@ def _version(package: str) -> str | None:
 
 
 def _deepspeed() -> Iterator[Check]:
-    """The private names, and the accelerator; what DeepSpeed prints while it is imported goes to stderr."""
+    """Check DeepSpeed's private names and the accelerator; anything DeepSpeed prints on import goes to stderr."""
     with redirect_stdout(sys.stderr):
         try:
             import torch
@@ -126,7 +126,7 @@ def _deepspeed() -> Iterator[Check]:
 
 
 def _compiler() -> Check:
-    """Look for the compiler of torch's extensions."""
+    """Check for the compiler of torch's extensions."""
     wanted = os.environ.get("CXX", "c++")
     found = shutil.which(wanted)
     ninja = shutil.which("ninja") or _version("ninja")
@@ -137,7 +137,7 @@ def _compiler() -> Check:
 
 
 def _digests() -> Iterator[Check]:
-    """Say which of the two sums this installation has."""
+    """Check whether digests are compiled in this installation, or computed in numpy."""
     if _version("torch") is None:
         return
     from ds_dynatrain.transfer import is_compiled
@@ -150,7 +150,8 @@ def _digests() -> Iterator[Check]:
 
 
 def _name_server() -> Check:
-    """How long it takes to learn nothing of an address: at each connection torch's stores ask, and serve nobody."""
+    """Time a reverse look-up that finds no name: torch's stores do one at each connection, and serve nobody
+    meanwhile."""
     longest = 0.0
     for _ in range(LOOK_UPS):
         begin = time.monotonic()
@@ -163,9 +164,9 @@ def _name_server() -> Check:
 
 
 def _broken_off() -> Iterator[Check]:
-    """Locks of compilations that nobody goes on with: torch waits for their end without a word and without a limit.
+    """Find locks of compilations that were broken off: torch waits for their end silently and without a limit.
 
-    Since 2.14 it is the kernel that holds them, and lets go of a dead process's; the files stay for good.
+    Since torch 2.14 the kernel holds the locks, and releases those of a dead process; the files stay for good.
     """
     if _version("torch") is None:
         return
@@ -188,9 +189,9 @@ def _broken_off() -> Iterator[Check]:
 
 
 def _is_left(lock: Path) -> bool:
-    """Return whether no process of this machine has a lock open, which its holder does while it compiles.
+    """Return whether no process of this machine has a lock open, as its holder does while it compiles.
 
-    False where that cannot be known: another user's, or no /proc. FileNotFoundError if the lock is gone.
+    False if that is unknown: for another user's lock, or without /proc. FileNotFoundError if the lock is gone.
     """
     made = lock.stat()
     if os.geteuid() not in (0, made.st_uid) or not Path("/proc/self/fd").is_dir():

@@ -112,7 +112,7 @@ def coordinator(
 ) -> None:
     """Coordinate the nodes of one elastic job, from its start to its end, so that no node is special.
 
-    It may be killed and started again: members go on, come back, and tell it what it has to know. With --announce it
+    It may be killed and started again: members go on, reconnect, and tell it the state of the job. With --announce it
     may be started elsewhere, at any port; one that runs still ends then.
 
     Example: ds-dynatrain coordinator 10.0.0.1:29400 --nnodes 2:8 --job run-7 --token-file run-7.token
@@ -158,7 +158,7 @@ def leave(
     node: Annotated[str, typer.Argument(help="The node: what `ds-dynatrain status` shows before the slash.")],
     token_file: TokenFile = None,
 ) -> None:
-    """Let a node hand over what it holds and leave an elastic job, as SIGTERM to its torchrun does.
+    """Let a node hand over its state and leave an elastic job, as SIGTERM to its torchrun does.
 
     Returns as soon as its workers were told; the status shows when they have gone.
 
@@ -237,7 +237,7 @@ def inspect(path: Where, as_json: AsJson = False) -> None:
 
     Example: ds-dynatrain checkpoint inspect checkpoints
 
-    Exit code: 0, or 2 if there is none or what it says of itself is damaged.
+    Exit code: 0, or 2 if there is no checkpoint or its record is damaged.
     """
     import json
 

@@ -1,4 +1,4 @@
-"""A coordinator as a command; the status of a job as a table or as JSON; a node that is told to leave."""
+"""Commands on elastic jobs: run a coordinator, show the status as a table or as JSON, tell a node to leave."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from ds_dynatrain.errors import ConfigError, ElasticError
 Answer = TypeVar("Answer")
 
 WHOLE = ("rank", "member", "phase", "step")
-"""Columns that are never folded; `leave` asks for the text of one."""
+"""Columns that are never folded, so that a node's name can be copied for `leave`."""
 
 
 def nodes(text: str) -> tuple[int, int]:
-    """MIN:MAX or N, as torchrun's --nnodes; ConfigError for anything else."""
+    """Parse MIN:MAX or N, as in torchrun's --nnodes; ConfigError for anything else."""
     least, _, most = text.partition(":")
     numbers = (least, most or least)
     if not all(number.isascii() and number.isdigit() for number in numbers):
@@ -49,7 +49,7 @@ def run_coordinator(
     http: str | None = None,
     http_token_file: Path | None = None,
 ) -> None:
-    """Serve one job until it has finished, and show it at `http`. ConfigError or ElasticError if it cannot begin, or
+    """Serve one job until it has finished, and show it at `http`. ConfigError or ElasticError if it cannot begin, or if
     another coordinator has taken its place in the file `announce`."""
     from ds_dynatrain.elastic.hosting import Host  # imports torch
 
@@ -71,12 +71,14 @@ def run_coordinator(
 
 
 def status(address: str, token_file: Path | None) -> Status:
-    """Ask for the status. ConfigError, ElasticError if nobody answers or lets us in."""
+    """Return the status of a job. ConfigError for a bad address or token, ElasticError if no coordinator answers or
+    admits this process."""
     return _asked(address, token_file, ask_status)
 
 
 def leave(address: str, node: str, token_file: Path | None) -> tuple[str, ...]:
-    """Tell the workers of a node to go; which ones. ConfigError for what no node is called, ElasticError as above."""
+    """Tell the workers of a node to go; return the ones that were told. ConfigError for an impossible name,
+    ElasticError as in `status`."""
     try:
         return _asked(address, token_file, lambda where, token: ask_to_leave(where, node, token))
     except ValidationError as error:
@@ -98,7 +100,7 @@ def _asked(address: str, token_file: Path | None, question: Callable[[Endpoint, 
 
 
 def show_status(status: Status) -> None:
-    """Print it for a reader: the job, its members, the last changes."""
+    """Print a status for a reader: the job, its members, the last changes."""
     console = stdout_console()
     state = _state(status)
     name = f"job {status.job!r}" if status.job else "a job without a name"
@@ -123,7 +125,7 @@ def show_status(status: Status) -> None:
 
 
 def _state(status: Status) -> str:
-    """Return what the job does, in words."""
+    """Return the state of the job in words."""
     if status.finished:
         return "finished"
     if status.generation == 0:
@@ -137,7 +139,7 @@ def _state(status: Status) -> str:
 
 
 def _members(status: Status) -> Table:
-    """Return a row per member, without the columns that are empty for all of them."""
+    """Return a table with a row per member, without columns that are empty for all members."""
     columns: dict[str, list[str]] = {
         "rank": ["" if one.rank is None else str(one.rank) for one in status.members],
         "member": [escape(one.member) for one in status.members],

@@ -1,4 +1,4 @@
-"""The doctor's report for eyes and for programs."""
+"""The doctor's report, as text for people and as JSON for programs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MARKS = {True: "[green]ok[/]", False: "[red]no[/]", None: ""}
 
 
 def report(environment: Environment, job: JobReport | None, rounding: ExactMachine | None = None) -> None:
-    """Print it for a reader, the verdict last."""
+    """Print the report for a reader, the verdict last."""
     console = stdout_console()
     console.print(_machine(environment))
     if rounding is not None:
@@ -44,7 +44,7 @@ def report(environment: Environment, job: JobReport | None, rounding: ExactMachi
 
 
 def json_report(environment: Environment, job: JobReport | None, rounding: ExactMachine | None = None) -> None:
-    """Print one object; its keys are documented in docs/doctor.md."""
+    """Print the report as one JSON object; its keys are documented in docs/doctor.md."""
     said: dict[str, Any] = {
         "would_start": environment.is_well and (job is None or job.would_start),
         "environment": _rows(environment.checks),
@@ -72,7 +72,7 @@ def json_report(environment: Environment, job: JobReport | None, rounding: Exact
 
 
 def whole_table() -> None:
-    """Print every row, as the docs have them."""
+    """Print every row of the support table, as in the docs."""
     print("\n\n".join(f"## {name}\n\n{markdown(name)}" for name in all_tables()))
 
 
@@ -118,7 +118,7 @@ def _print_job(console: Console, job: JobReport) -> None:
 
 
 def _print_long(console: Console, title: str, colour: str, rows: Iterable[tuple[Finding, Mapping[str, Any]]]) -> None:
-    """Keys with their reasons, one below the other; nothing if there is none."""
+    """Print keys with their reasons, one below the other; nothing if there are none."""
     for place, (finding, key) in enumerate(rows):
         if place == 0:
             console.print(f"[{colour}]{title}[/]" if colour else title)
@@ -129,7 +129,7 @@ def _print_long(console: Console, title: str, colour: str, rows: Iterable[tuple[
 
 
 def _key(finding: Finding) -> dict[str, Any]:
-    """One key for the JSON report."""
+    """Return one key for the JSON report."""
     why, instead = "", ""
     if finding.refusal is not None:
         why, instead = finding.refusal.why, finding.refusal.instead

@@ -1,4 +1,4 @@
-"""How commands print: tables that fit a terminal, and whole lines into a pipe or a file."""
+"""Console for commands: tables that fit a terminal, and whole lines in a pipe or a file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from rich.console import Console
 
 PIPE_COLUMNS = 10_000
-"""Wide enough for any line; rich would otherwise cut at 80 columns what goes into a pipe."""
+"""Width for pipes, enough for any line; rich would otherwise cut lines at 80 columns."""
 
 
 def stdout_console() -> Console:

@@ -1,8 +1,8 @@
 """A way out of a collective that will never end: the sockets of its group are shut down, and it raises.
 
-gloo cannot abort. Ranks beside a dead one in the ring see its connection end; all others wait for their time-out, and
-so does everybody if a rank hangs. shutdown(2) on the established connections of a group, from another thread, makes
-every collective that is blocked on them raise within milliseconds, and one that is still connecting too. The listening
+gloo cannot abort. Ranks next to a dead one in the ring see its connection end; all others wait for their time-out, and
+so do all ranks if one hangs. shutdown(2) on the established connections of a group, from another thread, makes every
+collective that is blocked on them raise within milliseconds, and also one that is still connecting. The listening
 sockets stay: gloo ends the process if it loses one.
 """
 
@@ -41,12 +41,12 @@ class WorldSockets:
 
     @contextmanager
     def building(self, is_wanted: Callable[[], bool] = lambda: True) -> Iterator[Callable[[str], None]]:
-        """Sockets that gloo opens inside of the block belong to the world, also while it is not through yet, and so do
-        those of stores that this thread connects to (`count_store`).
+        """Count sockets that gloo opens inside the block as the world's, from the moment it opens them.
 
-        Gives what is to be called with a group's name once that is built: then sockets that are new are this group's.
-        is_wanted: asked once an `abort` would be felt; if the world is not wanted any more, WorldChanged is raised, so
-        that an abort which came a moment too early is not lost.
+        Sockets of stores that this thread connects to meanwhile count too (`count_store`). Yields a function to call
+        with a group's name once the group is built: sockets that are new by then are the group's. is_wanted: asked once
+        an `abort` would take effect; WorldChanged is raised if it returns false, so that an abort that came a moment
+        too early is not lost.
         """
         self._before = before = seen = gloo_sockets()
         outer, _here.building = getattr(_here, "building", None), self
@@ -65,7 +65,8 @@ class WorldSockets:
             self._before, _here.building = None, outer
 
     def abort(self, resting: Collection[str] = ()) -> int:
-        """Shut all of them down; how many there were. Blocked collectives raise RuntimeError, a build DistError.
+        """Shut all sockets of the world down and return how many were open. Blocked collectives raise RuntimeError, a
+        group under construction raises DistError.
 
         resting: names of groups whose sockets are left alone.
         """
@@ -78,23 +79,25 @@ class WorldSockets:
         return sum(_shut(*each) for each in mine.items() if each not in rest)
 
     def take_over(self, previous: WorldSockets) -> None:
-        """The next world has some of the groups of another one, whose sockets are this one's too, if they are open."""
+        """Count sockets of the previous world that are still open as this world's, too: it keeps some of those
+        groups."""
         there = open_sockets().items()
         self._built = {fd: inode for fd, inode in previous._built.items() if (fd, inode) in there} | self._built
         still = {name: sockets for name, sockets in previous._groups.items() if sockets.items() & there}
         self._groups = {**still, **self._groups}
 
     def forget(self) -> None:
-        """The groups were destroyed; their sockets are closed."""
+        """Drop all sockets; called when the groups were destroyed, which closes them."""
         self._built, self._groups = {}, {}
 
 
 _here = threading.local()
-"""Its `building`: the WorldSockets whose block the present thread is in."""
+"""Thread-local attribute `building`: the WorldSockets whose `building` block the thread is in."""
 
 
 def count_store(sockets: Mapping[int, int]) -> None:
-    """Let a store's own socket, which was opened just now, be one of the world that this thread builds, if it does."""
+    """Add a store's socket, opened just now by this thread, to the world that the thread is building, if there is
+    one."""
     world: WorldSockets | None = getattr(_here, "building", None)
     if world is not None:
         world._built = {**world._built, **sockets}
@@ -106,10 +109,10 @@ def open_sockets() -> dict[int, int]:
 
 
 def gloo_sockets() -> dict[int, int]:
-    """Return the inodes of gloo's sockets alone: its loops watch all that it has by epoll.
+    """Return the inodes of gloo's sockets alone. Its event loops watch them by epoll.
 
-    Such a loop is known by what it is woken by, a pipe (libuv and gRPC take an eventfd, asyncio a pair of sockets), and
-    by the socket at which gloo listens. Descriptors may come and go while this looks: each is looked at once.
+    An event loop of gloo's is recognized by the pipe that wakes it (libuv and gRPC use an eventfd, asyncio a socket
+    pair) and by a listening socket. Descriptors may come and go during the call: each is read once.
     """
     found: dict[int, int] = {}
     for name in os.listdir(_DESCRIPTORS):
@@ -144,12 +147,12 @@ def _sockets(targets: Mapping[int, str]) -> dict[int, int]:
 
 
 def new_sockets(before: dict[int, int], after: dict[int, int]) -> dict[int, int]:
-    """Return the sockets of `after` that were not there before."""
+    """Return the sockets of `after` that are not in `before`."""
     return {descriptor: inode for descriptor, inode in after.items() if before.get(descriptor) != inode}
 
 
 def _listens(descriptor: int) -> bool:
-    """Return whether a socket is one at which others connect; not if it was closed since."""
+    """Return whether a socket is a listening one; False if it was closed meanwhile."""
     try:
         with socket.socket(fileno=os.dup(descriptor)) as copy:
             return bool(copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
@@ -160,7 +163,7 @@ def _listens(descriptor: int) -> bool:
 def _shut(descriptor: int, inode: int) -> bool:
     """Shut a socket down if it is still the one with this inode, and an established TCP connection."""
     try:
-        with socket.socket(fileno=os.dup(descriptor)) as copy:  # a copy stays the same one, whoever closes the original
+        with socket.socket(fileno=os.dup(descriptor)) as copy:  # a copy stays valid if the original is closed
             if os.fstat(copy.fileno()).st_ino != inode or copy.family not in (socket.AF_INET, socket.AF_INET6):
                 return False
             if _listens(copy.fileno()):

@@ -1,8 +1,8 @@
-"""The place of a coordinator: HOST:PORT, or file:FILE, in which it announces its address in a folder that all nodes
-see.
+"""Addresses of coordinators: HOST:PORT, or file:FILE, a file in a folder that all nodes see, in which the coordinator
+announces its address.
 
-The newest coordinator wins. Readers open the file at each try, so they find one that was started anew elsewhere; a
-coordinator that finds another one's announcement there ends.
+The newest coordinator wins. Readers open the file at each try, so they find a coordinator that was restarted elsewhere;
+a coordinator that finds another one's announcement in its file ends.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ USER_TIMEOUT_MS = 20_000
 """How long sent bytes may stay without an answer from the other host before its connection counts as broken."""
 PREFIX = "file:"
 LONGEST_ANNOUNCEMENT = 4096
-"""Bytes."""
+"""The most bytes that an announcement may have."""
 LOOK_SECONDS = 2.0
-"""Between two looks of a coordinator at its own announcement."""
+"""How often a coordinator checks its own announcement."""
 MODE = 0o644
-"""Others may read where it is; to be let in takes the token."""
+"""Permissions of the announcement: everybody may read the address, since joining takes the token."""
 
 logger = logging.getLogger("ds_dynatrain.elastic")
 
@@ -61,7 +61,7 @@ class Address:
         return cls(host, port)
 
     def locate(self, is_guarded: bool) -> Address:
-        """Return itself: the address of `Announced` has to be looked up."""
+        """Return this address itself; counterpart of `Announced.locate`."""
         return self
 
     def __str__(self) -> str:
@@ -70,16 +70,16 @@ class Address:
 
 @dataclass(frozen=True)
 class Announced:
-    """A coordinator whose address stands in a file."""
+    """A coordinator that announces its address in a file."""
 
     file: Path
 
     def locate(self, is_guarded: bool) -> Address:
-        """Return the address that stands there now. OSError if nothing does yet, or an address that only another
-        machine reaches.
+        """Return the address that the file names now. OSError if there is no announcement yet, or if its address works
+        only on another machine.
 
-        is_guarded: whoever answers will have to prove the token. CoordinatorUnproved if not and it is on another
-        machine; MessageError for a file that no coordinator has written.
+        is_guarded: whether the coordinator will have to prove that it knows the token. CoordinatorUnproved if not and
+        the address is another machine's; MessageError for a file that no coordinator has written.
         """
         try:
             said = Announcement.read(self.file)
@@ -101,11 +101,12 @@ class Announced:
 
 
 Endpoint = Address | Announced
-"""Where a coordinator is found."""
+"""An address at which to look for a coordinator."""
 
 
 def read_endpoint(text: str) -> Endpoint:
-    """HOST:PORT, or file:FILE; ConfigError if it is neither. A relative FILE counts from this process's folder."""
+    """Parse HOST:PORT or file:FILE; ConfigError if the text is neither. A relative FILE counts from this process's
+    folder."""
     text = text.strip()
     if not text.startswith(PREFIX):
         return Address.parse(text)
@@ -115,8 +116,8 @@ def read_endpoint(text: str) -> Endpoint:
 
 
 class Announcement(Record):
-    """The words of a coordinator in its file. mark: no other one has it. host: the machine that the coordinator runs
-    on."""
+    """Contents of an announcement file. mark: unique to one run of a coordinator. host: the machine on which it
+    runs."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -132,7 +133,7 @@ class Announcement(Record):
 
     @classmethod
     def read(cls, file: Path) -> Announcement:
-        """Read what a file says; FileNotFoundError if there is none, MessageError if it is something else."""
+        """Read an announcement; FileNotFoundError if there is no file, MessageError if it holds something else."""
         with file.open("rb") as opened:
             body = opened.read(LONGEST_ANNOUNCEMENT + 1)
         try:
@@ -145,7 +146,7 @@ class Announcement(Record):
             raise MessageError(f"{file} is no announcement of a coordinator: {error}") from error
 
     def write(self, file: Path) -> None:
-        """Put it in the place of whatever is there: a reader sees the one or the other, and nothing in between."""
+        """Replace the file atomically: a reader sees either the old announcement or this one."""
         new = file.with_name(f".{file.name}.{self.mark}")
         try:
             with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, MODE), "w", encoding="utf-8") as opened:
@@ -160,10 +161,11 @@ class Announcement(Record):
 
 @contextmanager
 def announced(file: Path, address: Address, job: str, on_replaced: Callable[[], object]) -> Iterator[None]:
-    """Announce an address while this lasts; OSError if the file cannot be written.
+    """Announce an address for the duration of the block; OSError if the file cannot be written.
 
-    It is taken away at the end, not after an error: whoever looks for a coordinator goes on looking there. If another
-    one announces itself in the same file, `on_replaced` is called, and the end is an ElasticError.
+    The file is deleted at the end, except after an error: processes in search of a coordinator keep reading it. If
+    another coordinator announces itself in the same file, `on_replaced` is called, and the block ends with an
+    ElasticError.
     """
     host, mark, ended = socket.gethostname(), secrets.token_hex(8), threading.Event()
     mine, others = Announcement(coordinator=str(address), host=host, job=job, mark=mark), list[Announcement]()
@@ -204,7 +206,7 @@ def announced(file: Path, address: Address, job: str, on_replaced: Callable[[], 
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only the machine itself reaches this address."""
+    """Return whether an address can be reached from its own machine only."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -212,9 +214,9 @@ def is_loopback(host: str) -> bool:
 
 
 def listen(address: Address, *, is_guarded: bool) -> socket.socket:
-    """A listening socket. OSError if the address is taken or another machine's.
+    """Return a listening socket. OSError if the address is taken or another machine's.
 
-    is_guarded: whoever connects has to prove a token. ElasticError if nobody has to and another machine could connect.
+    is_guarded: whether peers have to prove a token. ElasticError if they do not and other machines could connect.
     """
     family, _, _, _, place = socket.getaddrinfo(
         address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -236,7 +238,7 @@ def listen(address: Address, *, is_guarded: bool) -> socket.socket:
 
 
 def tune(connection: socket.socket) -> None:
-    """Send at once, and notice a host that is gone though nobody said so."""
+    """Set TCP options: send at once, and notice a host that disappears without closing the connection."""
     if connection.family not in (socket.AF_INET, socket.AF_INET6):
         return
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,10 +1,10 @@
-"""A peer's end of a connection to the coordinator, for threads that wait; and what proves each message of it.
+"""Client side of a connection to the coordinator, for threads that block; and the tags that authenticate its messages.
 
-Both ends draw a number, and from the token, both numbers and the direction follows a key. So the first message under it
-proves that its sender knows the token, and no message of another connection, of the other direction or of another place
-in this one is taken. Whoever stands in the middle can read and hold up, as on any wire, but change, repeat, add and
-leave out nothing. So the addresses of the two ends are not part of it: they differ behind NAT and in containers, and
-would keep nobody from anything more.
+Both ends draw a random number. The token, both numbers and the direction yield a key, so the first message under it
+proves that its sender knows the token, and a message from another connection, the other direction or another position
+is rejected. An attacker in the middle can read and delay messages, as on any wire, but cannot change, repeat, add or
+drop any. The addresses of the two ends are left out of the key: they differ behind NAT and in containers, and would add
+no protection.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ Role = Literal["coordinator", "peer"]
 
 COUNT = struct.Struct(">Q")
 TAG_BYTES = 32
-"""HMAC-SHA256."""
+"""Size of a tag: one HMAC-SHA256."""
 NO_TAG = bytes(TAG_BYTES)
-"""What stands behind a message of which nothing is proved yet."""
+"""Placeholder tag of the first messages, before there is a key."""
 READ_BYTES = 1 << 16
 SEND_SECONDS = 10.0
 """How long the coordinator may leave bytes unread before the connection counts as broken."""
 RETRY_SECONDS = 0.2
-"""Between two tries to reach a coordinator that is not there."""
+"""Pause between two attempts to reach a coordinator that does not answer."""
 ANSWER_SECONDS = 5.0
 
 logger = logging.getLogger("ds_dynatrain.elastic")
@@ -62,15 +62,14 @@ Answer = TypeVar("Answer", bound=Message)
 
 
 def new_nonce() -> str:
-    """A number that was never drawn before."""
+    """Return a random number that was never used before, in hexadecimal."""
     return secrets.token_hex(16)
 
 
 class Channel:
-    """Tags for both directions of one connection, as one end sees them. Without a token the tags are right, and prove
-    nothing.
+    """Tags for both directions of one connection, as seen by one end. Without a token the tags match but prove nothing.
 
-    nonces: the coordinator's, the peer's. here: which of the two this end is.
+    nonces: the coordinator's number and the peer's. here: which of the two this end is.
     """
 
     def __init__(self, token: str | None, nonces: tuple[str, str], here: Role) -> None:
@@ -78,15 +77,16 @@ class Channel:
         self._sent, self._received = (_Direction(derive(token, " ".join([who, *nonces]))) for who in (here, there))
 
     def seal(self, wire: bytes) -> bytes:
-        """An encoded message with its tag; they have to be sent in this order."""
+        """Append the tag to an encoded message; messages must be sent in the order of these calls."""
         return wire + self._sent.next_tag(wire)
 
     def is_next(self, wire: bytes, tag: bytes) -> bool:
-        """Whether the other end has sent just this after what was asked about before."""
+        """Return whether `tag` authenticates `wire` as the other end's next message."""
         return hmac.compare_digest(self._received.next_tag(wire), tag)
 
     def check(self, wire: bytes, tag: bytes) -> None:
-        """MessageError if the other end has not sent just this; the connection is worth nothing then."""
+        """Raise MessageError unless `tag` authenticates `wire` as the next message; the connection must be closed
+        then."""
         if not self.is_next(wire, tag):
             raise MessageError(
                 "a message was changed on its way, or is not of who has proved the token: its tag is wrong"
@@ -104,7 +104,8 @@ class _Direction:
 
 
 class Connection:
-    """Messages over one socket. `welcome` is what the coordinator said when it let us in, `address` where it was."""
+    """Messages over one socket. welcome: the coordinator's answer when it admitted this process. address: the
+    coordinator's."""
 
     welcome: Welcome
 
@@ -120,10 +121,10 @@ class Connection:
 
     @classmethod
     def open(cls, endpoint: Endpoint, token: str | None, job: str = "", seconds: float = 5.0) -> Connection:
-        """Connect and be let in, within `seconds` for each answer.
+        """Connect and be admitted; each answer may take `seconds`.
 
-        OSError if nobody is there or answers, PeerRefused with the coordinator's reason, CoordinatorUnproved or
-        MessageError if what answers is no coordinator of this version that knows the token.
+        OSError if nothing answers, PeerRefused with the coordinator's reason, CoordinatorUnproved or MessageError if
+        the answer is not that of a coordinator of this version that knows the token.
         """
         connection = cls(endpoint.locate(is_guarded=token is not None), seconds)
         try:
@@ -158,28 +159,29 @@ class Connection:
         return answer
 
     def fileno(self) -> int:
-        """The descriptor of its socket; -1 once it is closed."""
+        """Return the descriptor of the socket; -1 once it is closed."""
         return self._socket.fileno()
 
     def send(self, message: Message) -> None:
-        """Send a message; OSError if the connection is broken, which it then stays."""
+        """Send a message; OSError if the connection is broken, which is final."""
         wire = encode(message)
         with self._sending:
             self._socket.sendall(wire + NO_TAG if self._channel is None else self._channel.seal(wire))
 
     def receive(self, seconds: float) -> Message:
-        """The next message; TimeoutError after `seconds`, ConnectionError at the end, MessageError for nonsense and for
-        what the coordinator has not said."""
+        """Return the next message. TimeoutError after `seconds`, ConnectionError at the end of the connection,
+        MessageError for malformed messages and for those that the coordinator has not sent."""
         return self._proved(*self._next(seconds))
 
     def expect(self, seconds: float) -> Message:
-        """Receive the next message; PeerRefused or JobFinished if that is what the message says."""
+        """Return the next message; PeerRefused or JobFinished if the message is a refusal or the end of the job."""
         message = self.receive(seconds)
         _raise_refusal(message)
         return message
 
     def read(self) -> None:
-        """Take what has come, once; waits if nothing has. ConnectionError at the end, MessageError for nonsense."""
+        """Read from the socket once, blocking if there is nothing yet. ConnectionError at the end of the connection,
+        MessageError for a length above the limit."""
         part = self._socket.recv(READ_BYTES)
         if not part:
             raise ConnectionError("the coordinator has closed the connection")
@@ -192,17 +194,17 @@ class Connection:
             del self._buffer[: end + TAG_BYTES]
 
     def messages(self) -> list[Message]:
-        """Return all that was read and not received yet; MessageError as of `receive`."""
+        """Return all messages that were read and not returned yet; MessageError as in `receive`."""
         messages = [self._proved(*frame) for frame in self._frames]
         self._frames.clear()
         return messages
 
     def close(self) -> None:
-        """End it; harmless twice."""
+        """Close the socket; a second call is harmless."""
         self._socket.close()
 
     def _next(self, seconds: float) -> tuple[bytes, bytes]:
-        """Return the bytes that came next, and their tag."""
+        """Return the bytes of the next message, and its tag."""
         end = time.monotonic() + seconds
         while not self._frames:
             left = end - time.monotonic()
@@ -226,7 +228,7 @@ def _raise_refusal(message: Message) -> None:
 
 
 def _unproved(answer: Message) -> str:
-    """Say what is wrong with an answer whose tag is not right."""
+    """Return what is wrong with an answer whose tag does not match."""
     if isinstance(answer, Refused):
         return f"{answer.reason}; what answers there has not proved that it knows this process's token either"
     return (
@@ -236,7 +238,7 @@ def _unproved(answer: Message) -> str:
 
 
 def readable(descriptors: Iterable[int], seconds: float) -> set[int]:
-    """Return the descriptors that can be read, or have ended, as soon as there is one; none after `seconds`."""
+    """Wait until descriptors can be read or have ended, and return them; an empty set after `seconds`."""
     poll = select.poll()  # select itself takes no descriptor above 1023
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)
@@ -244,8 +246,8 @@ def readable(descriptors: Iterable[int], seconds: float) -> set[int]:
 
 
 def connect(endpoint: Endpoint, token: str | None, job: str, seconds: float) -> Connection:
-    """A connection as soon as there is a coordinator. TimeoutError after `seconds`, PeerRefused or MessageError at once
-    if there is one that does not let us in."""
+    """Return a connection as soon as a coordinator answers. TimeoutError after `seconds`; PeerRefused or MessageError
+    at once if a coordinator does not admit this process."""
     end = time.monotonic() + seconds
     warned = False
     while True:
@@ -265,16 +267,18 @@ def connect(endpoint: Endpoint, token: str | None, job: str, seconds: float) -> 
 
 
 def ask_status(endpoint: Endpoint, token: str | None = None, seconds: float = ANSWER_SECONDS) -> Status:
-    """The status. OSError if nobody answers within `seconds`, PeerRefused or MessageError if the answer is another."""
+    """Return the job's status. OSError if no coordinator answers within `seconds`, PeerRefused or MessageError for any
+    other answer."""
     return _ask(endpoint, token, Query(), Status, seconds)
 
 
 def ask_to_leave(
     endpoint: Endpoint, node: str, token: str | None = None, seconds: float = ANSWER_SECONDS
 ) -> tuple[str, ...]:
-    """Let the workers of a node hand over what they hold, and go; which ones were told. They need a while for it.
+    """Ask the workers of a node to hand over their state and go; return the ones that were told. They take a while to
+    go.
 
-    PeerRefused if the node has none. Else as `ask_status`.
+    PeerRefused if the node has no workers; other errors as in `ask_status`.
     """
     return _ask(endpoint, token, Dismiss(node=node), Dismissed, seconds).members
 

@@ -1,7 +1,7 @@
 """The coordinator: the membership behind a socket.
 
-Each peer has a task of its own that reads what it sends. Whatever is wrong with a peer (slow, malformed, too long,
-silent, unknown) ends that connection and nothing else. One task keeps the time and does what the membership wants.
+Each peer has its own task that reads its messages. Any fault of a peer (slow, malformed, too long, silent, unknown)
+ends that connection and nothing else. One task keeps the time and carries out the membership's decisions.
 """
 
 from __future__ import annotations
@@ -45,17 +45,18 @@ from ds_dynatrain.elastic.world import node_of, nodes_of
 from ds_dynatrain.errors import JobFinished, MessageError, PeerRefused
 
 GREETING_SECONDS = 5.0
-"""From its greeting until a peer has said who it is."""
+"""How long a peer may take to introduce itself after its greeting."""
 LINGER_SECONDS = 30.0
 """How long a coordinator whose job has finished waits for the others to go."""
 MOST_OWED = 4096
-"""Nodes whose agents are away and have to end workers when they come back; those of the longest ago are forgotten."""
+"""The most nodes for which orders to end workers are kept while their agents are disconnected; the oldest are
+forgotten."""
 
 logger = logging.getLogger("ds_dynatrain.elastic")
 
 
 class Coordinator:
-    """Serves one job on a listening socket until the job has finished."""
+    """Server of one job on a listening socket, until the job has finished."""
 
     def __init__(
         self, membership: Membership, store_port: int, token: str | None = None, job: str = "", token_file: str = ""
@@ -73,7 +74,8 @@ class Coordinator:
         self._wakes_at = 0.0
 
     async def serve(self, listener: socket.socket, stop: asyncio.Event | None = None) -> None:
-        """Serve until the job has finished and everybody has gone, or until `stop`; then close all connections."""
+        """Serve until the job has finished and all peers have gone, or until `stop` is set; then close all
+        connections."""
         door = Door(listener, self._token, _refusal(self._token_file), self._take)
         keeper, doorman = asyncio.create_task(self._keep_time()), asyncio.create_task(door.serve())
         stopper = asyncio.create_task((stop or asyncio.Event()).wait())
@@ -95,7 +97,7 @@ class Coordinator:
         return len(self._workers) + len(self._agents)
 
     def view(self) -> View:
-        """Return all that is shown of the job; called on the thread that serves."""
+        """Return the view of the job for the page and the metrics; called on the thread that serves."""
         now = time.monotonic()
         return view(self._status(now), self.history, now, time.time())
 
@@ -105,7 +107,7 @@ class Coordinator:
     # -- one peer ----------------------------------------------------------------------------------------------------
 
     async def _take(self, peer: Peer, hello: Hello) -> None:
-        """Attend to a peer that has proved that it knows the token, and tell it why if it is refused."""
+        """Handle a peer that has proved the token; if it is refused, tell it why."""
         self._peers.add(peer)
         try:
             await self._attend(peer, hello)
@@ -120,7 +122,7 @@ class Coordinator:
             self._peers.discard(peer)
 
     async def _attend(self, peer: Peer, hello: Hello) -> None:
-        """Attend to a peer from its greeting to its last word."""
+        """Handle a peer from its introduction to its last message."""
         said = await asyncio.wait_for(self._introduction(peer, hello), GREETING_SECONDS)
         match said:
             case Announce():
@@ -133,7 +135,7 @@ class Coordinator:
                 peer.send(self._dismiss(said.node))
 
     def _dismiss(self, node: str) -> Dismissed:
-        """Tell the workers of a node to go; PeerRefused, with those that there are, for a node that has none."""
+        """Tell the workers of a node to go; PeerRefused, with the nodes that have workers, if this one has none."""
         members = tuple(member for member in self._workers if node_of(member) == node)
         if not members:
             there = ", ".join(sorted(nodes_of(self._workers))) or "none"
@@ -164,8 +166,8 @@ class Coordinator:
         return said
 
     def _check_job(self, job: str) -> None:
-        """PeerRefused for another job's peer. The job's name is what the coordinator was started with, else that of the
-        first agent or worker."""
+        """Raise PeerRefused for a peer of another job. The job's name is the one given at the start, else the first
+        agent's or worker's."""
         if job and self._job and job != self._job:
             raise PeerRefused(
                 f"this is the coordinator of job {self._job!r}, not of {job!r}; give --rdzv-id={self._job}, or this "
@@ -243,7 +245,8 @@ class Coordinator:
     # -- the whole ---------------------------------------------------------------------------------------------------
 
     async def _keep_time(self) -> None:
-        """Do what the membership wants, when it wants it, until the job has finished and all have gone."""
+        """Carry out the membership's decisions when they are due, until the job has finished and all peers have
+        gone."""
         end: float | None = None
         while True:
             self._stirred.clear()
@@ -279,7 +282,7 @@ class Coordinator:
                 self._send_all(encode(Finished()), to)
 
     def _fence(self, node: str, fence: Fence) -> None:
-        """Tell the agent of a node, or as soon as it comes back."""
+        """Order the agent of a node to end a worker, now or when the agent reconnects."""
         agent = self._agents.get(node)
         if agent is not None:
             agent.send(fence)
@@ -295,7 +298,7 @@ class Coordinator:
 
 
 def _refusal(token_file: str) -> str:
-    """Return what a peer is told that has not got the token. token_file: where it is on this machine, if it is in a
+    """Return the answer to a peer without the token. token_file: its path on this machine; empty if it is in no
     file."""
     what = "the token is missing or another one (DYNATRAIN_TOKEN_FILE, DYNATRAIN_TOKEN); give this process that of "
     if not token_file:

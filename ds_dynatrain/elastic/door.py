@@ -1,8 +1,7 @@
-"""The coordinator's end of connections: one has to prove, soon, that its peer knows the token, or it is closed.
+"""Server side of connections: a peer has to prove soon that it knows the token, or its connection is closed.
 
-Honest peers prove it within milliseconds. So where too many connections have not, the one that has waited longest is
-closed, and honest peers come in however many strangers there are. Reading waits, with a limit of bytes and of time;
-writing never does.
+Honest peers prove it within milliseconds. When too many connections are unproved, the oldest of them is closed, so
+honest peers get in however many strangers there are. Reads wait, bounded in bytes and time; writes never wait.
 """
 
 from __future__ import annotations
@@ -34,19 +33,20 @@ from ds_dynatrain.elastic.world import LONGEST_TEXT
 from ds_dynatrain.errors import MessageError, PeerRefused
 
 MOST_UNREAD = 2 * LARGEST_MESSAGE
-"""Bytes that wait for a peer which does not read; above, it is dropped."""
+"""Bytes buffered for a peer that does not read; its connection is dropped above that."""
 MOST_STRANGERS = 512
-"""Connections at one time that have proved nothing; and at most a quarter of the files that this process may open."""
+"""The most connections at one time that have proved nothing; at most a quarter of the files that this process may
+open."""
 PROVE_SECONDS = 2.0
-"""From the opening of a connection until the peer has proved that it knows the token."""
+"""How long a new connection may take to prove that its peer knows the token."""
 LINE_SECONDS = 1.0
-"""Between two lines of the log about strangers, at least."""
+"""The shortest time between two log lines about strangers."""
 
 logger = logging.getLogger("ds_dynatrain.elastic")
 
 
 class Peer:
-    """One connection of a peer that has proved that it knows the token; `name` says who it is once that is known."""
+    """The connection of a peer that has proved the token; `name` identifies the peer in the log."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, name: str, channel: Channel) -> None:
         self._reader = reader
@@ -55,17 +55,18 @@ class Peer:
         self.name = name
 
     async def receive(self, limit: int = LARGEST_GREETING) -> Message:
-        """The next message, of at most `limit` bytes. MessageError, or EOFError and ConnectionError at the end."""
+        """Return the next message, of at most `limit` bytes. MessageError if it is malformed, EOFError or
+        ConnectionError at the end of the connection."""
         wire, tag = await _next(self._reader, limit)
         self._channel.check(wire, tag)
         return decode(wire[HEADER.size :])
 
     def send(self, message: Message) -> None:
-        """Send a message some time."""
+        """Queue a message for sending."""
         self.send_bytes(encode(message))
 
     def send_bytes(self, wire: bytes) -> None:
-        """Send an encoded message some time; a peer that does not read is dropped."""
+        """Queue an encoded message for sending; drop the connection of a peer that does not read."""
         if self._writer.is_closing():
             return
         self._writer.write(self._channel.seal(wire))
@@ -73,7 +74,7 @@ class Peer:
             self._writer.transport.abort()
 
     def refuse(self, reason: str) -> None:
-        """Tell the peer why, and end the connection."""
+        """Tell the peer why it is refused, and end the connection."""
         self.send(Refused(reason=clipped(reason, LONGEST_TEXT)))
         self._writer.close()
 
@@ -83,9 +84,9 @@ class Peer:
 
 
 class Door:
-    """Takes connections from a listening socket, and hands those that prove the token to `attend`.
+    """Server that accepts connections at a listening socket, and passes those that prove the token to `attend`.
 
-    refusal: the answer to a peer with another token, or none.
+    refusal: the answer to a peer that has another token or none.
     """
 
     def __init__(
@@ -105,12 +106,12 @@ class Door:
         self._complaints = Complaints()
 
     async def serve(self) -> None:
-        """Take connections until this is cancelled; then close the listening socket and all connections."""
+        """Accept connections until cancelled; then close the listening socket and all connections."""
         self._listener.setblocking(False)
         try:
             while True:
                 await self._accept()
-                await asyncio.sleep(0)  # an accept that need not wait gives nobody else a turn
+                await asyncio.sleep(0)  # an accept that does not wait gives other tasks no turn
         finally:
             self._listener.close()
             for task in self._tasks:
@@ -143,7 +144,7 @@ class Door:
         self._unproved.pop(task, None)
 
     async def _take(self, link: socket.socket, name: str) -> None:
-        """Attend to one connection, from its beginning to its end."""
+        """Handle one connection from beginning to end."""
         try:
             tune(link)
             reader, writer = await asyncio.open_connection(sock=link)
@@ -180,14 +181,15 @@ class Door:
 
 
 class Complaints:
-    """Warnings that any stranger can cause: a line a second, which says how many there were since the one before."""
+    """Warnings that strangers can cause: at most one line a second, with the number of lines left out since the
+    last."""
 
     def __init__(self) -> None:
         self._next = 0.0
         self._unsaid = 0
 
     def say(self, text: str) -> None:
-        """Log it, or count it."""
+        """Log the text, or count it if the last line is too recent."""
         now = time.monotonic()
         if now < self._next:
             self._unsaid += 1
@@ -198,13 +200,13 @@ class Complaints:
 
 
 async def _next(reader: asyncio.StreamReader, limit: int) -> tuple[bytes, bytes]:
-    """Return what came next, and its tag; MessageError if it is longer than `limit` bytes."""
+    """Return the next message and its tag; MessageError if it is longer than `limit` bytes."""
     header = await reader.readexactly(HEADER.size)
     body = await reader.readexactly(body_length(header, limit))
     return header + body, await reader.readexactly(TAG_BYTES)
 
 
 def _files() -> int:
-    """How many files this process may open."""
+    """Return how many files this process may open."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return 1 << 20 if soft == resource.RLIM_INFINITY else soft

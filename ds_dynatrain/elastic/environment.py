@@ -1,4 +1,4 @@
-"""The environment variables of membership: names, and what is read from them or handed on."""
+"""Environment variables of membership: their names, how they are read, and how an agent sets them for its workers."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ NODE = "DYNATRAIN_NODE"
 COORDINATOR = "DYNATRAIN_COORDINATOR"
 JOB = "DYNATRAIN_JOB"
 AGENT = "DYNATRAIN_AGENT"
-"""What an agent hands to its workers: their node, where the coordinator is, the job, and its own process id."""
+"""The variables that an agent sets for its workers: their node, the coordinator's address, the job, the agent's process
+id."""
 LOCAL_RANK, LOCAL_SIZE = "LOCAL_RANK", "LOCAL_WORLD_SIZE"
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
-"""What torchrun hands to them: the first two are the node's own world, until a worker has joined."""
+"""The variables that torchrun sets for workers; the first two describe the node's own world, until a worker has
+joined."""
 LONGEST_HOST = 64
 
 WATCHDOG: Mapping[str, str] = {
@@ -33,14 +35,15 @@ WATCHDOG: Mapping[str, str] = {
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
 }
-"""torch's watchdog of NCCL, which would end a process whose peer has died, or abort behind the back of the others."""
+"""Values that switch off torch's NCCL watchdog, which would end a process whose peer has died, or abort on one rank
+alone."""
 OF_TORCHRUN: Mapping[str, str] = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
-"""What torchrun sets where nobody has."""
+"""Values that torchrun sets by default."""
 
 
 @dataclass(frozen=True)
 class WorkerPlace:
-    """The place of a worker that starts: its node, the job, and where the coordinator is."""
+    """The place of a starting worker: its node, the job, and the coordinator's address."""
 
     node: str
     local_rank: int
@@ -48,13 +51,14 @@ class WorkerPlace:
     coordinator: Endpoint
     job: str = ""
     agent: int | None = None
-    """The process that has started it, if that is an agent of ours."""
+    """Process id of the agent that started the worker; None without an agent of ours."""
     restarts: int = 0
-    """How often that has started workers before."""
+    """How often the agent has started workers before."""
 
 
 def token_from(variables: Mapping[str, str] = os.environ, file: str | None = None) -> str | None:
-    """The job's token: of a file that is named here or in the environment, else the environment's own, else None.
+    """Return the job's token: from the file named here or in the environment, else from the environment itself, else
+    None.
 
     ConfigError if the file cannot be read or the token is too short.
     """
@@ -68,10 +72,11 @@ def token_from(variables: Mapping[str, str] = os.environ, file: str | None = Non
 def job_token(
     endpoint: Endpoint, variables: Mapping[str, str] = os.environ, file: str | None = None
 ) -> tuple[str, str]:
-    """(the token of the job whose coordinator is there, the file that it is in; empty if it was given as text).
+    """Return the token of the job whose coordinator is at `endpoint`, and the file that holds it ("" if it was given as
+    text).
 
-    A job that was given none has one of this user's: beside the file in which its coordinator announces itself, else in
-    the user's own folder, the same for all jobs. ConfigError as of `token_from` and `made_token`.
+    A job without a given token uses one that is made for this user: beside the file in which its coordinator announces
+    itself, else in the user's own folder, shared by all jobs. ConfigError as in `token_from` and `made_token`.
     """
     given, named = token_from(variables, file), file or variables.get(TOKEN_FILE)
     if given is not None:
@@ -84,10 +89,10 @@ def job_token(
 
 
 def hand_over(place: WorkerPlace, variables: MutableMapping[str, str] = os.environ, token_file: str = "") -> None:
-    """Put what a node's workers have to know where they will inherit it; torchrun adds the two local numbers.
+    """Set the variables that a node's workers will inherit; torchrun adds the two local numbers.
 
-    token_file: the file that the agent has the token from, if from any; as an absolute path, since a script may change
-    its folder.
+    token_file: absolute path of the file with the agent's token, since a script may change its folder; "" if there is
+    none.
     """
     variables[NODE] = place.node
     variables[COORDINATOR] = str(place.coordinator)
@@ -98,7 +103,7 @@ def hand_over(place: WorkerPlace, variables: MutableMapping[str, str] = os.envir
 
 
 def settle_watchdog(variables: MutableMapping[str, str] = os.environ) -> None:
-    """Let torch's watchdog do nothing in groups that are made from here on; ConfigError if the user wants otherwise."""
+    """Switch torch's watchdog off for groups made from now on; ConfigError if the user has set other values."""
     for name, value in WATCHDOG.items():
         given = variables.get(name, value)
         if given not in (value, OF_TORCHRUN.get(name)):
@@ -110,13 +115,14 @@ def settle_watchdog(variables: MutableMapping[str, str] = os.environ) -> None:
 
 
 def new_node(host: str = "") -> str:
-    """An id that no node has had: the host for people, this machine's if none is given; the rest tells starts apart."""
+    """Return a new node id: the host (by default this machine's) for people to read, and a suffix that is unique to
+    this start."""
     host = re.sub(r"[^A-Za-z0-9._-]", "-", host or socket.gethostname())[:LONGEST_HOST]
     return f"{host}-{os.getpid()}-{secrets.token_hex(2)}"
 
 
 def worker_place(variables: Mapping[str, str] = os.environ) -> WorkerPlace | None:
-    """Return the place of this process; None if it was not started for a job of ours. ConfigError for broken
+    """Return the place of this process; None if it was not started for a job of ours. ConfigError for malformed
     variables."""
     if COORDINATOR not in variables or NODE not in variables:
         return None
@@ -132,7 +138,7 @@ def worker_place(variables: Mapping[str, str] = os.environ) -> WorkerPlace | Non
 
 
 def local_rank(variables: Mapping[str, str] = os.environ) -> int:
-    """The number of this process on its machine, in any launch; 0 where none stands there, or what is no number."""
+    """Return the local rank of this process, in any launch; 0 where the variable is missing or no number."""
     text = variables.get(LOCAL_RANK, "")
     return int(text) if text.isascii() and text.isdigit() else 0
 

@@ -1,8 +1,8 @@
 """`torchrun --rdzv-backend=dynatrain`: stock torchrun, whose agents never restart a worker because of another node.
 
-Each agent gets a rendezvous of its own at once: a world of one node, in which its workers start and end. Who trains
-with whom is settled between the workers and the coordinator. The coordinator runs in the agent on whose host the
-endpoint is, unless one is there already (`ds-dynatrain coordinator`, or another agent's).
+Each agent gets its own rendezvous at once: a world of one node, in which its workers start and end. The workers and the
+coordinator settle who trains with whom. The coordinator runs in the agent on the endpoint's host, unless one runs
+already (`ds-dynatrain coordinator`, or another agent's).
 
 Settings, `--rdzv-conf key=value,...`: `is_host` (0: never host the coordinator, 1: always), `join_timeout` (seconds to
 wait for the coordinator, 600), `token_file`, `store_port` (of the store for process groups, 0: any), and of the
@@ -21,14 +21,15 @@ if TYPE_CHECKING:
 
 NAME = "dynatrain"
 REPLACE_C10D = "DYNATRAIN_REPLACE_C10D"
-"""1: `--rdzv-backend=c10d` means this backend too, for launchers whose command line cannot be changed."""
+"""Environment variable; 1 makes `--rdzv-backend=c10d` mean this backend too, for launchers with a fixed command
+line."""
 
 
 def get_handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """Return what torch's entry point group `torchrun.handlers` asks for; called in every process that imports its
-    rendezvous.
+    """Return the function that makes handlers; torch calls this for its entry point group `torchrun.handlers`, in every
+    process that imports its rendezvous.
 
-    With `DYNATRAIN_REPLACE_C10D=1` it also takes the place of torch's own `c10d`.
+    With `DYNATRAIN_REPLACE_C10D=1` it also replaces torch's own `c10d`.
     """
     if os.environ.get(REPLACE_C10D) == "1":
         from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
@@ -38,7 +39,7 @@ def get_handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
 
 
 def create(parameters: RendezvousParameters) -> RendezvousHandler:
-    """The handler of one agent."""
+    """Return the rendezvous handler of one agent."""
     from ds_dynatrain.elastic.rendezvous import NodeRendezvous
 
     return NodeRendezvous(parameters)

@@ -1,8 +1,8 @@
-"""Memory of a coordinator for those who watch a job: its changes, and what became of its time.
+"""Memory of a coordinator for people who watch a job: its changes, and how its time was spent.
 
-Nothing is decided by it, and all of it is bounded. Members tell how long they stepped and stood still
-(`messages.Tally`), by their own clocks; of these the member of rank 0 counts. The coordinator knows why they stood
-still. Causes of lost time have the names of Google's `ml-goodput-measurement` (`BadputType`), the closest one each.
+No decision depends on it, and all of it is bounded. Members report how long they stepped and stood still
+(`messages.Tally`), by their own clocks; the report of rank 0 counts. The coordinator knows why they stood still. Causes
+of lost time are named after the closest ones of Google's `ml-goodput-measurement` (`BadputType`).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from ds_dynatrain.elastic.world import Record, Text, World, nodes_of
 MOST_POINTS = 1024
 MOST_CHANGES = 256
 LEAST_SPACING = 0.5
-"""Seconds between two points at the least; doubled whenever there are too many, and pairs of them become one."""
+"""The fewest seconds between two points; doubled whenever there are too many points, and pairs of them are merged."""
 PAUSE_BUCKETS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
-"""Upper bounds of pauses that are counted together, in seconds."""
+"""Upper bounds, in seconds, of the histogram's buckets for pauses."""
 
 Kind = Literal["start", "join", "leave", "failure", "restore", "taken over"]
-"""Of a change of the world: what it was for."""
+"""The purpose of a change of the world."""
 Cause = Literal[
     "PROGRAM_STARTUP",
     "TRAINING_PREP",
@@ -50,8 +50,8 @@ MOST_BLAMES = 16
 
 @dataclass(frozen=True)
 class Blame:
-    """Cause that lost time is due to from then on. stands: nobody trains until it is over; else there is but a
-    pause."""
+    """A cause of lost time and when it began. stands: whether training stands still until it is over, or only
+    pauses."""
 
     cause: Cause
     since: float
@@ -60,7 +60,7 @@ class Blame:
 
 @dataclass(frozen=True)
 class Progress:
-    """Work of a member since it was heard of last. lost_steps: that were made, and count no more."""
+    """Work of a member since its last report. lost_steps: steps that were made and no longer count."""
 
     steps: int
     lost_steps: int
@@ -70,7 +70,7 @@ class Progress:
 
     @classmethod
     def between(cls, before: Tally, after: Tally, advanced: int) -> Progress:
-        """advanced: by how much its step number has changed."""
+        """Return the work between two tallies. advanced: the change of the member's step number."""
         steps = max(0, after.steps - before.steps)
         return cls(
             steps=steps,
@@ -82,7 +82,7 @@ class Progress:
 
 
 class Goodput:
-    """The account of one job. Times are the caller's clock, in seconds."""
+    """Account of one job's time. Times are the caller's clock, in seconds."""
 
     def __init__(self) -> None:
         self.productive = 0.0
@@ -90,19 +90,20 @@ class Goodput:
         self._lost: defaultdict[Cause, float] = defaultdict(float)
         self._blames: list[Blame] = []
         self._pause, self._attributed = 0.0, 0.0
-        """What switches have told of the present cause, and what was attributed to it by the member's own clock."""
+        """Seconds that switches have reported for the present cause, and seconds attributed to it by the member's own
+        clock."""
         self._begin: float | None = None
         self._end: float | None = None
         self._step_seconds = 0.0
 
     def begin(self, now: float) -> None:
-        """Somebody is there; only the first call counts."""
+        """Begin the account when the first peer has come; later calls do nothing."""
         if self._begin is None:
             self._begin = now
             self.blame("PROGRAM_STARTUP", now, stands=True)
 
     def end(self, now: float) -> None:
-        """The job has finished."""
+        """Close the account when the job has finished; later calls do nothing."""
         if self._end is None:
             self._end = now
             for blame, seconds in self._standstills(now):
@@ -110,7 +111,7 @@ class Goodput:
             self.over()
 
     def blame(self, cause: Cause, now: float, stands: bool) -> None:
-        """Lost time is due to that from now on, until `over`."""
+        """Attribute lost time to this cause from now on, until `over`."""
         if self._blames and not self._blames[-1].stands:
             self._blames.pop()
         if len(self._blames) == MOST_BLAMES or (self._blames and self._blames[-1].cause == cause):
@@ -119,13 +120,13 @@ class Goodput:
         self._pause = self._attributed = 0.0
 
     def paused(self, seconds: float) -> None:
-        """A switch has held training up for so long."""
+        """Add the seconds for which a switch held training up."""
         self._pause += seconds
 
     def add(self, made: Progress, now: float) -> float:
-        """Count what the member of rank 0 has done; return how long training stood still.
+        """Count the work of the member of rank 0; return how many seconds training stood still.
 
-        That member may not have been there for all of a standstill, so the caller's clock counts as well.
+        The member may have missed a part of a standstill, so the caller's clock counts as well.
         """
         if made.steps:
             self._step_seconds = made.stepping / made.steps
@@ -141,34 +142,35 @@ class Goodput:
         return still
 
     def over(self) -> None:
-        """Training goes on: what was to blame is past."""
+        """Forget all causes of lost time, because training goes on."""
         self._blames.clear()
         self._pause = self._attributed = 0.0
 
     def lost(self, now: float) -> dict[Cause, float]:
-        """Seconds by cause, also those of the standstill that there may be now."""
+        """Return lost seconds by cause, a standstill under way included."""
         found = dict(self._lost)
         for blame, seconds in self._standstills(now):
             found[blame.cause] = found.get(blame.cause, 0.0) + seconds
         return {cause: found.get(cause, 0.0) for cause in MEANING}
 
     def elapsed(self, now: float) -> float:
-        """Seconds since somebody was there, to the end."""
+        """Return the seconds from the first peer to the end of the job, or to now."""
         return 0.0 if self._begin is None else (now if self._end is None else self._end) - self._begin
 
     def ratio(self, now: float) -> float:
-        """ETTR: productive seconds by all that are accounted for; the step under way is not yet."""
+        """Return the ETTR: productive seconds as a share of all that are accounted for, without the step under way."""
         whole = self.productive + sum(self.lost(now).values())
         return self.productive / whole if whole else 0.0
 
     def _standstills(self, now: float) -> list[tuple[Blame, float]]:
-        """How long each took by this clock; the last one until now."""
+        """Return the seconds of each standstill by this clock; the last one lasts until now."""
         ends = [*(blame.since for blame in self._blames[1:]), now]
         pairs = zip(self._blames, ends, strict=False)
         return [(blame, max(0.0, end - blame.since)) for blame, end in pairs if blame.stands]
 
     def _spread(self, seconds: float, now: float) -> None:
-        """Lost seconds over what they are due to: standstills as long as this clock says, the last one the rest."""
+        """Distribute lost seconds over their causes: standstills get their length by this clock, the last cause the
+        rest."""
         standstills = self._standstills(now)
         for blame, length in standstills:
             taken = min(length, seconds)
@@ -182,7 +184,8 @@ class Goodput:
 
 @dataclass(frozen=True)
 class Point:
-    """Steps that were made between two looks. seconds: between them; stepping: of these, those of steps."""
+    """Steps between two samples of the history. seconds: time between the samples; stepping: the part spent in
+    steps."""
 
     at: float
     step: int
@@ -193,7 +196,7 @@ class Point:
     seconds: float
 
     def then(self, later: Point) -> Point:
-        """Return both points as one."""
+        """Return this point merged with a later one."""
         return replace(
             later,
             steps=self.steps + later.steps,
@@ -204,8 +207,8 @@ class Point:
 
 
 class Change(Record):
-    """A generation as it was published. still_seconds: how long training stood still for it; None until that is known,
-    and for good where the next one came before anyone had entered it."""
+    """A generation as it was published. still_seconds: how long training stood still for it; None until it is known,
+    and for good if another generation came before any member entered this one."""
 
     generation: Count
     kind: Kind
@@ -219,7 +222,7 @@ class Change(Record):
 
 
 class Switch(Record):
-    """A switch of an engine as its rank 0 told it, its phases in their order."""
+    """A switch of an engine, as its rank 0 reported it, with its phases in order."""
 
     at: float
     engine: Count
@@ -239,7 +242,7 @@ class Switch(Record):
 
 @dataclass
 class Counts:
-    """Numbers that only grow, since the coordinator was started."""
+    """Counters since the start of the coordinator; they only grow."""
 
     steps: int = 0
     samples: int = 0
@@ -249,13 +252,13 @@ class Counts:
     rolled_back: int = 0
     sent_bytes: int = 0
     pauses: list[int] = field(default_factory=lambda: [0] * (len(PAUSE_BUCKETS) + 1))
-    """Pauses by bucket; the last one is for longer ones."""
+    """Number of pauses by bucket; the last bucket is for longer ones."""
     pause_seconds: float = 0.0
     phase_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
 
 class History:
-    """The history of one job. `now` is the coordinator's clock, in seconds."""
+    """History of one job. `now` is the coordinator's clock, in seconds."""
 
     def __init__(self) -> None:
         self.goodput = Goodput()
@@ -266,19 +269,19 @@ class History:
         self.step = 0
         self.samples = 0
         self.stepped_at: float | None = None
-        """When a step was heard of last."""
+        """Time of the last report of a new step."""
         self._first_step: int | None = None
         self._spacing = LEAST_SPACING
         self._open: Point | None = None
         self._reports: dict[str, Report] = {}
-        """What each member said last."""
+        """The last report of each member."""
         self._leader = ""
         self._known: deque[tuple[int, int]] = deque(maxlen=MOST_CHANGES)
 
     # -- what happens ------------------------------------------------------------------------------------------------
 
     def announced(self, now: float) -> None:
-        """A node's agent is there, or a worker."""
+        """Note that an agent or a worker has come."""
         self.goodput.begin(now)
 
     def gone(self, member: str) -> None:
@@ -286,11 +289,12 @@ class History:
         self._reports.pop(member, None)
 
     def finished(self, now: float) -> None:
-        """The job is over."""
+        """Note that the job has finished."""
         self.goodput.end(now)
 
     def published(self, world: World, term: str, now: float) -> None:
-        """A generation. term: of this coordinator; another one's world was taken over, and trains already."""
+        """Note a new generation. term: this coordinator's; a world of another term was taken over, and trains
+        already."""
         kind = _kind(world, term)
         self.changes.append(
             Change(
@@ -311,7 +315,7 @@ class History:
             self.goodput.blame(cause[0], now, stands=cause[1])
 
     def reported(self, member: str, said: Report, world: World | None, now: float) -> None:
-        """A worker says what it is; world: the newest."""
+        """Take a worker's report. world: the newest generation."""
         before, self._reports[member] = self._reports.get(member), said
         if world is not None and world.rank(member) == 0 and said.tally.generation >= world.generation:
             self._leader = member
@@ -322,7 +326,8 @@ class History:
             self._go_on(made, said, world, now)
 
     def switched(self, said: Switched, now: float) -> None:
-        """How a switch went; one that is known already is told again by whoever has found another coordinator."""
+        """Take the outcome of a switch. Repeated ones are ignored: a member sends its last ones again to another
+        coordinator."""
         key = said.engine, said.number
         if key in self._known:
             return
@@ -360,7 +365,7 @@ class History:
         self._entered(said.tally.generation, still, made.lost_steps)
 
     def _entered(self, generation: int, still: float, lost_steps: int) -> None:
-        """Note what a generation has cost, also where the next one is published by now."""
+        """Note the cost of a generation that was entered, even if the next one is published already."""
         place = next((at for at, one in enumerate(self.changes) if one.generation == generation), None)
         if place is not None and self.changes[place].still_seconds is None:
             cost = {"still_seconds": still, "lost_steps": lost_steps}
@@ -390,8 +395,8 @@ def _kind(world: World, term: str) -> Kind:
 
 
 def _cause(kind: Kind, world: World) -> tuple[Cause, bool] | None:
-    """Return the cause of time that is lost from now on, and whether nobody trains until it is over; None if nothing
-    is."""
+    """Return the cause of time that is lost from now on, and whether training stands still until it is over; None if no
+    time is lost."""
     if kind == "taken over":
         return None
     if world.paused or not world.members:

@@ -1,7 +1,7 @@
-"""A coordinator with its store, in the process that asks for it: a thread of an agent, or a command's only work.
+"""A coordinator with its store, in whichever process asks for it: as a thread of an agent, or as a command's only work.
 
-It answers before torch is imported, which takes seconds on a busy machine, and its members may not wait long for one
-that was started again. The store's socket listens meanwhile, so whoever connects is served a little later.
+The coordinator answers before torch is imported, which takes seconds on a busy machine: members do not wait long for a
+coordinator that was restarted. The store's socket listens meanwhile, and its clients are served a little later.
 """
 
 from __future__ import annotations
@@ -30,16 +30,18 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.05
 MONITOR = "ds_dynatrain.monitoring.server:Monitor"
-"""Imported where a job is to be watched alone: it takes prometheus_client."""
+"""Path of the monitoring server's class, imported only for jobs that are watched: it needs prometheus_client."""
 MOST_DESCRIPTORS = 1 << 20
-"""The hard limit may be any number, and some programs close every descriptor that there could be."""
+"""The most descriptors to ask for: the hard limit may be any number, and some programs close every possible
+descriptor."""
 
 
 class Host:
-    """Holds the listening socket and the store of a coordinator. OSError if the address is taken or not ours.
+    """Holder of a coordinator's listening socket and store. OSError if the address is taken or another machine's.
 
-    token_file: where who is refused finds the token, if it is in a file. reading: where the job can be watched; nowhere
-    by default. ConfigError if a library is missing for it, ElasticError if it cannot be there.
+    token_file: the file with the token, named to peers that are refused; "" if it is in none. reading: where the job
+    can be watched; None for nowhere. ConfigError if a library for that is missing, ElasticError if its port cannot be
+    opened.
     """
 
     def __init__(
@@ -73,30 +75,30 @@ class Host:
 
     @property
     def reachable(self) -> Address:
-        """Return the address to tell others: a host of their own network, or a loopback address if nobody else is let
-        in."""
+        """Address to tell others: a host name of their network, or a loopback address if only this machine may
+        connect."""
         place = ipaddress.ip_address(self._listener.getsockname()[0])
         host = socket.gethostname() if place.is_unspecified else str(place) if place.is_loopback else self.address.host
         return Address(host, self.address.port)
 
     def run(self) -> None:
-        """Serve until the job has finished, or `end` is called; once."""
+        """Serve until the job has finished or `end` is called; may be called once."""
         asyncio.run(self._serve())
 
     def end(self) -> None:
-        """Let `run` return soon; from any thread, also before it serves."""
+        """Make `run` return soon; may be called from any thread, and before `run`."""
         self._is_ended.set()
         self._stop()
 
     def start(self) -> None:
-        """Serve in a thread. Imports torch first: two threads that import it at once break it."""
+        """Serve in a thread. torch is imported first, because two threads that import it at once break it."""
         from ds_dynatrain.elastic import store  # noqa: F401
 
         self._thread.start()
         self._is_up.wait()
 
     def outlive(self) -> None:
-        """Wait, after `start`, until the job has finished or nobody is connected any more; then `stop`."""
+        """Wait, after `start`, until the job has finished or all peers have disconnected; then `stop`."""
         while self._thread.is_alive() and self._coordinator is not None and self._coordinator.connected:
             self._thread.join(POLL_SECONDS)
         self.stop()
@@ -137,9 +139,9 @@ class Host:
 
 
 def raise_descriptors() -> int:
-    """Let this process, and those that it starts, open as many files as it may; how many that are.
+    """Raise this process's limit of open files as far as allowed, also for its children; return the limit.
 
-    Each connection is one, and the usual 1,024 are full with 110 nodes.
+    Each connection takes one, and the usual 1,024 are used up by 110 nodes.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)

@@ -1,8 +1,8 @@
 """Hosts of a job that do not reach each other, and the largest set of nodes that do.
 
-The coordinator's side, without sockets and without a clock. Where the world has stood still for a while its members try
-to connect to each other (`reach`), and what they found goes in. A host is named by the address that its process groups
-use, so what is known of it outlives its processes.
+This is the coordinator's side, without sockets and without a clock. When the world has stood still for a while, its
+members try to connect to each other (`reach`), and their results are collected here. A host is identified by the
+address that its process groups use, so knowledge of it outlives its processes.
 """
 
 from __future__ import annotations
@@ -17,20 +17,22 @@ from ds_dynatrain.elastic.world import node_of
 
 Node = TypeVar("Node", bound=Hashable)
 STANDSTILL = 2
-"""So many times `silent_seconds` without a step, or a member that enters a generation, are a standstill."""
+"""Number of `silent_seconds` without a step or a member that enters a generation, after which the world stands
+still."""
 RAREST = 12
-"""A standstill in which all reach each other, as in a long evaluation, is looked at less and less often, but once in so
-many times `silent_seconds`."""
+"""Longest interval of probes, in `silent_seconds`, for a standstill in which all reach each other, such as an
+evaluation."""
 FAILURES = 2
-"""So often in a row two hosts have to fail in both directions: less may be a moment's loss of packets."""
+"""Number of consecutive failures, in both directions, after which two hosts count as parted: fewer may be packet
+loss."""
 MOST_LINKS = 1 << 16
-"""Remembered failures; those of the longest ago are forgotten."""
+"""The most remembered failures; the oldest are forgotten."""
 MOST_BRANCHES = 10_000
-"""Of the search for the largest set; beyond it the answer is a large set, but maybe not the largest."""
+"""The most branches in the search for the largest set; beyond them the result is large, but maybe not the largest."""
 
 
 class Links:
-    """Results of members that tried to connect to each other's hosts. seconds: `silent_seconds`."""
+    """Results of members' attempts to connect to each other's hosts. seconds: `silent_seconds`."""
 
     def __init__(self, seconds: float, now: float) -> None:
         self._seconds = self._pause = seconds
@@ -38,27 +40,27 @@ class Links:
         self._moved_at = self._probe_at = now
 
     def move(self, now: float) -> None:
-        """Take note that a member of the world has made a step or entered a generation."""
+        """Note that a member of the world has made a step or entered a generation."""
         self._moved_at = now
         self.look(now)
 
     def look(self, now: float) -> None:
-        """Ask soon where the world stands still: there is a reason to."""
+        """Schedule the next probes soon."""
         self._pause = self._seconds
         self._probe_at = min(self._probe_at, now + self._seconds)
 
     def still_for(self, now: float) -> float:
-        """Return for how long the world has stood still."""
+        """Return for how many seconds the world has stood still."""
         return now - self._moved_at
 
     def stands_still(self, now: float) -> bool:
-        """Return whether that is so long that the network may be the reason."""
+        """Return whether the world has stood still for so long that the network may be the reason."""
         return self.still_for(now) > STANDSTILL * self._seconds
 
     def probes(self, roster: Roster, there: Iterable[str], now: float) -> list[Probe]:
-        """Return what to ask now. there: the members of the world.
+        """Return the probes that are due. there: members of the world.
 
-        In a standstill one member of each of their hosts tries all others; hosts that doubt each other do at any time.
+        In a standstill one member of each host tries all other hosts; hosts with failures between them try at any time.
         """
         if now < self._probe_at:
             return []
@@ -77,9 +79,9 @@ class Links:
         return probes
 
     def hear(self, host: str, said: Probed, now: float) -> bool:
-        """Take what a member of a host found. Return whether other hosts are parted now than before.
+        """Take the results of a member of `host`. Return whether the set of parted hosts has changed.
 
-        A connection needs packets in both directions, so one that is made clears both.
+        A connection needs packets in both directions, so a successful one clears the failures of both.
         """
         before = self.parted
         for other in map(_host, said.reached):
@@ -95,11 +97,11 @@ class Links:
 
     @property
     def parted(self) -> set[tuple[str, str]]:
-        """The pairs of hosts that do not reach each other, each pair in order."""
+        """Pairs of hosts that do not reach each other, each pair sorted."""
         return {pair for pair in self._failures if pair[0] < pair[1] and self._are_parted(*pair)}
 
     def outside(self, roster: Roster, there: Sequence[str]) -> dict[str, str]:
-        """Return the members that the largest set of nodes which reach each other does not have, and why."""
+        """Return the members outside the largest set of nodes that reach each other, each with the reason."""
         hosts = {node_of(one): roster[one].host for one in there}
         kept = largest_reaching(tuple(hosts), lambda one, other: self._are_parted(hosts[one], hosts[other]))
         found = dict[str, str]()
@@ -111,7 +113,7 @@ class Links:
         return found
 
     def reaching(self, roster: Roster, nodes: Sequence[tuple[str, ...]], stay: Iterable[str]) -> list[tuple[str, ...]]:
-        """Return those nodes that reach all who stay, and each other. nodes: the members of each."""
+        """Return the nodes that reach each other and all members that stay. nodes: the members of each node."""
         if not self._failures:
             return list(nodes)
         there = {roster[one].host for one in stay if one in roster}
@@ -123,14 +125,14 @@ class Links:
         return min(self._failures[one, other], self._failures[other, one]) >= FAILURES
 
     def _doubted(self, host: str) -> set[str]:
-        """Return the hosts that this one failed to reach, or that failed to reach it."""
+        """Return the hosts with a failure to or from this one."""
         return {one if other == host else other for one, other in self._failures if host in (one, other)}
 
 
 def largest_reaching(nodes: Sequence[Node], are_parted: Callable[[Node, Node], bool]) -> tuple[Node, ...]:
     """Return the largest set of nodes without a parted pair, in their order; of several, the one with the first nodes.
 
-    Of each parted pair one goes: so either a node does, or all that are parted from it.
+    At least one node of each parted pair must go: either a node goes, or all nodes that are parted from it.
     """
     apart = {node: {other for other in nodes if other != node and are_parted(node, other)} for node in nodes}
     branches, best = 0, tuple[int, ...]()

@@ -1,7 +1,7 @@
-"""Whether the main thread of this process makes progress, as another thread can tell.
+"""Progress of this process's main thread, as another thread can observe it.
 
-Heartbeats come from a thread of their own: they say that a process is alive, not that its script is. A call that never
-returns (a deadlock, a file system that is gone) holds up all others, since each step needs everybody.
+Heartbeats come from their own thread: they show that a process is alive, not that its script makes progress. A call
+that never returns (a deadlock, a file system that is gone) holds up all members, since each step needs all of them.
 
 Method: a pending call of the interpreter, as in NVIDIA's resiliency extension (`progress_watchdog`). The main thread
 runs it as soon as it runs any Python code.
@@ -18,20 +18,21 @@ from contextlib import contextmanager
 from types import FrameType
 
 WAITING = ("torch.distributed",)
-"""Modules, with all below them, in which a thread waits for other processes, which are to blame if that never ends."""
+"""Modules, with their submodules, in which a thread waits for other processes; those are at fault if the wait never
+ends."""
 
 
 class OwnWaits:
-    """Waits of the main thread on purpose: calls of the library that may take as long as they need."""
+    """Intended waits of the main thread: calls of the library that may take as long as they need."""
 
     def __init__(self) -> None:
         self._waits: list[tuple[str, float]] = []
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Declare that the block may take long. Another thread than the main one holds up nobody, and declares nothing.
+        """Declare that the block may take long. No effect outside the main thread, which alone can hold others up.
 
-        what: for people, as in "saving".
+        what: a word for people, such as "saving".
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -50,11 +51,11 @@ class OwnWaits:
 
 
 OWN_WAITS = OwnWaits()
-"""Those of this process: its main thread declares them, its heartbeats tell them."""
+"""The waits of this process: its main thread declares them, its heartbeats report them."""
 
 
 class MainThread:
-    """The progress of the main thread, asked for by one other thread, again and again.
+    """Progress of the main thread, polled by one other thread.
 
     waits_in: modules in which the main thread waits for other processes, see `WAITING`.
     """
@@ -69,7 +70,7 @@ class MainThread:
         self._ask.argtypes, self._ask.restype = (kind, ctypes.c_void_p), ctypes.c_int
 
     def blocked_seconds(self) -> float:
-        """Return for how long the main thread has run no Python code, outside of waits that are known; else 0."""
+        """Return for how long the main thread has run no Python code; 0 during declared waits and in `waits_in`."""
         if not self._is_asked:
             self._asked_at, self._is_asked = time.monotonic(), True
             self._is_asked = self._ask(self._callback, None) == 0  # else too many are pending: next time

@@ -1,8 +1,8 @@
 """A worker's side of membership.
 
-One thread keeps the connection to the coordinator: it sends heartbeats, takes what comes, sees SIGTERM, and connects
-again when the coordinator was lost, as long as that may take. Training goes on meanwhile: nothing here is needed while
-the world stays as it is.
+One thread keeps the connection to the coordinator: it sends heartbeats, receives messages, watches for SIGTERM, and
+reconnects when the coordinator is lost, however long that takes. Training goes on meanwhile: it needs none of this
+while the world stays the same.
 """
 
 from __future__ import annotations
@@ -48,37 +48,37 @@ from ds_dynatrain.errors import CoordinatorUnproved, JobFinished, MessageError, 
 JOIN_SECONDS = 600.0
 CONNECT_SECONDS = 2.0
 REMEMBERED_SWITCHES = 16
-"""That another coordinator is told of again."""
+"""Number of switches kept to be reported again to another coordinator."""
 
 
 class Ending(IntEnum):
-    """Why a member has to end its process, whatever its script is doing; the numbers are exit codes."""
+    """Reasons for which a member has to end its process, whatever its script is doing; the numbers are exit codes."""
 
     GIVEN_UP = 85
-    """The others go on without it."""
+    """The other members go on without this one."""
     ORPHANED = 86
-    """There was no coordinator for too long."""
+    """No coordinator was reachable for too long."""
     TOO_FEW = 87
-    """Fewer nodes than MIN were there for too long."""
+    """Fewer than MIN nodes were present for too long."""
     DEVICE = 88
-    """Its accelerator takes nothing any more."""
+    """The member's accelerator has failed for good."""
 
 
 def end_process(ending: Ending, reason: str) -> None:
-    """End a process that is no member any more: its state is worth nothing to the others."""
+    """End this process, which is no member any more and whose state the others do not need."""
     logger.error("this process ends with code %d: %s", ending, reason)
     os._exit(ending)
 
 
 class Member:
-    """This process in the job. All methods may be called from any thread, `start` and `stop` from the main one.
+    """Membership of this process in a job. Methods may be called from any thread; `start` and `stop` from the main one.
 
-    on_world: called on the member's own thread with every new generation, before anybody who waits for it wakes up; it
-    returns whether nothing of the world that this member trains in can be used any more. It should be short, because
-    heartbeats wait for it: abort what is in flight if so. on_end: called there when the process has to end; by default
-    it does. waits_in: modules in which the main thread waits for other members, who are to blame if that never ends.
-    hangs_in: asked with each heartbeat for the collective that the main thread has waited in for too long, if there is
-    one; it is told for how long that thread has run no Python code.
+    on_world: called on the member's own thread with every new generation, before threads that wait for it wake up;
+    returns whether nothing of the world in which this member trains can be used any more, and then aborts what is in
+    flight. It should be short, because heartbeats wait for it. on_end: called on that thread when the process has to
+    end; by default it ends the process. waits_in: modules in which the main thread waits for other members, which are
+    at fault if the wait never ends. hangs_in: called with each heartbeat and the seconds for which the main thread has
+    run no Python code; returns the collective in which that thread has waited for too long, or "".
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Member:
         """Become known to the coordinator; not ready yet, so nothing changes for the others.
 
         From here on SIGTERM means "leave", and the process ends with its agent. TimeoutError if no coordinator answers
-        in `seconds`, PeerRefused or JobFinished if it does not let us in.
+        within `seconds`, PeerRefused or JobFinished if it does not admit this process.
         """
         end_with_parent(self.place.agent)
         self._connection = connect(self.place.coordinator, self._token, self.place.job, seconds)
@@ -135,50 +135,51 @@ class Member:
         self._thread.start()
 
     def ready(self) -> None:
-        """Everything is imported and built: the next generation may have this member in it."""
+        """Say that everything is imported and built: the next generation may include this member."""
         self._say(ready=True)
 
     def building(self) -> None:
-        """Say that this member makes its engines for a job that runs; nobody has to wait for that."""
+        """Say that this member makes its engines for a running job; the others need not wait for it."""
         if self._report.engines == "none":
             self._say(engines="building")
 
     def built(self) -> None:
-        """Say that the script has come to its loop, with all engines made."""
+        """Say that the script has reached its loop, with all engines made."""
         if self._report.engines != "built":
             self._say(engines="built")
 
     def leave(self) -> None:
-        """Ask to go, as SIGTERM does: a generation without this member comes, with it among the leaving."""
+        """Ask to go, as SIGTERM does: a generation without this member follows, which lists it as leaving."""
         self._say(leaving=True)
         with self._changed:
             self._changed.notify_all()
 
     def left(self) -> None:
-        """Say, at the end, that nobody needs this member any more: what it held is with others, or saved."""
+        """Note, before `stop`, that the other members need this one no more: its state was handed over, or saved."""
         self._has_left = True
 
     def enter(self, world: World) -> None:
-        """This member trains in that generation now: the switch to it is committed."""
+        """Say that this member trains in a generation from now on; called once the switch to it is committed."""
         with self._reporting:
             self._has_breach, self._has_just_entered = False, True
             self._say(entered=world.generation, hung="")
 
     def broken(self, world: World) -> None:
-        """Say that a generation could not be formed here: everybody has to form a later one."""
+        """Say that a generation could not be formed here: all members have to form a later one."""
         with self._reporting:
             self._say(broken=max(world.generation, self._report.broken))
 
     def lacks(self, world: World) -> None:
-        """There is no layout for so few members as that generation has."""
+        """Say that no layout fits so few members as a generation has."""
         if self._report.lacking < world.generation:
             self._say(lacking=world.generation)
 
     def breach(self, hung: str = "") -> None:
-        """A collective of the world that this member trains in has failed: everybody has to form a new one.
+        """Say that a collective has failed in the world in which this member trains: all members have to form a new
+        one.
 
-        The coordinator may have published a generation meanwhile that knows nothing of it. So it is said again of each
-        one that comes, until `on_world` finds one that ends that world. hung: the collective, if it did not end.
+        The coordinator may publish a generation before it hears of the failure. So the failure is reported again for
+        each later generation, until `on_world` finds one that ends that world. hung: the collective, if it did not end.
         """
         with self._reporting:
             self._has_breach = True
@@ -194,8 +195,11 @@ class Member:
         protected: Protected = "",
         tally: Tally = Tally(),  # noqa: B008 - it is frozen
     ) -> None:
-        """Note progress for the status, told with the next heartbeat. At once: the first step, from which on state can
-        be lost, and the first time in a generation, when a change is over."""
+        """Note progress for the status; it is sent with the next heartbeat.
+
+        It is sent at once for the first step, from which on state can be lost, and the first time in a generation, when
+        a change is over.
+        """
         with self._reporting:
             is_first = step > 0 == self._report.step or self._has_just_entered
             self._has_just_entered = False
@@ -205,7 +209,7 @@ class Member:
                 self._say()
 
     def switched(self, said: Switched) -> None:
-        """Tell people who watch of a switch that this member is the one to report."""
+        """Report a switch to people who watch the job; called on the member of rank 0."""
         with self._reporting:
             self._switched.append(said)
             with suppress(OSError):  # it is told again after the next connect
@@ -213,34 +217,34 @@ class Member:
                     self._connection.send(said)
 
     def waits_for(self, whom: str) -> None:
-        """Tell the status for whom this member waits, with the next heartbeat; empty: for nobody."""
+        """Tell the status, with the next heartbeat, for whom this member waits; "" for nobody."""
         self._waits_for = clipped(whom, LONGEST_TEXT)
 
     @property
     def newest(self) -> World | None:
-        """The newest generation that this member was told of."""
+        """The newest generation of which this member was told."""
         return self._newest
 
     def is_newest(self, world: World) -> bool:
-        """Whether no later generation was published, as far as this member was told."""
+        """Return whether no later generation was published, as far as this member was told."""
         newest = self._newest
         return newest is None or newest.generation <= world.generation
 
     @property
     def is_leaving(self) -> bool:
-        """Whether it has asked to go, or was told to by SIGTERM."""
+        """Whether this member has asked to go, or was told to, by SIGTERM or by the coordinator."""
         return self._report.leaving
 
     @property
     def is_finished(self) -> bool:
-        """Whether the scripts of those that worked have ended, so that no work will come."""
+        """Whether the scripts of the working members have ended, so that no work will come."""
         return self._is_finished
 
     def wait_for_world(self, after: int = 0, seconds: float | None = None) -> World:
-        """The newest generation, as soon as it is later than `after`; it may not have this member in it.
+        """Wait for a generation later than `after`, and return the newest; it may not list this member.
 
-        JobFinished if nothing will come: the scripts of those that worked have ended, or this member was told to leave
-        while it was in none. TimeoutError after `seconds`.
+        JobFinished if no work will come: the scripts of the working members have ended, or this member was told to
+        leave while it was in no generation. TimeoutError after `seconds`.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self._is_decided(after), seconds):
@@ -251,18 +255,18 @@ class Member:
             raise JobFinished("the job has finished" if self._is_finished else f"{self.id} was told to leave")
 
     def store(self, world: World, seconds: float) -> Store:
-        """Return the key-value store of a generation, over a connection of its own; no key in it was ever used before.
+        """Return the key-value store of a generation, over a new connection; none of its keys was ever used before.
 
-        seconds: how long its calls wait, at most.
+        seconds: how long its calls wait at most.
         """
         return self._open_store(world.prefix, seconds)
 
     def job_store(self, world: World, seconds: float) -> Store:
-        """Return the same for all generations of the run of the coordinator that has published this one."""
+        """Return the key-value store shared by all generations of the coordinator's run that published this one."""
         return self._open_store(f"job/{world.term}", seconds)
 
     def node_store(self, seconds: float) -> Store:
-        """Return the same for the workers of this member's node, whatever the generation."""
+        """Return the key-value store shared by the workers of this member's node, whatever the generation."""
         return self._open_store(f"node/{self.place.node}", seconds)
 
     def _open_store(self, prefix: str, seconds: float) -> Store:
@@ -271,9 +275,9 @@ class Member:
         return open_store(self._connection.address.host, self._connection.welcome.store_port, prefix, seconds)
 
     def stop(self, has_ended: bool = True) -> None:
-        """Say good-bye: the script has ended, or its state was handed over.
+        """Say good-bye and close the connection: the script has ended, or its state was handed over.
 
-        has_ended: false for a script that ends with an error; to the others it is lost then.
+        has_ended: False for a script that ends with an error; the others then count this member as lost.
         """
         self._stopping.set()
         self._termination.wake()
@@ -302,7 +306,7 @@ class Member:
             self._report = self._report.model_copy(update=fields)
 
     def _say(self, **fields: object) -> None:
-        """Change the report and send it; if that fails it is sent after the next connect."""
+        """Change the report and send it at once; if that fails, it is sent after the next connect."""
         with self._reporting, suppress(OSError):
             self._note(**fields)
             self._send_report()
@@ -347,7 +351,7 @@ class Member:
                 return
 
     def _serve(self) -> None:
-        """Keep up one connection until it breaks or `stop` is called."""
+        """Serve one connection until it breaks or `stop` is called."""
         connection = self._connection
         if connection is None:
             return
@@ -368,9 +372,9 @@ class Member:
                 next_beat = time.monotonic() + beat
 
     def _look_at_main_thread(self, most: float) -> None:
-        """Report for how long the main thread has been blocked, what it waits for, and a collective that does not end.
+        """Report how long the main thread has been blocked, what it waits for, and a collective that does not end.
 
-        Where it has been blocked for longer than `most`, show its stack, once.
+        Dump all stacks, once, when it has been blocked for longer than `most` seconds.
         """
         seconds, waits_for = self._main_thread.blocked_seconds(), self._waits_for or str(OWN_WAITS)
         self._note(blocked_seconds=seconds, waits_for=waits_for)
@@ -431,7 +435,7 @@ class Member:
             self.leave()
 
     def _come_back(self) -> bool:
-        """Connect again and say what this member is; False if the process has to end, or is ending."""
+        """Connect and announce this member again; return False if the process has to end, or is ending."""
         begin = time.monotonic()
         while not self._stopping.wait(RETRY_SECONDS):
             self._see_termination()
@@ -459,7 +463,7 @@ class Member:
         self._on_end(ending, f"{self.id}: {reason}")
 
     def _close_connection(self) -> None:
-        """Close a forked child's copy of the socket, which would keep the connection open when this process is
+        """Close a forked child's copies of the sockets, which would keep the connection open when this process is
         killed."""
         self._reach.close()
         if self._connection is not None:

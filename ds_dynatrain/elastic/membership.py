@@ -1,29 +1,29 @@
-"""The coordinator's decisions, without sockets and without a clock: events go in, effects come out.
+"""Decisions of the coordinator, without sockets and without a clock: events go in, effects come out.
 
-Every event has a method, with the time as an argument; `advance` then says what has to be done. What it decides:
+Every event has a method, with the time as an argument; `advance` then returns what has to be done. The rules:
 
 - A **generation** is published when something has changed, `debounce_seconds` after the first sign of it. Survivors
   keep their order, newcomers follow in the order in which their nodes were ready. A number is never used twice.
-- A **planned** change (a node that comes, a member that leaves) waits until everybody has entered the present
-  generation. A **failure** waits for nothing: a member of the world is dead, or somebody who was still handing over,
-  or a collective failed though all are alive. That a collective has failed is a fact of its own in the record, beside
-  whatever else the generation changes.
-- A node joins as a whole, when all its workers are ready; a job starts with MIN nodes; above MAX nodes wait. Where all
+- A **planned** change (a node that comes, a member that leaves) waits until all members have entered the present
+  generation. A **failure** waits for nothing: a member of the world has died, or one that was still handing over, or
+  a collective has failed though all are alive. A failed collective has its own field in the record, beside the
+  other changes that the generation makes.
+- A node joins as a whole, when all its workers are ready; a job starts with MIN nodes; nodes above MAX wait. If all
   members were told to leave, nodes wait until the last of them has gone.
-- Nobody waits long for a **late** node, one that still makes its engines. After a failure those that hold the state go
-  on without it, if they are MIN nodes and have a layout; who leaves waits for it `LEAVER_SECONDS`, other nodes
-  `stuck_seconds`. It joins once it has made them.
+- No member waits long for a **late** node, one that still makes its engines. After a failure the holders of the state
+  go on without it, if they are MIN nodes and have a layout; leaving members wait for it `LEAVER_SECONDS`, other nodes
+  `stuck_seconds`. It joins once it has made its engines.
 - A member that was given up never comes back under its id, unless it was merely silent: then it may, until a
   generation without it is entered.
-- Where more than half of a world falls silent together, the coordinator or its link is at fault. Nobody is given up
+- When more than half of a world falls silent together, the coordinator or its link is at fault. No member is given up
   for silence then, until the silence has lasted `ORPHAN_SECONDS`: a living member ends by itself by that time. Nor is
   more than half of a world ever given up for being stuck.
-- Where the present world has **stood still** for twice `silent_seconds`, its members are asked which of them they can
-  connect to. The largest set of nodes that reach each other goes on, if these are MIN; the others are given up, and
-  join again once they reach all who train. At once if that is one node whose state others keep; else, as that may cost
-  state, after `stuck_seconds`.
-- After a restart the members that come back tell which world there is. Where others come first, a job is begun only
-  once no member of an earlier one can be alive; if one comes all the same, what was begun gives way to what it holds.
+- When the present world has **stood still** for twice `silent_seconds`, its members are asked to which of the others
+  they can connect. The largest set of nodes that reach each other goes on, if it has MIN; the others are given up, and
+  join again once they reach all members that train. This happens at once if only one node goes, whose state others
+  keep; else after `stuck_seconds`, because it may cost state.
+- After a restart, returning members tell the coordinator which world there is. If others come first, a job is begun
+  only once no member of an earlier one can be alive; if one comes all the same, the new job gives way to its state.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from ds_dynatrain.elastic.world import LONGEST_TEXT, NO_WORLD, World, member_id,
 from ds_dynatrain.errors import JobFinished, PeerRefused
 
 LEAVER_SECONDS = 5.0
-"""So long whoever leaves waits for nodes that are late."""
+"""How long leaving members wait for late nodes."""
 HANG_STEPS = 10
-"""Two collectives that do not end within so many steps of each other end the job."""
+"""Two collectives that hang within this many steps of each other end the job."""
 REMEMBERED_CHANGES = 20
 REMEMBERED_GONE = 16_384
-"""Members that were given up and must not come back; those of the longest ago are forgotten."""
+"""The most members that are remembered as given up, and must not come back; the oldest are forgotten."""
 QUIET_BEATS = 3
-"""A member that has missed this many heartbeats counts among those that may have fallen silent together."""
+"""Missed heartbeats after which a member counts as quiet, see `_is_cut_off`."""
 
 
 @dataclass(frozen=True)
 class Missed:
-    """A member that was given up for silence alone, and the generation that it was in, if in any."""
+    """A member that was given up for silence alone, and its generation then (`NO_WORLD` if it was in none)."""
 
     entry: Entry
     reason: str
@@ -69,41 +69,41 @@ class Membership:
         self._world = NO_WORLD
         self.is_finished = False
         self.changes: deque[tuple[World, float]] = deque(maxlen=REMEMBERED_CHANGES)
-        """The last generations, and when each was published."""
+        """The last generations, each with the time when it was published."""
         self._recovery: Recovery | None = Recovery(now + settings.recovery_seconds, settings.recovery_seconds)
         self._orphaned_at = now + ORPHAN_SECONDS
-        """When no member of an earlier job can be alive any more."""
+        """The time from which no member of an earlier job can be alive."""
         self._is_starter = False
         """Whether the present job was begun here, and not taken over from members of an earlier one."""
         self._newest = 0
-        """The highest number that was ever published or taken over here."""
+        """The highest generation ever published or taken over here."""
         self._gone: dict[str, str] = {}
         self._done: set[str] = set()
-        """Members of the world whose scripts have ended, with exit code 0 unless their agent says otherwise."""
+        """Members of the world whose scripts have ended, with exit code 0 unless their agent reports otherwise."""
         self.watched: dict[str, float] = {}
-        """When the agent of each node connected that is, and will say how the workers there have ended. The coordinator
-        keeps it."""
+        """Times at which the agents connected, by node; an agent will report how its workers ended. Kept by the
+        coordinator."""
         self._entered = 0
         self._has_begun = False
-        """Whether somebody has said that it made a step; see `World.begun`."""
+        """Whether any member has reported a step; see `World.begun`."""
         self._breach = ""
         self._is_hang, self._hangs, self._hung_at = False, 0, 0
-        """Whether the breach is a collective that has not ended; how many of these followed one another, and the step
-        of the last one."""
+        """Whether the breach is a collective that has not ended; how many of these came in a row, and the step of the
+        last one."""
         self._mute: dict[str, list[float]] = {}
-        """By member, when generations failed of which it has said neither that it has entered nor that it could not."""
+        """Times of failed generations of which a member has reported neither entry nor failure, by member."""
         self._decide_at: float | None = None
         self._advanced = now
         self._held_at = now
-        """When silence was last laid to the coordinator's own link."""
+        """The last time that silence was blamed on the coordinator's own link."""
         self._missed: dict[str, Missed] = {}
-        """Members given up for silence that may come back still."""
+        """Members given up for silence that may still come back."""
         self._back: dict[str, Missed] = {}
-        """Members that have come back and that the present generation does not list."""
+        """Members that have come back and are not listed in the present generation."""
         self._published: Publish | None = None
         """The newest generation, and the members that were told of it."""
         self._owed: list[Publish] = []
-        """Generations that members may have missed while their connection was replaced."""
+        """Generations that members may have missed while they reconnected."""
         self.links = Links(settings.silent_seconds, now)
 
     @property
@@ -114,9 +114,9 @@ class Membership:
     # -- events ------------------------------------------------------------------------------------------------------
 
     def announce(self, said: Announce, now: float) -> str:
-        """Let in a worker that has come, or whose connection is another one now, and return its id.
+        """Admit a worker that is new, or has reconnected, and return its id.
 
-        Raise PeerRefused, or JobFinished, if it cannot be let in.
+        Raise PeerRefused or JobFinished if it cannot be admitted.
         """
         member = member_id(said.node, said.local_rank)
         if self.is_finished:
@@ -148,7 +148,8 @@ class Membership:
         return member
 
     def _knows(self, member: str, said: Announce) -> bool:
-        """Return whether an announcement is of the very process that is here, or was given up for silence alone."""
+        """Return whether an announcement is from the same process as before: one that is here, or was given up for
+        silence alone."""
         missed = self._missed.get(member)
         entry = self.roster[member] if member in self.roster else None if missed is None else missed.entry
         return entry is not None and said.nonce != "" and (entry.pid, entry.nonce) == (said.pid, said.nonce)
@@ -175,18 +176,20 @@ class Membership:
         self._note(now)
 
     def _held_state_in(self, world: World, member: str) -> bool:
-        """Return whether a member of a generation had its state: all have, once one of them has entered it."""
+        """Return whether a member of a generation had its state: all have it once one of them has entered the
+        generation."""
         return world.generation <= self._entered or member in (*world.members[: world.survivors], *world.leaving)
 
     def _goes_on_without(self, member: str, missed: Missed) -> bool:
-        """Return whether the others need a silent member no more: one of them has entered a generation without it."""
+        """Return whether the others need a silent member no more, because one of them has entered a generation without
+        it."""
         if member in self._world.leaving and self._is_handed_over:
             return True
         has_changed = self._world.generation > missed.world.generation
         return has_changed and self._is_entered and not self._takes_part(member)
 
     def report(self, member: str, said: Report, now: float) -> None:
-        """Take what a worker says of itself. PeerRefused if that cannot be."""
+        """Take a worker's report. PeerRefused if the report is impossible, or the worker was given up."""
         self._hear_again(member, now)
         if member not in self.roster:
             raise PeerRefused(f"{member} was given up ({self._gone.get(member, 'it is not known here')})")
@@ -212,7 +215,7 @@ class Membership:
             self._note(now)
 
     def _break(self, member: str, said: Report) -> None:
-        """A collective of the present generation has failed on a member, or has not ended there."""
+        """Note that a collective of the present generation has failed on a member, or has not ended there."""
         if said.hung and not self._is_hang:
             step = max(entry.report.step for entry in self.roster)
             self._hangs = self._hangs + 1 if abs(step - self._hung_at) <= HANG_STEPS else 1
@@ -222,12 +225,12 @@ class Membership:
             self._breach = f"a collective failed on {member}"
 
     def probed(self, member: str, said: Probed, now: float) -> None:
-        """A worker has tried to connect to others."""
+        """Take the results of a worker's attempts to connect to others."""
         if member in self.roster and self.links.hear(self.roster[member].host, said, now):
             self._note(now)
 
     def bye(self, member: str, said: Bye, now: float) -> None:
-        """A worker's script has ended."""
+        """Take the good-bye of a worker whose script has ended."""
         if member in self._missed:
             self._hear_again(member, now)
         entry = self._remove(member)
@@ -254,9 +257,9 @@ class Membership:
             self._note(now)
 
     def failed(self, node: str, now: float) -> None:
-        """Take a node's workers for lost: its agent says that one ended with an error, or a code other than 0.
+        """Count a node's workers as lost: its agent reports that one ended with an error, or a code other than 0.
 
-        A process does not know its exit code when it says good-bye, so it may have said that its script has ended.
+        A process does not know its exit code when it says good-bye, so it may have reported a regular end before.
         """
         ended = [member for member in (*self._done, *self.roster.members) if node_of(member) == node]
         for member in [] if self.is_finished else ended:
@@ -265,20 +268,21 @@ class Membership:
             self._is_gone(member, "its node's workers have failed", now)
 
     def lost(self, member: str, why: str, now: float) -> None:
-        """A worker is dead, or must be taken for dead."""
+        """Count a worker as dead."""
         if self._remove(member) is not None:
             self._is_gone(member, why, now)
 
     def _remove(self, member: str) -> Entry | None:
-        """Take a worker out of the roster and of those that may come back; None if it was not in the roster."""
+        """Remove a worker from the roster and from those that may come back; None if it was not in the roster."""
         self._missed.pop(member, None)
         self._back.pop(member, None)
         return self.roster.remove(member)
 
     def disconnected(self, member: str, why: str, now: float) -> None:
-        """A worker's connection has ended. That is a death, unless nothing had come over it for some heartbeats.
+        """Note that a worker's connection has ended. That is a death, unless the worker was quiet for some heartbeats
+        before.
 
-        Where the network was cut, it says no more than the silence did: the worker may be about to connect again.
+        If the network was cut, the end tells no more than the silence did: the worker may be about to reconnect.
         """
         if member in self.roster and not self._is_quiet(self.roster[member], now):
             self.lost(member, why, now)
@@ -287,7 +291,7 @@ class Membership:
 
     @property
     def deadline(self) -> float:
-        """Return when `advance` has to be called at the latest."""
+        """The latest time at which `advance` has to be called."""
         times = [self._advanced if self._owed else self._advanced + self.settings.beat_seconds]
         if self._recovery is not None:
             times.append(self._advanced if self._recovery.is_complete else self._recovery.until)
@@ -296,7 +300,7 @@ class Membership:
         return min(times)
 
     def advance(self, now: float) -> list[Effect]:
-        """Return what has to be done now."""
+        """Return the effects that are due now."""
         effects: list[Effect] = [*self._owed, *self._give_up_silent(now), *self._give_up_stuck(now)]
         self._owed.clear()
         if self._recovery is not None:
@@ -318,7 +322,7 @@ class Membership:
         return effects
 
     def _give_up_silent(self, now: float) -> list[GiveUp]:
-        """Give up members that have said nothing for too long; time in which nobody listened does not count."""
+        """Give up members that have been silent for too long; time during which nothing was received does not count."""
         asleep = now - self._advanced - self.settings.beat_seconds
         if asleep > self.settings.beat_seconds:
             self.roster.forgive(asleep)
@@ -342,7 +346,7 @@ class Membership:
         return now - entry.heard > QUIET_BEATS * self.settings.beat_seconds
 
     def _is_cut_off(self, now: float) -> bool:
-        """Return whether more than half of the world is quiet: the coordinator's own link is at fault then."""
+        """Return whether more than half of the world is quiet: then the coordinator's own link is at fault."""
         there = [one for one in self.roster if self._takes_part(one.member)] or list(self.roster)
         return 2 * sum(self._is_quiet(one, now) for one in there) > len(there)
 
@@ -355,14 +359,14 @@ class Membership:
         ]
         for effect in effects:
             del self._missed[effect.member]
-        if self._is_entered:  # somebody had entered the generation before it could be replaced
+        if self._is_entered:  # a member entered the generation before it could be replaced
             effects += [self._give_up(member, now) for member in list(self._back)]
         return effects
 
     def _give_up_stuck(self, now: float) -> list[GiveUp]:
-        """Give up living members whose main thread does not get on, while others that hold the state wait for them.
+        """Give up living members whose main thread is stuck, while other holders of the state wait for them.
 
-        Nobody is given up where that would be more than half of the world.
+        No member is given up if that would be more than half of the world.
         """
         there = [entry for entry in self.roster if self._takes_part(entry.member)]
         stuck = self._hung(there) or self._mute_for_long(there, now)
@@ -382,7 +386,7 @@ class Membership:
         return [(one, reason) for one in hung if one.report.step or self._is_needed]
 
     def _mute_for_long(self, there: list[Entry], now: float) -> list[tuple[Entry, str]]:
-        """Return the members that have said nothing of generations which failed, each with the reason."""
+        """Return the members that have reported nothing of several failed generations, each with the reason."""
         most = self.settings.stuck_seconds
         failed = [(one, self._mute.get(one.member, [])) for one in there]
         mute = [(one, times) for one, times in failed if len(times) > 1 and 0 < most <= now - times[0]]
@@ -391,10 +395,10 @@ class Membership:
         ]
 
     def _give_up_unreached(self, now: float) -> list[GiveUp]:
-        """Give up nodes of a world that stands still, so that all that are left reach each other.
+        """Give up nodes of a world that stands still, so that all remaining ones reach each other.
 
-        Nobody where fewer than MIN nodes would be there then, with those that wait, or while that may lose state that
-        the network may give back.
+        No node is given up if fewer than MIN would remain, waiting ones included, or while doing so may lose state that
+        a healed network would give back.
         """
         world, links = self._world, self.links
         if not links.stands_still(now) or not links.parted:
@@ -411,7 +415,7 @@ class Membership:
         return [GiveUp(entry.member, entry.pid, self._gone[entry.member]) for entry in parted]
 
     def _may_part_with(self, parted: list[Entry], now: float) -> bool:
-        """Return whether nothing is lost with these members, or the world has stood still for `stuck_seconds`.
+        """Return whether no state is lost with these members, or the world has stood still for `stuck_seconds`.
 
         Copies outlive one node; two that go together may have kept each other's.
         """
@@ -421,7 +425,7 @@ class Membership:
         return 0 < self.settings.stuck_seconds <= self.links.still_for(now)
 
     def _see_who_is_mute(self, failed: World, now: float) -> None:
-        """A generation has failed: others have said so, and all should."""
+        """Note the members that have not reported the failure of a generation, as all of its members should."""
         for member in failed.members:
             if member in self.roster and _answered(self.roster[member].report) < failed.generation:
                 self._mute.setdefault(member, []).append(now)
@@ -432,20 +436,21 @@ class Membership:
 
     @property
     def is_recovering(self) -> bool:
-        """Whether members of an earlier job are waited for."""
+        """Whether the coordinator waits for members of an earlier job."""
         return self._recovery is not None
 
     def _may_recall(self, world: World, now: float) -> bool:
-        """Whether there is still room for a world from before.
+        """Return whether a world from before can still be taken over.
 
-        Also where a job was begun since, by mistake: until then, members of the one before may be alive, and hold more.
+        True also if a job was begun here by mistake: for a while, members of the earlier job may be alive and hold
+        more.
         """
         if self._recovery is not None or self.world is None:
             return True
         return self._is_starter and world.term != self.term and now < self._orphaned_at
 
     def _recall(self, now: float) -> list[Effect]:
-        """End the recovery: take over the newest world, and part with members that it does not know, or that hang."""
+        """End the recovery: take over the newest world, and give up members that it does not list, or that hang."""
         recovery, self._recovery = self._recovery, None
         started = self._world.everyone
         if started and recovery is not None and not self._may_hold_state(recovery):
@@ -478,17 +483,17 @@ class Membership:
         return [*effects, self._published]
 
     def _may_hold_state(self, recovery: Recovery) -> bool:
-        """Whether one of those that have come back may have been in the world that it was told of."""
+        """Return whether any returning member may have been in the world of which it was told."""
         back = [entry for entry in self.roster if recovery.heard_of(entry.member)]
         return any(entry.report.entered or not recovery.has_reported(entry.member) for entry in back)
 
     def _let_go(self, recovery: Recovery) -> list[str]:
-        """Leavers that have come back, and have not heard yet that the others go on without them."""
+        """Return the leavers that have come back, and do not know yet that the others go on without them."""
         leaving = [entry.member for entry in self.roster if entry.report.leaving and recovery.heard_of(entry.member)]
         return [member for member in leaving if (recovery.told(member) or NO_WORLD).generation < self._world.generation]
 
     def _passed_over(self, recovery: Recovery, started: Iterable[str]) -> list[str]:
-        """Late newcomers that the others went on without, and that have not joined since: they may still."""
+        """Return the late newcomers that the others went on without, and that have not joined since: they still may."""
         world, found = self._world, list[str]()
         for entry in self.roster:
             told = recovery.told(entry.member)
@@ -501,13 +506,14 @@ class Membership:
         return found
 
     def _give_up(self, member: str, now: float) -> GiveUp:
-        """A member that the world does not know: it is of an older one, or of a job that was begun by mistake."""
+        """Give up a member that the world does not list: it is from an older one, or from a job that was begun by
+        mistake."""
         entry, reason = self.roster[member], f"generation {self._newest} goes on without it"
         self.lost(member, reason, now)
         return GiveUp(member, entry.pid, reason)
 
     def _miss(self, now: float) -> list[GiveUp]:
-        """Part with members of the world that was taken over which have not come back."""
+        """Give up members of the world that was taken over which have not come back."""
         effects = list[GiveUp]()
         for member in self._world.members:
             if member not in self.roster and member not in self._done and member not in self._missed:
@@ -521,7 +527,8 @@ class Membership:
     # -- decisions ---------------------------------------------------------------------------------------------------
 
     def _next_world(self, now: float) -> World | None:
-        """The generation that follows from who is there; None if the present one stands, or is still being entered."""
+        """Return the generation that follows from the present members; None if the present one stands, or is still
+        being entered."""
         old, members = self._world, self._world.members
         dead = tuple(one for one in members if one not in self.roster and one not in self._done)
         is_failure = bool(dead or self._breach or self._is_overdue(now))
@@ -530,9 +537,9 @@ class Membership:
         stay = tuple(one for one in self._in_order(members) if one in self.roster and not self._is_leaving(one))
         leaving, late = self._leaving(old), self._left_out(now) if is_failure else ()
         stay, leaving = (tuple(one for one in some if one not in late) for some in (stay, leaving))
-        needs_who_leaves = bool(leaving) and not stay  # who begins anew has to wait for what these save
+        needs_who_leaves = bool(leaving) and not stay  # members that begin anew wait for what these save
         joined = () if needs_who_leaves else self._newcomers(stay, are_built=is_failure and self._can_go_alone)
-        is_ending = not self._done.isdisjoint(members)  # who has ended takes part in no change
+        is_ending = not self._done.isdisjoint(members)  # members that have ended take part in no change
         if not is_failure and (stay + joined == members or is_ending):
             return None
         if not old.generation and not joined:
@@ -554,12 +561,13 @@ class Membership:
         )
 
     def _in_order(self, members: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the members of the present generation and those that have come back, in the order that they had."""
+        """Return the members of the present generation and those that have come back, in their earlier order."""
         base = min((one.world for one in self._back.values()), key=lambda world: world.generation, default=NO_WORLD)
         return tuple(one for one in dict.fromkeys((*base.members, *members)) if one in members or one in self._back)
 
     def _newcomers(self, stay: tuple[str, ...], are_built: bool = False) -> tuple[str, ...]:
-        """Return who joins those that stay: whole nodes, as many as MAX allows; to start a job, MIN of them or nobody.
+        """Return the members that join those that stay: whole nodes, as many as MAX allows; at least MIN nodes to start
+        a job.
 
         A member that has entered a generation which is over has `LEAVER_SECONDS` to end, as it does if it held state
         there. are_built: only nodes that have made their engines.
@@ -577,14 +585,15 @@ class Membership:
 
     @property
     def _may_rejoin(self) -> bool:
-        """Return whether members of a past generation have had time to end: one that is here still was idle."""
+        """Whether members of a past generation have had time to end: one that is still here was idle."""
         return bool(self.changes) and self._advanced - self.changes[-1][1] > LEAVER_SECONDS
 
     def _was_left_behind(self, member: str) -> bool:
         return self.roster[member].report.entered > 0 and not self._takes_part(member)
 
     def _leaving(self, old: World) -> tuple[str, ...]:
-        """Return who leaves and is still there; who left before does, though its report may not have come again yet."""
+        """Return the leaving members that are still here, those of the old generation included, whose reports may be
+        missing yet."""
         told = tuple(one for one in self._in_order(old.members) if one in self.roster and self._is_leaving(one))
         back = tuple(one for one in self._back if one in self.roster and self._is_leaving(one))
         return tuple(dict.fromkeys((*told, *self._present(old.leaving), *back)))
@@ -597,7 +606,7 @@ class Membership:
 
     @property
     def _late(self) -> tuple[str, ...]:
-        """Newcomers of a generation that nobody has entered, on nodes that have not made all their engines."""
+        """Newcomers of a generation that no member has entered, on nodes that have not made all their engines."""
         world = self._world
         if self._is_entered:
             return ()
@@ -613,7 +622,7 @@ class Membership:
 
     @property
     def _can_go_alone(self) -> bool:
-        """Whether the others can train without those that are late."""
+        """Whether the others can train without the late members."""
         world, late = self._world, self._late
         if not self._present(world.members if self._is_entered else self._survivors):
             return False
@@ -621,7 +630,8 @@ class Membership:
         return bool(stay) and len(nodes_of(stay)) >= self.settings.min_nodes and not self._is_lacking
 
     def _have_others_waited(self, now: float) -> bool:
-        """Return whether late nodes have kept others waiting for too long: some of the world, or nodes that wait."""
+        """Return whether late nodes have kept others waiting for too long: members of the world, or nodes outside
+        it."""
         world, late, most = self._world, self._late, self.settings.stuck_seconds
         if not late or self._is_lacking or not 0 < most <= now - self.changes[-1][1]:
             return False
@@ -629,11 +639,11 @@ class Membership:
         return not set(coming) <= set(late) or bool(self._newcomers(world.members))
 
     def _left_out(self, now: float) -> tuple[str, ...]:
-        """Late members that a generation which cannot wait goes on without."""
+        """Return the late members without which a generation that cannot wait goes on."""
         return self._late if self._can_go_alone or self._have_others_waited(now) else ()
 
     def _is_overdue(self, now: float) -> bool:
-        """Whether others cannot wait any longer until the present generation is entered."""
+        """Return whether members cannot wait any longer for the present generation to be entered."""
         world = self._world
         if self._recovery is not None or self._is_entered:
             return False
@@ -648,26 +658,26 @@ class Membership:
 
     @property
     def _is_needed(self) -> bool:
-        """Whether all of a generation stand still until each of its members has entered it."""
+        """Whether all members of the present generation stand still until each of them has entered it."""
         return self._world.change == "failure" and not self._is_entered
 
     @property
     def _is_settled(self) -> bool:
-        """Whether everybody has entered the present generation."""
+        """Whether all living members have entered the present generation."""
         world = self._world
         return all(self.roster[one].report.entered == world.generation for one in world.members if one in self.roster)
 
     @property
     def _is_handed_over(self) -> bool:
-        """Whether those that leave the present generation have nothing to do any more: all others have what they had.
+        """Whether the members leaving the present generation are done, because all others have their state.
 
-        Where all members leave there are no others: each is waited for until it has gone.
+        If all members leave, there are no others: each is waited for until it has gone.
         """
         return self._is_settled and bool(self._world.members)
 
     @property
     def _is_entered(self) -> bool:
-        """Whether anybody has entered the present generation: then all its members hold its state."""
+        """Whether any member has entered the present generation: then all its members hold its state."""
         return 0 < self._world.generation <= self._entered
 
     @property
@@ -676,7 +686,8 @@ class Membership:
         return self.world is not None and not self.world.members and self.world.change == "planned"
 
     def _may_be_the_last_holder(self, member: str) -> bool:
-        """Whether a leaver is asked for the state in a generation whose members have none; they would wait for it."""
+        """Return whether a leaver is asked for the state by a generation whose members have none, and would wait for
+        it."""
         world = self._world
         return member in world.leaving and bool(world.members) and not world.survivors and not self._is_entered
 
@@ -709,7 +720,7 @@ class Membership:
         return self._published
 
     def _finish(self) -> list[Finish]:
-        """The job is over when some scripts have ended and nobody is left to end who ever was in a world."""
+        """End the job when some scripts have ended and all remaining workers have never been in a world."""
         if self.is_finished or not self._done:
             return []
         if any(node_of(member) in self.watched for member in self._done):
@@ -723,7 +734,7 @@ class Membership:
     # -- small things ------------------------------------------------------------------------------------------------
 
     def phase(self, entry: Entry) -> Phase:
-        """Return what a member is doing, in the words of the status."""
+        """Return the phase of a member, as the status names it."""
         if entry.report.leaving:
             return "leaving"
         if entry.report.engines == "building":
@@ -736,7 +747,7 @@ class Membership:
         return member in self._world.members
 
     def _takes_part(self, member: str) -> bool:
-        """Whether others may wait for it in a collective: it works, or hands over what it has."""
+        """Return whether others may wait for a member in a collective: it works, or hands over its state."""
         return member in self._world.everyone
 
     def _is_gone(self, member: str, why: str, now: float) -> None:
@@ -748,7 +759,7 @@ class Membership:
         self._note(now)
 
     def _note(self, now: float) -> None:
-        """Something has changed: a decision is due soon."""
+        """Note that something has changed: a decision is due soon."""
         if self._decide_at is None:
             self._decide_at = now + self.settings.debounce_seconds
 
@@ -757,5 +768,5 @@ class Membership:
 
 
 def _answered(report: Report) -> int:
-    """The last generation of which a member has said how it went."""
+    """Return the last generation whose outcome a member has reported."""
     return max(report.entered, report.broken)

@@ -1,16 +1,16 @@
 """Messages between a coordinator and its peers.
 
 A message on the wire is four bytes of length (big-endian), that many bytes of JSON, an object whose `kind` names one of
-the classes below, and its tag (see `channel`). Nothing is guessed and nothing is unpickled: an unknown kind, an unknown
-field, a value of another type or a length above the limit is a `MessageError` that says which.
+the classes below, and its tag (see `connection`). Nothing is guessed and nothing is unpickled: an unknown kind, an
+unknown field, a value of another type or a length above the limit is a `MessageError` that names it.
 
 A connection opens with `Challenge` from the coordinator and `Hello` from the peer, answered by `Welcome` or `Refused`;
-from `Hello` on all is proved. After that a worker sends one `Announce`, then `Report` whenever something changed and as
-its heartbeat, `Probed` for each `Probe`, and `Bye` at its end; an agent sends one `Agent` and `Beat`; whoever only asks
-sends `Query` or `Dismiss`. The coordinator sends `Changed`, `Leave`, `Probe`, `Fence`, `Finished`, `Status`,
-`Dismissed` and `Refused`. Reports say all that a worker is, so a lost or a repeated one does no harm. `Switched` is for
-people alone: the worker of rank 0 sends one a switch, and its last ones again to another coordinator, which knows them
-by their numbers.
+from `Hello` on, all messages are authenticated. After that a worker sends one `Announce`, then `Report` whenever
+something changed and as its heartbeat, `Probed` for each `Probe`, and `Bye` at its end; an agent sends one `Agent` and
+then `Beat`; a peer that only asks sends `Query` or `Dismiss`. The coordinator sends `Changed`, `Leave`, `Probe`,
+`Fence`, `Finished`, `Status`, `Dismissed` and `Refused`. A report has the whole state of its worker, so a lost or
+repeated one does no harm. `Switched` is for people alone: the worker of rank 0 sends one for each switch, and its last
+ones again to another coordinator, which recognizes them by their numbers.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from ds_dynatrain.elastic.world import LONGEST_NODE, MemberId, Members, NodeId, 
 from ds_dynatrain.errors import MessageError
 
 PROTOCOL = 7
-"""Version of all this; both ends must have the same one."""
+"""Version of the protocol; both ends must have the same one."""
 LARGEST_GREETING = 4 * 1024
-"""Bytes of a message from a peer that has not proved anything yet."""
+"""The most bytes of a message from a peer that has not proved anything yet."""
 LARGEST_MESSAGE = 16 * 1024 * 1024
-"""Bytes of any other message: a world of 65,536 members with ids of 128 characters stays below."""
+"""The most bytes of any other message: enough for a world of 65,536 members with ids of 128 characters."""
 
 HEADER = struct.Struct(">I")
 
@@ -38,22 +38,22 @@ Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Nonce = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 PhaseName = Annotated[str, Field(pattern=r"^[a-z_ ]{1,24}$")]
 MOST_PHASES = 16
-"""Of a switch, with a duration each."""
+"""The most phases of a switch, each with a duration."""
 LONGEST_WORDS = 160
 Words = Annotated[str, Field(max_length=LONGEST_WORDS)]
-"""So long that a switch fits into `LARGEST_GREETING` bytes, which is what a worker may send at once."""
+"""A text short enough for a switch to fit into `LARGEST_GREETING` bytes, the most that a worker may send at once."""
 HostPort = Annotated[str, Field(pattern=r"^([0-9.]{7,15}|\[[0-9a-f:.]{2,45}\]):[0-9]{1,5}$")]
-"""An address without names to be looked up."""
+"""A numeric address, without a name to look up."""
 MOST_PROBED = 48
-"""Addresses in a message: its answer has to fit into `LARGEST_GREETING` bytes, too."""
+"""The most addresses in a message, whose answer has to fit into `LARGEST_GREETING` bytes too."""
 MOST_PARTED = 16
-"""Pairs of hosts that a status names."""
+"""The most pairs of hosts that a status names."""
 Probes = Annotated[tuple[HostPort, ...], Field(max_length=MOST_PROBED)]
 Phase = Literal["warming", "waiting", "building", "working", "leaving"]
 
 
 class Challenge(Record):
-    """The coordinator's first words: its version, and its half of what the keys of this connection follow from."""
+    """First message of the coordinator: its version, and its random number for the keys of this connection."""
 
     kind: Literal["challenge"] = "challenge"
     version: int
@@ -61,7 +61,7 @@ class Challenge(Record):
 
 
 class Hello(Record):
-    """A peer's answer, with the other half. The job is empty where it only asks."""
+    """Answer of the peer, with its own random number. The job is empty for peers that only ask."""
 
     kind: Literal["hello"] = "hello"
     nonce: Nonce
@@ -69,34 +69,34 @@ class Hello(Record):
 
 
 class Welcome(Record):
-    """The peer is let in; what it has to know."""
+    """Admission of the peer, with the settings that it has to know."""
 
     kind: Literal["welcome"] = "welcome"
     term: str
     store_port: Port
-    """Where the store for process groups listens, on the coordinator's host."""
+    """Port of the store for process groups, on the coordinator's host."""
     beat_seconds: Seconds
-    """How often the peer has to be heard of."""
+    """Interval of the peer's heartbeats."""
     stuck_seconds: Seconds
-    """After how long of standing still a worker is given up; 0: never."""
+    """How long a worker may stand still before it is given up; 0: for ever."""
     min_nodes: Count
     max_nodes: Count
 
 
 class Refused(Record):
-    """The peer is not let in, or no longer; the connection ends. Before the peer's proof nothing proves this either."""
+    """Refusal of the peer, now or later; the connection ends. Before the peer's proof the refusal itself is unproved,
+    too."""
 
     kind: Literal["refused"] = "refused"
     reason: Text
 
 
 class Announce(Record):
-    """A worker introduces itself. On a further connection it also says what it knows: the newest world that it was told
-    of.
+    """Introduction of a worker. On a later connection it includes the newest world that the worker was told of.
 
-    nonce: drawn once by each process. With the same pid and nonce an announcement replaces the process's connection of
-    before; empty on a peer that never comes back. restarts: how often its agent has started workers before. reach: an
-    address to which others can try to connect, on the host of its process groups; empty where that is not known.
+    nonce: drawn once by each process. An announcement with the same pid and nonce replaces the process's earlier
+    connection; empty for a peer that never returns. restarts: how often its agent has started workers before. reach: an
+    address to which others can try to connect, on the host of its process groups; empty where it is unknown.
     """
 
     kind: Literal["announce"] = "announce"
@@ -111,77 +111,77 @@ class Announce(Record):
 
 
 Engines = Literal["none", "building", "built"]
-"""In this order, and never back."""
+"""Stages of making engines, in this order; a worker never goes back."""
 Protected = Literal["", "no", "yes"]
-"""Whether others keep what a member holds alone; nothing where they are not asked to."""
+"""Whether other members keep copies of the state that a member alone holds; empty where copies are off."""
 
 
 class Tally(Record):
-    """Work of a worker since its script first came to a boundary, for people; of it only `samples` goes back.
+    """Work of a worker since its script first came to a boundary, for people. Only `samples` may go back.
 
-    Durations by its own clock; together they are the time up to its last boundary.
+    Durations are by the worker's own clock; together they make up the time to its last boundary.
     """
 
     steps: Count = 0
-    """Optimizer steps that it has taken part in, those included that were made again after a death."""
+    """Optimizer steps in which it has taken part, including those repeated after a death."""
     samples: Count = 0
     """Samples before the present step, over all ranks, counted from the start of the job."""
     stepping_seconds: Seconds = 0.0
-    """From boundary to boundary, where a step was made."""
+    """Time between boundaries, where a step was made."""
     held_seconds: Seconds = 0.0
-    """At boundaries, and in global batches that were discarded."""
+    """Time at boundaries, and in global batches that were discarded."""
     saving_seconds: Seconds = 0.0
-    """What of that was for checkpoints."""
+    """The part of `held_seconds` spent on checkpoints."""
     generation: Count = 0
-    """That it was in when it left that boundary."""
+    """The worker's generation when it left its last boundary."""
 
 
 class Report(Record):
-    """State of a worker now; also its heartbeat."""
+    """Present state of a worker; also its heartbeat."""
 
     kind: Literal["report"] = "report"
     ready: bool = False
-    """It has imported and built everything and can join at once."""
+    """Whether it has imported and built everything and can join at once."""
     leaving: bool = False
-    """It has been told to go."""
+    """Whether it has been told to go."""
     entered: Count = 0
-    """The last generation that it trains in; 0 before the first."""
+    """The last generation that it has entered; 0 before the first."""
     broken: Count = 0
-    """The newest generation that was known here when a collective failed; if it is the present one, everybody forms a
-    new one. Where a later one was published first, the worker says it again of that one."""
+    """The newest generation it knew when a collective failed. If that is the present one, all members form a new one;
+    if a later one was published first, the worker reports that one as broken, too."""
     hung: Words = ""
-    """The collective that did not end, where that is what is broken, and for how long it was waited for."""
+    """The collective that did not end, if that is the failure, and how long the worker waited for it."""
     step: Count = 0
     layout: Text = ""
     pause_ms: Seconds = 0.0
-    """How long its last change of world held up training."""
+    """How long its last change of world held training up."""
     protected: Protected = ""
-    """For people: whether its death would cost no more than a step or two."""
+    """Whether its death would cost no more than a step or two; for people."""
     blocked_seconds: Seconds = 0.0
-    """For how long its main thread has run no Python code, and waited for nobody."""
+    """How long its main thread has run no Python code without waiting for another process."""
     engines: Engines = "none"
-    """Whether it makes its engines for a job that runs, and whether its script has come to its loop with them."""
+    """Whether it makes its engines for a running job, and whether its script has reached its loop with them."""
     lacking: Count = 0
-    """The last generation in which it found no layout for so few members: with others there may be one."""
+    """The last generation with too few members for any layout; with more members there may be one."""
     waits_for: Text = ""
-    """Whom its main thread has been waiting for, for a while already; for people."""
+    """Members for which its main thread has been waiting for a while; for people."""
     tally: Tally = Tally()
 
 
 class Switched(Record):
-    """How a switch of an engine went, as the worker of rank 0 has reported it."""
+    """Outcome of an engine's switch, as the worker of rank 0 reports it."""
 
     kind: Literal["switched"] = "switched"
     engine: Count = 1
     number: Count
-    """Of the switch: no two of an engine have the same."""
+    """Number of the switch, unique within its engine."""
     committed: bool
     step: Count
     source: Words
     target: Words
-    """The layouts, in words."""
+    """The layout after the switch, in words; `source` is the one before."""
     members: Count
-    """That train in the target."""
+    """Number of members that train in the target."""
     pause_ms: Seconds
     certificate_ms: Seconds = 0.0
     phases_ms: Annotated[dict[PhaseName, Seconds], Field(max_length=MOST_PHASES, default_factory=dict)]
@@ -189,11 +189,11 @@ class Switched(Record):
     bytes_minimum: Count = 0
     cause: Words = ""
     reason: Words = ""
-    """Why it was rolled back."""
+    """Reason of a rollback."""
 
 
 class Probed(Record):
-    """Addresses of a `Probe` that a worker could connect to, and those that it could not."""
+    """Addresses of a `Probe` to which a worker could connect, and those to which it could not."""
 
     kind: Literal["probed"] = "probed"
     reached: Probes = ()
@@ -201,74 +201,75 @@ class Probed(Record):
 
 
 class Bye(Record):
-    """A worker's script has ended, or an agent's workers have: the end of this connection is no loss."""
+    """Good-bye of a worker whose script has ended, or of an agent whose workers have; losing the connection is no
+    failure."""
 
     kind: Literal["bye"] = "bye"
     newest: Count = 0
-    """The last generation that the worker was told of."""
+    """The last generation of which the worker was told."""
     has_left: bool = False
-    """It was told to go, and nobody needs anything of it any more: what it held is with others, or saved."""
+    """Whether it was told to go and has finished: its state was handed over, or saved."""
     failed: bool = False
-    """One of the agent's workers ended with an error, or with an exit code other than 0."""
+    """Whether one of the agent's workers ended with an error, or with an exit code other than 0."""
 
 
 class Agent(Record):
-    """A node's agent, which can end a worker that hangs."""
+    """Introduction of a node's agent, which can end a worker that hangs."""
 
     kind: Literal["agent"] = "agent"
     node: NodeId
 
 
 class Beat(Record):
-    """An agent's heartbeat."""
+    """Heartbeat of an agent."""
 
     kind: Literal["beat"] = "beat"
 
 
 class Query(Record):
-    """Ask for the `Status`."""
+    """Request for the `Status`."""
 
     kind: Literal["query"] = "query"
 
 
 class Dismiss(Record):
-    """Ask that all workers of a node go, as SIGTERM would tell them."""
+    """Request that all workers of a node go, as SIGTERM would tell them."""
 
     kind: Literal["dismiss"] = "dismiss"
     node: NodeId
 
 
 class Dismissed(Record):
-    """Answer to `Dismiss`: the workers that were told."""
+    """Answer to `Dismiss`: the workers that were told to go."""
 
     kind: Literal["dismissed"] = "dismissed"
     members: Members
 
 
 class Changed(Record):
-    """A new generation."""
+    """Announcement of a new generation to its members."""
 
     kind: Literal["changed"] = "changed"
     world: World
 
 
 class Leave(Record):
-    """Tell a worker that somebody wants its node: hand over, and go."""
+    """Order to a worker to hand over its state and go, because its node is wanted."""
 
     kind: Literal["leave"] = "leave"
 
 
 class Probe(Record):
-    """Ask a worker which of these other workers' addresses it can connect to."""
+    """Question to a worker: to which of these other workers' addresses can it connect?"""
 
     kind: Literal["probe"] = "probe"
     peers: Probes
 
 
 class Fence(Record):
-    """Tell an agent to end a worker of its own that is silent and that the others go on without.
+    """Order to an agent to end a silent worker of its own, without which the others go on.
 
-    pid: None if the coordinator never heard it: it hung while that one was started anew.
+    pid: None if the coordinator never learned it, because the worker hung while the coordinator was restarted.
     """
 
     kind: Literal["fence"] = "fence"
@@ -277,13 +278,13 @@ class Fence(Record):
 
 
 class Finished(Record):
-    """Tell members that wait that the scripts of those that worked have ended: nothing will come."""
+    """Notice to waiting members that the scripts of the working ones have ended, so no work will come."""
 
     kind: Literal["finished"] = "finished"
 
 
 class MemberStatus(Record):
-    """One line of the status."""
+    """Line of the status about one member."""
 
     member: MemberId
     phase: Phase
@@ -295,12 +296,12 @@ class MemberStatus(Record):
     pause_ms: Seconds
     protected: Protected
     heard_seconds: Seconds
-    """How long ago something came from it."""
+    """Time since the coordinator last heard of it."""
     waits_for: Text
 
 
 class ChangeStatus(Record):
-    """One of the last changes."""
+    """Line of the status about a recent change."""
 
     generation: Count
     change: Text
@@ -310,15 +311,15 @@ class ChangeStatus(Record):
 
 
 class StartingNode(Record):
-    """A node whose agent is connected and whose workers are not: they import, or build their model."""
+    """A node whose agent is connected and whose workers are not yet: they import, or build their model."""
 
     node: NodeId
     seconds: Seconds
-    """Since the agent connected."""
+    """Time since the agent connected."""
 
 
 class Status(Record):
-    """Knowledge of the coordinator, to be shown to a person."""
+    """The coordinator's knowledge of the job, to be shown to people."""
 
     kind: Literal["status"] = "status"
     job: Text
@@ -344,7 +345,7 @@ _MESSAGES: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discrimin
 
 
 def encode(message: Message) -> bytes:
-    """A message as it goes over the wire; MessageError if it is longer than any peer would take."""
+    """Return a message as it goes over the wire; MessageError if it is longer than any peer accepts."""
     body = message.model_dump_json().encode()
     if len(body) > LARGEST_MESSAGE:
         raise MessageError(f"{message.kind}: {len(body)} bytes, at most {LARGEST_MESSAGE} are allowed")
@@ -352,7 +353,7 @@ def encode(message: Message) -> bytes:
 
 
 def body_length(header: bytes, limit: int) -> int:
-    """The length that a header announces; MessageError above `limit`."""
+    """Return the length in a header; MessageError above `limit`."""
     length: int = HEADER.unpack(header)[0]
     if length > limit:
         raise MessageError(f"a message of {length} bytes is announced, at most {limit} are taken here")
@@ -360,7 +361,7 @@ def body_length(header: bytes, limit: int) -> int:
 
 
 def decode(body: bytes) -> Message:
-    """The message of a body; MessageError that says what is wrong with it."""
+    """Parse the body of a message; MessageError names the field that is wrong."""
     try:
         return _MESSAGES.validate_json(body)
     except ValidationError as error:
@@ -370,10 +371,10 @@ def decode(body: bytes) -> Message:
 
 
 def clipped(text: str, limit: int) -> str:
-    """A text that fits into `limit` characters."""
+    """Shorten a text to at most `limit` characters."""
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def _short(value: Any) -> str:
-    """A value as a hostile peer may have sent it, for the log: printable and short."""
+    """Return a printable, short form of a value for the log; it may come from a hostile peer."""
     return clipped(repr(value[:200] if isinstance(value, str | bytes) else type(value).__name__), LONGEST_NODE)

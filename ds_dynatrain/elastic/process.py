@@ -1,7 +1,8 @@
-"""Processes, for a worker: it ends with its agent, its children do not speak for it, and SIGTERM is heard.
+"""Signals and process lifetime for a worker: it ends with its agent, its forked children stay silent, and it hears
+SIGTERM.
 
-Python runs a signal's handler when the main thread is back in Python: seconds late, or never, while it waits inside of
-a collective. The interpreter's wake-up descriptor gets its byte at once, and a thread reads it.
+Python runs a signal's handler when the main thread is back in Python: seconds late, or never, while that thread waits
+inside a collective. The interpreter's wake-up descriptor gets a byte at once, and a thread reads it.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ SIGTERM = bytes([signal.SIGTERM])
 
 
 def end_with_parent(agent: int | None = None) -> None:
-    """Let Linux kill this process when the thread that started it ends; at once if its agent is gone already.
+    """Let Linux kill this process when the thread that started it ends; exit at once if its agent is gone already.
 
-    torchrun starts workers in sessions of their own: without this they train on, alone, when their agent is killed.
+    torchrun starts workers in sessions of their own: otherwise they would train on, alone, when their agent is killed.
     """
     if sys.platform != "linux":
         return
@@ -41,15 +42,15 @@ def end_with_parent(agent: int | None = None) -> None:
 
 
 def at_exit(call: Callable[..., Any], *arguments: Any) -> None:
-    """Call it when this process ends, and not when one ends that the user has forked from it."""
+    """Call a function when this process ends, but not when a child that the user has forked from it ends."""
     process = os.getpid()
     atexit.register(lambda: call(*arguments) if os.getpid() == process else None)
 
 
 def in_forked_children(method: Callable[[], Any]) -> None:
-    """Call a bound method in every process that is forked from this one, as long as its object lives.
+    """Call a bound method in every process that is forked from this one, as long as the method's object lives.
 
-    Processes that are started by fork and exec inherit none of Python's sockets and need nothing.
+    Processes started by fork and exec inherit none of Python's sockets and need nothing.
     """
     if not isinstance(method, MethodType):
         raise TypeError(f"expected a bound method, got {method!r}")
@@ -64,7 +65,8 @@ def in_forked_children(method: Callable[[], Any]) -> None:
 
 
 def _is_alive(process: int) -> bool:
-    """Whether it runs; one that was killed and not waited for, as in a container without an init, does not."""
+    """Return whether a process runs. False for a zombie: killed and not waited for, as in a container without an
+    init."""
     try:
         os.kill(process, 0)
         stat = Path(f"/proc/{process}/stat").read_text(encoding="ascii", errors="replace")
@@ -76,7 +78,7 @@ def _is_alive(process: int) -> bool:
 
 
 class Termination:
-    """Readable once this process was told to end. A handler of the user's own is called as before."""
+    """Watch for SIGTERM, as a descriptor that becomes readable. The user's own handler is called as before."""
 
     def __init__(self) -> None:
         self._receiver, self._sender = socket.socketpair()
@@ -87,7 +89,7 @@ class Termination:
         self._wakes = False
 
     def watch(self) -> None:
-        """Begin; on the main thread, else ElasticError."""
+        """Begin to watch. ElasticError if called outside the main thread."""
         if threading.current_thread() is not threading.main_thread():
             raise ElasticError(
                 "signals can be watched from the main thread only, and this is thread "
@@ -96,28 +98,28 @@ class Termination:
         self._previous = signal.signal(signal.SIGTERM, self._handle)
         taken = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
         self._wakes = taken == -1
-        if not self._wakes:  # somebody else's, an event loop's: they keep it, and we hear of SIGTERM a little later
+        if not self._wakes:  # an event loop's, which keeps it: SIGTERM is noticed a little later
             signal.set_wakeup_fd(taken)
         self._is_watching = True
         in_forked_children(self._leave_to_the_parent)
 
     def fileno(self) -> int:
-        """The descriptor to wait for."""
+        """Return the descriptor to poll."""
         return self._receiver.fileno()
 
     def read(self) -> bool:
-        """Whether SIGTERM is among the signals that have come since the last call."""
+        """Return whether SIGTERM is among the signals since the last call; never blocks."""
         try:
             return SIGTERM in self._receiver.recv(4096)
         except BlockingIOError:
             return False
 
     def wake(self) -> None:
-        """Make it readable though no signal has come."""
+        """Make the descriptor readable without a signal."""
         self._send(b"\0")
 
     def stop(self) -> None:
-        """Put the user's handler back. On the main thread; elsewhere nothing is put back."""
+        """Restore the user's handler, on the main thread; no effect elsewhere."""
         if self._is_watching and threading.current_thread() is threading.main_thread():
             self._restore()
 
@@ -126,7 +128,7 @@ class Termination:
             self._send(SIGTERM)
         if callable(self._previous):
             self._previous(number, frame)
-        elif not self._is_watching:  # who watched after this one has put it back
+        elif not self._is_watching:  # a later watcher has put this handler back
             signal.signal(number, self._previous)
             signal.raise_signal(number)
 
@@ -142,7 +144,8 @@ class Termination:
             signal.signal(signal.SIGTERM, self._previous)
 
     def _leave_to_the_parent(self) -> None:
-        """Let go, in a forked child: a loader worker that is ended must not look as if its parent were told to go."""
+        """Stop watching in a forked child: a data loader's worker that is ended must not look like its parent being
+        told to go."""
         if self._is_watching:
             self._restore()
             os.close(self._receiver.detach())

@@ -1,8 +1,8 @@
-"""Whether other hosts can be reached: where a member can be connected to, and its attempts to connect to others.
+"""Reachability of hosts: a listening socket of each member, and its attempts to connect to other members.
 
-gloo's connections are made from host to host, while the coordinator sees only its own. When a world stands still the
-coordinator asks its members who reaches whom (`links`). Each member listens at an address that nothing is said at: a
-connection that is made there is proof enough, and is closed.
+gloo connects host to host, while the coordinator sees only its own connections. When a world stands still, the
+coordinator asks its members which of them they reach (`links`). Each member listens at an address where nothing is
+said: a connection there is proof enough, and is closed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ds_dynatrain.elastic.abort import new_sockets, open_sockets
 from ds_dynatrain.elastic.address import BACKLOG, Address
 
 REACH_SECONDS = 2.0
-"""How long a connection may take to be made: a lost packet is sent again after one second."""
+"""How long an attempt to connect may take; a lost packet is sent again after one second."""
 UNREACHED = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)
 ANSWERED = (0, errno.ECONNREFUSED)
 
@@ -39,7 +39,7 @@ class Reach:
         self._listener: socket.socket | None = None
 
     def listen(self) -> str:
-        """Listen where process groups do, and return the address; empty where that is not known."""
+        """Listen on the interface of the process groups, and return the address; empty where it is unknown."""
         host = group_host()
         with suppress(OSError):
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -50,17 +50,17 @@ class Reach:
         return str(Address(host, self._listener.getsockname()[1]))
 
     def filenos(self) -> tuple[int, ...]:
-        """Return the descriptor to be polled for `answer`, if there is one."""
+        """Return the descriptor to poll before `answer`, if there is one."""
         return () if self._listener is None else (self._listener.fileno(),)
 
     def answer(self) -> None:
-        """Close what others have connected."""
+        """Accept and close the connections of other members."""
         with suppress(OSError):
             while self._listener is not None:
                 self._listener.accept()[0].close()
 
     def ask(self, addresses: Sequence[str]) -> None:
-        """Try to connect to these addresses, in a thread."""
+        """Try to connect to these addresses in a thread, which calls `tell`."""
         threading.Thread(target=self._try, args=(addresses,), name="dynatrain-reach", daemon=True).start()
 
     def close(self) -> None:
@@ -75,9 +75,9 @@ class Reach:
 
 
 def reached_of(addresses: Sequence[str], seconds: float = REACH_SECONDS) -> tuple[list[str], list[str]]:
-    """Return which of these addresses can be connected to within `seconds`, and which cannot.
+    """Return the addresses to which a connection can be made within `seconds`, and those to which none can.
 
-    A host that refuses has answered. What fails for a reason of this process's own is in neither list.
+    A host that refuses a connection counts as reached. An address that fails for a local reason is in neither list.
     """
 
     async def tried() -> list[int | None]:
@@ -89,7 +89,7 @@ def reached_of(addresses: Sequence[str], seconds: float = REACH_SECONDS) -> tupl
 
 
 async def _connect(address: Address, seconds: float) -> int | None:
-    """Return 0 for a connection that can be made, else the number of the error."""
+    """Return 0 if a connection can be made, else the number of the error."""
     try:
         _, writer = await asyncio.wait_for(asyncio.open_connection(address.host, address.port), seconds)
     except asyncio.TimeoutError:
@@ -101,7 +101,7 @@ async def _connect(address: Address, seconds: float) -> int | None:
 
 
 def group_host() -> str:
-    """Return the address that gloo listens at in this process, as it chooses one; empty where that is not seen."""
+    """Return the address at which gloo chooses to listen in this process; empty where it cannot be observed."""
     before = open_sockets()
     with suppress(RuntimeError):
         group = td.ProcessGroupGloo(HashStore(), 0, 1, timeout=timedelta(seconds=REACH_SECONDS))
@@ -112,7 +112,7 @@ def group_host() -> str:
 
 
 def _listens_at(descriptor: int) -> str:
-    """Return the address of a listening socket; empty for any other, and for one that only this link knows."""
+    """Return the address of a listening socket; empty for any other socket, and for a link-local address."""
     with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as copy:
         is_listening = copy.family in (socket.AF_INET, socket.AF_INET6) and copy.getsockopt(
             socket.SOL_SOCKET, socket.SO_ACCEPTCONN

@@ -1,4 +1,5 @@
-"""An agent's side: the rendezvous of a world of one node, and a line to the coordinator, which ends hanging workers."""
+"""An agent's side: the rendezvous of a world of one node, and a connection to the coordinator, which ends hanging
+workers."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ FOREIGN_ADDRESS = (errno.EADDRNOTAVAIL, errno.EADDRINUSE)
 
 
 class NodeRendezvous(RendezvousHandler):
-    """Never waits for another node, and never says that one waits."""
+    """Rendezvous of one node alone: it never waits for another node, and never reports one that waits."""
 
     def __init__(self, parameters: RendezvousParameters) -> None:
         show_by_default()
@@ -62,7 +63,7 @@ class NodeRendezvous(RendezvousHandler):
     # -- the coordinator ---------------------------------------------------------------------------------------------
 
     def _hosted(self) -> Host | None:
-        """The coordinator, if it is this agent's to host: its address is this machine's, and still free."""
+        """Return the coordinator if this agent has to host it: its address is this machine's, and still free."""
         is_host = self._parameters.get_as_bool("is_host")
         if is_host is False:
             return None
@@ -96,18 +97,18 @@ class NodeRendezvous(RendezvousHandler):
     # -- what the agent asks -----------------------------------------------------------------------------------------
 
     def get_backend(self) -> str:
-        """The name under which it was asked for."""
+        """Return the name of the backend as the user gave it."""
         return str(self._parameters.backend)
 
     @property
     def use_agent_store(self) -> bool:
-        """Workers may use the node's store for what they do before they join."""
+        """Whether workers may use the node's store before they join; always true."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """A world of this node alone, new at every start of its workers.
+        """Return a world of this node alone, new at every start of its workers.
 
-        RendezvousConnectionError if there is no coordinator in time or it does not let us in, RendezvousClosedError if
+        RendezvousConnectionError if no coordinator answers in time or it refuses this agent, RendezvousClosedError if
         the job has finished.
         """
         self._end_line(failed=True)  # torchrun asks again only where it starts workers anew that have failed
@@ -128,24 +129,25 @@ class NodeRendezvous(RendezvousHandler):
         return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(LOOPBACK, self._store.port))
 
     def is_closed(self) -> bool:
-        """Never: a node that ends closes nothing for the others."""
+        """Return False: a node that ends closes nothing for the others."""
         return False
 
     def set_closed(self) -> None:
-        """Do nothing: see `is_closed`."""
+        """Do nothing; see `is_closed`."""
 
     def num_nodes_waiting(self) -> int:
-        """Return 0: a node that comes is no reason to restart workers."""
+        """Return 0: a new node is no reason to restart workers."""
         return 0
 
     def get_run_id(self) -> str:
-        """The job's name."""
+        """Return the name of the job."""
         return str(self._parameters.run_id)
 
     def shutdown(self) -> bool:
-        """Say how the workers have ended. A coordinator that is hosted here serves until those of the others have, too.
+        """Report how the workers have ended. A coordinator hosted here goes on until the other nodes' workers have
+        ended, too.
 
-        torchrun calls this last, and while it raises ChildFailedError if a worker has failed.
+        torchrun calls this last, while it raises ChildFailedError if a worker has failed.
         """
         self._end_line(failed=sys.exc_info()[0] is not None)
         if self._host is not None:
@@ -160,7 +162,7 @@ class NodeRendezvous(RendezvousHandler):
             self._line = None
 
     def _new_node(self) -> str:
-        """A new id at each start of the workers."""
+        """Return a new id; called at each start of the workers."""
         self._starts += 1
         return f"{new_node(self._parameters.local_addr or '')}-{self._starts}"
 
@@ -173,9 +175,9 @@ class NodeRendezvous(RendezvousHandler):
 
 
 class AgentLine:
-    """The agent's connection to the coordinator, for one start of its workers.
+    """Connection of an agent to the coordinator, for one start of its workers.
 
-    A thread keeps it, as well as it can: an agent goes on without a coordinator as long as its workers do.
+    A thread keeps it up as far as possible: an agent goes on without a coordinator as long as its workers do.
     """
 
     def __init__(self, connection: Connection, node: str, endpoint: Endpoint, token: str | None, job: str) -> None:
@@ -188,12 +190,13 @@ class AgentLine:
         self._thread = threading.Thread(target=self._run, name="dynatrain-agent", daemon=True)
 
     def start(self) -> None:
-        """Announce the node, and listen."""
+        """Announce the node, and listen in a thread."""
         self._connection.send(Agent(node=self._node))
         self._thread.start()
 
     def close(self, failed: bool = False) -> None:
-        """Say good-bye once all workers have ended. failed: one of them with an exit code other than 0."""
+        """Say good-bye once all workers have ended. failed: whether one of them ended with an exit code other than
+        0."""
         self._ended.set()
         self._thread.join()
         with suppress(OSError):
@@ -225,7 +228,7 @@ class AgentLine:
                     raise ConnectionError(message.kind)
 
     def _reconnect(self) -> bool:
-        """Whether there is a coordinator again."""
+        """Connect again, waiting as long as that takes; return False if the agent is refused or ends."""
         while not self._ended.wait(RETRY_SECONDS):
             try:
                 self._connection = Connection.open(self._endpoint, self._token, self._job)
@@ -239,7 +242,7 @@ class AgentLine:
         return False
 
     def _end_worker(self, order: Fence) -> None:
-        """Kill a worker that the others go on without, if it is a child of this agent."""
+        """Kill a worker that was given up, if it is a child of this agent."""
         found = processes_of(order.member) if order.pid is None else [order.pid]
         for pid in found:
             if not is_child(pid):
@@ -251,7 +254,7 @@ class AgentLine:
 
 
 def processes_of(member: str) -> list[int]:
-    """Processes of this machine that were started as this member: a worker, and what it has started itself."""
+    """Return the processes on this machine that were started as this member: the worker, and its own children."""
     node, local_rank = node_of(member), member.rpartition("/")[2]
     wanted = {f"{NODE}={node}".encode(), f"{LOCAL_RANK}={local_rank}".encode()}
     found = []
@@ -266,7 +269,7 @@ def processes_of(member: str) -> list[int]:
 
 
 def is_child(process: int) -> bool:
-    """Whether a process was started by this one, directly or by a wrapper in between."""
+    """Return whether a process was started by this one, directly or through wrappers."""
     for _ in range(8):
         if process == os.getpid():
             return True

@@ -1,5 +1,5 @@
-"""Knowledge and wishes of the membership: who is alive, what members of an earlier job remember, what has to be
-done."""
+"""The roster of living workers, the record of members that return to a new coordinator, and effects of the
+membership."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ds_dynatrain.errors import PeerRefused
 
 @dataclass(frozen=True)
 class Publish:
-    """Tell these members of a generation."""
+    """Effect: tell these members of a generation."""
 
     world: World
     to: tuple[str, ...]
@@ -23,7 +23,7 @@ class Publish:
 
 @dataclass(frozen=True)
 class GiveUp:
-    """End the connection of a member, and its process if its agent can; pid is None if nobody has said it."""
+    """Effect: end a member's connection, and its process if its agent can; pid is None if the member never told it."""
 
     member: str
     pid: int | None
@@ -32,7 +32,7 @@ class GiveUp:
 
 @dataclass(frozen=True)
 class Probe:
-    """Ask a member which of these addresses of others it can connect to."""
+    """Effect: ask a member which of these addresses of other members it can connect to."""
 
     member: str
     peers: tuple[str, ...]
@@ -40,13 +40,13 @@ class Probe:
 
 @dataclass(frozen=True)
 class Finish:
-    """Tell these members that no work will come any more."""
+    """Effect: tell these members that the job has finished."""
 
     to: tuple[str, ...]
 
 
 Effect = Publish | GiveUp | Probe | Finish
-"""All that the membership wants of the holder of the connections."""
+"""Every request of the membership to the coordinator, which holds the connections."""
 
 
 @dataclass
@@ -61,18 +61,19 @@ class Entry:
     heard: float
     report: Report = field(default_factory=Report)
     arrival: int = 0
-    """When it got ready, counted over all; 0 before."""
+    """Position in the order in which workers got ready, counted from 1; 0 before."""
     reach: str = ""
-    """The address at which others can try to connect to it; empty where that is not known."""
+    """Address at which others can try to connect to the worker; empty where it is unknown."""
 
     @property
     def host(self) -> str:
-        """The part of `reach` that all workers of a machine have in common."""
+        """Host part of `reach`, the same for all workers of a machine."""
         return self.reach.rpartition(":")[0]
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it could join now; not while it makes its engines for a generation that went on without it."""
+        """Whether the worker could join now; False while it makes its engines for a generation that went on without
+        it."""
         return self.report.ready and not self.report.leaving and self.report.engines != "building"
 
 
@@ -97,11 +98,11 @@ class Roster:
 
     @property
     def members(self) -> tuple[str, ...]:
-        """The ids, in the order in which they came."""
+        """Ids of the workers, in the order in which they came."""
         return tuple(self._entries)
 
     def add(self, said: Announce, now: float) -> Entry:
-        """Let a worker in; PeerRefused if what it says of itself cannot be."""
+        """Admit a worker; PeerRefused if its announcement is impossible or contradicts another worker's."""
         member = member_id(said.node, said.local_rank)
         if said.local_rank >= said.local_size:
             raise PeerRefused(
@@ -127,16 +128,16 @@ class Roster:
         return entry
 
     def restore(self, entry: Entry, now: float) -> None:
-        """Put a worker back that was removed and has been heard of again."""
+        """Put back a worker that was removed and has been heard of again."""
         entry.heard = now
         self._entries[entry.member] = entry
 
     def remove(self, member: str) -> Entry | None:
-        """Forget a worker; None if it is not there."""
+        """Remove a worker and return its entry; None if it is not in the roster."""
         return self._entries.pop(member, None)
 
     def update(self, member: str, report: Report, now: float) -> bool:
-        """Take a report; whether it can matter for membership. PeerRefused if it takes back what was said before."""
+        """Take a report; return whether it can matter for membership. PeerRefused if it revokes an earlier report."""
         entry = self._entries[member]
         old = entry.report
         before, after = _standing(old), _standing(report)
@@ -151,9 +152,10 @@ class Roster:
         return before != after
 
     def complete_nodes(self, apart: Container[str]) -> list[tuple[str, ...]]:
-        """The members of every node whose workers all wait, by local rank; the node that was ready first comes first.
+        """Return the members of every node whose workers all wait, by local rank; nodes in the order in which they got
+        ready.
 
-        apart: members that do not wait, because they work.
+        apart: members that do not count as waiting, because they work.
         """
         nodes: defaultdict[str, list[Entry]] = defaultdict(list)
         for entry in self:
@@ -164,22 +166,22 @@ class Roster:
         return [tuple(entry.member for entry in sorted(node, key=lambda one: one.local_rank)) for node in complete]
 
     def forgive(self, seconds: float) -> None:
-        """Count `seconds` less of silence: nobody was listening."""
+        """Deduct `seconds` from every worker's silence, because nothing was received meanwhile."""
         for entry in self:
             entry.heard += seconds
 
 
 def _standing(report: Report) -> tuple[int, ...]:
-    """Return the part of a report that matters for membership; none of it ever goes back."""
+    """Return the values of a report that matter for membership; none of them ever decreases."""
     engines = get_args(Engines).index(report.engines)
     return report.ready, report.leaving, report.entered, report.broken, report.lacking, engines
 
 
 class Recovery:
-    """Collects the worlds that members say they were told of; then one of them is the world.
+    """Collection of the worlds that returning members were told of; one of them is chosen at the end.
 
-    It ends when all members of that world have come back, or `seconds` after the last one that did. Where nobody has
-    yet, though somebody may still, it goes on until `patience`.
+    The recovery ends when all members of that world have returned, or `seconds` after the last return. If none has
+    returned but some still may, it lasts until `patience`.
     """
 
     def __init__(self, until: float, seconds: float) -> None:
@@ -193,25 +195,25 @@ class Recovery:
 
     @property
     def until(self) -> float:
-        """Return when it ends at the latest, on the caller's clock."""
+        """Latest end of the recovery, on the caller's clock."""
         return self._until if self._told else max(self._until, self._patience)
 
     @property
     def is_complete(self) -> bool:
-        """Whether nobody else of the newest world can come back, and all have said what they are."""
+        """Whether all members of the newest world have returned and reported."""
         world = self.choose()
         return world is not None and self._reported.issuperset(world.everyone)
 
     def expect(self, patience: float) -> None:
-        """There was a job before: until then, its members may come back."""
+        """Note that there was a job before, whose members may return until `patience`."""
         self._patience = max(self._patience, patience)
 
     def forgive(self, seconds: float) -> None:
-        """Count `seconds` less: nobody was listening."""
+        """Extend the recovery by `seconds`, in which nothing was received."""
         self._until += seconds
 
     def hear(self, member: str, world: World, now: float) -> None:
-        """Take the newest world that a member was told of."""
+        """Take the newest world that a returning member was told of."""
         self._until = max(self._until, now + self._seconds)
         self._told[member] = world
         name = world.generation, world.begun, world.term
@@ -219,26 +221,28 @@ class Recovery:
         self._votes[name] += 1
 
     def report(self, member: str) -> None:
-        """A member that is there has said what it is."""
+        """Note that a returning member has reported its state."""
         if member in self._told:
             self._reported.add(member)
 
     def has_reported(self, member: str) -> bool:
-        """Whether it has said what it is."""
+        """Return whether a returning member has reported its state."""
         return member in self._reported
 
     def choose(self) -> World | None:
-        """The newest world that anybody was told of; of two with one number that of the job in which somebody has made
-        a step, or else that more know; None if there is none. Members that were told of an older one, or of none, are
-        told of this one next."""
+        """Return the newest world that any member was told of; None if there is none.
+
+        Of two worlds with one number, the one in whose job a step was made wins, then the one that more members know.
+        Members that were told of an older world, or of none, are told of this one next.
+        """
         if not self._worlds:
             return None
         return self._worlds[max(self._worlds, key=lambda name: (name[0], name[1], self._votes[name], name[2]))]
 
     def told(self, member: str) -> World | None:
-        """The newest world that a member knew of when it came back; None if it did not."""
+        """Return the newest world that a member knew when it returned; None if it knew none."""
         return self._told.get(member)
 
     def heard_of(self, member: str) -> bool:
-        """Whether a member came with a world."""
+        """Return whether a member returned with a world."""
         return member in self._told

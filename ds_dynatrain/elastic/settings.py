@@ -1,4 +1,4 @@
-"""The numbers that a coordinator decides by."""
+"""Numbers by which a coordinator decides."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from dataclasses import dataclass, fields
 from ds_dynatrain.errors import ConfigError
 
 ORPHAN_SECONDS = 30.0
-"""How long a member goes on without a coordinator: if the network is cut, the other side has given it up by then."""
+"""How long a member goes on without a coordinator; if the network is cut, the other side has given it up by then."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How many nodes a job wants, and how long the coordinator waits for what. ConfigError for senseless numbers."""
+    """How many nodes a job wants, and how long the coordinator waits for what. ConfigError for impossible numbers."""
 
     min_nodes: int
-    """Fewer nodes than this do not start a job; a job that has fallen below is paused."""
+    """The fewest nodes that start a job; a job that falls below is paused."""
     max_nodes: int
-    """More nodes than this do not train; they wait, warm, for one of the others to go."""
+    """The most nodes that train; further ones wait, ready to take the place of one that goes."""
     debounce_seconds: float = 0.05
-    """From the first sign of a change to the decision: what comes meanwhile is part of it."""
+    """How long to collect further events, after the first sign of a change, before deciding."""
     beat_seconds: float = 0.5
-    """How often everybody has to be heard of."""
+    """Interval of every peer's heartbeats."""
     silent_seconds: float = 5.0
-    """Whoever was not heard of for this long is given up."""
+    """Silence after which a member is given up."""
     stuck_seconds: float = 300.0
-    """A member of the world whose main thread has run no Python code for this long, and waits for no other process, is
-    given up; 0: never."""
+    """A member of the world is given up when its main thread has run no Python code for this long and waits for no
+    other process; 0: never."""
     recovery_seconds: float = 3.0
-    """After its start a coordinator decides nothing for this long, nor after a member of a running job has come back,
-    until all have: the others may be on their way."""
+    """How long a coordinator waits, after its start and after each member of a running job that returns, for the
+    remaining members before it decides anything."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_nodes <= self.max_nodes:

@@ -1,4 +1,4 @@
-"""Key-value stores for process groups: the coordinator's for worlds, an agent's for what is its node's own."""
+"""Key-value stores for process groups: the coordinator's for worlds, an agent's for its own node."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from ds_dynatrain.elastic.abort import count_store, new_sockets, open_sockets
 from ds_dynatrain.elastic.address import Address, listen
 
 ANSWER_SECONDS = 10.0
-"""So long a store may take to answer; a busy one needs milliseconds."""
+"""How long a store may take to answer; even a busy one needs milliseconds."""
 Answer = TypeVar("Answer")
 StoreT = TypeVar("StoreT", bound=Store)
 
 
 def serve_store(host: str, listener: socket.socket | None = None) -> TCPStore:
-    """A store that others can reach at `host`, where `listener` listens; by default this machine alone, at a free port.
+    """Return a store that others can reach at `host` through `listener`; by default at a free port of this machine
+    alone.
 
-    It ends with the returned object, and takes the listener. torch's stores know no token: one is as open as its
-    address.
+    The store ends with the returned object, and takes the listener over. torch's stores know no token: anybody who
+    reaches the address can use one.
     """
     listener = listener or listen(Address(host, 0), is_guarded=False)
     port = listener.getsockname()[1]
@@ -36,9 +37,9 @@ def serve_store(host: str, listener: socket.socket | None = None) -> TCPStore:
 
 
 def open_store(host: str, port: int, prefix: str, seconds: float) -> Store:
-    """Connect to the store at this address, anew, for keys below a prefix.
+    """Open a new connection to the store at this address, for keys below a prefix.
 
-    seconds: how long its calls wait. torch's DistError if nobody is there.
+    seconds: how long its calls wait. torch's DistError if nothing answers.
     """
 
     def connect() -> Store:
@@ -49,10 +50,11 @@ def open_store(host: str, port: int, prefix: str, seconds: float) -> Store:
 
 
 def connected(connect: Callable[[], StoreT], seconds: float) -> StoreT:
-    """Return what `connect` returns, over a new connection; torch's DistError after `seconds`.
+    """Return the store that `connect` returns, over a new connection; torch's DistError after `seconds`.
 
-    Later calls raise it where the store does not answer within `ANSWER_SECONDS`: torch's own time-out is for keys that
-    are not there, and who hangs holds a caller for ever (measured on 2.13). On Linux; elsewhere calls have no end.
+    Later calls raise DistError too when the store does not answer within `ANSWER_SECONDS`: torch's own time-out covers
+    missing keys only, and a server that hangs blocks its callers for ever (measured on 2.13). Linux only; elsewhere
+    calls may wait for ever.
     """
     with suppress(OSError):
         before = open_sockets()
@@ -63,17 +65,17 @@ def connected(connect: Callable[[], StoreT], seconds: float) -> StoreT:
 
 
 def answered(ask: Callable[[], Answer], seconds: float) -> Answer:
-    """Return what `ask` returns; torch's DistError after `seconds`, when the thread that asks is left behind.
+    """Return the result of `ask`, run in a thread; torch's DistError after `seconds`, when the thread is abandoned.
 
-    For what has no time-out of its own: torch's ends where a connection is accepted, as the kernel does for a process
-    that hangs.
+    Used for calls without a usable time-out: torch's ends once a connection is accepted, which the kernel does even for
+    a process that hangs.
     """
     found: queue.SimpleQueue[tuple[Answer | None, BaseException | None]] = queue.SimpleQueue()
 
     def run() -> None:
         try:
             found.put((ask(), None))
-        except BaseException as error:  # whatever it is, it is raised by who waits
+        except BaseException as error:  # any error is raised in the thread that waits
             found.put((None, error))
 
     threading.Thread(target=run, name="dynatrain-ask", daemon=True).start()
@@ -87,9 +89,9 @@ def answered(ask: Callable[[], Answer], seconds: float) -> Answer:
 
 
 def _limit(store: Any, sockets: Mapping[int, int]) -> None:
-    """Let calls on a store end if there is no answer, or if the world that it is opened for is aborted.
+    """Make calls on a store end if it does not answer, or if the world for which it is opened is aborted.
 
-    sockets: new ones, its own among them.
+    sockets: new sockets, the store's among them.
     """
     while isinstance(store, PrefixStore):
         store = store.underlying_store

@@ -1,7 +1,7 @@
-"""Secrets: the token of a job, which is proved and never sent, and that of those who watch it over HTTP.
+"""Secrets: a job's token, which is proved and never sent, and the token of readers who watch the job over HTTP.
 
-The readers' token travels unencrypted, so it is a secret of its own, with which nobody can join the job. A job that was
-given no token for its readers uses one that is kept in a file of its user.
+The readers' token travels unencrypted, so it is a separate secret, with which nobody can join the job. A job without a
+given readers' token uses one that is kept in a file of its user.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from ds_dynatrain.elastic.address import Address, listen
 from ds_dynatrain.errors import ConfigError, ElasticError
 
 STATE = "XDG_STATE_HOME"
-"""The user's folder for what programs keep; `~/.local/state` by default."""
+"""Environment variable with the user's folder for program state; `~/.local/state` by default."""
 SHORTEST_TOKEN = 16
-"""Characters; `openssl rand -hex 32` gives 64."""
+"""The fewest characters of a token; `openssl rand -hex 32` gives 64."""
 
 NAME_ONE = "make one (openssl rand -hex 32), and name its file in DYNATRAIN_TOKEN_FILE"
 READERS = "readers"
-"""The file of a user's own token for readers."""
+"""File name of a user's own readers' token."""
 
 
 def read_token(path: str | Path) -> str:
-    """The token in a file, without the white space around it; ConfigError if it cannot be read, is too short, or can be
-    read by others."""
+    """Return the token in a file, stripped of white space; ConfigError if it cannot be read, is too short, or is
+    readable by others."""
     try:
         with Path(path).open(encoding="utf-8") as file:
             others = _others_who_read(os.fstat(file.fileno()))
@@ -51,10 +51,10 @@ def read_token(path: str | Path) -> str:
 
 
 def made_token(path: Path) -> str:
-    """The token in a file of this user's, which is made with a new one if it is not there. All who ask for it at once
-    get the same.
+    """Return the token in a file of this user's, which is made with a new token if it is missing. Concurrent callers
+    get the same token.
 
-    ConfigError as of `read_token`, if the file cannot be made, and if it is another user's.
+    ConfigError as in `read_token`, if the file cannot be made, and if it belongs to another user.
     """
     try:
         if not path.exists():
@@ -70,7 +70,7 @@ def made_token(path: Path) -> str:
 
 
 def _make(path: Path) -> None:
-    """Put a new token there, whole, unless somebody else is first."""
+    """Create the file with a new token atomically, unless another process was first."""
     new = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
         file.write(secrets.token_hex(32) + "\n")
@@ -83,15 +83,15 @@ def _make(path: Path) -> None:
 
 
 def _others_who_read(file: os.stat_result) -> str:
-    """Return who else has rights to a file; empty if nobody has. The group may have some to another user's file: it is
-    how this one reads it, as in a Kubernetes pod."""
+    """Return who else has rights to a file; empty if nobody has. A group may have rights to another user's file: that
+    is how this user reads it, as in a Kubernetes pod."""
     if file.st_mode & stat.S_IRWXO:
         return "every user of this machine"
     return "its group" if file.st_mode & stat.S_IRWXG and file.st_uid == os.geteuid() else ""
 
 
 def checked_token(token: str, where: str) -> str:
-    """The token; ConfigError, which does not repeat it, if it is too short to be a secret."""
+    """Return the token; ConfigError, which does not repeat it, if it is too short to be a secret."""
     if len(token) < SHORTEST_TOKEN:
         raise ConfigError(
             f"{where}: {len(token)} characters, a token has at least {SHORTEST_TOKEN}; make one with: openssl rand "
@@ -101,12 +101,12 @@ def checked_token(token: str, where: str) -> str:
 
 
 def derive(token: str | None, purpose: str) -> bytes:
-    """A key for one purpose alone; without a token one that everybody knows."""
+    """Return a key for one purpose alone; without a token, one that everybody knows."""
     return hmac.digest((token or "").encode(), f"ds_dynatrain {purpose}".encode(), "sha256")
 
 
 def users_file(name: str, variables: Mapping[str, str] = os.environ) -> Path:
-    """Return where a secret of this user's lies that all jobs share, in a folder that is made."""
+    """Return the path of a secret that all jobs of this user share, and make its folder."""
     folder = Path(variables.get(STATE) or os.path.expanduser("~/.local/state")) / "dynatrain"
     with suppress(OSError):  # it is told when the file cannot be made
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -115,7 +115,7 @@ def users_file(name: str, variables: Mapping[str, str] = os.environ) -> Path:
 
 @dataclass(frozen=True)
 class Reading:
-    """Port for readers: where to listen, the token that they have to say, and the file that it is in."""
+    """A port for readers: where to listen, the token that readers have to send, and its file."""
 
     address: Address
     token: str
@@ -123,8 +123,8 @@ class Reading:
 
     @classmethod
     def of(cls, address: str | None, token_file: str | Path | None, job_token: str) -> Reading | None:
-        """Return None without an address. ConfigError for what is no address, no file of a token, or the job's own
-        token."""
+        """Return the port for readers; None without an address. ConfigError for an invalid address or token file, or
+        for the job's own token."""
         if not address:
             if token_file is not None:
                 raise ConfigError(
@@ -153,13 +153,13 @@ class Reading:
             ) from error
 
     def permits(self, authorization: str) -> bool:
-        """Whether a request with this header (empty if there is none) may be answered."""
+        """Return whether to answer a request with this Authorization header; empty if it has none."""
         return hmac.compare_digest(_secret_of(authorization).encode(), self.token.encode())
 
 
 def _secret_of(authorization: str) -> str:
-    """Return what `Bearer SECRET` says, or `Basic` with any name: the only way in which a browser asks a person for
-    one."""
+    """Return the secret of a `Bearer SECRET` header, or of `Basic` with any name: browsers ask people for a secret only
+    that way."""
     scheme, _, rest = authorization.strip().partition(" ")
     if scheme.lower() == "bearer":
         return rest.strip()

@@ -1,4 +1,4 @@
-"""View of a job, as one value: what `/status.json` is, and what the page and the metrics are made of.
+"""View of a job as one value: the content of `/status.json`, from which the page and the metrics are made.
 
 Times are seconds since 1970 by the coordinator's clock.
 """
@@ -29,20 +29,20 @@ State = Literal["waiting", "running", "changing", "standing", "paused", "lost", 
 STATES: tuple[State, ...] = get_args(State)
 LEAST_QUIET_SECONDS = 10.0
 QUIET_STEPS = 5.0
-"""A job stands that has made no step for so many times what one takes, and for so many seconds."""
+"""A job stands when its last step was longer ago than this many usual steps, and than `LEAST_QUIET_SECONDS`."""
 MOST_NAMED = 5
 REPORTED = {"entered", "step", "layout", "pause_ms", "protected", "waits_for"}
-"""What of a member's report the status has."""
+"""Fields of a member's report that the status shows."""
 FRESH_SECONDS = 0.5
-"""However many ask, a value is made no more often than that,"""
+"""The shortest time between two values of a feed, however many readers ask."""
 REST = 20.0
-"""and, where it takes long, no sooner than so many times what the last one took."""
+"""The shortest time between two values, as a multiple of how long the last one took to make."""
 PATIENCE_SECONDS = 2.0
-"""So long a reader waits for the first value; later ones get what there is."""
+"""How long a reader waits for a fresh value before it gets the last one."""
 
 
 class PointView(Record):
-    """Steps between two looks at the job. samples_per_second: standstills included."""
+    """Steps between two samples of the history. samples_per_second: standstills included."""
 
     at: float
     step: Count
@@ -52,7 +52,7 @@ class PointView(Record):
 
 
 class GoodputView(Record):
-    """Seconds. ratio: ETTR, of what is accounted for; the step under way is not yet."""
+    """Account of the job's time, in seconds. ratio: ETTR of the accounted time, without the step under way."""
 
     ratio: Seconds
     goodput_time: Seconds
@@ -72,7 +72,7 @@ class View(Record):
     step: Count
     samples: Count
     quiet_seconds: Seconds | None
-    """Since a step was heard of last."""
+    """Time since a new step was last reported."""
     goodput: GoodputView
     counts: Counts
     points: tuple[PointView, ...]
@@ -82,7 +82,7 @@ class View(Record):
 
 
 def view(status: Status, history: History, now: float, wall: float) -> View:
-    """Return what the page shows. now: the coordinator's clock; wall: the same instant in seconds since 1970."""
+    """Return the view of a job. now: the coordinator's clock; wall: the same instant in seconds since 1970."""
     counts, ago = history.counts, wall - now
     quiet = None if history.stepped_at is None else max(0.0, now - history.stepped_at)
     usual = _usual_seconds(history)
@@ -128,7 +128,8 @@ def _point(point: Point, ago: float) -> PointView:
 
 
 def standing(status: Status, quiet: float | None, usual: float) -> tuple[State, str]:
-    """(the state, why). quiet: seconds since the last step, None before the first; usual: that a step takes."""
+    """Return the state of a job, and why. quiet: seconds since the last step, None before the first; usual: seconds of
+    a step."""
     if status.finished:
         return "finished", "the scripts of those that worked have ended"
     if status.generation == 0:
@@ -159,12 +160,12 @@ def standing(status: Status, quiet: float | None, usual: float) -> tuple[State, 
 
 
 def is_lost(status: Status) -> bool:
-    """Return whether a failure has left nobody who holds the state of the job."""
+    """Return whether a failure has left no member with the state of the job."""
     return not status.finished and not status.ranks and bool(status.changes) and status.changes[-1].change == "failure"
 
 
 def is_unprotected(status: Status) -> bool:
-    """Return whether a member that trains has said that a death would cost more than the newest steps."""
+    """Return whether a member that trains has reported that its death would cost more than the newest steps."""
     return any(one.protected == "no" for one in status.members if one.rank is not None)
 
 
@@ -178,7 +179,7 @@ def _before_the_start(status: Status) -> str:
 
 
 def _awaited(members: Iterable[MemberStatus]) -> str:
-    """Return who is waited for, in their own words where they have some."""
+    """Return the members that are waited for, or what they themselves say they wait for."""
     members = list(members)
     said = [f"{one.member} waits for {one.waits_for}" for one in members if one.waits_for]
     if said:
@@ -239,14 +240,14 @@ def snapshot(membership: Membership, job: str, now: float) -> Status:
 
 
 def _starting(membership: Membership, now: float) -> tuple[StartingNode, ...]:
-    """Return the nodes with an agent and without a worker, the one that has waited longest first."""
+    """Return the nodes whose agent is connected and that have no worker yet, the longest waiting first."""
     started = nodes_of(membership.roster.members)
     waiting = sorted((since, node) for node, since in membership.watched.items() if node not in started)
     return tuple(StartingNode(node=node, seconds=max(0.0, now - since)) for since, node in waiting)
 
 
 class Feed(Generic[Value]):
-    """The newest value. make: runs where `call_soon` lets it run, and only once somebody has asked."""
+    """The newest value, for other threads. make: run by `call_soon`, and only once a reader has asked."""
 
     def __init__(self, make: Callable[[], Value], call_soon: Callable[[Callable[[], None]], object]) -> None:
         self._make, self._call_soon = make, call_soon
@@ -256,14 +257,14 @@ class Feed(Generic[Value]):
         self._is_asked = False
 
     def read(self) -> Value | None:
-        """Return, in any thread, a value that is fresh, or the last one if none comes in time; None if there never was
-        one."""
+        """Return a fresh value, or the last one if none comes in time; None if there never was one. May be called from
+        any thread."""
         with self._changed:
             if time.monotonic() >= self._fresh_until and not self._is_asked:
                 self._is_asked = True
                 try:
                     self._call_soon(self._refresh)
-                except RuntimeError:  # the loop has ended: what there is, is the end
+                except RuntimeError:  # the loop has ended: the last value is final
                     self._is_asked = False
             self._changed.wait_for(lambda: not self._is_asked, PATIENCE_SECONDS)
             return self._value

@@ -1,4 +1,4 @@
-"""The record of one generation: the members that train together, in the order of their ranks, and why.
+"""Record of one generation: the members that train together, in the order of their ranks, and why.
 
 A member's id is `NODE/LOCAL_RANK`; a node's id is new whenever its agent starts its workers, so no id is used twice.
 """
@@ -23,7 +23,7 @@ Change = Literal["planned", "failure"]
 
 
 class Record(BaseModel):
-    """Base of what travels: frozen, strict types, no unknown fields."""
+    """Base of everything that travels: frozen, strict types, no unknown fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -32,29 +32,30 @@ class World(Record):
     """One generation, as the coordinator publishes it."""
 
     term: Annotated[str, Field(pattern=r"^[0-9a-f]{1,32}$")]
-    """The run of the coordinator that made it: with the generation it names keys that nobody ever used."""
+    """Id of the coordinator's run that made it; with the generation it names keys that were never used before."""
     generation: Annotated[int, Field(ge=1, lt=1 << 53)]
     change: Change
-    """"planned": all can finish first what they do; "failure": someone in the world before is dead, or too late to be
-    waited for, so abort what is being formed."""
+    """Kind of change. "planned": all members can first finish their step; "failure": a member of the world before is
+    dead, or too late to be waited for, so groups that are being formed are aborted."""
     members: Members
-    """In the order of their ranks: survivors in their old order, then newcomers."""
+    """The members in the order of their ranks: survivors in their old order, then newcomers."""
     survivors: Annotated[int, Field(ge=0)] = 0
-    """So many of them, the first ones, were in the last world that anybody entered: they hold its state."""
+    """Number of members, the first ones, that were in the last world that was entered: they hold its state."""
     leaving: Members = ()
-    """Living members outside of it that may still hold state: they hand it over, then go."""
+    """Living members outside this world that may still hold state: they hand it over, then go."""
     lost: Members = ()
     """Members of the world before that are dead."""
     broken: Annotated[int, Field(ge=0)] = 0
-    """The newest generation that was known when a collective failed, or a hand-over broke off; 0: none ever did.
-    Whatever else this record says: nobody trains on in that generation, or in an earlier one."""
+    """The newest generation known when a collective failed, or a hand-over broke off; 0 if neither ever happened.
+    Whatever else this record says, no member trains on in that generation, or in an earlier one."""
     hangs: Annotated[int, Field(ge=0)] = 0
-    """How often a collective has not ended, each time within a few steps of the time before; 0: that is not why this
-    generation came. With the second one the job ends."""
+    """Number of collectives in a row that have not ended, each within a few steps of the one before; 0 if this
+    generation has another reason. The second one ends the job."""
     begun: bool = False
-    """Steps were made before: where nobody holds the state any more, it comes from a checkpoint if there is one."""
+    """Whether steps were made before: if no member holds the state any more, it comes from a checkpoint, if there is
+    one."""
     paused: bool = False
-    """Fewer nodes than the job's minimum: keep the state, do not train."""
+    """Whether there are fewer nodes than the job's minimum: members keep the state and do not train."""
     reason: Text = ""
 
     @model_validator(mode="after")
@@ -70,33 +71,33 @@ class World(Record):
 
     @property
     def everyone(self) -> tuple[str, ...]:
-        """Members and those that leave: whom others may wait for."""
+        """Members and leaving ones: all for whom others may wait."""
         return (*self.members, *self.leaving)
 
     @property
     def prefix(self) -> str:
-        """Return where the keys of this generation's groups lie in the store."""
+        """Prefix of this generation's keys in the store."""
         return f"world/{self.term}/{self.generation}"
 
     def rank(self, member: str) -> int | None:
-        """The place of a member, or None if it is not in this world."""
+        """Return the rank of a member, or None if it is not in this world."""
         return self.members.index(member) if member in self.members else None
 
 
 NO_WORLD = World.model_construct(term="", generation=0, change="planned", members=())
-"""Before the first generation: nobody is in it."""
+"""Sentinel before the first generation: a world without members."""
 
 
 def member_id(node: str, local_rank: int) -> str:
-    """The id of a node's worker."""
+    """Return the id of a node's worker."""
     return f"{node}/{local_rank}"
 
 
 def node_of(member: str) -> str:
-    """The node of a member."""
+    """Return the node of a member."""
     return member.rpartition("/")[0]
 
 
 def nodes_of(members: Iterable[str]) -> set[str]:
-    """The nodes of several members."""
+    """Return the nodes of several members."""
     return {node_of(member) for member in members}

@@ -1,11 +1,11 @@
-"""What people and Prometheus see of a running job: read-only, over HTTP, off unless it is asked for.
+"""Monitoring of a running job by people and Prometheus: read-only, over HTTP, off by default.
 
 | file | what it does |
 |---|---|
-| `server` | HTTP, for readers who say the token |
+| `server` | HTTP, for readers with the token |
 | `metrics` | the job for Prometheus |
-| `page` | the job for a browser: one document, with all that it needs in it |
+| `page` | the job for a browser: one self-contained document |
 | `static/` | the page's parts; uPlot, as it was published |
 
-What is shown comes from the coordinator: `elastic/history` and `elastic/view`.
+All of it comes from the coordinator: `elastic/history` and `elastic/view`.
 """

@@ -1,6 +1,6 @@
-"""A view of a job in the words of Prometheus: text, or OpenMetrics for whoever asks for that.
+"""A view of a job as Prometheus metrics: in the text format, or in OpenMetrics for clients that ask for it.
 
-Each answer has a registry of its own, filled from one view: nothing of the process or of Python is told besides.
+Each answer has its own registry, filled from one view, so it says nothing else of the process or of Python.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PHASES: tuple[Phase, ...] = ("warming", "waiting", "building", "working", "leavi
 
 
 def encoded(view: View, accept: str) -> tuple[bytes, str]:
-    """(the body, its content type), in the format that an Accept header wants."""
+    """Return the body and its content type, in the format that an Accept header asks for."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Collector(view))
     encode, content_type = choose_encoder(accept)
@@ -35,13 +35,13 @@ def encoded(view: View, accept: str) -> tuple[bytes, str]:
 
 
 class _Collector:
-    """What a registry asks."""
+    """Collector of one view's metrics, as a registry calls it."""
 
     def __init__(self, view: View) -> None:
         self._view = view
 
     def collect(self) -> Iterator[Metric]:
-        """All that there is."""
+        """Yield every metric of the view."""
         yield from _job(self._view)
         yield from _training(self._view)
         yield from _changes(self._view)
@@ -111,8 +111,8 @@ def _changes(view: View) -> Iterator[Metric]:
 
 
 def _goodput(view: View) -> Iterator[Metric]:
-    """Under the names of ml-goodput-measurement. Seconds of steps that are lost later do not count any more, so these
-    are gauges."""
+    """Yield the account of time under the names of ml-goodput-measurement. The metrics are gauges, because seconds of
+    steps that are lost later stop counting."""
     found = view.goodput
     yield _gauge("dynatrain_goodput_ratio", "ETTR: share of the time that became training.", found.ratio)
     good = _labelled("dynatrain_goodput_time_seconds", "Time of steps that count.", "goodput_source")

@@ -1,4 +1,4 @@
-"""The page for a browser: one document that has all it needs in it and asks nobody but this server.
+"""The page for a browser: one document that contains everything it needs and sends requests to this server alone.
 
 `static/` has its parts. uPlot is as npm has it (`npm pack uplot@1.6.32`), with its licence beside it.
 """
@@ -18,7 +18,7 @@ def _text(name: str) -> str:
 
 
 def _page() -> bytes:
-    """The whole document."""
+    """Return the page as one HTML document, with its styles and scripts inside."""
     styles = "".join(f"<style>{_text(name)}</style>" for name in STYLES)
     scripts = "".join(f"<script>{_text(name)}</script>" for name in SCRIPTS)
     body = _text("page.html").replace("<!-- styles -->", styles).replace("<!-- scripts -->", scripts)
@@ -26,7 +26,7 @@ def _page() -> bytes:
 
 
 def _policy() -> str:
-    """What a browser may do for the page: run these scripts, and ask this server."""
+    """Return the content security policy of the page: it may run its own scripts, and send requests to this server."""
 
     def hashes(names: tuple[str, ...]) -> str:
         digests = (hashlib.sha256(_text(name).encode()).digest() for name in names)

@@ -1,7 +1,7 @@
-"""The monitoring port: GET of three paths, from a thread of its own, of a value that the coordinator made.
+"""The monitoring port: GET of three paths, answered in its own threads from a value that the coordinator made.
 
-A reader has a few seconds and a few kilobytes, and there are few at a time: whoever is slow or hostile loses its own
-connection, and waits for nothing that the coordinator does.
+Each reader has a few seconds and a few kilobytes, and few are served at a time: a slow or hostile reader loses its own
+connection, and never holds the coordinator up.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from ds_dynatrain.monitoring.metrics import encoded
 from ds_dynatrain.monitoring.page import PAGE, POLICY
 
 LARGEST_REQUEST = 8 * 1024
-"""Bytes of a request, its headers included."""
+"""The most bytes of a request, headers included."""
 READ_SECONDS = 5.0
 WRITE_SECONDS = 10.0
 MOST_READERS = 8
-"""At once; whoever comes when so many are there is sent away."""
+"""The most readers at a time; further ones are turned away."""
 LEAST_SPACING = 0.005
-"""Seconds from one connection to the next at the least, so that readers never have the whole interpreter."""
+"""The shortest time between two connections, in seconds, so that readers never occupy the whole interpreter."""
 POLL_SECONDS = 0.2
 END = b"\r\n\r\n"
 
 logger = logging.getLogger("ds_dynatrain.elastic")
 
 Answer = tuple[HTTPStatus, str, bytes]
-"""The status, the content type, the body."""
+"""The status, the content type, and the body."""
 
 
 class Monitor:
-    """Serves what a feed has, from `start` to `stop`. ElasticError: see `Reading.listen`."""
+    """HTTP server of a feed's values, from `start` to `stop`. ElasticError as in `Reading.listen`."""
 
     def __init__(self, reading: Reading) -> None:
         listener = reading.listen()
@@ -50,13 +50,13 @@ class Monitor:
         self._thread = threading.Thread(target=self._serve, name="dynatrain-monitor", daemon=True)
 
     def start(self, feed: Feed[View]) -> None:
-        """Answer from now on."""
+        """Serve values of this feed from now on, in a thread."""
         self._server.feed = feed
         self._thread.start()
         logger.info("the job can be watched at http://%s/ with the token in %s", self._where, self._token_file)
 
     def stop(self) -> None:
-        """Answer nobody any more; whoever is reading is not waited for."""
+        """Stop serving, without waiting for readers that are still being answered."""
         if self._thread.is_alive():
             self._server.shutdown()
             self._thread.join()
@@ -67,7 +67,7 @@ class Monitor:
 
 
 class _Server(ThreadingHTTPServer):
-    """On a socket that listens already."""
+    """A server on a socket that listens already."""
 
     daemon_threads = True
     block_on_close = False
@@ -82,30 +82,30 @@ class _Server(ThreadingHTTPServer):
         self._rendered: dict[str, tuple[View, Answer]] = {}
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Hear it; never faster than one after the other."""
+        """Accept every connection, but at most one every `LEAST_SPACING` seconds."""
         time.sleep(LEAST_SPACING)
         return True
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """In a thread, if there is room."""
+        """Serve a connection in a thread, or close it if there are `MOST_READERS` already."""
         if self._places.acquire(blocking=False):
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """To its end."""
+        """Serve a connection to its end, then free its place."""
         try:
             super().process_request_thread(request, client_address)
         finally:
             self._places.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A reader that has gone; of anything else the log gets a line."""
+        """Log at debug level that a connection has broken off."""
         logger.debug("monitoring: %s: the connection ended", client_address, exc_info=True)
 
     def answer(self, path: str, accept: str) -> Answer:
-        """What a path has now; the same bytes for all who ask while the view is the same."""
+        """Return the answer for a path; it is rendered once for all readers of the same view."""
         if path == "/":
             return HTTPStatus.OK, "text/html; charset=utf-8", PAGE
         if path not in PATHS:
@@ -135,7 +135,7 @@ def _status(view: View, accept: str) -> Answer:
 
 
 PATHS: dict[str, Callable[[View, str], Answer]] = {"/metrics": _metrics, "/status.json": _status}
-"""Those that a view is needed for."""
+"""Paths that show the view, with the functions that render it."""
 
 
 class _Request(BaseHTTPRequestHandler):
@@ -145,7 +145,7 @@ class _Request(BaseHTTPRequestHandler):
     server_version, sys_version = "ds-dynatrain", ""
 
     def setup(self) -> None:
-        """Take the whole request first, in bounded time, whatever the pace at which it comes."""
+        """Read the whole request first, in bounded time, however slowly it comes."""
         super().setup()
         self.rfile.close()
         self._said = _head(self.connection)
@@ -153,7 +153,7 @@ class _Request(BaseHTTPRequestHandler):
         self.connection.settimeout(WRITE_SECONDS)  # of sendall: for all of the bytes together
 
     def handle(self) -> None:
-        """One request, if it is a whole one."""
+        """Answer one request, if it is complete."""
         if END in self._said:
             self.handle_one_request()
         elif self._said:
@@ -161,7 +161,7 @@ class _Request(BaseHTTPRequestHandler):
             self.send_error(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
 
     def parse_request(self) -> bool:
-        """GET alone, of whoever may."""
+        """Accept GET alone, with the readers' token; answer any other request with an error."""
         self.close_connection = True
         if not super().parse_request():
             return False
@@ -176,7 +176,7 @@ class _Request(BaseHTTPRequestHandler):
         return True
 
     def do_GET(self) -> None:
-        """Answer."""
+        """Answer a permitted request."""
         self._say(self.server.answer(self.path.partition("?")[0], self.headers.get("Accept", "")))
 
     def _say(self, answer: Answer, **more: str) -> None:
@@ -191,15 +191,16 @@ class _Request(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """What the standard library finds wrong with a request, in a line that repeats nothing of it."""
+        """Send the phrase of an HTTP error alone, which repeats nothing of the request."""
         self._say((HTTPStatus(code), TEXT, f"{HTTPStatus(code).phrase}\n".encode()))
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """Nothing: readers fill no log."""
+        """Log nothing, so that readers cannot fill the log."""
 
 
 def _head(connection: socket.socket) -> bytes:
-    """A request up to the end of its headers, or as much of it as may be; TimeoutError if it does not come in time."""
+    """Return a request up to the end of its headers, or its first `LARGEST_REQUEST` bytes; TimeoutError if it does not
+    come in time."""
     end, said = time.monotonic() + READ_SECONDS, b""
     while END not in said and len(said) < LARGEST_REQUEST:
         left = end - time.monotonic()

@@ -1,4 +1,4 @@
-"""What a switch did: one event each, as a log line, as a line of JSON and as a table. And how far a job is protected.
+"""Reports of switches: an event for each, as a log line, as a line of JSON and as a table.
 
 Needs neither torch nor DeepSpeed, so that reports can be read anywhere.
 """

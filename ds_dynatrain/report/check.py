@@ -1,4 +1,4 @@
-"""A line of what `ds-dynatrain doctor` says about this machine."""
+"""One line of the report of `ds-dynatrain doctor`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The event that every switch ends with, whichever way it ends, as a line of text and as a line of JSON."""
+"""The event that every switch ends with, whatever its outcome, as a line of text and as a line of JSON."""
 
 from __future__ import annotations
 
@@ -32,30 +32,30 @@ class Side:
 
 @dataclass(frozen=True)
 class CertificateSummary:
-    """What was proved before the commit."""
+    """Summary of the certificate: the values that were proved equal before the commit."""
 
     tensors: int
     """Number of logical tensors."""
     kinds: tuple[str, ...]
     """Names of the state kinds."""
     digest: str
-    """One digest over all of them, in hexadecimal digits."""
+    """One digest over all tensors and kinds, in hexadecimal digits."""
 
 
 @dataclass(frozen=True)
 class SwitchEvent:
-    """One switch, over all of its members: byte counts are sums, phases and pause those of the member that
-    reports, all else that is measured the largest of any member."""
+    """One switch, over all of its members: byte counts are sums, phases and pause are those of the reporting member,
+    and every other measurement is the largest of any member."""
 
     outcome: Outcome
     generation: int
     """Generation of the world that the switch asked for."""
     step: int
-    """Optimizer steps that were complete when it took effect."""
+    """Optimizer steps that were complete when the switch took effect."""
     source: Side
     target: Side
     bytes_kept: int = 0
-    """Bytes that stayed in the buffer they were in."""
+    """Bytes that stayed in their buffer."""
     bytes_local: int = 0
     """Bytes copied from one buffer of a member into another of the same member."""
     bytes_sent: int = 0
@@ -69,35 +69,36 @@ class SwitchEvent:
     certificate_ms: float = 0.0
     """The certificate's share of the pause."""
     late_bytes: int = 0
-    """What of `bytes_sent` travelled after the pause, during the first global batch."""
+    """The part of `bytes_sent` that travelled after the pause, during the first global batch."""
     late_ms: float = 0.0
-    """How long that took, the digests of what travelled included; training went on meanwhile."""
+    """How long the late bytes took, their digests included; training went on meanwhile."""
     late_wait_ms: float = 0.0
-    """How long the first optimizer step then stood still: for bytes, the second vote and the record."""
+    """How long the first optimizer step then stood still: for late bytes, the second vote and the record."""
     peak_memory_bytes: int = 0
     """The most that a member held between drain and release."""
     memory_bound_bytes: int = 0
-    """What it was allowed to hold."""
+    """The most memory that the configuration allowed a member to hold."""
     communicators_built: int = 0
     """Connections between members that were made anew for the accelerator; none on a CPU."""
     communicators_kept: int = 0
-    """Those that were handed on, as their members stayed the same."""
+    """Connections that were kept because their members stayed the same."""
     connect_ms: float = 0.0
-    """How long making them took, at this boundary or at an earlier one."""
+    """How long making connections took, at this boundary or at an earlier one."""
     connect_pause_ms: float = 0.0
-    """What of it was in the pause, in the phase `rebuild` (of a lean switch, in `verify`): all of it, or nothing."""
+    """The part of `connect_ms` in the pause, in the phase `rebuild` (of a lean switch, in `verify`): all of it, or
+    nothing."""
     recompile_ms: float | None = None
-    """How long the first step after it took to compile again, the dropping of old code included; not in the pause.
-    None before that step, and where nothing is compiled."""
+    """How long the first step after the switch took to compile again, including the dropping of old code; outside the
+    pause. None before that step, and where nothing is compiled."""
     cause: str = ""
-    """The extension that has asked for it; nothing where the script or a change of members has."""
+    """The extension that asked for the switch; empty if the script or a change of members did."""
     predicted_gain: float | None = None
-    """Share of a step that it was to save, where that is why it was made."""
+    """Share of a step that the switch was meant to save, if that is its purpose."""
     measured_gain: float | None = None
-    """Share of a step that was saved, by the clock; None until the next window has judged it."""
+    """Measured share of a step that was saved; None until the next window has measured it."""
     certificate: CertificateSummary | None = None
     reason: str = ""
-    """Why it was rolled back."""
+    """Reason of a rollback or cancellation."""
     warnings: tuple[str, ...] = ()
 
     def to_json(self) -> str:
@@ -131,17 +132,17 @@ class SwitchEvent:
         return f"{head} in {took}, {self._bytes()}, {self._proof()}{more}"
 
     def _bytes(self) -> str:
-        """Return what was sent, against the minimum."""
+        """Return the bytes sent and their minimum, in words."""
         return f"sent {megabytes(self.bytes_sent)} MB (minimum {megabytes(self.bytes_minimum)})"
 
     def _late(self) -> str:
-        """Return what travelled after the pause; nothing of a switch that was over with it."""
+        """Return the bytes that travelled after the pause, in words; empty for a switch without late bytes."""
         if not self.late_ms:
             return ""
         return f", late: {megabytes(self.late_bytes)} MB in {self.late_ms:.0f} ms, waited {self.late_wait_ms:.0f} ms"
 
     def _connections(self) -> str:
-        """Return what was connected for an accelerator; nothing on a CPU."""
+        """Return the connections made for an accelerator, in words; empty on a CPU."""
         if not self.communicators_built + self.communicators_kept:
             return ""
         counts = f"{self.communicators_built} built, {self.communicators_kept} kept"
@@ -149,14 +150,14 @@ class SwitchEvent:
         return f", communicators: {counts} ({self.connect_ms:.0f} ms{ahead})"
 
     def _gain(self) -> str:
-        """Return what it is for; nothing of a switch that nobody predicted anything of."""
+        """Return the predicted and measured gain, in words; empty for a switch without a prediction."""
         if self.predicted_gain is None:
             return ""
         measured = "" if self.measured_gain is None else f", measured {100 * self.measured_gain:.1f} %"
         return f", for {self.cause}: predicted gain {100 * self.predicted_gain:.1f} % of a step{measured}"
 
     def _proof(self) -> str:
-        """Return what the certificate says."""
+        """Return the verdict of the certificate, in words."""
         if self.certificate is None:
             return "no certificate"
         return f"certificate ok ({self.certificate.tensors} tensors, {self.certificate_ms:.0f} ms)"

@@ -17,7 +17,7 @@ logger = logging.getLogger("ds_dynatrain")
 
 
 class DefaultHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes the package's log to stderr while nobody has configured `logging`.
+    """Handler that writes the package's log to stderr while `logging` is not configured.
 
     Warnings appear on every process, information on the first process of each node only.
     """

@@ -5,11 +5,12 @@ from __future__ import annotations
 from ds_dynatrain.report.event import SwitchEvent
 
 Row = tuple[str, float, int]
-"""The name, the value, and the samples at which it lies, as in DeepSpeed's own rows."""
+"""A name, a value, and the number of samples at which it is drawn, as in DeepSpeed's own rows."""
 
 
 def rows(event: SwitchEvent, samples: int) -> list[Row]:
-    """What is drawn of a switch. samples: that were trained before it. One that was rolled back changes no size."""
+    """Return the rows of a switch; one that was not committed changes no size. samples: those trained before the
+    switch."""
     is_committed = event.outcome == "committed"
     values: dict[str, float] = {"committed": float(is_committed), "pause_ms": event.pause_ms}
     if is_committed:

@@ -1,4 +1,4 @@
-"""Events in a file: one line of JSON each, appended, so that a run leaves one file however often its rank 0 changes."""
+"""Events in a file: one line of JSON each, appended, so that a run has one file however often its rank 0 changes."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from typing import Any
 from ds_dynatrain.report.event import SwitchEvent
 
 _LATER = {"recompile": "recompile_ms", "gain": "measured_gain"}
-"""What is known of an event only after it was written, by the kind of the line that says it."""
+"""Fields of an event that become known only after it was written, by the kind of the line that adds them."""
 
 
 @dataclass(frozen=True)
 class EventWriter:
-    """Appends events to the file at `path`; its folder is made if it is not there.
+    """Writer that appends events to the file at `path`, and makes its folder.
 
-    No file stays open between two events. The rank 0 of a moment writes; the next one goes on in the same file.
+    No file stays open between two events. The present rank 0 writes; the next one goes on in the same file.
     """
 
     path: Path
 
     def write(self, event: SwitchEvent) -> None:
-        """Append one event; it is in the file when this returns. Raises `OSError` where that fails."""
+        """Append one event; it is in the file when this returns. Raises `OSError` if that fails."""
         self.write_line(event.to_json())
 
     def write_recompile(self, event: SwitchEvent) -> None:
-        """Append what is known of an event only after the next step: `{"event": "recompile", ...}`."""
+        """Append an event's time of recompilation, known only after the next step: `{"event": "recompile", ...}`."""
         self._write_later("recompile", event)
 
     def write_gain(self, event: SwitchEvent) -> None:
-        """Append what a later window has measured of an event: `{"event": "gain", ...}`."""
+        """Append an event's measured gain, known only after a later window: `{"event": "gain", ...}`."""
         self._write_later("gain", event)
 
     def _write_later(self, kind: str, event: SwitchEvent) -> None:
@@ -39,7 +39,7 @@ class EventWriter:
         self.write_line(json.dumps(record, separators=(",", ":")))
 
     def write_line(self, line: str) -> None:
-        """Append one line; an extension gives JSON whose "event" is none of ours."""
+        """Append one line; extensions pass JSON with an "event" of their own."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
@@ -48,7 +48,7 @@ class EventWriter:
 def read_events(path: str | Path) -> list[SwitchEvent]:
     """Return the events of a file in the order in which they were written; raises `ValueError` with the bad line.
 
-    A line of what became known later goes into the event that it is about; lines of extensions are passed over.
+    Lines that add later values go into their events; lines of extensions are skipped.
     """
     events: list[SwitchEvent] = []
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
@@ -68,7 +68,7 @@ def _is_anothers(line: str) -> bool:
 
 
 def _add_later(line: str, events: list[SwitchEvent]) -> bool:
-    """Whether the line is of what became known later; then the last event of its generation knows of it."""
+    """Return whether a line adds a later value, after adding it to the last event of its generation."""
     record = json.loads(line)
     if not isinstance(record, dict) or record.get("event") not in _LATER:
         return False

@@ -1,9 +1,9 @@
-"""The support table: what works in a job that switches, what is refused, when, why, and what to do about it.
+"""The support table: what works in a job that switches; what is refused, when, why, and what to do about it.
 
-The rows are data and need neither torch nor DeepSpeed; `adapters/support.py` applies them to live objects. A feature
-that changes its verdict changes its row. `docs/support-*.md` are made from them (`markdown`).
+The rows are data and need neither torch nor DeepSpeed; `adapters/support.py` applies them to live objects. When the
+verdict on a feature changes, its row changes. `docs/support-*.md` are made from the rows (`markdown`).
 
-| file | what is in it |
+| file | contents |
 |---|---|
 | `row` `keys` `usage` | a row; the rows of the configuration's keys; those of what users do around the configuration |
 | `checks` | conditions of rows on more than one key, or on the layout |

@@ -1,8 +1,8 @@
-"""Sizes of the axes, and ZeRO stages with them, that DeepSpeed can train: rules on what a model has in it.
+"""Sizes of the axes, and ZeRO stages with them, that DeepSpeed can train, as rules on the features of a model.
 
-The rules are what came of trying every combination on DeepSpeed itself (`tools/feasibility.py`, whose tables are
-`docs/feasibility.md`). Sizes that a certain model cannot be dealt out to (heads, experts, layers) are not here: the
-adapters know them.
+The rules come from trying every combination on DeepSpeed itself (`tools/feasibility.py`, whose tables are
+`docs/feasibility.md`). Sizes that do not fit one particular model (its heads, experts, layers) are not covered here:
+the adapters know them.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ds_dynatrain.space.layout import RANK_ORDER, STAGES, Layout
 from ds_dynatrain.support.row import Refusal
 
 PIPELINE, EXPERTS, NATIVE_EXPERTS, ULYSSES = "pipeline", "AutoEP", "deepspeed.moe", "Ulysses"
-"""What a model may have in it: a PipelineModule, layers that AutoEP deals out, those of `deepspeed.moe`, attention over
-sequence ranks."""
+"""Features of a model: a PipelineModule, layers dealt out by AutoEP, layers of `deepspeed.moe`, attention over sequence
+ranks."""
 
 Features = frozenset[str]
 
 OTHER_AXES = ("pipe", "sequence", "tensor")
-"""Those that add ranks, but data."""
+"""The axes besides data that add ranks."""
 
 AXES: Mapping[str, tuple[tuple[str, ...], str]] = {
     "pipe": ((PIPELINE,), "it is no deepspeed.PipelineModule"),
@@ -34,13 +34,13 @@ AXES: Mapping[str, tuple[tuple[str, ...], str]] = {
     ),
     "sequence": ((ULYSSES,), "it has no DistributedAttention layer, and no mpu for sequence parallelism was given"),
 }
-"""Axis -> (the features of which a model needs one to have it, what else is said of it). Every model has a data axis,
-and AutoTP says which has a tensor axis."""
+"""Axis -> (the features of which a model needs one to have it, what to say about a model without them). Every model has
+a data axis, and AutoTP tells which has a tensor axis."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A combination: all of these features, all of these axes above 1, one of these stages; and what is said of it.
+    """A combination that is refused: all of these features, all of these axes above 1, one of these stages; and why.
 
     without: axes of size 1.
     """
@@ -52,7 +52,7 @@ class Rule:
     without: tuple[str, ...] = ()
 
     def holds(self, features: Features, layout: Layout) -> bool:
-        """Whether a layout is such a combination."""
+        """Return whether a layout, with a model of these features, is such a combination."""
         return (
             features.issuperset(self.features)
             and layout.zero_stage in self.stages
@@ -77,14 +77,14 @@ RULES: tuple[Rule, ...] = (
         without=("expert",),
     ),
 )
-"""What DeepSpeed does not train."""
+"""Combinations that DeepSpeed does not train."""
 
 
 def refusal(features: Features, layout: Layout, processes: int) -> Refusal | None:
-    """Why a model with these features cannot be trained in a layout, with the nearest layouts in which it can; None if
-    it can.
+    """Return why a model with these features cannot be trained in a layout, with the nearest layouts in which it can;
+    None if it can.
 
-    processes: ranks that there are at the most.
+    processes: the most ranks that there may be.
     """
     why = _why(features, layout)
     if why is None:
@@ -94,15 +94,16 @@ def refusal(features: Features, layout: Layout, processes: int) -> Refusal | Non
 
 
 def nearest(features: Features, layout: Layout, processes: int) -> list[Layout]:
-    """The one or two layouts closest to one that is refused: that keep most of it, of as many ranks if there are."""
+    """Return the one or two valid layouts closest to a refused one, of as many ranks if there are enough processes."""
     valid = [other for other in _layouts(min(layout.world_size, processes)) if _why(features, other) is None]
     return sorted(valid, key=lambda other: _distance(layout, other))[:2]
 
 
 def smaller(layout: Layout, ranks: int, most_data: int | None = None) -> Layout:
-    """The layout closest to one that is too large: of at most `ranks`, and of `most_data` on the data axis.
+    """Return the layout closest to one that is too large: at most `ranks` ranks, and at most `most_data` on the data
+    axis.
 
-    The stage stays, and every axis but data has the size that was asked for or a divisor of it.
+    The stage stays, and every axis but data has the requested size or a divisor of it.
     """
     return min(_smaller(layout, ranks, ranks if most_data is None else most_data), key=partial(_distance, layout))
 
@@ -125,7 +126,7 @@ def _why(features: Features, layout: Layout) -> str | None:
 
 
 def _layouts(ranks: int) -> Iterator[Layout]:
-    """Yield all layouts of exactly so many ranks."""
+    """Yield all layouts of exactly `ranks` ranks."""
     for sizes in _factors(ranks, len(RANK_ORDER)):
         place: dict[str, Any] = dict(zip(RANK_ORDER, sizes, strict=True))
         width = place["data"] * place["sequence"] * place["tensor"]
@@ -147,7 +148,8 @@ def _divisors(number: int) -> Iterable[int]:
 
 
 def _distance(wanted: Layout, other: Layout) -> tuple[float, ...]:
-    """Smaller is nearer: how many sizes differ, where an axis that nobody asked for counts thrice, then by how much."""
+    """Return a sort key, smaller for nearer layouts: how many sizes differ (an axis that was not asked for counts
+    thrice), then by how much."""
     pairs = {axis: (size, other.axes()[axis]) for axis, size in wanted.axes().items()}
     differing = sum(one != two for one, two in pairs.values()) + (wanted.zero_stage != other.zero_stage)
     unasked = sum(one == 1 < two for axis, (one, two) in pairs.items() if axis != "data")

@@ -12,7 +12,7 @@ from ds_dynatrain.support.row import Refusal, Target
 
 
 def needs_compiler(config: Mapping[str, Any]) -> Refusal | None:
-    """Adam and AdamW without `torch_adam` are DeepSpeed's own, which it compiles when the job starts."""
+    """Refuse DeepSpeed's own Adam and AdamW (without `torch_adam`) where it cannot be compiled when the job starts."""
     if _at(config, "optimizer.params.torch_adam") or offloads(config):
         return None
     has_ninja = shutil.which("ninja") is not None or importlib.util.find_spec("ninja") is not None
@@ -27,7 +27,7 @@ def needs_compiler(config: Mapping[str, Any]) -> Refusal | None:
 
 
 def norm_needs_stage_1_or_2(target: Target) -> Refusal | None:
-    """DeepSpeed leaves the norm of the gradients out in two stages alone."""
+    """Refuse `compute_grad_norm` false in stages 0 and 3: DeepSpeed leaves the norm out in stages 1 and 2 alone."""
     if target.layout.zero_stage in (1, 2):
         return None
     nearest = target.layout.replace(zero_stage=1 if target.layout.zero_stage == 0 else 2)
@@ -35,7 +35,8 @@ def norm_needs_stage_1_or_2(target: Target) -> Refusal | None:
 
 
 def unmanaged_overlap(target: Target) -> Refusal | None:
-    """DeepSpeed checks it when an engine is built, for the stage of the start."""
+    """Refuse overlap_comm below stage 2 with unmanaged accumulation; DeepSpeed itself checks only the stage of the
+    start."""
     if target.layout.zero_stage > 1 or not _at(target.config, "zero_optimization.overlap_comm"):
         return None
     return Refusal(
@@ -46,11 +47,11 @@ def unmanaged_overlap(target: Target) -> Refusal | None:
 
 HALF = ("fp16", "float16", "half", "torch.float16")
 BRAIN = ("bf16", "bfloat16", "torch.bfloat16")
-"""DeepSpeed's names of two types; every other one is taken for fp32 here."""
+"""DeepSpeed's names of the two 16-bit types; every other name counts as fp32 here."""
 
 
 def accumulates_in_fp32(config: Mapping[str, Any]) -> Refusal | None:
-    """Gradients are accumulated in fp32, or in the type of the weights."""
+    """Refuse gradients that are accumulated in a type other than fp32 or that of the weights."""
     gradient = _gradient_type(config)
     if gradient in ("fp32", _weight_type(config)):
         return None
@@ -59,7 +60,7 @@ def accumulates_in_fp32(config: Mapping[str, Any]) -> Refusal | None:
 
 
 def accumulation_at_stage_0(target: Target) -> Refusal | None:
-    """DeepSpeed has no optimizer for stage 0 that accumulates low gradients in fp32."""
+    """Refuse another type for gradients than for weights at stage 0, for which DeepSpeed has no optimizer."""
     weight, gradient = _weight_type(target.config), _gradient_type(target.config)
     if target.layout.zero_stage or weight == gradient:
         return None
@@ -68,7 +69,8 @@ def accumulation_at_stage_0(target: Target) -> Refusal | None:
 
 
 def autocast_at_stage_3(target: Target) -> Refusal | None:
-    """Under autocast ZeRO-3 gathers persistent parameters low at their first use, and in fp32 after each step."""
+    """Refuse autocast at stage 3 with persistent parameters, which are gathered low at first use, and in fp32 after
+    each step."""
     zero = target.config.get("zero_optimization") or {}
     names = ("stage3_param_persistence_threshold", "param_persistence_threshold")
     threshold = next((zero[name] for name in names if name in zero), None)
@@ -89,12 +91,12 @@ def _gradient_type(config: Mapping[str, Any]) -> str:
 
 
 def is_low(config: Mapping[str, Any]) -> bool:
-    """Whether weights are of 16 bits."""
+    """Return whether weights have 16 bits."""
     return _weight_type(config) != "fp32"
 
 
 def gradients_apart(config: Mapping[str, Any]) -> str:
-    """The key that gives gradients another type than the weights have, "" if there is none."""
+    """Return the key that gives gradients another type than the weights have; "" if there is none."""
     keys, weight = ("data_types.grad_accum_dtype", "communication_data_type"), _weight_type(config)
     named = {key: _at(config, key) for key in keys}
     return next((key for key, held in named.items() if held not in (None, "auto") and _type_name(held) != weight), "")
@@ -108,7 +110,7 @@ def _type_name(named: object) -> str:
 
 
 def needs_offload(config: Mapping[str, Any]) -> Refusal | None:
-    """DeepSpeed's Lion is known on the CPU only."""
+    """Refuse Lion without optimizer offload: only DeepSpeedCPULion's states are known."""
     if offloads(config):
         return None
     return Refusal(
@@ -118,12 +120,13 @@ def needs_offload(config: Mapping[str, Any]) -> Refusal | None:
 
 
 def offloads(config: Mapping[str, Any]) -> bool:
-    """Whether the optimizer's state is to be in host memory."""
+    """Return whether the optimizer's state lies in host memory."""
     return bool(_at(config, "zero_optimization.offload_optimizer.device") == "cpu")
 
 
 def keeps_pinned_memory(config: Mapping[str, Any]) -> Refusal | None:
-    """DeepSpeed's own page-locked memory is freed with the optimizer that had it, and a switch keeps buffers."""
+    """Refuse DeepSpeed's own pinned memory: it is freed with the optimizer that had it, while a switch keeps the
+    buffers."""
     blocks = [_at(config, f"zero_optimization.{name}") or {} for name in ("offload_optimizer", "offload_param")]
     pins = any(block.get("device") == "cpu" and block.get("pin_memory", True) for block in blocks)
     if not pins or os.environ.get("DS_PIN_MEMORY_BACKEND", "torch").strip().lower() != "native":
@@ -154,7 +157,7 @@ def scales_gradients(target: Target) -> Refusal | None:
 
 
 def times_stages(target: Target) -> Refusal | None:
-    """DeepSpeed 0.19.8 starts the timer of a backward pass twice on every stage but the last."""
+    """Refuse pipelines whose passes are timed: DeepSpeed 0.19.8 starts a timer twice on every stage but the last."""
     if target.layout.pipe == 1:
         return None
     return Refusal(
@@ -165,7 +168,7 @@ def times_stages(target: Target) -> Refusal | None:
 
 
 def _at(config: Mapping[str, Any], key: str) -> Any:
-    """Return the value of a dotted key; None where it, or a section of it, is not there."""
+    """Return the value of a dotted key; None if the key, or a section of it, is missing."""
     found: Any = config
     for name in key.split("."):
         found = (found or {}).get(name)

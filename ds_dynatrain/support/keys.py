@@ -496,4 +496,4 @@ CONFIG_TABLES: Mapping[str, tuple[Row, ...]] = {
     "checkpoints": CHECKPOINTS,
     "removed": REMOVED,
 }
-"""Keys of DeepSpeed's configuration, under the name that the docs use for their table."""
+"""The rows of DeepSpeed's configuration keys, by the name of their table in the docs."""

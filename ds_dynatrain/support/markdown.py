@@ -2,7 +2,7 @@
 
     python -m ds_dynatrain.support.markdown docs/support-*.md docs/gpu.md docs/fit.md
 
-writes the tables between a page's `<!-- table: NAME -->` and `<!-- end -->` marks anew and leaves the rest alone.
+rewrites the tables between a page's `<!-- table: NAME -->` and `<!-- end -->` marks and leaves the rest alone.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from ds_dynatrain.support.walk import all_tables
 
 _MARKED = re.compile(r"<!-- table: (?P<name>[\w ]+) -->\n.*?<!-- end -->", re.DOTALL)
 PROOFS = {"proved": proved.table, "gpus": proved.status}
-"""What says where the package has run: the table of docs/gpu.md, and the answer in short, on several pages."""
+"""Tables of where the package has run: the full one of docs/gpu.md, and the short answer on several pages."""
 
 
 def markdown(name: str) -> str:
-    """One table; neighbouring rows that say the same share a line."""
+    """Return one table; neighbouring rows that say the same share a line."""
     lines = [_line(name, list(same)) for _, same in itertools.groupby(all_tables()[name], _what_is_said)]
     head = "what" if name not in CONFIG_TABLES else "key"
     return "\n".join([f"| {head} | | why, and what to do |", "|---|---|---|", *lines])
 
 
 def filled(pages: Sequence[str]) -> list[str]:
-    """Return pages with all their tables anew.
+    """Return pages with all their tables rewritten.
 
-    Raise ConfigError where a page has a table of the support table, and not each of them stands once on all pages.
+    Raise ConfigError if any page has tables of the support table and the pages together do not have each of them once.
     """
     there = [found["name"] for page in pages for found in _MARKED.finditer(page) if found["name"] not in PROOFS]
     wrong = sorted(set(there) ^ set(all_tables())) or [name for name in there if there.count(name) > 1]
@@ -52,7 +52,7 @@ def _anew(found: re.Match[str]) -> str:
 
 
 def note(row: Row) -> str:
-    """The reason or the note, what to do, and which values may stand there all the same."""
+    """Return the reason or note of a row, what to do, and which values are accepted all the same."""
     why = "" if row.why == NOT_TRIED else row.why
     instead = "" if row.instead == REMOVE else row.instead
     said = "; ".join(part for part in (why, instead) if part)
@@ -72,7 +72,7 @@ def _line(name: str, rows: Sequence[Row]) -> str:
 
 
 def _names(name: str, rows: Sequence[Row]) -> Iterator[str]:
-    """Keys as they are shown: the first of a line in full, the others without their section."""
+    """Yield keys as they are shown: the first of a line in full, the others without their section."""
     for place, row in enumerate(rows):
         if name not in CONFIG_TABLES:
             yield row.key
@@ -83,7 +83,7 @@ def _names(name: str, rows: Sequence[Row]) -> Iterator[str]:
 
 
 def main(files: Sequence[Path]) -> None:
-    """Write the tables of these pages anew."""
+    """Rewrite the tables of these pages in place."""
     for file, text in zip(files, filled([file.read_text(encoding="utf-8") for file in files]), strict=True):
         file.write_text(text, encoding="utf-8")
 

@@ -1,4 +1,5 @@
-"""Runs on accelerators: what, where, when, with which versions, by which command. Docs and warnings come of it."""
+"""Runs on accelerators: what, where, when, with which versions, by which command. Docs and warnings are made from
+them."""
 
 from __future__ import annotations
 
@@ -7,13 +8,13 @@ from dataclasses import dataclass
 
 CPU = "cpu"
 TEST_DEVICE = "test device"
-"""Host memory that torch takes for another device's (`tests/device`): it shows where memory lies and what must be
-waited for, and nothing of speed, drivers or communicators."""
+"""Host memory that torch takes for another device's (`tests/device`): it shows where memory lies and where to wait, but
+nothing of speed, drivers or communicators."""
 
 
 @dataclass(frozen=True)
 class Proof:
-    """A run. where: the devices. versions: of torch and DeepSpeed. command: what gives it again."""
+    """A run. where: the devices. versions: those of torch and DeepSpeed. command: the one that repeats it."""
 
     where: str
     date: str
@@ -43,7 +44,7 @@ PARTS: Mapping[str, str] = {
     "loops": "loops of Hugging Face and Lightning",
     "elastic": "nodes that come and go",
 }
-"""Every part of the package that touches a device -> its name."""
+"""Parts of the package that touch a device -> their names."""
 
 _H200, _TORCH, _DAY = "1 × H200", "torch 2.11.0+cu130", "2026-11-26"
 _ON_H200 = {
@@ -55,13 +56,13 @@ _ON_H200 = {
         for part in ("checkpoints", "offload", "tensor", "expert", "compile", "fused", "engines")
     },
 }
-"""Part -> what ran there. Four ranks shared the card, so collectives went over gloo, and moves by CUDA IPC."""
+"""Part -> the command that ran there. Four ranks shared the card, so collectives used gloo, and moves CUDA IPC."""
 
 HARDWARE: Mapping[tuple[str, str], Proof] = {
     **{("cuda", part): Proof(_H200, _DAY, _TORCH, command) for part, command in _ON_H200.items()},
     ("cuda", "pipe"): Proof("1 × H100", "2026-11-27", _TORCH, "python tools/gpu_check.py --only 'core pipe'"),
 }
-"""(accelerator, part) -> the run. A pair that is not here never ran."""
+"""(accelerator, part) -> the run. A pair that is missing never ran."""
 
 _CORE = "tests/device/core/test_core.py"
 _AXES = "tests/device/core/test_axes.py"
@@ -85,11 +86,11 @@ ON_TEST_DEVICE: Mapping[str, str] = {
     "loops": "tests/device/test_loops.py",
     "elastic": "tests/device/test_elastic.py",
 }
-"""Part -> its test there."""
+"""Part -> its test on the test device."""
 
 
 def standing(accelerator: str, part: str) -> str:
-    """Say where a part has run: on hardware, on the test device only, or never."""
+    """Return where a part has run: on hardware, on the test device only, or never."""
     proof = HARDWARE.get((accelerator, part))
     if proof is not None:
         return str(proof)
@@ -102,7 +103,7 @@ def unproved(accelerator: str, parts: Iterable[str]) -> tuple[str, ...]:
 
 
 def warning(accelerator: str, parts: Iterable[str]) -> str:
-    """Return what to say before the first switch of a job; empty where all that it uses was proved."""
+    """Return the warning to log before the first switch of a job; empty if everything that the job uses was proved."""
     named = [f"{PARTS[part]} ({standing(accelerator, part)})" for part in unproved(accelerator, parts)]
     if not named:
         return ""
@@ -113,7 +114,7 @@ def warning(accelerator: str, parts: Iterable[str]) -> str:
 
 
 def status() -> str:
-    """Return the answer to "does it run on GPUs", as Markdown. It stands on all pages that answer this."""
+    """Return the answer to "does it run on GPUs" as Markdown; all pages that answer this question include it."""
     proofs = [proof for (accelerator, _), proof in HARDWARE.items() if accelerator == "cuda"]
     cards = sorted({proof.where for proof in proofs})
     is_several = any("1 ×" not in where for where in cards)

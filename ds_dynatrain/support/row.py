@@ -1,4 +1,4 @@
-"""A row of the support table: a key of DeepSpeed's configuration or a usage, and what comes of it."""
+"""A row of the support table: a key of DeepSpeed's configuration or a usage, and its verdict."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ds_dynatrain.errors import SwitchRefused, UnsupportedError
 from ds_dynatrain.space.layout import Layout
 
 OFF: tuple[object, ...] = (None, False, {})
-"""Values of most keys that say a feature is not used."""
+"""Values with which most keys say that a feature is not used."""
 NOT_TRIED = "not supported with a dynatrain block yet"
 REMOVE = "remove the key, or the block"
 
@@ -27,7 +27,8 @@ class Verdict(str, Enum):
 
 @dataclass(frozen=True)
 class Target:
-    """A layout that a job is to start in or to switch to, and what a check may ask about the job.
+    """A layout in which a job is to start, or to which it is to switch, with everything that checks may ask about the
+    job.
 
     config: the user's, whole. present: the layout before the switch, None at the start. optimizer: class of the basic
     optimizer where it is known.
@@ -41,27 +42,27 @@ class Target:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why not, and what to do instead."""
+    """Reason of a refusal, and what to do instead."""
 
     why: str
     instead: str
 
 
 StartCheck = Callable[[Mapping[str, Any]], Refusal | None]
-"""From the user's whole configuration to a refusal, for what depends on more than one key."""
+"""Condition on the user's whole configuration, for refusals that depend on more than one key."""
 LayoutCheck = Callable[[Target], Refusal | None]
-"""The same, for what depends on the layout."""
+"""Condition on a target, for refusals that depend on the layout."""
 
 
 @dataclass(frozen=True)
 class Row:
     """One line of the table.
 
-    key: dotted (`zero_optimization.stage`), or the name of a usage. why: the note or the reason. instead: what to
-    do. values: those that the row is about, if there are several rows of one key; none: all others. off: values that
-    ask for nothing. switch: of a section, the key in it that turns it on, and the value that leaves it off. below: the
-    row stands for every key below its own as well. proof: the test that shows a row that works, in real ranks.
-    at_start, at_layout: further conditions, called if the key is there and not off.
+    key: dotted (`zero_optimization.stage`), or the name of a usage. why: the note or the reason. instead: what to do.
+    values: the values that the row is about, if a key has several rows; empty for all others. off: values that turn the
+    feature off. switch: of a section, the key in it that turns it on, and the value that leaves it off. below: whether
+    the row also stands for every key below its own. proof: the test that shows that the feature works, in real ranks.
+    at_start, at_layout: further conditions, called if the key is given and not off.
     """
 
     key: str
@@ -77,7 +78,7 @@ class Row:
     at_layout: LayoutCheck | None = None
 
     def is_off(self, value: object) -> bool:
-        """Whether this value of the key asks for nothing."""
+        """Return whether this value of the key turns the feature off."""
         if any(_same(value, other) for other in self.off):
             return True
         if isinstance(value, Mapping) and self.switch is not None:
@@ -86,26 +87,27 @@ class Row:
         return False
 
     def is_about(self, value: object) -> bool:
-        """Whether `value` is one of those that the row is about; text is compared without regard to case."""
+        """Return whether the row is about `value`; text is compared without regard to case."""
         return any(_same(value, other) or _text(value) == _text(other) != "" for other in self.values)
 
     def error(self, subject: str = "") -> UnsupportedError:
-        """The refusal at the start; subject: what of the user's it is about, if not the key."""
+        """Return the error for a refusal at the start. subject: the user's object that it is about, if not the key."""
         return UnsupportedError(f"{subject or self.key}: {self.why}; {self.instead}")
 
     def refused(self, subject: str = "") -> SwitchRefused:
-        """The refusal of a switch."""
+        """Return the error for a refusal of a switch; arguments as in `error`."""
         return SwitchRefused(f"{subject or self.key}: {self.why}", self.instead)
 
 
 def works(section: str, keys: str, why: str = "", proof: str = "", **more: Any) -> tuple[Row, ...]:
-    """Rows of keys (parted by spaces) of a section ("" for the top) that work; with a note if there is one."""
+    """Return rows of keys that work, with a note if there is one. keys: separated by spaces; section: "" for the
+    top."""
     verdict = Verdict.NOTE if why else Verdict.WORKS
     return tuple(Row(_path(section, key), verdict, why, proof=proof, **more) for key in keys.split())
 
 
 def refused(section: str, keys: str, why: str = NOT_TRIED, instead: str = REMOVE, **more: Any) -> tuple[Row, ...]:
-    """Rows of keys of a section that are refused when the engine is built."""
+    """Return rows of keys of a section that are refused when the engine is built; arguments as in `works`."""
     return tuple(Row(_path(section, key), Verdict.AT_START, why, instead, **more) for key in keys.split())
 
 
@@ -114,7 +116,7 @@ def _path(section: str, key: str) -> str:
 
 
 def _same(value: object, other: object) -> bool:
-    """Equal, where 1 is not True and 0 is not False."""
+    """Return whether two values are equal, where 1 is not True and 0 is not False."""
     return isinstance(value, bool) == isinstance(other, bool) and value == other
 
 

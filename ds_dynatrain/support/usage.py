@@ -1,4 +1,4 @@
-"""Rows of what users do around DeepSpeed's configuration. `adapters/support.py` looks for those that are refused."""
+"""Rows about what users do around DeepSpeed's configuration. `adapters/support.py` looks for those that are refused."""
 
 from __future__ import annotations
 

@@ -53,33 +53,33 @@ class Finding:
 
     @property
     def subject(self) -> str:
-        """The key, with its value where that is a plain one."""
+        """The key, with its value if that is a plain one."""
         plain = isinstance(self.value, str | int | float) and not isinstance(self.value, bool)
         return f"{self.key} = {self.value!r}" if plain and self.row is not None else self.key
 
     @property
     def verdict(self) -> Verdict:
-        """Return what comes of the key."""
+        """Verdict on the key, whether from its row, its value or its refusal."""
         if self.refusal is not None:
             return Verdict.AT_START
         return Verdict.WORKS if self.is_off or self.row is None else self.row.verdict
 
 
 def examine(config: Mapping[str, Any]) -> list[Finding]:
-    """Return what the table says of every key of a configuration (without its `dynatrain` block), in the order of its
+    """Return the table's findings on every key of a configuration (without its `dynatrain` block), in the order of the
     keys."""
     return [finding for key, value in config.items() for finding in _look(str(key), value, config)]
 
 
 def refuse_config(config: Mapping[str, Any]) -> None:
-    """UnsupportedError, naming the key, the reason and the way out, for the first key that is not supported."""
+    """Raise UnsupportedError for the first key that is not supported, with the reason and the way out."""
     for finding in examine(config):
         if finding.refusal is not None:
             raise UnsupportedError(f"{finding.subject}: {finding.refusal.why}; {finding.refusal.instead}")
 
 
 def refuse_layout(target: Target) -> None:
-    """SwitchRefused for the first key of the configuration that cannot be had in the target's layout."""
+    """Raise SwitchRefused for the first key of the configuration that does not work in the target's layout."""
     for finding in examine(target.config):
         if finding.row is None or finding.row.at_layout is None or finding.is_off:
             continue
@@ -89,7 +89,8 @@ def refuse_layout(target: Target) -> None:
 
 
 def row_of(key: str, value: object = None) -> Row | None:
-    """The row of a dotted key: the one about `value`, else the one of the key, else one that stands for all below."""
+    """Return the row of a dotted key: the one about `value`, else the key's own, else one that stands for all keys
+    below it."""
     rows = CONFIG_ROWS.get(key, ())
     for row in (*(row for row in rows if row.is_about(value)), *(row for row in rows if not row.values)):
         return row

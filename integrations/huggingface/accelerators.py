@@ -1,4 +1,4 @@
-"""What an Accelerator was given, in the terms of a job whose world changes; and what of it cannot be."""
+"""Arguments of an Accelerator in the terms of a job whose world changes, and the refusals of those that cannot be."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ GIVEN = (
 
 
 def refuse_given(accelerator: Any) -> None:
-    """ConfigError without a `dynatrain` block; UnsupportedError for the first thing that cannot follow the world."""
+    """Raise ConfigError without a `dynatrain` block, and UnsupportedError for the first argument that cannot follow the
+    world."""
     plugin = accelerator.deepspeed_plugin
     if plugin is None or BLOCK not in plugin.deepspeed_config:
         lacks = "no DeepSpeed plug-in" if plugin is None else f"no {BLOCK!r} block in its configuration"
@@ -64,7 +65,7 @@ def refuse_given(accelerator: Any) -> None:
 
 
 def refuse_parts(given: tuple[Any, ...], has_engine: bool) -> None:
-    """UnsupportedError for what is prepared apart from what it belongs to."""
+    """Raise UnsupportedError for objects that are prepared apart from those they belong to."""
     kinds = {kind: any(isinstance(each, kind) for each in given) for kind in (nn.Module, Optimizer)}
     has_optimizer = kinds[Optimizer] or any(type(each).__name__ == "DummyOptim" for each in given)
     if has_engine and kinds[nn.Module]:
@@ -86,23 +87,24 @@ def refuse_parts(given: tuple[Any, ...], has_engine: bool) -> None:
 
 
 def config_of(accelerator: Any) -> dict[str, Any]:
-    """DeepSpeed's configuration, as it is filled in."""
+    """Return DeepSpeed's configuration, as Accelerate has filled it in."""
     found: dict[str, Any] = accelerator.deepspeed_plugin.deepspeed_config
     return found
 
 
 def layout_of(accelerator: Any) -> dict[str, Any]:
-    """The layout of the start, as far as it is given."""
+    """Return the layout of the start, as far as it is given."""
     block = {} if accelerator.deepspeed_plugin is None else config_of(accelerator).get(BLOCK, {})
     found: dict[str, Any] = block.get("layout") or {}
     return found
 
 
 def settle_sizes(accelerator: Any, batch_size: int | None) -> float:
-    """Fill the sizes of a batch in, as Accelerate does, but from the training DataLoader alone; see `_processes`.
+    """Fill in the sizes of a batch, as Accelerate does but from the training DataLoader alone; return the processes in
+    a global batch.
 
-    batch_size: that DataLoader's, None if there is none yet. ConfigError where the two say different things, and where
-    nodes come and go and `train_batch_size` is no number.
+    batch_size: that DataLoader's, None if there is none yet. ConfigError if the two disagree, and where nodes come and
+    go and `train_batch_size` is no number.
     """
     config = config_of(accelerator)
     accelerator.deepspeed_plugin.fill_match(
@@ -138,7 +140,7 @@ def _accumulation(accelerator: Any) -> int:
 
 
 def whole(processes: float) -> int:
-    """Processes that a schedule is stepped for; ConfigError where the sizes make no whole number of them."""
+    """Return the processes for which a schedule is stepped; ConfigError if the sizes make no whole number of them."""
     if processes != int(processes):
         raise ConfigError(
             f"train_batch_size is {processes:.2f} times a DataLoader's batch and its accumulation steps, and "

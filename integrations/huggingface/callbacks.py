@@ -1,4 +1,4 @@
-"""Callbacks: one that keeps a Trainer's counts at the engine's, and one that users give, which asks for switches."""
+"""Callbacks: one that keeps a Trainer's counts equal to the engine's, and one for users, which asks for switches."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from ds_dynatrain.errors import ConfigError
 
 
 class SwitchCallback(TrainerCallback):
-    """Ask for a layout after so many optimizer steps of the job: `SwitchCallback({1000: {"data": 4}})`.
+    """Callback that asks for layouts at given optimizer steps of the job: `SwitchCallback({1000: {"data": 4}})`.
 
-    schedule: by the number of steps, the arguments of `engine.switch`. SwitchRefused comes out of `trainer.train()`, on
+    schedule: the arguments of `engine.switch`, by the number of steps. SwitchRefused is raised by `trainer.train()`, on
     all processes alike.
     """
 
     def __init__(self, schedule: Mapping[int, Mapping[str, Any]]) -> None:
         self.schedule = {int(step): dict(sizes) for step, sizes in schedule.items()}
         self.engine: Any = None
-        """Set by the trainer."""
+        """The engine, set by the trainer."""
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
     ) -> None:
-        """Those of step 0, or of the step that it goes on from."""
+        """Ask for the layout of step 0, or of the step from which the job goes on."""
         self._ask(state)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
-        """Those of this step; they take effect before the next one."""
+        """Ask for the layout of this step; it takes effect before the next one."""
         self._ask(state)
 
     def _ask(self, state: TrainerState) -> None:
@@ -43,7 +43,7 @@ class SwitchCallback(TrainerCallback):
 
 
 class Following(TrainerCallback):
-    """Stands before all others, and puts what they read right."""
+    """Callback that comes before all others, and corrects the values that they read."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -51,12 +51,13 @@ class Following(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
     ) -> None:
-        """`train` has set the losses to 0 just now."""
+        """Restore the losses, which `train` has just set to 0."""
         self._trainer.progress.settle_losses()
         self._trainer.progress.forget_losses()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
-        """The job's steps and epochs: a newcomer is in the middle, and a global batch that was discarded is no step."""
+        """Set steps and epochs to the job's: a newcomer starts in the middle, and a discarded global batch is no
+        step."""
         trainer = self._trainer
         trainer.end_window()
         state.global_step = int(trainer.deepspeed.global_steps)

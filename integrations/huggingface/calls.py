@@ -1,7 +1,7 @@
-"""The engine comes from here: `deepspeed.initialize`, wherever a library calls it, with a `dynatrain` block.
+"""Replacement of `deepspeed.initialize`, wherever a library calls it with a `dynatrain` block.
 
-Accelerate, and with it Trainer and TRL, look `deepspeed.initialize` up when they need it, so one attribute reaches all.
-A configuration without the block gets DeepSpeed's own.
+Accelerate, and with it Trainer and TRL, look `deepspeed.initialize` up when they need it, so replacing one attribute
+reaches all. A configuration without the block gets DeepSpeed's own.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _IS_OURS = "is_of_dynatrain"
 
 
 def install() -> None:
-    """Put both calls in the place of DeepSpeed's; a second time does nothing.
+    """Replace `deepspeed.initialize` and `deepspeed.comm.init_distributed` by ours; a second call does nothing.
 
-    Where members come and go, the first model that is cut as it is built brings the process into the job, too.
+    Where members come and go, building the first model that is cut as it is built also brings the process into the job.
     """
     join_at_zero_init()
     for place, name, ours in ((deepspeed, "initialize", _initialize), (deepspeed.comm, "init_distributed", _join)):
@@ -44,7 +44,8 @@ def _around(ours: Callable[..., Any], stock: Callable[..., Any]) -> Callable[...
 
 
 def _join(stock: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """In a process of an elastic launch: into the job, or beside it while it runs."""
+    """Join the job, or wait beside it while it runs, in a process of an elastic launch; in others call DeepSpeed's
+    own."""
     if worker_place() is None:
         return stock(*arguments, **named)
     with replaced(deepspeed.comm, "init_distributed", stock):
@@ -65,7 +66,8 @@ def _initialize(stock: Callable[..., Any], *arguments: Any, **named: Any) -> Any
 
 
 def _for_inference(model: nn.Module, config: dict[str, Any]) -> tuple[nn.Module, None, None, None]:
-    """A model that is not trained, such as DPO's reference: whole on each member, so that no change concerns it."""
+    """Return a model that is not trained, such as DPO's reference, whole on each member, so that no change concerns
+    it."""
     if config.get("zero_optimization", {}).get("stage") == 3:
         raise UnsupportedError(
             f"a {type(model).__name__} that is not trained, at ZeRO stage 3: its shards would stay in the world of the "

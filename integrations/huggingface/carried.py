@@ -1,4 +1,4 @@
-"""What a member that starts to work takes over, and a checkpoint holds, of a Trainer or an Accelerator."""
+"""State of a Trainer or an Accelerator that a member takes over when it starts to work, and that a checkpoint holds."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from transformers.trainer_callback import ExportableState
 from ds_dynatrain.integrations.huggingface.schedules import restore_schedule, schedule_of
 
 PROGRESS = "trainer"
-"""Its name among the engine's objects."""
+"""Name of the progress among the engine's objects."""
 _OWN = ("is_local_process_zero", "is_world_process_zero")
-"""Of `TrainerState`, what is each process's own."""
+"""Fields of `TrainerState` that each process has for itself."""
 
 _OF_JOB = (
     *("epoch", "global_step", "num_input_tokens_seen", "total_flos", "log_history", "stateful_callbacks"),
     *("best_metric", "best_global_step", "best_model_checkpoint"),
 )
-"""What goes on; all else follows from the arguments, which may be others where a job goes on, such as more steps."""
+"""Fields of `TrainerState` that are restored; the rest follows from the arguments, which may differ when a job goes on,
+for example by more steps."""
 
 
 class TrainerProgress:
     """`TrainerState` with the states of callbacks, the losses not logged yet, and a schedule that is not the engine's.
 
-    All that a trainer decides by, such as the best checkpoint and the patience of early stopping, is rank 0's on a
-    member that starts to work.
+    Everything that a trainer decides by, such as the best checkpoint and the patience of early stopping, comes from
+    rank 0 on a member that starts to work.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -35,14 +36,14 @@ class TrainerProgress:
         self._losses: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain values, but for what a scheduler says of itself."""
+        """Return plain values, except in the state of a scheduler, which is its own."""
         trainer = self._trainer
         state = {name: value for name, value in dataclasses.asdict(trainer.state).items() if name not in _OWN}
         state["stateful_callbacks"] = callback_states(trainer)
         return {"state": state, "losses": _losses(trainer), "scheduler": schedule_of(trainer.lr_scheduler)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
+        """Restore a state that `state_dict` returned."""
         trainer = self._trainer
         for name in _OF_JOB:
             setattr(trainer.state, name, state["state"][name])
@@ -53,26 +54,26 @@ class TrainerProgress:
         self.settle_losses()
 
     def settle_losses(self) -> None:
-        """Put the losses in place once more: `train` sets them to 0 after its engine is made."""
+        """Restore the losses once more, because `train` sets them to 0 after its engine is made."""
         if self._losses is not None:
             self._trainer._tr_loss = torch.tensor(self._losses["since_log"], device=self._trainer.args.device)
             self._trainer._total_loss_scalar = self._losses["total"]
             self._trainer._globalstep_last_logged = self._losses["logged_at"]
 
     def forget_losses(self) -> None:
-        """They are in place: from now on the trainer counts."""
+        """Drop the restored losses once they are in place: from now on the trainer counts."""
         self._losses = None
 
 
 def callback_states(trainer: Any) -> dict[str, Any]:
-    """Return what the callbacks of a trainer, and its control, say of themselves now, as `TrainerState` keeps it."""
+    """Return the present states of a trainer's callbacks and of its control, in the form of `TrainerState`."""
     listed = [each for each in (*trainer.callback_handler.callbacks, trainer.control) if _has_state(each)]
     found: dict[str, Any] = TrainerState(stateful_callbacks=listed).stateful_callbacks
     return found
 
 
 def restore_callbacks(trainer: Any, states: dict[str, Any]) -> None:
-    """Give callbacks the attributes in `states`, several of one class in their order; their arguments stay.
+    """Set the attributes in `states` on callbacks, in order where there are several of one class; their arguments stay.
 
     The control of the loop is left alone: a step sets its flags anew.
     """
@@ -98,17 +99,17 @@ def _losses(trainer: Any) -> dict[str, Any]:
 
 
 class Counts:
-    """What an Accelerator counts by itself."""
+    """Counts that an Accelerator keeps by itself."""
 
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
 
     def state_dict(self) -> dict[str, int]:
-        """Passes in `accumulate`, and checkpoints."""
+        """Return the numbers of passes in `accumulate` and of checkpoints."""
         accelerator = self._accelerator
         return {"step": accelerator.step, "iteration": accelerator.project_configuration.iteration}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """The inverse."""
+        """Restore counts that `state_dict` returned."""
         self._accelerator.step = state["step"]
         self._accelerator.project_configuration.iteration = state["iteration"]

@@ -1,7 +1,7 @@
-"""Folders `checkpoint-N`: which are whole, what is in them, and how one is read and written.
+"""Folders `checkpoint-N`: which are complete, what they hold, and how one is read and written.
 
-One of ours is a checkpoint of `engine.save`, whose tag is the folder's name, with Trainer's files added. A stock
-Trainer's has DeepSpeed's folder in it. Both are read in any world and layout.
+A folder of ours is a checkpoint of `engine.save`, whose tag is the folder's name, with Trainer's files added. A stock
+Trainer's folder has DeepSpeed's folder in it. Both are read in any world and layout.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ __all__ = ["STATE", "check", "complete", "is_ours", "keep_fallback", "newest", "
 
 
 def _is_stock(folder: Path) -> bool:
-    """Whether a stock Trainer has written it to its end: the state of the Trainer comes last."""
+    """Return whether a stock Trainer has written the folder completely: the state of the Trainer comes last."""
     return (folder / STATE).is_file() and any(folder.glob("global_step*"))
 
 
 def newest(output_dir: str, fallback: Path | None) -> str:
-    """The folder of the newest whole checkpoint, of those in `output_dir` and those that SIGTERM has left.
+    """Return the folder of the newest complete checkpoint, among those in `output_dir` and those saved on SIGTERM.
 
     ValueError, as Trainer's own, if there is none.
     """
@@ -50,7 +50,7 @@ def newest(output_dir: str, fallback: Path | None) -> str:
 
 
 def check(folder: str) -> None:
-    """CheckpointError for a folder that is no whole checkpoint."""
+    """Raise CheckpointError for a folder that is no complete checkpoint."""
     path = Path(folder)
     if is_ours(path) or _is_stock(path):
         return
@@ -62,9 +62,9 @@ def check(folder: str) -> None:
 
 
 def complete(folder: str) -> None:
-    """Write Trainer's state beside a checkpoint that was saved without it, as by SIGTERM.
+    """Write Trainer's state beside a checkpoint that was saved without it, as on SIGTERM.
 
-    Whichever process comes first; all write the same, and none sees a half of it.
+    The first process to come writes it; all would write the same, and the file is replaced atomically.
     """
     path = Path(folder) / STATE
     if is_ours(folder) and not path.is_file():
@@ -75,7 +75,7 @@ def complete(folder: str) -> None:
 
 
 def _carried(folder: Path) -> dict[str, Any]:
-    """What `TrainerProgress` has said; CheckpointError for a job that was no Trainer's."""
+    """Return the state of `TrainerProgress` in a checkpoint; CheckpointError if no Trainer's job saved it."""
     said = Saved.open(folder).of_rank(0).get("rest", {}).get("objects", {}).get(PROGRESS)
     if said is None:
         raise CheckpointError(f"{folder} is not of a Trainer's job: it has no steps and no log; load its weights alone")
@@ -88,7 +88,8 @@ def _step(folder: Path) -> int:
 
 
 def keep_fallback(fallback: Path | None, output_dir: str, step: int) -> None:
-    """Make what SIGTERM has saved of this step a `checkpoint-N`, unless there is one; by rank 0 alone."""
+    """Rename the checkpoint that SIGTERM saved of this step to `checkpoint-N`, unless there is one; called by rank 0
+    alone."""
     target = Path(output_dir) / f"checkpoint-{step}"
     if fallback is None or not fallback.is_dir() or target.exists():
         return

@@ -1,4 +1,4 @@
-"""Collectives that loops of Accelerate's call, where ranks come late and worlds are lost."""
+"""Collectives that Accelerate's loops call, for ranks that come late and worlds that are lost."""
 
 from __future__ import annotations
 
@@ -14,40 +14,41 @@ T = TypeVar("T")
 
 
 class Collectives(Below):
-    """Over `accelerate.Accelerator`: its collectives, of the ranks that work.
+    """Mix-in over `accelerate.Accelerator` whose collectives cover the working ranks.
 
-    Where a process comes late and the others are elsewhere, or the world is lost in the call, it is about what this
-    process alone has.
+    If a process comes late and the others are elsewhere, or the world is lost during the call, the result is this
+    process's own part.
     """
 
     engine: Any
-    """Of ds_dynatrain; None before there is one."""
+    """The engine of ds_dynatrain; None before it is made."""
 
     def _together(self, name: str, call: Callable[[], T], alone: T) -> T:
-        """A collective of the ranks that work; `alone` where they are elsewhere, or the world is lost in it."""
+        """Run a collective of the working ranks; return `alone` if they are elsewhere, or the world is lost during the
+        call."""
         engine = self.engine
         if engine is None:
             return call()
         return alone if engine.idle else engine._parts.loaders.together(name, call, lambda: alone)
 
     def gather(self, tensor: Any) -> Any:
-        """Accelerate's; in a world that is lost in it, what this process has."""
+        """Gather a tensor as Accelerate does; this process's own tensor if the world is lost meanwhile."""
         return self._together("a gather", lambda: super(Collectives, self).gather(tensor), tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """The same."""
+        """Gather for metrics as Accelerate does; this process's own data if the world is lost meanwhile."""
         gather = super().gather_for_metrics
         return self._together("a gather for metrics", lambda: gather(input_data, use_gather_object), input_data)
 
     def reduce(self, tensor: Any, *arguments: Any, **named: Any) -> Any:
-        """The same."""
+        """Reduce a tensor as Accelerate does; this process's own tensor if the world is lost meanwhile."""
         return self._together("a reduce", lambda: super(Collectives, self).reduce(tensor, *arguments, **named), tensor)
 
     def pad_across_processes(self, tensor: Any, *arguments: Any, **named: Any) -> Any:
-        """The same."""
+        """Pad a tensor as Accelerate does; this process's own tensor, unpadded, if the world is lost meanwhile."""
         pad = super().pad_across_processes
         return self._together("a pad across processes", lambda: pad(tensor, *arguments, **named), tensor)
 
     def wait_for_everyone(self) -> None:
-        """Accelerate's, of the processes that work."""
+        """Wait, as Accelerate does, for the working processes."""
         self._together("a wait for everyone", super().wait_for_everyone, None)

@@ -1,4 +1,4 @@
-"""What the DataLoaders that an Accelerator prepares become: one that trains, and those that evaluate."""
+"""Replacements of the DataLoaders that an Accelerator prepares: one that trains, and those that evaluate."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from ds_dynatrain.errors import ConfigError, DataError
 from ds_dynatrain.integrations.shared.batches import refuse_other_epochs
 
 MOST_SET = 2**32 - 1
-"""The largest seed that `set_seed` takes; another one came by chance, and a run that goes on would not have it."""
+"""The largest seed that `set_seed` takes; a larger one was drawn at random, and a run that goes on would not have
+it."""
 
 
 def is_in_order(loader: DataLoader[Any]) -> bool:
-    """Whether its batches are the data set's samples one after the other."""
+    """Return whether the loader's batches are the data set's samples in order."""
     return type(loader.sampler) is SequentialSampler and type(loader.batch_sampler) is BatchSampler
 
 
 class _Prepared:
-    """Answers like the DataLoader of torch that it was made of, where it does not know better."""
+    """A replacement that passes unknown attributes on to the torch DataLoader it is made from."""
 
     def __init__(self, accelerator: Any, loader: DataLoader[Any]) -> None:
         self._accelerator, self._torch = accelerator, loader
@@ -34,18 +35,18 @@ class _Prepared:
         return getattr(self._torch, name)
 
     def set_epoch(self, epoch: int) -> None:
-        """Accelerate's; the order of an epoch follows from the job's position here."""
+        """Do nothing: the order of an epoch follows from the job's position here."""
 
 
 class TrainingBatches(_Prepared):
     """This rank's micro-batches, one by one; the last one of a global batch sets `sync_gradients`.
 
-    A change of the world takes effect between two global batches. It reads from the engine once there is one, see
-    `bind`.
+    A change of the world takes effect between two global batches. The loader reads from the engine once there is one,
+    see `bind`.
     """
 
     remainder = 0
-    """What Accelerate has filled the last batch up with: nothing."""
+    """Samples with which the last batch is padded: none."""
 
     def __init__(self, accelerator: Any, loader: DataLoader[Any]) -> None:
         super().__init__(accelerator, loader)
@@ -55,7 +56,7 @@ class TrainingBatches(_Prepared):
 
     @property
     def loader(self) -> TrainLoader:
-        """The engine's; ConfigError before there is one."""
+        """The engine's loader; ConfigError before there is an engine."""
         if self._ours is None:
             raise ConfigError(
                 "the training DataLoader has no engine yet: prepare the model and its optimizer before the loop"
@@ -64,11 +65,11 @@ class TrainingBatches(_Prepared):
 
     @property
     def samples(self) -> int:
-        """Samples of its own in the micro-batch that was dealt last; 0 for one that repeats another's sample."""
+        """Number of this rank's own samples in the newest micro-batch; 0 for one that repeats another rank's sample."""
         return self.loader.samples
 
     def bind(self, engine: Any) -> None:
-        """Read from `engine`; ConfigError where processes would deal in different orders."""
+        """Read from `engine`; ConfigError if processes would deal in different orders."""
         seed = None if is_in_order(self._torch) else self._seed(engine._parts.job.job_seed)
         if engine.generation == 1 and not engine.idle:
             seeds = set(gather_object([seed]))
@@ -81,7 +82,8 @@ class TrainingBatches(_Prepared):
         self._ours = cast("TrainLoader", engine.loader(self._torch, seed=seed, reshuffle=reshuffle, name="accelerate"))
 
     def _seed(self, of_job: int) -> int:
-        """Epoch k has the permutation of this + k, as Accelerate's seedable sampler. of_job: rank 0's at the start."""
+        """Return the seed of the samples' order: epoch k has the permutation of seed + k, as Accelerate's seedable
+        sampler has it. of_job: rank 0's seed at the start."""
         settings = self._accelerator.dataloader_config
         generator = getattr(self._torch.sampler, "generator", None)
         if settings.data_seed is not None:
@@ -95,13 +97,13 @@ class TrainingBatches(_Prepared):
         refuse_other_epochs(self._torch, saved)
 
     def go_to(self, steps: int) -> None:
-        """Stand behind so many optimizer steps of the job."""
+        """Move the position to after `steps` optimizer steps of the job."""
         epoch, step = divmod(steps, self.loader.order.steps)
         state = self.loader.state_dict()
         self.loader.load_state_dict({**state, "cursor": Cursor(epoch, step).to_dict(), "begun": step > 0})
 
     def note_backward(self) -> None:
-        """A backward pass begins; DataError where other micro-batches were drawn before it."""
+        """Note that a backward pass begins; DataError if further micro-batches were drawn before it."""
         drawn, self._drawn = self._drawn, 0
         if drawn > 1:
             raise DataError(
@@ -110,7 +112,7 @@ class TrainingBatches(_Prepared):
             )
 
     def __len__(self) -> int:
-        """Micro-batches of an epoch on this rank in the present world."""
+        """Return the number of micro-batches in an epoch on this rank in the present world."""
         if self._ours is not None:
             return len(self._ours)
         return math.ceil(len(self._torch) / int(self._accelerator.num_processes))
@@ -133,9 +135,9 @@ class TrainingBatches(_Prepared):
 
 
 class EvaluationBatches(_Prepared):
-    """Accelerate's own, made anew for each pass: it is cut for the world that there is then.
+    """Evaluation loader that makes Accelerate's own anew for each pass, cut for the world of that moment.
 
-    make: of torch's the one for the present world. begins: whether a pass has batches here.
+    make: makes it from torch's DataLoader for the present world. begins: returns whether a pass has batches here.
     """
 
     def __init__(
@@ -150,11 +152,11 @@ class EvaluationBatches(_Prepared):
         self.name, self._make, self._begins = name, make, begins
 
     def stock(self) -> Any:
-        """Accelerate's for the present world."""
+        """Return Accelerate's loader for the present world."""
         return self._make(self._torch)
 
     def __len__(self) -> int:
-        """Batches on this rank in the present world."""
+        """Return the number of batches on this rank in the present world."""
         return len(self.stock())
 
     def __iter__(self) -> Iterator[Any]:
@@ -162,7 +164,7 @@ class EvaluationBatches(_Prepared):
 
 
 def placed(batch: Any, accelerator: Any) -> Any:
-    """On the accelerator's device, as Accelerate puts it there."""
+    """Return a batch on the accelerator's device, moved as Accelerate does."""
     if not accelerator.device_placement:
         return batch
     return send_to_device(batch, accelerator.device, non_blocking=accelerator.non_blocking)

@@ -1,4 +1,4 @@
-"""Names of transformers and Accelerate that are not promised, and that this integration relies on."""
+"""Names of transformers and Accelerate that are not public API, and on which this integration relies."""
 
 from __future__ import annotations
 
@@ -31,4 +31,4 @@ LOOPS = {
     "accelerate.state.GradientState": "_add_dataloader _remove_dataloader active_dataloader",
     "accelerate.utils": "MODEL_NAME gather_object send_to_device",
 }
-"""What a loop of Accelerate's needs besides."""
+"""Further names for loops of Accelerate's."""

@@ -1,4 +1,4 @@
-"""What Accelerate remembers of the world, which it asks once: put right after each change."""
+"""Updates, after each change, of the numbers that Accelerate reads from the world once."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from accelerate.state import AcceleratorState, PartialState
 
 
 def refresh_ranks() -> None:
-    """The number of ranks and this one's, from which `num_processes`, `args.world_size` and samplers are taken."""
+    """Set the number of ranks and this one's, from which `num_processes`, `args.world_size` and samplers are
+    derived."""
     numbers = {"num_processes": td.get_world_size(), "process_index": td.get_rank()}
     for state in (PartialState, AcceleratorState):
         state._shared_state.update(numbers)
 
 
 def refresh_stage(accelerator: Any, stage: int, *configurations: Any) -> None:
-    """The ZeRO stage in all copies of the configuration, and in what was derived from them.
+    """Set the ZeRO stage in all copies of the configuration, and in the values derived from them.
 
     configurations: further objects of `HfDeepSpeedConfig`.
     """

@@ -1,4 +1,5 @@
-"""What a Trainer does that cannot follow a world, each by name and with a way out; before anything is built."""
+"""Refusals of Trainer features that cannot follow a world, each by name and with a way out, before anything is
+built."""
 
 from __future__ import annotations
 
@@ -82,16 +83,16 @@ ARGUMENTS = (
 )
 
 TRAINERS = ("GRPOTrainer", "RLOOTrainer", "DistillationTrainer", "OnlineDPOTrainer", "GKDTrainer", "PPOTrainer")
-"""Of TRL: prompts are dealt to the ranks of the start, and answers gathered over them."""
+"""Trainers of TRL that deal prompts to the ranks of the start, and gather answers over them."""
 
 
 def refuse_arguments(args: TrainingArguments) -> None:
-    """UnsupportedError for the first that is asked for."""
+    """Raise UnsupportedError for the first argument that cannot follow the world."""
     refuse(ARGUMENTS, args)
 
 
 def refuse_trainer(kind: type[Any]) -> None:
-    """UnsupportedError for one that deals samples by itself."""
+    """Raise UnsupportedError for a trainer that deals samples by itself."""
     named = [each.__name__ for each in kind.__mro__ if each.__name__ in TRAINERS]
     if named:
         raise UnsupportedError(
@@ -101,9 +102,10 @@ def refuse_trainer(kind: type[Any]) -> None:
 
 
 def refuse_loader(loader: object, batch_size: int) -> None:
-    """Raise UnsupportedError for a `get_train_dataloader` that gives no DataLoader, ConfigError for other batches.
+    """Raise UnsupportedError if `get_train_dataloader` returns no DataLoader, ConfigError if its batches have another
+    size.
 
-    Samplers and batch samplers of its own are refused when the engine takes it apart.
+    Custom samplers and batch samplers are refused when the engine takes the DataLoader apart.
     """
     if not isinstance(loader, DataLoader):
         raise UnsupportedError(
@@ -120,7 +122,7 @@ def refuse_loader(loader: object, batch_size: int) -> None:
 
 
 def refuse_second_training(engine: Any) -> None:
-    """UnsupportedError where processes of the launch do not come to a second call of `train` with this one."""
+    """Raise UnsupportedError if not all processes of the launch come to a second call of `train`."""
     if worker_place() is not None:
         raise UnsupportedError(
             "a second trainer.train() in an elastic launch: a node that joins would begin with the first one; train in "
@@ -135,7 +137,7 @@ def refuse_second_training(engine: Any) -> None:
 
 
 def refuse_data(dataset: object) -> None:
-    """UnsupportedError for samples that have no index, such as those of a stream."""
+    """Raise UnsupportedError for samples without an index, such as those of a stream."""
     if isinstance(dataset, IterableDataset) or (dataset is not None and not hasattr(dataset, "__getitem__")):
         raise UnsupportedError(
             f"train_dataset is a {type(dataset).__name__}, whose samples have no index by which they could be dealt "

@@ -1,4 +1,4 @@
-"""What a Trainer remembers of the world, besides what Accelerate does: put right after each change."""
+"""Updates, after each change, of what a Trainer remembers of the world besides Accelerate's numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from ds_dynatrain.integrations.huggingface.numbers import refresh_ranks, refresh
 
 
 def refresh_trainer(trainer: Any) -> None:
-    """A trainer over a working engine: ranks, stage, who reports, and evaluation loaders, which are cut by ranks."""
+    """Update a trainer over a working engine: ranks, stage, the reporting process, and evaluation loaders, which are
+    cut by ranks."""
     refresh_ranks()
     refresh_stage(trainer.accelerator, trainer.deepspeed.layout.zero_stage, trainer.args.hf_deepspeed_config)
     state = trainer.state
@@ -22,7 +23,7 @@ def refresh_trainer(trainer: Any) -> None:
 
 
 def _begin_to_report(trainer: Any) -> None:
-    """This process has become rank 0: other reporters set themselves up when they are first asked, the bar does not."""
+    """Start the progress bar on a process that has become rank 0; other reporters start when they are first called."""
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, ProgressCallback) and callback.training_bar is None:
             callback.on_train_begin(trainer.args, trainer.state, trainer.control)

@@ -1,4 +1,4 @@
-"""Schedules of the learning rate that are not the engine's: carried, and made steady in a world that changes."""
+"""Learning rate schedules that are not the engine's: carried, and kept steady in a world that changes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ else:
 
 
 def schedule_of(scheduler: Any) -> dict[str, Any] | None:
-    """The state of a schedule; None where it is the engine's, which carries its own."""
+    """Return the state of a schedule; None if it is the engine's, which carries its own."""
     if scheduler is None or isinstance(scheduler, DeepSpeedSchedulerWrapper):
         return None
     state: dict[str, Any] = scheduler.state_dict()
@@ -22,7 +22,7 @@ def schedule_of(scheduler: Any) -> dict[str, Any] | None:
 
 
 def restore_schedule(scheduler: Any, optimizer: Any, state: dict[str, Any]) -> None:
-    """The inverse, with the learning rates that it gave last."""
+    """Restore a state that `schedule_of` returned, with the last learning rates."""
     lambdas = [None] * len(getattr(scheduler, "lr_lambdas", ()))
     scheduler.load_state_dict({**state, **({"lr_lambdas": lambdas} if lambdas else {})})
     for group, rate in zip(optimizer.param_groups, state.get("_last_lr", ()), strict=False):
@@ -30,10 +30,10 @@ def restore_schedule(scheduler: Any, optimizer: Any, state: dict[str, Any]) -> N
 
 
 class SteadyScheduler(AcceleratedScheduler):
-    """Accelerate's, which steps a schedule once for each process; here once for each of a fixed number of them.
+    """A schedule of Accelerate's, stepped for a fixed number of processes instead of the present one.
 
-    So the schedule means the same in every world. stock: what Accelerate has made. processes: as many as would make a
-    global batch of one DataLoader's batch each. engine: of ds_dynatrain.
+    So it means the same in every world. stock: the schedule that Accelerate has made. processes: as many as make a
+    global batch of one DataLoader batch each. engine: of ds_dynatrain.
     """
 
     def __init__(self, stock: AcceleratedScheduler, processes: int, engine: Any) -> None:
@@ -41,7 +41,7 @@ class SteadyScheduler(AcceleratedScheduler):
         self._processes, self._engine = processes, engine
 
     def step(self, *arguments: Any, **named: Any) -> None:
-        """After an optimizer step; one that was skipped or discarded is none here either."""
+        """Step the schedule after an optimizer step, unless that was skipped or discarded."""
         if self._engine.is_discarded:
             return
         if not self.step_with_optimizer:
@@ -55,15 +55,15 @@ class SteadyScheduler(AcceleratedScheduler):
 
 
 class CarriedSchedule:
-    """A `SteadyScheduler` among the engine's objects."""
+    """A `SteadyScheduler` in the form of the engine's carried objects."""
 
     def __init__(self, steady: SteadyScheduler) -> None:
         self._scheduler = steady.scheduler
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values, but for what a scheduler says of itself."""
+        """Return plain values, except for what the scheduler's own state holds."""
         return schedule_of(self._scheduler) or {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse."""
+        """Restore a state that `state_dict` returned."""
         restore_schedule(self._scheduler, self._scheduler.optimizer, state)

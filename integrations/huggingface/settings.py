@@ -1,4 +1,4 @@
-"""What a Trainer's arguments and its DeepSpeed configuration say, in the terms of a job whose world changes."""
+"""Settings of a Trainer's arguments and its DeepSpeed configuration, in the terms of a job whose world changes."""
 
 from __future__ import annotations
 
@@ -15,29 +15,31 @@ from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.integrations.shared.refusal import BLOCK
 
 _SETTLED = "_dynatrain_global_batch"
-"""On a configuration that was settled: what its arguments say of accumulation is no longer what was given."""
+"""Attribute of a settled configuration with the global batch, because its arguments no longer have the given
+accumulation."""
 _OF_ONE_WORLD = ("train_batch_size", "gradient_accumulation_steps")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """global_batch: samples of an optimizer step, in every world. fallback: where SIGTERM saves, if it does."""
+    """Settings of a job. global_batch: samples of an optimizer step, in every world. fallback: where SIGTERM saves, if
+    it does."""
 
     global_batch: int
     fallback: Path | None
 
 
 def has_block(args: object) -> bool:
-    """Whether the DeepSpeed configuration of a Trainer's arguments has a `dynatrain` block."""
+    """Return whether the DeepSpeed configuration of a Trainer's arguments has a `dynatrain` block."""
     config = getattr(args, "hf_deepspeed_config", None)
     return config is not None and BLOCK in config.config
 
 
 def settle(args: TrainingArguments) -> Settings:
-    """Tell the arguments, and all copies of the configuration, that a batch of the loader is a whole optimizer step.
+    """Set the arguments, and all copies of the configuration, so that a batch of the loader is a whole optimizer step.
 
-    ConfigError where nodes come and go and `train_batch_size` is no number: before the job is there each kind of node
-    would make another one of it.
+    ConfigError where nodes come and go and `train_batch_size` is no number: before the job exists, each kind of node
+    would compute another one.
     """
     held, plugin = args.hf_deepspeed_config, args.deepspeed_plugin
     if plugin is None:
@@ -73,7 +75,8 @@ def _global_batch(args: TrainingArguments) -> int:
 
 
 def arguments_in(given: Iterable[Any]) -> TrainingArguments:
-    """Those among what a trainer was given; ConfigError if they name no configuration with a `dynatrain` block."""
+    """Return the TrainingArguments among a trainer's arguments; ConfigError if their configuration has no `dynatrain`
+    block."""
     args = next((each for each in given if isinstance(each, TrainingArguments)), None)
     if args is None or not has_block(args):
         lacks = (

@@ -1,6 +1,6 @@
 """`save_state` and `load_state` of an Accelerator by the engine's checkpoints.
 
-Files that Accelerate has beside its own it does without where one is of `engine.save`.
+For a checkpoint of `engine.save`, the further files that Accelerate has beside its own checkpoints are not needed.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ else:
 
 
 class Checkpoints(Below):
-    """Over `accelerate.Accelerator`: one format for every world."""
+    """Mix-in over `accelerate.Accelerator` whose checkpoints have one format for every world."""
 
     engine: Any
-    """Of ds_dynatrain; None before there is one."""
+    """The engine of ds_dynatrain; None before it is made."""
     _training: TrainingBatches | None
     _has_loaded = False
 
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **named: Any) -> Any:
-        """Accelerate's, in one format for every world. One that cannot be saved is an error on the log of all."""
+        """Save as Accelerate does, in one format for every world. A failed save is an error in the log of all
+        processes."""
         if named:
             raise UnsupportedError(
                 f"save_state({', '.join(named)}): these are DeepSpeed's, and this checkpoint is of ds_dynatrain; "
@@ -54,7 +55,8 @@ class Checkpoints(Below):
                 return None
 
     def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **named: Any) -> None:
-        """Accelerate's, in any world and layout, of its own checkpoints too; who begins to work later has that."""
+        """Load as Accelerate does, in any world and layout, Accelerate's own checkpoints too; later newcomers get the
+        loaded state."""
         self._has_loaded = True
         engine = self._working("load_state")
         if engine is None:
@@ -65,7 +67,7 @@ class Checkpoints(Below):
             self._training.go_to(engine.global_steps)
 
     def _working(self, call: str) -> Any:
-        """The engine, None where it is idle; ConfigError before there is one."""
+        """Return the engine, or None if it is idle; ConfigError before there is one."""
         if self.engine is None:
             raise ConfigError(f"accelerator.{call}: there is no engine yet; prepare the model and its optimizer first")
         return None if self.engine.idle else self.engine
@@ -82,7 +84,8 @@ class Checkpoints(Below):
                 self._training.refuse_other_epochs((client or {}).get("ds_config", {}))
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """Accelerate's; the training loader stands where `load_state` has gone to, and leaves out nothing more."""
+        """Skip batches of evaluation loaders as Accelerate does; the training loader is already where `load_state` has
+        moved it."""
         if isinstance(dataloader, EvaluationBatches):
             return super().skip_first_batches(dataloader.stock(), num_batches)
         if not self._has_loaded and num_batches:
@@ -94,13 +97,15 @@ class Checkpoints(Below):
 
 
 def nothing(output_dir: Any, *arguments: Any, **named: Any) -> Any:
-    """In the place of `save_accelerator_state`: schedules, streams and positions are in the checkpoint already."""
+    """Save nothing; replaces `save_accelerator_state`, since schedules, streams and positions are in the checkpoint
+    already."""
     return output_dir
 
 
 @contextmanager
 def without_ours() -> Iterator[list[Path]]:
-    """A block in which Accelerate reads files beside its own checkpoints alone; the list names those folders."""
+    """Let Accelerate, in the block, read further files beside its own checkpoints only; the list collects those
+    folders."""
     stock, read = accelerate.accelerator, list[Path]()
     load_rest, load_object = stock.load_accelerator_state, stock.load_custom_state
 

@@ -1,4 +1,4 @@
-"""The methods of a Trainer that know about the world, over those of whichever class it is."""
+"""Methods of a Trainer that know about the world, mixed into any class of trainers."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ if TYPE_CHECKING:
     from typing import Any as Below
 else:
     Below = object
-"""Whatever trainer the mixin is over."""
+"""The trainer's class that the mix-in extends."""
 
 
 class ElasticMixin(Below):
-    """Over a class of `transformers.Trainer`: `class Mine(ElasticMixin, Trainer)`, which is what `elastic` makes."""
+    """Mix-in over a class of `transformers.Trainer`: `class Mine(ElasticMixin, Trainer)`, which is what `elastic`
+    makes."""
 
     global_batches: GlobalBatches
     progress: TrainerProgress
@@ -41,11 +42,11 @@ class ElasticMixin(Below):
     _is_by_tokens = False
     """Whether the window's losses are divided by the tokens of all ranks."""
     _seed: int | None = None
-    """Of the order of samples, from the first `train` on."""
+    """Seed of the order of samples, from the first `train` on."""
     _schedule: dict[str, Any] | None = None
-    """That before the window."""
+    """State of the schedule before the window."""
     _reported: dict[tuple[str, ...], int]
-    """The last step of which a row with these names was reported."""
+    """The last reported step for each set of names in a log row."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         self.begin((*arguments, *named.values()))
@@ -53,33 +54,33 @@ class ElasticMixin(Below):
         self.finish()
 
     def begin(self, given: Sequence[Any]) -> None:
-        """Before Trainer's constructor. given: its arguments."""
+        """Check and settle the arguments; called before Trainer's constructor. given: its arguments."""
         args = settings.arguments_in(given)
         refusals.refuse_trainer(type(self))
         refusals.refuse_arguments(args)
         self._settings = settings.settle(args)
 
     def finish(self) -> None:
-        """After it."""
+        """Check the data set and add the `Following` callback; called after Trainer's constructor."""
         refusals.refuse_data(self.train_dataset)
         self.callback_handler.callbacks.insert(0, Following(self))
 
     @property
     def engine(self) -> Any:
-        """That of ds_dynatrain, while it trains and after it; None before."""
+        """The engine of ds_dynatrain, during training and after it; None before."""
         return self.deepspeed
 
     # ---- the batches -------------------------------------------------------------------------------------------------
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        """Samples of an optimizer step, in every world."""
+        """Return the samples of an optimizer step, the same in every world."""
         return self._settings.global_batch
 
     def get_train_dataloader(self) -> Any:
         """Return the loader of global batches, over Trainer's DataLoader or that of a subclass.
 
-        The DataLoader is taken as it is before Accelerate cuts it for the present world. ConfigError for one with other
-        batches than `per_device_train_batch_size`, UnsupportedError for what is none.
+        The DataLoader is taken before Accelerate cuts it for the present world. ConfigError if its batches differ from
+        `per_device_train_batch_size`, UnsupportedError if it is no DataLoader.
         """
         with replaced(self.accelerator, "prepare", lambda *given, **_: given[0] if len(given) == 1 else given):
             loader: Any = super().get_train_dataloader()
@@ -92,7 +93,7 @@ class ElasticMixin(Below):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Window], num_batches: int, device: torch.device
     ) -> tuple[list[Window], torch.Tensor | int | None]:
-        """One global batch, as one item, and its tokens over all ranks if this trainer counts them."""
+        """Return one global batch, as one item, and its tokens over all ranks if this trainer counts them."""
         try:
             window = next(epoch_iterator, None)
         except SystemExit:
@@ -110,7 +111,7 @@ class ElasticMixin(Below):
         return [window], count
 
     def training_step(self, model: Any, inputs: Window, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Trainer's for each micro-batch of a global batch; the loss of this rank's part."""
+        """Train each micro-batch of a global batch as Trainer does; return the loss of this rank's part."""
         total = torch.zeros((), device=self.args.device)
         self.current_gradient_accumulation_steps = len(inputs)
         for one in inputs:
@@ -122,11 +123,11 @@ class ElasticMixin(Below):
         return torch.zeros_like(total) if model.is_discarded else total
 
     def floating_point_ops(self, inputs: Window) -> int:
-        """Of all micro-batches."""
+        """Return the floating point operations of all micro-batches."""
         return sum(super(ElasticMixin, self).floating_point_ops(one.data) for one in inputs)
 
     def _track_num_input_tokens(self, inputs: Window) -> None:
-        """Of all micro-batches; one that is borrowed has none, and takes part."""
+        """Count the tokens of all micro-batches; a borrowed one has none, but takes part in the collective."""
         try:
             for one in inputs:
                 super()._track_num_input_tokens(_without_samples(one.data) if one.is_borrowed else one.data)
@@ -138,7 +139,7 @@ class ElasticMixin(Below):
     # ---- the world ---------------------------------------------------------------------------------------------------
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
-        """Trainer's, which makes the engine; then what a newcomer has to know, or a checkpoint."""
+        """Make the engine as Trainer does, and then restore a checkpoint or take over what a newcomer has to know."""
         engine, loader = super()._prepare_for_training(max_steps, train_dataloader, None)
         self._tr_loss, self._total_loss_scalar, self._globalstep_last_logged = torch.tensor(0.0), 0.0, 0
         self._reported = {}
@@ -156,23 +157,23 @@ class ElasticMixin(Below):
         return engine, loader
 
     def _see_change(self, change: Change) -> None:
-        """Before a batch is drawn in another world, or one with another stage."""
+        """Refresh the trainer; called before a batch is drawn in another world, or in one with another stage."""
         if not change.after.idle:
             refresh_trainer(self)
 
     def _begin_window(self) -> None:
-        """A global batch was drawn."""
+        """Keep the state of the schedule; called when a global batch was drawn."""
         self._schedule = schedule_of(self.lr_scheduler)
 
     def end_window(self) -> None:
-        """After its step: one that was discarded was none for the schedule either."""
+        """Restore the schedule if the step of the global batch was discarded; called after the step."""
         if self.engine.is_discarded and self._schedule is not None:
             restore_schedule(self.lr_scheduler, self.optimizer, self._schedule)
 
     def _maybe_log_save_evaluate(self, *arguments: Any, **named: Any) -> None:
-        """Trainer's, but for a global batch that was discarded, and given up if the world ends in it.
+        """Log, save and evaluate as Trainer does, except for a discarded global batch, or if the world ends meanwhile.
 
-        So is a checkpoint that cannot be saved: that is an error on the log of all, and training goes on.
+        A checkpoint that cannot be saved is an error in the log of all processes, and training goes on.
         """
         if self.engine.is_discarded:
             return
@@ -189,7 +190,7 @@ class ElasticMixin(Below):
             )
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Trainer's; a step that is made once more after a death is reported once, and noted all the same."""
+        """Log as Trainer does, but only once for a step that is repeated after a death; the history has both rows."""
         kind, step = tuple(sorted(logs)), int(self.state.global_step)
         if step > self._reported.get(kind, -1):
             self._reported[kind] = step
@@ -198,7 +199,7 @@ class ElasticMixin(Below):
             self.state.log_history.append({**logs, "epoch": self.state.epoch, "step": step})
 
     def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> dict[str, float]:
-        """Trainer's; that of `eval_on_start` is for those that start the job."""
+        """Evaluate as Trainer does; only processes that start the job evaluate for `eval_on_start`."""
         is_at_start = skip_scheduler
         if is_at_start and (self.engine.idle or self.engine.is_newcomer):
             return {}
@@ -208,7 +209,8 @@ class ElasticMixin(Below):
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **named: Any) -> Any:
-        """Trainer's. True: from the newest whole checkpoint of `output_dir`, one that SIGTERM has left among them."""
+        """Train as Trainer does. resume_from_checkpoint=True: from the newest complete checkpoint of `output_dir`, or
+        one saved on SIGTERM."""
         if resume_from_checkpoint is True:
             resume_from_checkpoint = checkpoints.newest(self._get_output_dir(None), self._settings.fallback)
         elif isinstance(resume_from_checkpoint, str):
@@ -220,9 +222,9 @@ class ElasticMixin(Below):
         return super().train(resume_from_checkpoint, *arguments, **named)
 
     def _let_engine_go(self) -> None:
-        """End the engine of an earlier call of `train`: this call makes a new one of the weights that are there.
+        """End the engine of an earlier call of `train`: this call makes a new one from the present weights.
 
-        UnsupportedError where not all processes come here again: idle ones end with the first call.
+        UnsupportedError if not all processes come here again: idle ones end with the first call.
         """
         refusals.refuse_second_training(self.engine)
         self.accelerator.free_memory()
@@ -231,19 +233,20 @@ class ElasticMixin(Below):
         self.model_wrapped = self.model
 
     def _init_training_state(self, *arguments: Any, **named: Any) -> tuple[int, int]:
-        """Trainer's; the loader goes to its place by itself, and reads nothing on the way."""
+        """Begin as Trainer does, but skip no batches: the loader moves to its position by itself."""
         epochs, _ = super()._init_training_state(*arguments, **named)
         return epochs, 0
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """All state in one format for every world, and then Trainer's files beside it."""
+        """Save all state in one format for every world, and then Trainer's files beside it."""
         if not self.args.save_only_model:
             folder = os.path.join(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")
             checkpoints.save(self.engine, folder)
         super()._save_checkpoint(model, trial)
 
     def _load_best_model(self) -> None:
-        """Trainer's, for checkpoints of ours too: weights go back, and what is said of the training stays."""
+        """Load the best model as Trainer does, also from our checkpoints: weights go back, and the progress of the
+        training stays."""
         folder = self.state.best_model_checkpoint
         if not checkpoints.is_ours(folder):
             super()._load_best_model()
@@ -254,26 +257,27 @@ class ElasticMixin(Below):
         self.progress.load_state_dict(said)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """They are in it already; a schedule of transformers' own also where stock Trainer looks for it."""
+        """Write the schedule of transformers' own where stock Trainer looks for it; the checkpoint has all other state
+        already."""
         schedule = schedule_of(self.lr_scheduler)
         if self.args.should_save and schedule is not None:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Random streams are in it already."""
+        """Do nothing: random streams are in the checkpoint already."""
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Those of a stock Trainer, where there is a file for this rank; ours came with the state."""
+        """Load a stock Trainer's random streams, where there is a file for this rank; ours came with the state."""
         if checkpoint is not None and not checkpoints.is_ours(checkpoint):
             super()._load_rng_state(checkpoint)
 
 
 def _without_samples(batch: Any) -> Any:
-    """A batch of none."""
+    """Return a batch with no samples."""
     return {name: held[:0] if isinstance(held, torch.Tensor) else held for name, held in batch.items()}
 
 
 def _without_labels(batch: Any) -> Any:
-    """A batch that counts no token."""
+    """Return a batch whose labels count as no tokens."""
     labels = batch.get("labels") if hasattr(batch, "get") else None
     return {**batch, "labels": torch.full_like(labels, -100)} if isinstance(labels, torch.Tensor) else batch

@@ -1,12 +1,12 @@
 """PyTorch Lightning over a world that changes: `Trainer(strategy="dynatrain", ...)`, or a `DynatrainStrategy`.
 
-    import ds_dynatrain.integrations.lightning  # the name is known from here on
+    import ds_dynatrain.integrations.lightning  # registers the name
 
-`strategy` is Lightning's DeepSpeedStrategy over our engine: what it asks of the world, and what it has of data and
-models. `steps` trains the micro-batches of a global batch with a user's `training_step`. `carried` is what a process
-that begins to work takes over, and a checkpoint holds; `checkpoints` writes and reads these. `settings` reads the
-DeepSpeed configuration, `refusals` says what cannot be, `callbacks` asks for switches. Private names of Lightning's are
-in `names`, checked at import.
+`strategy` is Lightning's DeepSpeedStrategy over our engine, with its view of the world, of data and of models. `steps`
+trains the micro-batches of a global batch with a user's `training_step`. `carried` is the state that a process takes
+over when it begins to work, and that a checkpoint holds; `checkpoints` writes and reads checkpoints. `settings` reads
+the DeepSpeed configuration, `refusals` lists what cannot be, `callbacks` asks for switches. Private names of
+Lightning's are in `names`, checked at import.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A callback that users give, which asks for switches."""
+"""Callback for users, which asks for switches."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ds_dynatrain.integrations.lightning.strategy import DynatrainStrategy
 
 
 class SwitchCallback(Callback):
-    """Ask for a layout after so many optimizer steps of the job: `SwitchCallback({1000: {"data": 4}})`.
+    """Callback that asks for layouts at given optimizer steps of the job: `SwitchCallback({1000: {"data": 4}})`.
 
-    schedule: by the number of steps, the arguments of `engine.switch`. SwitchRefused comes out of `trainer.fit()`, on
+    schedule: the arguments of `engine.switch`, by the number of steps. SwitchRefused is raised by `trainer.fit()`, on
     all processes alike.
     """
 
@@ -22,11 +22,12 @@ class SwitchCallback(Callback):
         self.schedule = {int(step): dict(sizes) for step, sizes in schedule.items()}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Those of step 0, or of the step that it goes on from."""
+        """Ask for the layout of step 0, or of the step from which the job goes on."""
         self._ask(trainer)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Those of this step; they take effect before the next one, after what is validated and saved at this one."""
+        """Ask for the layout of this step; it takes effect before the next one, after this step's validation and
+        save."""
         self._ask(trainer)
 
     def _ask(self, trainer: Any) -> None:

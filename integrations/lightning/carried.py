@@ -1,4 +1,5 @@
-"""What a process that begins to work takes over of a Trainer, and a checkpoint holds: plain values and tensors."""
+"""State of a Trainer that a process takes over when it begins to work, and that a checkpoint holds: plain values and
+tensors."""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ from lightning.pytorch.trainer import call
 from ds_dynatrain.errors import CheckpointError
 
 PROGRESS = "lightning"
-"""Its name among the engine's objects."""
+"""Name of the progress among the engine's objects."""
 _METRICS = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 
 
 class TrainerProgress:
-    """Counts of the loops, states of callbacks, schedules of the learning rate, and the metrics that were logged last.
+    """Counts of the loops, states of callbacks, schedules of the learning rate, and the newest logged metrics.
 
     saving: Lightning's own checkpoint, while one is saved.
     """
@@ -28,7 +29,7 @@ class TrainerProgress:
         self._is_loading, self._loaded = False, dict[str, Any]()
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values and tensors, as far as callbacks and schedulers have such."""
+        """Return plain values and tensors, as far as callbacks and schedulers have such."""
         trainer = self._trainer
         return {
             "loops": trainer.fit_loop.state_dict(),
@@ -40,7 +41,7 @@ class TrainerProgress:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse, in the middle of the loops; while a checkpoint is loaded it is kept for Lightning."""
+        """Restore a state in the middle of the loops; while a checkpoint is loaded, keep it for Lightning instead."""
         if self._is_loading:
             self._loaded = state
             return
@@ -57,9 +58,10 @@ class TrainerProgress:
         trainer.should_stop = state["should_stop"]
 
     def loaded(self, load: Any) -> dict[str, Any]:
-        """What Lightning is to restore of what `load` reads; a checkpoint that SIGTERM has left is made of parts.
+        """Return the state that Lightning has to restore from the checkpoint that `load` reads. One saved on SIGTERM
+        has no checkpoint of Lightning's, which is put together from the parts.
 
-        CheckpointError for one of another framework's job.
+        CheckpointError for a checkpoint of another framework's job.
         """
         self._is_loading = True
         try:
@@ -84,7 +86,7 @@ class TrainerProgress:
 
 
 def _take(loop: Any, state: dict[str, Any], prefix: str = "") -> None:
-    """Counts of a loop and of those below it: it goes on from them, and does not start anew as from a checkpoint."""
+    """Set the counts of a loop and of its inner loops, without the restart that Lightning does from a checkpoint."""
     loop._load_from_state_dict(state, prefix)
     for name, held in vars(loop).items():
         if isinstance(held, _Loop):

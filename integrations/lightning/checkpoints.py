@@ -1,4 +1,5 @@
-"""Lightning's checkpoints as the engine's: one format for every world. Those of its DeepSpeed strategy are read."""
+"""Lightning's checkpoints written by the engine, in one format for every world. Those of its DeepSpeed strategy are
+read."""
 
 from __future__ import annotations
 
@@ -23,13 +24,13 @@ else:
 
 _IN_THE_ENGINE = ("state_dict", "optimizer_states")
 _TAG = "checkpoint"
-"""Of the folder in the one that Lightning names, as in Lightning's own."""
+"""Name of our folder inside the one that Lightning names, as in Lightning's own checkpoints."""
 _OPTIONAL = "hyper_parameters", "datamodule_hyper_parameters"
 _COUNTED = "epoch_loop.batch_progress"
 
 
 class Nothing(dict[str, Any]):
-    """What an idle process has of a checkpoint: it restores nothing, and takes over all when it begins to work."""
+    """Checkpoint of an idle process: it restores nothing, and takes all state over when it begins to work."""
 
     def __init__(self) -> None:
         super().__init__({"pytorch-lightning_version": lightning.pytorch.__version__})
@@ -39,7 +40,7 @@ class Nothing(dict[str, Any]):
 
 
 class Checkpoints(Below):
-    """Over Lightning's DeepSpeedStrategy."""
+    """Mix-in over Lightning's DeepSpeedStrategy that saves and loads by the engine."""
 
     engine: Any
     _progress: TrainerProgress
@@ -47,17 +48,19 @@ class Checkpoints(Below):
     trust_pickle: bool
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Nothing: weights are the engine's to save."""
+        """Return nothing: the engine saves the weights."""
         return {}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Nothing: so is the optimizer's state."""
+        """Return nothing: the engine saves the optimizer's state."""
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """All state, and what Lightning, callbacks and hooks have put into `checkpoint`, into the folder `filepath`.
+        """Save all state, with what Lightning, callbacks and hooks have put into `checkpoint`, into the folder
+        `filepath`.
 
-        CheckpointError, on all processes alike, says why there is none. ConfigError for what is no plain value.
+        CheckpointError, on all processes alike, if the checkpoint cannot be saved. ConfigError for values that are not
+        plain.
         """
         if storage_options is not None:
             raise TypeError("trainer.save_checkpoint(storage_options=...): no CheckpointIO is used here; leave it out")
@@ -89,7 +92,8 @@ class Checkpoints(Below):
         return self._loaded_of_stock(folder)
 
     def _loaded_of_stock(self, folder: Path) -> dict[str, Any]:
-        """One of Lightning's DeepSpeed strategy, which counts micro-batches of the world that saved it."""
+        """Load a checkpoint of Lightning's DeepSpeed strategy, which counts micro-batches of the world that saved
+        it."""
         strict = self.lightning_module.strict_loading
         _, found = self.engine.load_checkpoint(
             str(folder), _TAG, load_module_strict=strict, trust_pickle=self.trust_pickle
@@ -110,7 +114,7 @@ class Checkpoints(Below):
 
 
 def _local(path: Any) -> Path:
-    """UnsupportedError for one that is elsewhere."""
+    """Return a path; UnsupportedError if it is not in a file system."""
     if "://" in str(path):
         raise UnsupportedError(
             f"checkpoints at {str(path)!r}: they are written into a folder that all processes see; give a path in a "
@@ -120,9 +124,9 @@ def _local(path: Any) -> Path:
 
 
 def plain(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """What is to be saved: hyper-parameters that are no plain values are left out, with a warning.
+    """Return the values to save: hyper-parameters that are not plain values are left out, with a warning.
 
-    ConfigError, naming it, for anything else that is none.
+    ConfigError, naming it, for any other value that is not plain.
     """
     found = dict(checkpoint)
     for table in (name for name in _OPTIONAL if isinstance(found.get(name), dict)):
@@ -147,7 +151,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _in_steps(client: dict[str, Any], accumulation: int) -> dict[str, Any]:
-    """The same with batches of the training loop counted in optimizer steps."""
+    """Return a checkpoint's state with the training loop's batches counted in optimizer steps."""
     loops = client.get("loops", {})
     fit = dict(loops.get("fit_loop", {}))
     if _COUNTED not in fit or accumulation == 1:

@@ -1,4 +1,4 @@
-"""Names of Lightning's that are not promised, and that this integration relies on."""
+"""Names of Lightning's that are not public API, and on which this integration relies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a Lightning Trainer does that cannot follow a world, each by name and with a way out."""
+"""Refusals of Lightning Trainer features that cannot follow a world, each by name and with a way out."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ STRATEGY = (
         "leave it out",
     ),
 )
-"""Of a strategy, when it is made."""
+"""Refusals for a strategy, checked when it is made."""
 
 TRAINER = (
     Refusal(
@@ -141,21 +141,21 @@ TRAINER = (
         'take "dynatrain": {"fallback": {...}}, which saves by itself, see docs/checkpoint.md',
     ),
 )
-"""Of a Trainer and its module, before the engine is made."""
+"""Refusals for a Trainer and its module, checked before the engine is made."""
 
 
 def refuse_strategy(strategy: Any) -> None:
-    """UnsupportedError for the first thing that is asked for."""
+    """Raise UnsupportedError for the first setting of the strategy that cannot follow the world."""
     refuse(STRATEGY, strategy)
 
 
 def refuse_trainer(trainer: Any) -> None:
-    """UnsupportedError for the first thing that is asked for."""
+    """Raise UnsupportedError for the first feature of the Trainer that cannot follow the world."""
     refuse(TRAINER, trainer)
 
 
 def refuse_loader(loader: object, has_one: bool) -> None:
-    """UnsupportedError for a second training loader; DataError for samples that cannot be dealt again."""
+    """Raise UnsupportedError for a second training loader; DataError for samples that cannot be dealt again."""
     if has_one:
         raise UnsupportedError(
             "several training DataLoaders: a global batch is of one; join the data sets "
@@ -172,7 +172,7 @@ def refuse_loader(loader: object, has_one: bool) -> None:
 def refuse_other_epochs(training: GlobalBatches, batch: int, saved: Mapping[str, Any]) -> None:
     """Raise ConfigError for a stock checkpoint of a job whose epochs are no whole number of this job's steps.
 
-    Lightning's sampler fills the data set up to equal parts for all ranks, and its windows of accumulation go on in the
+    Lightning's sampler pads the data set to equal parts for all ranks, and its windows of accumulation go on in the
     next epoch. saved: the DeepSpeed configuration of the checkpoint, which has the same global batch.
     """
     micro, accumulation = saved.get("train_micro_batch_size_per_gpu"), saved.get("gradient_accumulation_steps", 1)

@@ -1,4 +1,4 @@
-"""What a DeepSpeed configuration says to Lightning, in the terms of a job whose world changes."""
+"""Settings that Lightning takes from a DeepSpeed configuration, in the terms of a job whose world changes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ _GLOBAL, _MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
 
 @dataclass(frozen=True)
 class Sizes:
-    """global_batch: samples of an optimizer step, in every world. micro_batch: the most that a forward pass has."""
+    """Sizes of batches. global_batch: samples of an optimizer step, in every world. micro_batch: the most in a forward
+    pass."""
 
     global_batch: int
     micro_batch: int
 
 
 def with_block(config: Mapping[str, Any], is_given: bool) -> dict[str, Any]:
-    """A copy of a DeepSpeed configuration that has a `dynatrain` block. is_given: by the user; ConfigError without."""
+    """Return a copy of a DeepSpeed configuration with a `dynatrain` block. is_given: whether it is the user's;
+    ConfigError then if it has no block."""
     found = copy.deepcopy(dict(config))
     if is_given and BLOCK not in found:
         raise ConfigError(
@@ -34,20 +36,21 @@ def with_block(config: Mapping[str, Any], is_given: bool) -> dict[str, Any]:
 
 
 def layout_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The layout of the start, as far as it is given."""
+    """Return the layout of the start, as far as it is given."""
     found: dict[str, Any] = config[BLOCK].get("layout") or {}
     return found
 
 
 def saves_on_sigterm(config: Mapping[str, Any]) -> bool:
-    """Whether the engine saves by itself when a process is told to end."""
+    """Return whether the engine saves by itself on SIGTERM."""
     return bool((config[BLOCK].get("fallback") or {}).get("on_sigterm"))
 
 
 def sizes_of(config: Mapping[str, Any], batch_size: int, accumulation: int, processes: int) -> Sizes:
-    """Of a job. batch_size: the training DataLoader's. processes: that were started.
+    """Return the sizes of a job. batch_size: the training DataLoader's. processes: number of processes that were
+    started.
 
-    ConfigError where the DataLoader and the configuration say different things.
+    ConfigError if the DataLoader and the configuration disagree.
     """
     micro = _number(config, _MICRO)
     if micro not in (None, batch_size):
@@ -60,13 +63,14 @@ def sizes_of(config: Mapping[str, Any], batch_size: int, accumulation: int, proc
 
 
 def for_engine(config: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
-    """The configuration that an engine is made of: accumulation follows from the world."""
+    """Return the configuration from which an engine is made: accumulation follows from the world."""
     rest = {name: value for name, value in config.items() if name != "gradient_accumulation_steps"}
     return {**rest, _GLOBAL: sizes.global_batch, _MICRO: sizes.micro_batch}
 
 
 def for_model(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The one that a model is cut by as it is built: sizes of batches are of one world, and all processes take part."""
+    """Return the configuration by which a model is cut as it is built: without sizes of one world, since all processes
+    take part."""
     of_world = (_GLOBAL, _MICRO, "gradient_accumulation_steps", BLOCK)
     return {**{name: value for name, value in config.items() if name not in of_world}, _MICRO: 1}
 

@@ -31,19 +31,21 @@ else:
 
 
 class Windows(GlobalBatches):
-    """The training loader that Lightning iterates over; an item of it is a `Window`."""
+    """Training loader that Lightning iterates over; its items are `Window`s."""
 
     def __iter__(self) -> Iterator[Any]:
         return (Window(parts) for parts in super().__iter__())
 
 
 class DynatrainStrategy(Checkpoints, Below):
-    """Over Lightning's DeepSpeedStrategy, with its arguments; config: DeepSpeed's, with a `dynatrain` block.
+    """Lightning's DeepSpeedStrategy, with its arguments, over our engine. config: DeepSpeed's, with a `dynatrain`
+    block.
 
-    Without `config` it is Lightning's default, stage 2, over all processes. trust_pickle: of checkpoints of Lightning's
-    own strategy, run what they say where they hold more than tensors and plain values.
+    Without `config` it has Lightning's default, stage 2, over all processes. trust_pickle: whether to run code in
+    checkpoints of Lightning's own strategy that hold more than tensors and plain values.
 
-    ConfigError for a configuration without the block, UnsupportedError for what cannot follow the world, by name.
+    ConfigError for a configuration without the block, UnsupportedError for features that cannot follow the world, by
+    name.
     """
 
     strategy_name = "dynatrain"
@@ -62,12 +64,13 @@ class DynatrainStrategy(Checkpoints, Below):
 
     @property
     def engine(self) -> Any:
-        """That of ds_dynatrain, from the start of `trainer.fit` on; None before."""
+        """The engine of ds_dynatrain, from the start of `trainer.fit` on; None before."""
         return self._engine
 
     @property
     def samples(self) -> int:
-        """Samples of its own in the micro-batch that `training_step` has; 0 for one that repeats another's sample."""
+        """Number of this rank's own samples in the micro-batch of `training_step`; 0 for one that repeats another
+        rank's sample."""
         return 0 if self._steps is None else self._steps.samples
 
     # ---- the world ---------------------------------------------------------------------------------------------------
@@ -78,59 +81,61 @@ class DynatrainStrategy(Checkpoints, Below):
 
     @property
     def world_size(self) -> int:
-        """Of the present world; before the engine is made, processes that were started."""
+        """Size of the present world; before the engine is made, the number of started processes."""
         if self._engine is None:
             return int(super().world_size)
         return 1 if self._is_idle else td.get_world_size()
 
     @property
     def global_rank(self) -> int:
-        """In the present world, -1 on an idle process."""
+        """Rank in the present world; -1 on an idle process."""
         return int(super().global_rank if self._engine is None else self._engine.rank)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """Which samples an evaluation has here."""
+        """Arguments of the sampler that gives each rank its samples of an evaluation."""
         return {"num_replicas": self.world_size, "rank": max(self.global_rank, 0)}
 
     def _see_change(self, change: Change) -> None:
-        """Before a batch is drawn in another world, or one with another stage: who logs, and who evaluates what."""
+        """Refresh who logs and who evaluates what; called before a batch is drawn in another world, or in one with
+        another stage."""
         self.set_world_ranks()
         self.lightning_module.trainer.fit_loop.epoch_loop.val_loop._combined_loader = None
 
     def barrier(self, *arguments: Any, **named: Any) -> None:
-        """Lightning's, of the processes that work; an idle one goes on."""
+        """Wait for the working processes, as Lightning does; an idle process does not wait."""
         if not self._is_idle:
             super().barrier(*arguments, **named)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Lightning's, of the processes that work; an idle one has what it gives."""
+        """Broadcast among the working processes, as Lightning does; an idle process gets its own object back."""
         return obj if self._is_idle else super().broadcast(obj, src)
 
     def reduce(self, tensor: Any, *arguments: Any, **named: Any) -> Any:
-        """Lightning's, of the processes that work; an idle one has what it gives."""
+        """Reduce over the working processes, as Lightning does; an idle process gets its own tensor back."""
         return tensor if self._is_idle else super().reduce(tensor, *arguments, **named)
 
     def all_gather(self, tensor: Any, *arguments: Any, **named: Any) -> Any:
-        """Lightning's, of the processes that work; an idle one has what it gives."""
+        """Gather from the working processes, as Lightning does; an idle process gets its own tensor back."""
         return tensor if self._is_idle else super().all_gather(tensor, *arguments, **named)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """`Trainer(strategy="dynatrain")`."""
+        """Register the strategy for `Trainer(strategy="dynatrain")`."""
         strategy_registry.register(cls.strategy_name, cls, description="DeepSpeed over a world that changes")
 
     # ---- the start ---------------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
-        """Lightning's, on CPUs too. UnsupportedError, by name, for what cannot follow the world."""
+        """Set up as Lightning does, on CPUs too. UnsupportedError, by name, for features that cannot follow the
+        world."""
         trainer = self.lightning_module.trainer
         if trainer.state.fn == TrainerFn.FITTING:
             refusals.refuse_trainer(trainer)
         DDPStrategy.setup_environment(self)
 
     def setup_distributed(self) -> None:
-        """Lightning's, on CPUs too."""
+        """Set up process groups as Lightning does, on CPUs too."""
         if self.root_device.type != "cpu":
             _validate_device_index_selection(self.parallel_devices)
         reset_seed()
@@ -140,7 +145,7 @@ class DynatrainStrategy(Checkpoints, Below):
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """Lightning's, around `configure_model`: at ZeRO 3 parameters are cut as they are made."""
+        """Surround `configure_model` as Lightning does: at ZeRO 3 parameters are cut as they are made."""
         self._init_config_if_needed()
         config = settings.for_model(self.config)
         with deepspeed.zero.Init(
@@ -149,7 +154,7 @@ class DynatrainStrategy(Checkpoints, Below):
             yield
 
     def setup(self, trainer: Any) -> None:
-        """Lightning's, which makes the engine. After `trainer.fit`, that is there for evaluations.
+        """Make the engine as Lightning does. After `trainer.fit`, use the present engine for evaluations.
 
         UnsupportedError for a second `fit`, and for an evaluation without one.
         """
@@ -175,7 +180,7 @@ class DynatrainStrategy(Checkpoints, Below):
             trainer.num_sanity_val_steps = 0
 
     def _evaluate_with_engine(self, trainer: Any) -> None:
-        """Put the engine that `fit` has made in the place of the module."""
+        """Use the engine made by `fit` in place of the module."""
         if self._engine is None or self._engine.module is not self.lightning_module:
             raise UnsupportedError(
                 f"trainer.{trainer.state.fn.value} without trainer.fit of this module before: there is no engine with "
@@ -186,7 +191,7 @@ class DynatrainStrategy(Checkpoints, Below):
         self.model = self._engine
 
     def _settled(self) -> settings.Sizes:
-        """Sizes of batches, from the training DataLoader, which is asked for now if it was not before."""
+        """Return the sizes of batches, from the training DataLoader, which is requested now if it was not before."""
         if self._sizes is None:
             self.lightning_module.trainer.fit_loop.setup_data()
         if self._sizes is None:
@@ -194,16 +199,16 @@ class DynatrainStrategy(Checkpoints, Below):
         return self._sizes
 
     def _auto_select_batch_size(self) -> int:
-        """Lightning's, of the DataLoader."""
+        """Return the batch size of the training DataLoader."""
         return self._settled().micro_batch
 
     def _init_optimizers(self) -> tuple[Any, Any]:
-        """Lightning's; a schedule stays Lightning's and is none of the engine's."""
+        """Make optimizers as Lightning does, but keep the schedule from the engine: it stays Lightning's."""
         optimizer, self._schedule = super()._init_optimizers()
         return optimizer, None
 
     def _setup_model_and_optimizer(self, model: Any, optimizer: Any, lr_scheduler: Any = None) -> tuple[Any, Any]:
-        """Our engine in the place of DeepSpeed's."""
+        """Make our engine in place of DeepSpeed's."""
         self._engine, forwarder, _, schedule = ds_dynatrain.initialize(
             model=model,
             optimizer=optimizer,
@@ -218,19 +223,20 @@ class DynatrainStrategy(Checkpoints, Below):
         return self._engine, forwarder
 
     def _initialize_deepspeed_train(self, model: Any) -> None:
-        """Lightning's, which takes the engine's schedule over; one of `configure_optimizers` is its own already."""
+        """Make the engine as Lightning does, which adopts its schedule; one from `configure_optimizers` replaces it."""
         super()._initialize_deepspeed_train(model)
         if self._schedule is not None:
             self.lr_scheduler_configs = [self._schedule]
 
     def on_train_start(self) -> None:
-        """SIGTERM is the engine's where it saves then: Lightning's handler broadcasts at whichever line it comes."""
+        """Leave SIGTERM to the engine if that saves on it: Lightning's handler would broadcast at any line of the
+        script."""
         connector = self.lightning_module.trainer._signal_connector
         if settings.saves_on_sigterm(self.config) and signal.SIGTERM in connector._original_handlers:
             connector._register_signal(signal.SIGTERM, connector._original_handlers[signal.SIGTERM])
 
     def teardown(self) -> None:
-        """The engine stays, for evaluations, until the script ends."""
+        """Tear down all but the engine, which stays for evaluations until the script ends."""
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
@@ -238,7 +244,7 @@ class DynatrainStrategy(Checkpoints, Below):
     # ---- the batches -------------------------------------------------------------------------------------------------
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """The one that trains, as a loader of global batches; others as they are."""
+        """Return the training DataLoader as a loader of global batches; others as they are."""
         trainer = self.lightning_module.trainer
         if trainer.state.stage != RunningStage.TRAINING:
             return dataloader
@@ -250,12 +256,13 @@ class DynatrainStrategy(Checkpoints, Below):
         return self._training
 
     def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
-        """Lightning's; of a global batch each micro-batch when its turn comes."""
+        """Move a batch as Lightning does, but leave a global batch, whose micro-batches are moved when their turn
+        comes."""
         return batch if isinstance(batch, Window) else super().batch_to_device(batch, device, dataloader_idx)
 
 
 def _leave_windows(module: Any) -> None:
-    """Lightning calls this hook with what its loop has drawn; of a global batch each micro-batch comes later."""
+    """Skip Lightning's hook before the transfer for global batches: it is called for each micro-batch later."""
     stock = module._on_before_batch_transfer
 
     def hook(batch: Any, dataloader_idx: int = 0) -> Any:

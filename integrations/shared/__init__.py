@@ -1,5 +1,5 @@
-"""What integrations of several frameworks share: none of it knows a framework.
+"""Code shared by the integrations of several frameworks, which knows none of them.
 
-`batches` is the loader whose item is a whole global batch, `folders` writes checkpoints in the place of a framework's
-own, `refusal` says that something cannot be, `names` checks at import what a framework does not promise.
+`batches` is the loader whose item is a whole global batch, `folders` writes checkpoints in place of a framework's own,
+`refusal` is a feature that cannot be, `names` checks a framework's private names at import.
 """

@@ -1,6 +1,6 @@
 """The loader that a framework iterates over: an item is this rank's part of a whole global batch.
 
-So accumulation is 1 for the framework, and its length, its steps and epochs are the same in every world.
+So accumulation is 1 for the framework, and its length, its steps and its epochs are the same in every world.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ Window = tuple[MicroBatch, ...]
 
 
 class GlobalBatches:
-    """It reads from the engine once there is one, see `bind`.
+    """Loader of global batches, which reads from the engine once there is one, see `bind`.
 
-    loader: of torch, over the data set; its samplers and collate function count. global_batch: samples of a step.
-    name: among the engine's loaders. seed: epoch k has the permutation of `seed` + k; by default, that of the sampler.
+    loader: of torch, over the data set; its samplers and collate function are used. global_batch: samples of a step.
+    name: unique among the engine's loaders. seed: epoch k has the permutation of `seed` + k; by default, that of the
+    sampler.
     """
 
     def __init__(self, loader: DataLoader[Any], global_batch: int, name: str, seed: int | None = None) -> None:
@@ -31,7 +32,7 @@ class GlobalBatches:
 
     @property
     def dataset(self) -> Any:
-        """The data set."""
+        """The data set whose samples are dealt."""
         return self._torch.dataset
 
     @property
@@ -45,7 +46,7 @@ class GlobalBatches:
 
     @property
     def loader(self) -> TrainLoader:
-        """The engine's; ConfigError before there is one."""
+        """The engine's loader; ConfigError before there is an engine."""
         if self._ours is None:
             raise ConfigError("the training loader has no engine yet; iterate over it while it trains alone")
         return self._ours
@@ -59,7 +60,7 @@ class GlobalBatches:
         self._ours, self._drawn = cast("TrainLoader", made), drawn or self._drawn
 
     def go_to(self, steps: int) -> None:
-        """Stand behind so many optimizer steps of the job."""
+        """Move the position to after `steps` optimizer steps of the job."""
         epoch, step = divmod(steps, len(self))
         state = self.loader.state_dict()
         self.loader.load_state_dict({**state, "cursor": Cursor(epoch, step).to_dict(), "begun": step > 0})
@@ -77,9 +78,9 @@ class GlobalBatches:
 def refuse_other_epochs(loader: DataLoader[Any], saved: Mapping[str, Any]) -> None:
     """Raise ConfigError for a stock checkpoint whose epochs have another number of steps than this job's.
 
-    With `drop_last` a stock framework leaves out what fills no micro-batch on all ranks, and its last step may have
-    fewer micro-batches than others; here what fills no global batch is left out. saved: the DeepSpeed configuration of
-    the checkpoint.
+    With `drop_last` a stock framework leaves out samples that fill no micro-batch on all ranks, and its last step may
+    have fewer micro-batches than others; here samples that fill no global batch are left out. saved: the DeepSpeed
+    configuration of the checkpoint.
     """
     batch, accumulation = saved.get("train_batch_size"), saved.get("gradient_accumulation_steps", 1)
     if not (loader.drop_last and isinstance(batch, int) and isinstance(accumulation, int)):

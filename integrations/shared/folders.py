@@ -1,4 +1,4 @@
-"""A checkpoint of `engine.save` that has the place of another library's: told apart, and written over an older one."""
+"""Checkpoints of `engine.save` in place of another library's: recognizing them, and replacing an older one."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ds_dynatrain.checkpoint import record
 
 
 def is_ours(folder: str | Path) -> bool:
-    """Whether it is a checkpoint of `engine.save`, which is there as a whole or not at all."""
+    """Return whether a folder is a checkpoint of `engine.save`, which is complete or not there at all."""
     return (Path(folder) / record.RECORD).is_file()
 
 
 def save(engine: Any, folder: str | Path) -> None:
-    """All state, into this folder; a collective. One that is left there by an earlier run gives way."""
+    """Save all state into this folder, replacing one that an earlier run has left; a collective."""
     folder = Path(folder)
     earlier = folder.with_name(f".{folder.name}.{os.getpid()}")
     if engine.rank == 0 and folder.exists():  # it names the folder, when all have come to save

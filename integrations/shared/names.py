@@ -1,4 +1,4 @@
-"""Names that a library does not promise, checked where an integration that relies on them is imported."""
+"""Check of a library's private names, made when an integration that relies on them is imported."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from ds_dynatrain.errors import ConfigError
 
 
 def check(wanted: Mapping[str, str], library: str, extra: str) -> None:
-    """ConfigError naming what is missing, and the extra of this package that installs versions that have it."""
+    """Raise ConfigError with the missing names, and the extra of this package that installs versions which have
+    them."""
     missing = [f"{place}.{name}" for place, names in wanted.items() for name in names.split() if not _has(place, name)]
     if missing:
         version = getattr(importlib.import_module(library), "__version__", "?")

@@ -1,4 +1,4 @@
-"""A thing that was asked for and cannot follow the world, with a way out."""
+"""Refusals of features that cannot follow the world, each with a way out."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 from ds_dynatrain.errors import UnsupportedError
 
 BLOCK = "dynatrain"
-"""What a DeepSpeed configuration has for this package."""
+"""Key of this package's block in a DeepSpeed configuration."""
 AXES = ("pipe", "tensor", "expert", "sequence")
-"""Of a layout, which frameworks that give each rank samples of its own cannot have."""
+"""Axes of a layout that are refused in frameworks that give each rank its own samples."""
 
 
 class Refusal(NamedTuple):
-    """is_wanted: whether what a framework was given asks for it."""
+    """A feature that is refused. is_wanted: returns whether a framework's settings ask for it."""
 
     name: str
     is_wanted: Callable[[Any], bool]
@@ -23,7 +23,7 @@ class Refusal(NamedTuple):
 
 
 def refuse(refusals: Iterable[Refusal], given: Any) -> None:
-    """UnsupportedError for the first that is asked for."""
+    """Raise UnsupportedError for the first refused feature that the settings ask for."""
     for refusal in refusals:
         if refusal.is_wanted(given):
             raise UnsupportedError(f"{refusal.name}: {refusal.why}; {refusal.instead}")
