@@ -104,7 +104,7 @@ class BatchArithmetic:
         return ""
 
     def micro_batches(self, rank: int) -> int:
-        """Of one rank: `accumulation` of them."""
+        """Return the number of micro-batches of one rank per global batch: `accumulation`."""
         return self.accumulation
 
     def even(self) -> bool:
@@ -129,7 +129,7 @@ class BatchArithmetic:
 
 @dataclass(frozen=True)
 class SlotTable:
-    """All slots of one global batch of `samples` samples; rows are computed when asked for."""
+    """The slots of one global batch of `samples` samples; the rows of a rank are computed on request."""
 
     batch: BatchArithmetic
     samples: int
@@ -156,10 +156,11 @@ class SlotTable:
 
 @dataclass(frozen=True)
 class ColumnArithmetic(BatchArithmetic):
-    """That of pipelines: micro-batches of one size, of which data ranks may have different numbers, see `Columns`.
+    """Batch arithmetic of pipelines: all micro-batches have one size, and data ranks may have different numbers of
+    them, see `Columns`.
 
-    Then slots all weigh 1, and a rank divides its sum by `columns.mean`, not by `accumulation`, which is the number of
-    the rank that has most.
+    Every slot then weighs 1, and a rank divides its sum by `columns.mean`. It does not divide by `accumulation`, which
+    is the largest number of micro-batches that any rank has.
     """
 
     @cached_property
@@ -189,7 +190,9 @@ class ColumnArithmetic(BatchArithmetic):
 
     @property
     def notice(self) -> str:
-        """Where samples only go into micro-batches of one, as a prime number of them does."""
+        """Explain that samples only fit into micro-batches of one, as happens with a prime number of them; "" if they
+        fit better.
+        """
         limit = min(self.micro_batch_limit, self.largest_share)
         if self.columns.size > 1 or limit == 1:
             return ""
@@ -206,7 +209,7 @@ class ColumnArithmetic(BatchArithmetic):
         )
 
     def micro_batches(self, rank: int) -> int:
-        """Of one rank."""
+        """Return the number of micro-batches of one rank per global batch."""
         return self.columns.counts[rank]
 
     def even(self) -> bool:
@@ -260,8 +263,11 @@ class Leaf(Slot):
 
 @dataclass(frozen=True)
 class LeafArithmetic(BatchArithmetic):
-    """That of a job whose batches are cut into leaves of `micro_batch_limit` samples; `DataError` for shares, which
-    would make leaves of another size, and for more ranks than a full batch has leaves."""
+    """Batch arithmetic of a job whose batches are cut into leaves of `micro_batch_limit` samples.
+
+    Raises `DataError` for shares, which would make leaves of another size, and for more ranks than a full batch has
+    leaves.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -276,11 +282,11 @@ class LeafArithmetic(BatchArithmetic):
 
     @property
     def leaves(self) -> int:
-        """Of a full global batch."""
+        """Number of leaves in a full global batch."""
         return self.leaves_of(self.train_batch_size)
 
     def leaves_of(self, samples: int) -> int:
-        """Of a global batch of so many."""
+        """Return the number of leaves in a global batch of `samples` samples."""
         return math.ceil(samples / self.micro_batch_limit)
 
     @property
@@ -320,12 +326,12 @@ class LeafArithmetic(BatchArithmetic):
 
 @dataclass(frozen=True)
 class LeafTable(SlotTable):
-    """Who trains which leaf of one global batch."""
+    """Assignment of the leaves of one global batch to ranks and micro-steps."""
 
     batch: LeafArithmetic
 
     def rank(self, rank: int) -> tuple[Leaf, ...]:
-        """Those of one rank, by micro-step."""
+        """Return the leaves that one rank trains, by micro-step; borrowed ones included."""
         self._check(rank)
         return tuple(self._leaf(step, rank) for step in range(self.batch.accumulation))
 

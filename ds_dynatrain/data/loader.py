@@ -94,10 +94,11 @@ class Host(Protocol):
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward and backward pass is about.
+    """Data and weight of one forward and backward pass.
 
-    data: what the data set and `collate_fn` made. slot: which samples of the global batch these are, and what they
-    weigh. is_last: of this rank's micro-batches of the global batch. generation: of the world that deals it.
+    data: result of the data set and `collate_fn`. slot: the samples of the global batch in it, and their weight.
+    is_last: whether it is this rank's last micro-batch of the global batch. generation: number of the world that dealt
+    it.
     """
 
     data: Any
@@ -117,7 +118,7 @@ class MicroBatch:
 
     @property
     def weight(self) -> float:
-        """What the mean of its losses is multiplied by, so that the gradient is the mean over all samples."""
+        """Factor for the mean of its losses that makes the gradient the mean over all samples of the global batch."""
         return self.slot.weight
 
 
@@ -139,13 +140,13 @@ class Windows:
 
 
 class Loader:
-    """What can be read off a train loader and an evaluation loader, as off torch's."""
+    """Attributes that train and evaluation loaders share with torch's `DataLoader`."""
 
     source: Source
 
     @property
     def dataset(self) -> Any:
-        """The data set."""
+        """The map-style data set that samples are read from."""
         return self.source.dataset
 
     @property
@@ -355,9 +356,10 @@ class Pass(Iterator[Any]):
             return batch
 
     def next_window(self) -> tuple[MicroBatch, ...]:
-        """All micro-batches of this rank of the next global batch; `Host.deal` is for whoever trains them.
+        """Return this rank's micro-batches of the next whole global batch. They are not announced to `Host.deal`, which
+        is left to the code that trains them.
 
-        DataError where `next` has begun one.
+        Raises DataError if `next` has already dealt a part of the present global batch.
         """
         loader, drawn = self.loader, list[MicroBatch]()
         if loader.mid_window:

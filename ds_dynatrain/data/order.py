@@ -65,9 +65,9 @@ class Cursor:
 
 @dataclass(frozen=True)
 class EpochOrder:
-    """What decides which samples are in which global batch: nothing in it depends on the world.
+    """The rule that says which samples are in which global batch. No part of it depends on the world.
 
-    Raises `DataError` where an epoch would have no global batch at all.
+    Raises `DataError` if an epoch would have no global batch at all.
     """
 
     length: int
@@ -126,7 +126,7 @@ class EpochOrder:
             yield permutation[start : start + self.samples(number)]
 
     def state(self, epoch: int, step: int) -> dict[str, Any]:
-        """Nothing: every epoch is like the others."""
+        """Return an empty dictionary: the order of an epoch follows from its number alone."""
         return {}
 
     def describe(self) -> dict[str, Any]:

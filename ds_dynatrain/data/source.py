@@ -1,9 +1,9 @@
-"""What a loader reads from: a map-style data set and how its samples are fetched, whichever way the user gave them.
+"""The source of a loader: a map-style data set and the way to fetch its samples, from whatever the user gave.
 
 A torch `DataLoader` is taken apart: samples are chosen again by global index, so its batch size and its own split
-over ranks do not count. What cannot be re-sampled by global index is refused by name.
+over ranks do not count. Data that cannot be sampled by global index is refused with an error that names the reason.
 
-Where micro-batches are leaves, random draws do not depend on who reads a sample, or on what was read before.
+Where micro-batches are leaves, random draws do not depend on the rank that reads a sample or on earlier reads.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class SharedEnd:
         atexit.register(self._byte.__setitem__, 0, 1)  # earlier than what multiprocessing does, which came before
 
     def heed(self, number: int, frame: object) -> None:
-        """What a worker does about SIGTERM."""
+        """Exit if the parent is at its end, and otherwise ignore the signal: a worker's handler of SIGTERM."""
         if self._byte[0]:
             os._exit(0)
 

@@ -47,7 +47,7 @@ END_OF_COPY = (
 
 
 class _Copy2D(ctypes.Structure):
-    """`CUDA_MEMCPY2D`."""
+    """C structure `CUDA_MEMCPY2D`: the parameters of a copy in two dimensions."""
 
     _fields_ = (
         *((f"from_{name}", kind) for name, kind in END_OF_COPY),
@@ -58,7 +58,7 @@ class _Copy2D(ctypes.Structure):
 
 
 class _Handle(ctypes.Structure):
-    """`CUipcMemHandle`."""
+    """C structure `CUipcMemHandle`: names an allocation for other processes."""
 
     _fields_ = (("reserved", ctypes.c_char * HANDLE_BYTES),)
 

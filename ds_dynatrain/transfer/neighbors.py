@@ -55,7 +55,7 @@ STOP_SECONDS = 0.05
 
 
 class _Region(ctypes.Structure):
-    """`struct iovec`."""
+    """C structure `struct iovec`: address and length of a run of bytes."""
 
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
@@ -110,7 +110,6 @@ class Message:
     since: float = field(default_factory=time.monotonic)
 
     def wait(self, deadline: float) -> None:
-        """See `Handle`."""
         self.line.settle()
         while not self.is_done:
             self.neighbors.advance(self.line, f"{self.what} of {self.host.numel()} bytes", self.since, deadline)
@@ -188,7 +187,7 @@ class Line:
             self._say(TAKEN, key)
 
     def close(self) -> None:
-        """End the connection."""
+        """Drop queued messages and close the socket; a thread that waits for it wakes up."""
         self.outbox.clear()
         with suppress(OSError):  # whoever waits for it in another thread wakes up
             self.socket.shutdown(socket.SHUT_RDWR)
@@ -325,11 +324,9 @@ class RoutedTransport:
         self._near, self._far = near, far
 
     def send(self, tensor: torch.Tensor, member: int, tag: int) -> Handle:
-        """See `Transport`."""
         return self._to(member).send(tensor, member, tag)
 
     def receive(self, tensor: torch.Tensor, member: int, tag: int) -> Handle:
-        """See `Transport`."""
         return self._to(member).receive(tensor, member, tag)
 
     def _to(self, member: int) -> Transport:

@@ -33,11 +33,9 @@ class ActingTransport:
     stand_ins: Mapping[int, int]
 
     def send(self, tensor: torch.Tensor, member: int, tag: int) -> Handle:
-        """See `Transport`."""
         return self.transport.send(tensor, member, self._tag(self.member, tag))
 
     def receive(self, tensor: torch.Tensor, member: int, tag: int) -> Handle:
-        """See `Transport`."""
         return self.transport.receive(tensor, self.stand_ins.get(member, member), self._tag(member, tag))
 
     def _tag(self, sender: int, tag: int) -> int:
