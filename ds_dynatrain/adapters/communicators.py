@@ -286,7 +286,6 @@ class CommunicatorLink:
         communicator.serve(self._group)
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        """See `DeviceLink`."""
         group, device = self._group, self.communicator.device
         group._start_coalescing(device)
         try:

@@ -74,7 +74,7 @@ class CurriculumOrder(EpochOrder):
         return copy.deepcopy(self._draw(epoch * self.steps + step)[1])
 
     def describe(self) -> dict[str, Any]:
-        """What must be equal for a position to mean the same."""
+        """Return the settings that must be equal for a saved position to mean the same samples; paths do not count."""
         where = ("data_cluster_path", "index_to_sample_path", "index_to_metric_path")
         text = json.dumps(_without(self.block, where), sort_keys=True, default=str)
         digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

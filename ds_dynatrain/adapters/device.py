@@ -14,7 +14,7 @@ HOST = torch.device("cpu")
 
 
 def compute_device() -> torch.device:
-    """Where parameters lie and the forward pass runs: the CPU, or the present device of the accelerator, with its
+    """Return the device of parameters and of the forward pass: the CPU, or the accelerator's present device with its
     index.
     """
     accelerator = get_accelerator()
@@ -29,7 +29,7 @@ def is_accelerated() -> bool:
 
 
 def devices() -> tuple[torch.device, ...]:
-    """Where tensors may lie: the CPU, and `compute_device` if that is another one."""
+    """Return the devices that tensors may lie on: the CPU, and `compute_device` if that is another one."""
     return (HOST, compute_device()) if is_accelerated() else (HOST,)
 
 
@@ -72,7 +72,7 @@ def warm() -> None:
 
 
 def complaint() -> str:
-    """What an accelerator answers to everything, if it takes nothing any more; empty where it works."""
+    """Return the first line of the accelerator's error if it takes no more work; "" while it works."""
     try:
         synchronize()
     except RuntimeError as error:

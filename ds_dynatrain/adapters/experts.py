@@ -65,7 +65,7 @@ class Conversion:
             validate(config, Layout(data=start_size(config), expert=start_size(config), zero_stage=0))
 
     def take_replaced(self) -> Any:
-        """What DeepSpeed's engine asks its conversion for: which parameters replace which, once."""
+        """Return, once, which parameters replace which. DeepSpeed's engine calls this on its conversion."""
         replaced, self._replaced = self._replaced, None
         return replaced
 

@@ -1,4 +1,4 @@
-"""What a live switch needs of DeepSpeed's engine: its optimizer off and on again, its module in another shape."""
+"""Surgery on DeepSpeed's engine for a live switch: its optimizer comes off and on again, its module changes shape."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ from ds_dynatrain.space.leaves import MicroStep
 
 @dataclass(frozen=True, eq=False)
 class Replaced:
-    """What a reshape has replaced: the shape, the children that had it, and the parameters that the engine spoke of."""
+    """State from before a reshape, for `undo_reshape`: the shape, its children, and the parameters that the engine
+    knew.
+    """
 
     shape: Shape
     children: Children
@@ -48,19 +50,19 @@ class Replaced:
 
 @dataclass(eq=False)
 class Host:
-    """What is there for DeepSpeed's engine beside it, and what can be done to it.
+    """State that this package keeps beside DeepSpeed's engine, and the operations on that engine.
 
-    engine: DeepSpeed's (`host_engine.HostEngine`). layout: what is on the module, or was last. global_batch_size:
-    samples per optimizer step, also where DeepSpeed's three numbers cannot say it. attaches: false for an engine built
-    without a ZeRO optimizer: an idle member's, which holds parameters' names and shapes only. whole: false where that
-    is so on every member, for `attach_first` follows when the parameters have come in.
+    engine: DeepSpeed's engine (`host_engine.HostEngine`). layout: the layout that is attached to the module, or was
+    last. global_batch_size: samples per optimizer step, also where DeepSpeed's three numbers cannot express it.
+    attaches: false for an idle member's engine, which is built without a ZeRO optimizer and holds only names and shapes
+    of parameters. whole: false if no member has attached yet; `attach_first` follows once the parameters have come in.
 
-    slot_weight, slot_is_borrowed: of the micro-batch that was dealt. loss_is_divided: whether its loss needs no weight.
-    in_leaves: whether micro-batches are the same samples in every world, and micro_step: who trains which at present,
-    None between two global batches. window_tokens: of the open window, on this rank. without_gradient: trainable
-    parameters that got no gradient on this rank in the last window.
-    is_weighted: whether a backward pass is under way whose loss is weighted, so that its gradients are not again.
-    is_own_optimizer: whether it comes from the configuration.
+    slot_weight, slot_is_borrowed: those of the micro-batch that was dealt last. loss_is_divided: whether its loss needs
+    no weight. in_leaves: whether micro-batches are the same samples in every world. micro_step: which rank trains which
+    leaf at present; None between two global batches. window_tokens: tokens of the open window on this rank.
+    without_gradient: trainable parameters that got no gradient on this rank in the last window. is_weighted: whether
+    the loss of the backward pass under way is weighted already, so that its gradients must not be. is_own_optimizer:
+    whether the optimizer comes from the configuration.
     """
 
     engine: Any
@@ -96,7 +98,7 @@ class Host:
 
     @property
     def optimizer(self) -> Any:
-        """DeepSpeed's present one."""
+        """DeepSpeed's present optimizer object; a switch replaces it."""
         return self.engine.optimizer
 
     @property
@@ -154,12 +156,12 @@ class Host:
 
     @property
     def compiled_modules(self) -> list[str]:
-        """What is compiled, alike on all members."""
+        """Names of the modules that are compiled; equal on all members."""
         return compiled_in_place(self.module)
 
     @property
     def forward_passes(self) -> int | None:
-        """What DeepSpeed counts to seed layers by; None where it does not."""
+        """Number of forward passes, if DeepSpeed counts them to seed layers; None if it does not."""
         return None
 
     @forward_passes.setter
@@ -187,18 +189,18 @@ class Host:
 
     @property
     def element_types(self) -> ElementTypes:
-        """Of what type each state is: by the model and the configuration, the same in every layout."""
+        """Element type of each state, by the model and the configuration; the same in every layout."""
         weight = self.model_map.dtype
         moments = moment_types(self.basic_optimizer, weight)
         return ElementTypes(weight=weight, gradient=self.engine.get_data_types()[1], moments=moments)
 
     @property
     def placement(self) -> Placement:
-        """Where each state lies, the same in every layout of a stage."""
+        """Device or host memory that each state lies in; the same in every layout of a stage."""
         return Placement.of(self.engine._config)
 
     def memory(self, kinds: tuple[str, ...], layout: Layout) -> dict[str, Memory]:
-        """What the buffers of state kinds are made of under a layout."""
+        """Return the element type and the place of the buffers of each state kind under a layout."""
         return self.placement.memory(self.element_types, kinds, layout.zero_stage)
 
     def state_buffers(self) -> tuple[Buffers, Scalars]:
@@ -210,7 +212,7 @@ class Host:
         return stage_of(self.optimizer).describe(self.engine, self.model_map)
 
     def state_census(self) -> list[Found]:
-        """Where DeepSpeed itself says that each element lies."""
+        """Return where each element lies by DeepSpeed's own bookkeeping."""
         return stage_of(self.optimizer).census(self.engine, self.model_map)
 
     def detach(self) -> None:
@@ -230,7 +232,7 @@ class Host:
             old.__dict__.clear()  # it sits in reference cycles: its memory must not wait for the collector
 
     def make_children(self, layout: Layout, rank: int) -> Made | None:
-        """What `reshape` can do ahead, in any thread; None if there is nothing."""
+        """Build the children that `reshape` will need, ahead and in any thread; None if the shape stays the same."""
         return None if Shape.of(layout, rank) == self.shape else self.shaper.make(layout, rank)
 
     def reshape(
@@ -279,7 +281,7 @@ class Host:
         self.adopt(model, self.basic_optimizer.param_groups)
 
     def forget_steps(self) -> None:
-        """What the optimizer keeps outside of its state, on all members alike; after a commit."""
+        """Drop what the optimizer keeps outside of its state. Called after a commit, on all members."""
         forget_running_products(self.basic_optimizer)
 
     def let_module_go(self) -> None:
@@ -349,7 +351,7 @@ class Host:
         self.shaper.enter(self.engine, layout)
 
     def _after_attach(self) -> None:
-        """What DeepSpeed's constructor does after its optimizer stands."""
+        """Repeat what DeepSpeed's constructor does once its optimizer is built."""
         self.engine._support_torch_style_backward = (
             isinstance(self.optimizer, ZeROOptimizer) and check_internal_apis_for_count_used_parameters()
         )
@@ -400,7 +402,7 @@ class Host:
 
     @property
     def loss_weight(self) -> float:
-        """By which the loss of this micro-batch is multiplied."""
+        """Factor for the loss of the present micro-batch."""
         weight = float(not self.slot_is_borrowed) if self.loss_is_divided else self.slot_weight
         return weight * sequence.loss_factor(self.engine)
 

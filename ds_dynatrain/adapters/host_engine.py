@@ -180,7 +180,7 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
 
     @property
     def _token_slots(self) -> int:
-        """By what DeepSpeed divides the gradient of a window that is weighted by tokens."""
+        """Divisor that DeepSpeed applies to the gradient of a window that is weighted by tokens."""
         return int(self.dp_world_size * self.gradient_accumulation_steps())
 
     def _norm_said(self) -> AbstractContextManager[None]:

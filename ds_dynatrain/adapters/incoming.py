@@ -100,10 +100,10 @@ def draw(
     types: dict[int, torch.dtype],
     init: ParamInit | None,
 ) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-    """Each of `own` with its value, flat; afterwards the module's parameters have no memory again.
+    """Yield each parameter of `own` with its value, flat; afterwards the module's parameters have no memory again.
 
-    seed: what the draw follows from. types: element types of the values, by the parameters' ids. UnsupportedError where
-    the module does not set one of them.
+    seed: string that the drawn values follow from. types: element types of the values, by the parameters' ids. Raises
+    UnsupportedError if the module leaves one of them unset.
     """
     stand_ins = [(held, held.data) for held in module.parameters(recurse=False)]
     try:
@@ -211,7 +211,7 @@ class Incoming:
         return set(self.forms.values()) <= {WHOLE}
 
     def rows(self) -> list[Row]:
-        """What must be equal on all processes, plain JSON."""
+        """Return the description of the parameters that must be equal on all processes, as plain JSON."""
         return [
             (name, list(self.shapes[id(each)]), str(each.dtype), self.forms[id(each)], each.requires_grad)
             for name, each in self.model.named_parameters()
@@ -248,10 +248,10 @@ class Incoming:
         reset_counters()
 
     def values(self, launch: LaunchWorld, job_seed: int, works: bool) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """Each parameter with its whole value, flat, one at a time; a collective of all processes of the launch.
+        """Yield each parameter with its whole value, flat, one at a time. A collective of all processes of the launch.
 
-        A parameter that is whole on every process has its owner's value, member 0's as a rule, as in DeepSpeed. What is
-        on the meta device is drawn on members that work.
+        A parameter that is whole on every process gets its owner's value, as a rule member 0's, as in DeepSpeed.
+        Parameters on the meta device are drawn, on members that work only.
         """
         places = self._places(launch)
         for each in self.model.parameters():
@@ -270,7 +270,9 @@ class Incoming:
                 yield from draw(f"{job_seed} {name}", module, own, self.types, self.param_init_fn)
 
     def _places(self, launch: LaunchWorld) -> list[int]:
-        """Which process has each part, where there are any: an engine's ranks are not always those of the launch."""
+        """Return which process has each part, or [] if no parameter is cut. An engine's ranks are not always those of
+        the launch.
+        """
         if PART not in self.forms.values():
             return []
         parts = torch.empty(launch.size, dtype=torch.int64)
@@ -305,7 +307,9 @@ def fill(
 def pieces_by_tensor(
     vps: VirtualParameterSpace, layout: Layout, rank: int, kind: str, owned: bool = False
 ) -> dict[int, list[Place]]:
-    """Where the pieces of each tensor (or those of them that the rank owns) lie on a rank, by the tensor's number."""
+    """Return the places of each tensor's pieces on a rank, by the tensor's number. owned: only pieces that the rank
+    owns.
+    """
     found: dict[int, list[Place]] = {}
     numbers, pieces = vps.split_by_tensor((vps.owned if owned else vps.holding)(layout, rank, kind))
     for number, piece in zip(numbers.tolist(), pieces, strict=True):

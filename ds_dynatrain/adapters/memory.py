@@ -154,8 +154,8 @@ def _capacity(buffer: torch.Tensor) -> int:
 
 
 class Untouched:
-    """What looks like memory, for `provide`, and holds nothing: pages that are never there, and that no limit of this
-    process's own memory counts. A device has no such pages: there all lie in the same memory.
+    """An allocator for `provide` that takes no memory: its tensors lie in pages that are never touched, and that no
+    limit on this process's own memory counts. A device has no such pages; there all tensors share the same memory.
     """
 
     def __init__(self) -> None:

@@ -16,12 +16,12 @@ Parameters = tuple[nn.Parameter, ...]
 
 @dataclass(frozen=True, eq=False)
 class ModelMap:
-    """Which parameter is which logical tensor.
+    """The assignment of parameters to logical tensors.
 
-    tensors: in the order of registration (group 0's trainable ones, group 1's, ..., then the frozen ones).
-    parameters: the parameter of each tensor (objects live as long as the engine, their data comes and goes).
-    groups: what the user's optimizer held in each group, trainable or not.
-    requires_grad: what each parameter's flag was when it was registered (one in no group counts as frozen).
+    tensors: in the order of registration (group 0's trainable ones, group 1's, ..., then the frozen ones). parameters:
+    the parameter of each tensor; these objects live as long as the engine, their data comes and goes. groups:
+    parameters of each group of the user's optimizer, trainable or not. requires_grad: flag of each parameter when it
+    was registered (a parameter in no group counts as frozen).
     """
 
     tensors: tuple[LogicalTensor, ...]
@@ -118,7 +118,7 @@ class ModelMap:
 
     @property
     def group_names(self) -> tuple[tuple[str, ...], ...]:
-        """What each group holds, by the tensors' names."""
+        """Names of the tensors in each group."""
         names = self.names
         return tuple(tuple(names[id(held)] for held in group) for group in self.groups)
 
@@ -137,7 +137,9 @@ def _is_expert(parameter: nn.Parameter) -> bool:
 
 
 def _marks(parameter: nn.Parameter) -> dict[str, object]:
-    """What DeepSpeed wants to know of a parameter in an optimizer group of experts, even of an empty one."""
+    """Return the attributes that DeepSpeed reads from a parameter in an optimizer group of experts, even from an empty
+    one.
+    """
     return {name: value for name, value in parameter.__dict__.items() if name in ("allreduce", "group_name")}
 
 

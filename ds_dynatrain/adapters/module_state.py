@@ -1,12 +1,13 @@
-"""What modules keep besides parameters: buffers, `training`, extra state (`get_extra_state`), and plain attributes.
+"""State of modules besides parameters: buffers, `training`, extra state (`get_extra_state`), and plain attributes.
 
-Buffers are taken as they are now: of another shape or type than the constructor made them, or registered since.
+Buffers are taken as they are at the switch, even if their shape or type has changed since the constructor made them, or
+if they were registered later.
 
-Of plain attributes (a counter, a length that was seen, a small tensor) torch knows nothing: they are in no state dict.
-What has changed since the first forward pass goes with the module, by its name, to members that have a module of the
-same class there. Not carried are attributes of DeepSpeed's modules and those that it puts on others, which belong to a
-layout; of torchmetrics, which each rank counts for itself; and private ones of Lightning's, which say where a loop
-stands.
+Plain attributes (a counter, the longest length seen, a small tensor) are unknown to torch and in no state dict. Those
+that have changed since the first forward pass go with the module, by its name, to members that have a module of the
+same class there. Three kinds are not carried: attributes of DeepSpeed's modules, and those that it puts on other
+modules, because they belong to a layout; torchmetrics' attributes, which each rank counts for itself; and Lightning's
+private attributes, which say where a loop stands.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class _Built:
 
 
 class _Noted(dict[str, _Built]):
-    """What was noted of a module. It is kept on that, and left out of copies and files of it."""
+    """Attributes noted of a module. They are kept on the module, and left out when it is copied or pickled."""
 
     def __reduce__(self) -> Any:
         return type(None), ()
@@ -205,7 +206,7 @@ def _name(part: nn.Module) -> str:
 
 
 def _mark(value: Any, depth: int = 0) -> Any:
-    """What is equal as long as a value stays what it is."""
+    """Return a mark that compares equal as long as a value is unchanged."""
     if type(value) in _SIMPLE:
         return type(value), repr(value)
     if isinstance(value, nn.Parameter):

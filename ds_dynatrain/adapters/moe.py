@@ -1,4 +1,4 @@
-"""What DeepSpeed's two kinds of experts have in common, and native ones: `deepspeed.moe.layer.MoE`.
+"""Rules that DeepSpeed's two kinds of experts have in common, and its native kind: `deepspeed.moe.layer.MoE`.
 
 The logical model is the user's with expert size 1: each expert has parameters of its own, which are named by the
 expert's number in the whole layer, `...deepspeed_experts.5.fc.weight`. A rank has the modules of its own experts only
@@ -117,9 +117,10 @@ def ask_for_present_groups(model: nn.Module) -> None:
 
 
 def enter_layers(engine: Any, size: int) -> None:
-    """What the engine's constructor sets for layers with experts: its lists of them, and the groups that they use.
+    """Repeat what the engine's constructor sets for layers with experts: its lists of them, and the groups that they
+    use.
 
-    The world is installed, and the engine's module has the layers of this rank.
+    Called once the world is installed and the engine's module has the layers of this rank.
     """
     parts = list(engine.module.modules())
     layers = layers_with_experts(engine.module)
@@ -243,7 +244,7 @@ class NativeShaper(Shaper):
         self.owners = complete(model, member, lists)
 
     def cuts(self, layout: Layout) -> Mapping[str, AxisCuts]:
-        """Which expert index has each tensor of an expert; LayoutError as `convert`."""
+        """Return which expert index holds each tensor of an expert; raises LayoutError as `convert` does."""
         refuse_other_axes(layout)
         if layout.expert not in self._cuts:
             self._cuts[layout.expert] = cuts_of(convert(self._template.copy(), 1), layout.expert)
@@ -259,7 +260,7 @@ class NativeShaper(Shaper):
         adopt(root, with_memory(made.module, next(root.parameters()).dtype))
 
     def parameters(self, root: nn.Module, layout: Layout) -> dict[str, nn.Parameter]:
-        """By the numbers of experts in the whole layer."""
+        """Return the parameters, named by the experts' numbers in the whole layer."""
         return parameters(root, layout)
 
     def enter(self, engine: Any, layout: Layout) -> None:
@@ -390,7 +391,9 @@ def _mark(layer: Any, size: int) -> None:
 
 
 def _pattern(path: str, experts: nn.ModuleList) -> Template:
-    """What all experts of a layer are copies of; UnsupportedError if they have become unlike, or hold buffers."""
+    """Return the module that all experts of a layer are copies of. UnsupportedError if they differ by now, or hold
+    buffers.
+    """
     if next(experts.buffers(), None) is not None:
         raise UnsupportedError(
             f"the experts of {path!r} have buffers, which would not move with them; make them parameters with "

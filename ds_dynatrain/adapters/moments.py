@@ -70,7 +70,7 @@ def held_moments(
 
 
 def level_counts(optimizer: torch.optim.Optimizer, scalars: Scalars, groups: Sequence[int]) -> None:
-    """Where an optimizer counts on one tensor of a group for all, give each tensor of it the highest count.
+    """Give each tensor of a group the highest count in it, if the optimizer counts on one tensor of a group for all.
 
     groups: the optimizer group of each tensor number.
     """

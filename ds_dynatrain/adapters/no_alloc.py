@@ -86,7 +86,7 @@ class NoAllocMode(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class _Outline:
-    """What a call would make."""
+    """Shape, type and device of the tensor that a call would make."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -98,7 +98,11 @@ class _Outline:
 
 
 def _outline(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Outline | None:
-    """Of one of `_NO_ALLOC` or `empty`; None for what is let through: values besides zero, and rows that are joined."""
+    """Return the outline of the result of a call of one of `_NO_ALLOC` or `empty`.
+
+    None for calls that are let through: a fill with a value other than zero, or a concatenation of more than one
+    dimension.
+    """
     if func is _aten.full.default:
         if args[1] != 0:
             return None
@@ -135,10 +139,10 @@ class _Done:
     """The handle of a collective that had nothing to do."""
 
     def wait(self, *_: Any) -> None:
-        """Nothing to wait for."""
+        """Return at once: the work was never begun."""
 
     def is_completed(self) -> bool:
-        """Always."""
+        """Return True: no work was begun."""
         return True
 
 
@@ -194,10 +198,11 @@ def no_collection() -> Iterator[None]:
 
 @contextmanager
 def no_alloc(optimizer: torch.optim.Optimizer, keeps_zeros: bool = True) -> Iterator[None]:
-    """All of the above: for building one ZeRO optimizer around `optimizer`. keeps_zeros: as `NoAllocMode`.
+    """Build one ZeRO optimizer around `optimizer` inside the block without memory, messages or garbage collection.
 
-    It takes no step (FP16_UnfusedOptimizer's constructor steps on zeros). Tensors print as one word: ZeRO-3's formats
-    all of its arguments, every parameter among them, for a message that is then not shown, which takes 0.1 s and more.
+    keeps_zeros: as `NoAllocMode`. The optimizer takes no step (FP16_UnfusedOptimizer's constructor steps on zeros).
+    Tensors print as one word: ZeRO-3's constructor formats all of its arguments, every parameter among them, for a
+    message that is then not shown, which takes 0.1 s and more.
     """
     mode, cut = NoAllocMode(keeps_zeros), Init._partition_param
 
@@ -216,4 +221,4 @@ def no_alloc(optimizer: torch.optim.Optimizer, keeps_zeros: bool = True) -> Iter
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """Whatever is asked for, it is not done."""
+    """Accept any arguments and do nothing."""

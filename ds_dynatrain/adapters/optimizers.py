@@ -1,8 +1,8 @@
-"""Which per-element states and scalars an optimizer keeps: a table of known classes, never a guess from live state.
+"""Rules of which per-element states and scalars an optimizer keeps: a table of known classes, no guess from live state.
 
 A rule is written for one class; a subclass may keep other states and needs a rule of its own. Users add their
-classes with `register_optimizer`. What cannot be cut by element (factored or quantized states), or would need
-messages of its own, is refused by name.
+classes with `register_optimizer`. Optimizers whose states cannot be cut by element (factored or quantized states), or
+that would need messages of their own, are refused by name.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Scalars = Mapping[str, Number] | Callable[[Group], Mapping[str, Number]]
 
 @dataclass(frozen=True)
 class OptimizerRule:
-    """What an optimizer keeps in `state[parameter]`, per parameter group.
+    """The entries of `state[parameter]` that an optimizer keeps, per parameter group.
 
     moments: names of the per-element states, of the element type and shape of the parameter.
     scalars: names of the scalars beside them, with their value before the first step.
@@ -241,7 +241,7 @@ def refuse_optimizer_layout(
 
 
 def _refuse_muon(config: Mapping[str, Any], layout: Layout, present: Layout | None) -> None:
-    """Where Muon would be another algorithm than in other layouts, or its momentum of another type or cut."""
+    """Refuse layouts in which Muon would be another algorithm, or its momentum would have another type or cut."""
     stage = layout.zero_stage
     if stage:
         _refuse_muon_under_zero(config, layout)

@@ -171,7 +171,9 @@ class PipelineTemplate:
         return tuple(map(int, parts))
 
     def _weights(self, expert: int) -> list[int]:
-        """What the partition method counts each layer for, where a rank has one in `expert` of its experts."""
+        """Return the weight of each layer in the partition method, on a rank that has one in `expert` of the layer's
+        experts.
+        """
         if self.method == PARAMETERS:
             expert = 1 if self.counts_all else expert
             return [_trained(layer, expert) for layer in self.layers]
@@ -191,14 +193,14 @@ class PipelineTemplate:
 
 
 def giving(spec: Any, build: Callable[[], nn.Module]) -> LayerSpec:
-    """What the module builds a layer from: the user's description of it, with another way to make it."""
+    """Return a description of a layer that the module builds it from: the user's, but with `build` to make it."""
     kept = copy.copy(spec) if isinstance(spec, LayerSpec) else LayerSpec(type(spec))
     kept.build = build
     return kept
 
 
 def layer_of(name: str) -> str:
-    """What the name of a parameter begins with: the number of its layer, or the key of its tie."""
+    """Return the first part of a parameter's name: the number of its layer, or the key of its tie."""
     parts = name.split(".")
     return ".".join(parts[:2]) if parts[0] == "tied_modules" else parts[0]
 

@@ -79,16 +79,16 @@ class Shortened:
             yield [each for each in commands if not isinstance(each, self.without)]
 
     def num_pipe_buffers(self) -> int:
-        """As many as DeepSpeed's has."""
+        """Return as many buffers as DeepSpeed's schedule needs."""
         return int(self.schedule.num_pipe_buffers())
 
 
 @contextmanager
 def _checkpointed_behind(module: PipelineModule, frozen: int) -> Iterator[None]:
-    """In it activations of a stage's first `frozen` layers are not recomputed: nothing goes backward there.
+    """Do not recompute activations of a stage's first `frozen` layers inside the block: no gradient flows back there.
 
-    A reentrant checkpoint sees no parameters: it has a backward pass if one of its inputs requires a gradient. So the
-    first one behind these layers is given such inputs.
+    A reentrant checkpoint sees no parameters: it has a backward pass only if one of its inputs requires a gradient. So
+    the first one behind these layers is given such inputs.
     """
     interval, checkpoint = module.activation_checkpoint_interval, module.activation_checkpoint_func
 
@@ -123,14 +123,14 @@ _BUFFERS = ("inputs", "labels", "outputs", "output_tensors")
 
 @dataclass(eq=False)
 class StageHost(Host):
-    """That of a pipeline engine. compiled_with: what `compile` was told, once it was called."""
+    """The host of a pipeline engine. compiled_with: arguments of the call of `compile`; None before it."""
 
     shaper: PipelineShaper
     compiled_with: dict[str, Any] | None = None
 
     @property
     def compiled_modules(self) -> list[str]:
-        """All layers or none: stages have different ones."""
+        """A single entry for every layer, or none: stages have different layers, and all members must agree."""
         return [] if self.compiled_with is None else ["every layer"]
 
     def _enter_world(self, world: World, layout: Layout, config: tuple[dict[str, Any], Any]) -> None:
@@ -154,7 +154,7 @@ class StageHost(Host):
         self.engine._forget_activations()
 
     def break_off(self) -> None:
-        """As with any engine; no micro-batch ends a window any more."""
+        """Break off the open window, as any host does, and let no micro-batch end a window any more."""
         super().break_off()
         self.engine._force_grad_boundary = False
 
@@ -360,7 +360,9 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
         return found
 
     def _loss_of_step(self) -> torch.Tensor:
-        """That of the step which was made last, also by others for this rank, whose own call was broken off in it."""
+        """Return the loss of the last step. Others may have finished that step for this rank, whose own call was broken
+        off.
+        """
         known, self._known_loss = self._known_loss, None
         self.agg_train_loss: torch.Tensor = self.agg_train_loss if known is None else known
         return self.agg_train_loss

@@ -1,7 +1,7 @@
-"""Of what type the elements of each state kind are, and in which memory: one table for all who allocate and check.
+"""Element type and memory of each state kind: one table for all code that allocates or checks buffers.
 
-On a CPU there is one memory. With an accelerator there are two: states are on the device but for what ZeRO offloads,
-which is where DeepSpeed's constructors put it (0.19.8, `stage_1_and_2.py`, `stage3.py`).
+On a CPU there is one memory. With an accelerator there are two: states are on the device, except for those that ZeRO
+offloads, which lie where DeepSpeed's constructors put them (0.19.8, `stage_1_and_2.py`, `stage3.py`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from ds_dynatrain.space import WEIGHT, row_of
 
 @dataclass(frozen=True)
 class ElementTypes:
-    """Of what type the elements of each state kind are, in whatever layout.
+    """Element type of each state kind; the same in every layout.
 
-    weight: of the parameters. gradient: of accumulated gradients, thus of ZeRO-3's last ones. moments: by name; one
-    that is not named is of the master's type.
+    weight: type of the parameters. gradient: type of accumulated gradients, and so of ZeRO-3's last ones. moments:
+    types by name; a moment that is not listed has the master's type.
     """
 
     weight: torch.dtype
@@ -56,7 +56,7 @@ HERE = Place(HOST)
 
 @dataclass(frozen=True)
 class Memory:
-    """What the buffers of a state kind are made of."""
+    """Element type and place of the buffers of a state kind."""
 
     dtype: torch.dtype
     place: Place = HERE
@@ -64,10 +64,10 @@ class Memory:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where ZeRO keeps the states of an engine: `device`, or the host for what is offloaded.
+    """The memories in which ZeRO keeps the states of an engine: `device`, or the host for what is offloaded.
 
-    optimizer, parameters: where `offload_optimizer` and `offload_param` keep theirs, the device without them; pinned as
-    the configuration says.
+    optimizer, parameters: places that `offload_optimizer` and `offload_param` choose, the device without them; pinned
+    if the configuration says so.
     """
 
     device: torch.device = HOST
@@ -76,7 +76,7 @@ class Placement:
 
     @staticmethod
     def of(config: Any) -> Placement:
-        """By DeepSpeed's parsed configuration."""
+        """Read the placement off DeepSpeed's parsed configuration."""
         device, zero = compute_device(), config.zero_config
 
         def place(block: Any) -> Place:
@@ -91,9 +91,9 @@ class Placement:
         return self.optimizer.device != self.device
 
     def place(self, kind: str, zero_stage: int) -> Place:
-        """Of one state kind under a stage.
+        """Return the place of one state kind under a stage.
 
-        What the CPU optimizer makes for itself, its moments, is not pinned, nor are stage 3's masters; its trainable
+        Moments, which the CPU optimizer allocates itself, are not pinned, nor are stage 3's masters; its trainable
         weights always are.
         """
         if zero_stage == 0:
@@ -104,7 +104,7 @@ class Placement:
         return self.optimizer if zero_stage in row_of(kind).pinned_in else Place(self.optimizer.device)
 
     def memory(self, types: ElementTypes, kinds: tuple[str, ...], zero_stage: int) -> dict[str, Memory]:
-        """What the buffers of each of `kinds` are made of."""
+        """Return the element type and the place of the buffers of each of `kinds`."""
         return {kind: Memory(types.of(kind), self.place(kind, zero_stage)) for kind in kinds}
 
 

@@ -1,8 +1,8 @@
-"""What DeepSpeed keeps once for a process and not for an engine, apart from groups (`parallel_state`).
+"""State that DeepSpeed keeps once per process and not per engine, apart from groups (`parallel_state`).
 
-That is what it sets, and random streams beside torch's: the tracker of activation checkpointing, and the accelerator's
-own. Blocks that are run under `get_cuda_rng_tracker().fork(name)` draw from the tracker's named states, which are
-advanced with every fork; nothing else in a job knows of them.
+It consists of globals that DeepSpeed sets, and of random streams beside torch's: those of the tracker of activation
+checkpointing, and the accelerator's own. Code that runs under `get_cuda_rng_tracker().fork(name)` draws from the
+tracker's named states, which every fork advances; nothing else in a job knows of them.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from ds_dynatrain.adapters.stage3 import restore_linear
 
 @dataclass(frozen=True)
 class ProcessWide:
-    """linear: `torch.nn.functional.linear`, which stage 3 replaces by one with other roundings. is_autocast, autocast:
-    whether torch autocast was configured, and in which type ranks add gradients up then.
+    """Globals that an engine sets for its whole process.
+
+    linear: `torch.nn.functional.linear`, which stage 3 replaces by one that rounds differently. is_autocast, autocast:
+    whether torch autocast was configured, and the type in which ranks add gradients up then.
     """
 
     linear: Callable[..., torch.Tensor]
@@ -33,19 +35,19 @@ class ProcessWide:
 
     @staticmethod
     def capture() -> ProcessWide:
-        """As it is at present."""
+        """Return the globals as they are at present."""
         given = torch_autocast.TORCH_AUTOCAST_INITIALIZED, torch_autocast.TORCH_AUTOCAST_DTYPE
         return ProcessWide(torch.nn.functional.linear, *given)
 
     def put(self) -> None:
-        """Make it so."""
+        """Set the globals to these values."""
         torch.nn.functional.linear = self.linear
         torch_autocast.TORCH_AUTOCAST_INITIALIZED = self.is_autocast
         torch_autocast.TORCH_AUTOCAST_DTYPE = self.autocast
 
 
 def put_plain() -> None:
-    """As in a process without an engine."""
+    """Set the globals as they are in a process without an engine."""
     restore_linear()
     ProcessWide(torch.nn.functional.linear).put()
 

@@ -1,6 +1,6 @@
-"""What of a model is trained, and in which optimizer groups: what has changed since, and what follows.
+"""Registration of which parameters are trained, and in which optimizer groups: changes to that, and their effects.
 
-Schedulers keep lists with one entry per optimizer group, which follow when groups are added or dropped.
+Schedulers keep lists with one entry per optimizer group; these are adjusted when groups are added or dropped.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class NewGroup:
 
 @dataclass(frozen=True)
 class Regrouping:
-    """All groups after a registration, and the parameters that require a gradient; equal on all members."""
+    """The groups after a registration, and the parameters that require a gradient; equal on all members."""
 
     groups: tuple[NewGroup, ...]
     requires_grad: tuple[str, ...]
@@ -66,11 +66,11 @@ class Regrouping:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is asked of a registration.
+    """Requested changes of one registration.
 
-    requires_grad: whether each parameter requires a gradient now, by its tensor's name; for those left out it is
-    as it was. groups: of each asked group the names of its parameters, and its other entries. begun: whether the
-    optimizer has states.
+    requires_grad: whether each parameter requires a gradient now, by its tensor's name; parameters that are left out
+    keep their flag. groups: names of the parameters of each requested group, and its other entries. begun: whether the
+    optimizer has states already.
     """
 
     requires_grad: Mapping[str, bool]
@@ -79,7 +79,10 @@ class Wanted:
 
 
 def wanted_of(model: ModelMap, module: nn.Module, groups: Sequence[Mapping[str, Any]], begun: bool) -> Wanted:
-    """What the parameters of this rank and its caller say. SwitchRefused, naming the parameter, for a strange one."""
+    """Return what the parameters of this rank and the caller's `groups` request.
+
+    Raises SwitchRefused, naming the parameter, if one of them is unknown to the model map.
+    """
     strange = _strange(model, module)
     if strange is not None:
         raise SwitchRefused(strange, "add parameters before initialize, frozen if need be; change their data in place")
@@ -148,7 +151,8 @@ def regroup(model: ModelMap, optimizer: torch.optim.Optimizer, wanted: Wanted) -
 def changes(
     model: ModelMap, module: nn.Module, optimizer: torch.optim.Optimizer, plain: bool
 ) -> tuple[str, str] | None:
-    """What is not as it was registered, if anything: (row of the support table, what it is about, by name).
+    """Return the first difference from what was registered, as (row of the support table, description by name), or
+    None.
 
     plain: whether the optimizer steps the parameters themselves (ZeRO stage 0 in fp32).
     """
@@ -191,7 +195,7 @@ def _asked(
     model: ModelMap,
     optimizer: torch.optim.Optimizer,
 ) -> NewGroup:
-    """An asked group."""
+    """Check one requested group and return it; raises SwitchRefused with the reason if it cannot be added."""
     more = {key: value for key, value in rest.items() if key != LIKE}
     if not names:
         raise SwitchRefused(

@@ -76,10 +76,10 @@ def leave(engine: Any) -> None:
 
 
 def loss_factor(engine: Any) -> float:
-    """What makes a loss's gradient the same in all ZeRO stages.
+    """Return the factor that makes the gradient of a loss the same in all ZeRO stages.
 
-    DeepSpeed takes the mean over data ranks and the sum over sequence ranks; stage 3, which reduces and scatters in
-    one, takes the mean over both.
+    DeepSpeed takes the mean over data ranks and the sum over sequence ranks. Stage 3, which reduces and scatters in one
+    operation, takes the mean over both.
     """
     return float(engine.sequence_parallel_size) if int(engine.zero_optimization_stage()) == 3 else 1.0
 

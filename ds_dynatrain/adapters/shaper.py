@@ -182,10 +182,10 @@ def _moved(hook: Any, heirs: Mapping[int, nn.Module]) -> Any:
 
 
 class Shaper:
-    """What one way of dealing models out has to answer. No call is a collective, and none needs a full-size tensor.
+    """One way of dealing models out to ranks. No call is a collective, and none needs a full-size tensor.
 
-    This one is of models that are dealt out by data and sequence only. owners: which process of the launch has the
-    first value of a parameter, by its id; process 0 of those left out.
+    This base class serves models that are dealt out by data and sequence only. owners: process of the launch that has
+    the first value of a parameter, by the parameter's id; process 0 has those of all others.
     """
 
     owners: Mapping[int, int] = MappingProxyType({})

@@ -104,7 +104,7 @@ def partition_of(shaper: Shaper, names: tuple[str, ...], layout: Layout) -> Part
 
 @dataclass(frozen=True)
 class Shape:
-    """What a root's children depend on: the sizes of the axes, and the place of this member on them."""
+    """The inputs that determine a root's children: the sizes of the axes, and the place of this member on them."""
 
     pipe: int
     boundaries: tuple[int, ...] | None

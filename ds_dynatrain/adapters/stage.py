@@ -55,7 +55,7 @@ class Stage(ABC):
 
     @abstractmethod
     def stepped(self, engine: Any, model: ModelMap) -> Iterator[Stepped]:
-        """All that the basic optimizer steps."""
+        """Yield each tensor that the basic optimizer steps."""
 
     @abstractmethod
     def put_weight(self, engine: Any, model: ModelMap, each: Stepped, buffers: Buffers) -> None:
@@ -79,7 +79,7 @@ class Stage(ABC):
         return buffers, scalars
 
     def census(self, engine: Any, model: ModelMap) -> list[Found]:
-        """Where each parameter's elements really lie, read from DeepSpeed's own bookkeeping; most moments left out."""
+        """Return where each parameter's elements lie, by DeepSpeed's own bookkeeping; most moments are left out."""
         return [Found(WEIGHT, number, 0, each.numel(), each.data_ptr()) for number, each in enumerate(model.parameters)]
 
     def release(self, engine: Any, model: ModelMap) -> None:
@@ -112,7 +112,7 @@ class Stage(ABC):
         return common_scalars(scalars, each.tensors, f"optimizer group {each.group}")
 
     def own_part(self, parameter: Any) -> torch.Tensor:
-        """What a rank holds of a frozen parameter."""
+        """Return the part of a frozen parameter that this rank holds."""
         held: torch.Tensor = parameter
         return held
 
@@ -193,7 +193,7 @@ def end_to_end(model: ModelMap, parameters: Iterable[torch.Tensor]) -> list[tupl
 
 
 def _master_rows(master: torch.Tensor, low: int, slots: Slots) -> list[Found]:
-    """What of a flat group lies in `master`, which holds its positions from `low` on."""
+    """Return rows for the part of a flat group in `master`, which holds the group's positions from `low` on."""
     rows, high = [], low + master.numel()
     for number, position, numel in slots:
         start, stop = max(position, low), min(position + numel, high)
@@ -204,7 +204,10 @@ def _master_rows(master: torch.Tensor, low: int, slots: Slots) -> list[Found]:
 
 
 def _whole_rows(engine: Any, model: ModelMap, master: torch.Tensor, parameters: Iterable[torch.Tensor]) -> list[Found]:
-    """Where moments of whole tensors lie: for each of `parameters`, of which `master` has a part, one after another."""
+    """Return rows for moments of whole tensors.
+
+    Such a moment holds each of `parameters`, of which `master` has a part, one after another.
+    """
     state, rows = engine.basic_optimizer.state.get(master, {}), []
     for name in rule_of(engine.basic_optimizer).whole_tensors:
         for number, position, numel in end_to_end(model, parameters) if name in state else ():

@@ -23,7 +23,9 @@ from ds_dynatrain.space import MASTER, WEIGHT, BufferId
 
 
 def count_empty_groups(optimizer: torch.optim.Optimizer, model: ModelMap) -> None:
-    """Before a step, let the elements without meaning be stepped, too."""
+    """Give the stand-in elements of empty groups a gradient of zero, so that they are stepped too. Called before a
+    step.
+    """
     for holder in _holders_of_empty_groups(optimizer, model).values():
         holder.grad = torch.zeros_like(holder)
 
@@ -55,7 +57,7 @@ class ReplicatedStage(Stage):
         return super().census(engine, model) + rows
 
     def counts_of(self, each: Stepped, scalars: Scalars) -> dict[str, float]:
-        """Each tensor's own; those of a group that is empty here are the same as of any of its tensors."""
+        """Return the scalars of the tensor; those of a group that is empty here equal those of any tensor in it."""
         return scalars.of(each.tensors[0])
 
 

@@ -73,7 +73,7 @@ class PipelineShaper(Shaper):
             self.template, self.owners = self.autoep.template, self.autoep.owners
 
     def cuts(self, layout: Layout) -> Mapping[str, AxisCuts]:
-        """Which stages hold a tensor, and which expert index there; LayoutError for a tensor axis."""
+        """Return which stages hold each tensor, and which expert index there; raises LayoutError for a tensor axis."""
         if layout.tensor > 1:
             raise LayoutError(f"{layout}: DeepSpeed's PipelineEngine knows no tensor axis; give tensor=1")
         cuts = (
@@ -82,11 +82,13 @@ class PipelineShaper(Shaper):
         return {name: replace(cuts[name], stages=held) for name, held in self.template.stages(layout).items()}
 
     def whole(self, root: nn.Module) -> nn.Module:
-        """That of the template."""
+        """Return the template's whole model, whatever stage `root` is."""
         return self.template.whole
 
     def refuse_to_train(self, names: Collection[str]) -> None:
-        """Of a tied layer what is not in its `tied_weight_attr` stays frozen: stages would train copies of it."""
+        """Refuse to train parameters of a tied layer that its `tied_weight_attr` does not list: stages would train
+        copies of them.
+        """
         for key in {key for key in self.template.keys if key is not None and self.template.keys.count(key) > 1}:
             tied = {f"tied_modules.{key}.{attribute}" for attribute in self.template.tied[key]}
             stray = next((name for name in names if layer_of(name) == f"tied_modules.{key}" and name not in tied), None)
@@ -267,7 +269,7 @@ class StageExperts(Conversion):
         }
 
     def dealt(self, size: int, index: int) -> nn.Module:
-        """All layers as a rank has them, by DeepSpeed's names, on the meta device."""
+        """Return all layers as a rank has them, by DeepSpeed's names, on the meta device."""
         return self._converted(size, index).whole
 
     def _converted(self, size: int, index: int) -> PipelineTemplate:

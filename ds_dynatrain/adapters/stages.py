@@ -1,4 +1,4 @@
-"""Which stage speaks for a DeepSpeed optimizer, by its class and not by its number; and those over flat groups.
+"""Choice of the `Stage` for a DeepSpeed optimizer, by its class and not by its number; and the stages over flat groups.
 
 | class | its groups |
 |---|---|
@@ -45,7 +45,7 @@ from ds_dynatrain.space import HOST_GRAD, WEIGHT
 
 
 class FusedStage(FlatGroups):
-    """`FP16_Optimizer`."""
+    """Stage of `FP16_Optimizer`: both flat groups are whole on every rank."""
 
     flats, masters = "fp16_groups_flat", "fp32_groups_flat"
 
@@ -65,7 +65,7 @@ class FlatStages(FlatGroups):
     flats, masters = "bit16_groups_flat", "single_partition_of_fp32_groups"
 
     def slots(self, held: Any, model: ModelMap, group: int) -> tuple[int, Slots]:
-        """From the flat order that DeepSpeed keeps for its reduction."""
+        """Read the slots off the flat order that DeepSpeed keeps for its reduction."""
         number = numbers_of(model)
         ordered = zip(held.round_robin_bit16_groups[group], flat_offsets(held, group), strict=True)
         size = int(held.partition_size[group])  # 0.18 has a float
@@ -79,7 +79,7 @@ class FlatStages(FlatGroups):
         held.parallel_partitioned_bit16_groups[group] = held.get_data_parallel_partitions(flat, group)
 
     def whole(self, held: Any, group: int) -> Iterable[torch.Tensor]:
-        """All of which the rank has a part."""
+        """Return all parameters of which the rank has a part."""
         parameters: Iterable[torch.Tensor] = held.params_in_partition[group]
         return parameters
 
@@ -100,7 +100,7 @@ class FlatStages(FlatGroups):
 
 
 class AccumulatingStage(FlatGroups):
-    """`BF16_Optimizer`."""
+    """Stage of `BF16_Optimizer`: whole flat weights, one part of the fp32 master."""
 
     flats, masters = "bf16_groups_flat", "fp32_groups_flat_partition"
 
@@ -188,9 +188,10 @@ def correct_fragments(zero: Any) -> None:
 
 
 def count_empty_experts(optimizer: Any, model: ModelMap) -> None:
-    """Before a step, let a pipeline stage without experts add 0 to their norm.
+    """Let a pipeline stage without experts add 0 to their norm. Called before a step.
 
-    DeepSpeed adds it up over stages in a collective that it leaves out where no expert has a gradient.
+    DeepSpeed adds this norm up over stages in a collective, which a stage would leave out if no expert had a gradient
+    there.
     """
     for group, has_gradient in enumerate(optimizer.fp32_groups_has_gradients):
         if is_empty_group(model, group) and optimizer.param_groups[group].get("moe"):

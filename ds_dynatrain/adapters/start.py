@@ -1,6 +1,6 @@
-"""What `deepspeed.initialize` does around the engine's constructor, for an engine class of our own.
+"""The steps of `deepspeed.initialize` around the engine's constructor, for an engine class of our own.
 
-`initialize` hands out one optimizer for the whole job, which speaks for whatever DeepSpeed has at present.
+`initialize` hands out one optimizer for the whole job, which forwards to the one that DeepSpeed has at present.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ def start_without_compiler() -> None:
 
 
 def tell_of_compilers() -> None:
-    """From now on a process that waits long for the compilation of an operator says so on the log, one for each node.
+    """Make processes that wait long for the compilation of an operator say so in the log, one process on each node.
 
-    Called when the engine is imported: DeepSpeed compiles in its own calls too, which a framework or a script may make
-    before any of ours. torch before 2.14 waits until a lock file is gone, for ever, and a process that is killed while
-    it compiles leaves it behind.
+    Called when the engine is imported: DeepSpeed also compiles in its own calls, which a framework or a script may make
+    before any of ours. torch before 2.14 waits without limit until a lock file is gone, and a process that is killed
+    while it compiles leaves that file behind.
     """
     OpBuilder.jit_load = _load_aloud
     FileBaton.wait = _wait_aloud  # type: ignore[method-assign]
@@ -146,12 +146,12 @@ class OptimizerForwarder(torch.optim.Optimizer):
 
     @property
     def _opt_called(self) -> bool:
-        """What torch's schedulers ask before their first step: `engine.step` has taken one of the optimizer's."""
+        """Whether `engine.step` has stepped the optimizer; torch's schedulers ask before their first step."""
         return bool(self._host.engine.global_steps)
 
     @_opt_called.setter
     def _opt_called(self, value: bool) -> None:
-        """They set it, too, where a script calls `step` itself."""
+        """Ignore the value that schedulers set when a script calls `step` itself."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "_host":  # of a copy that has none

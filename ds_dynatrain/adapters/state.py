@@ -1,4 +1,4 @@
-"""What is told of an engine's state: its buffers, where they lie, and the scalars of its optimizer."""
+"""Descriptions of an engine's state: its buffers, where they lie, and the scalars of its optimizer."""
 
 from __future__ import annotations
 

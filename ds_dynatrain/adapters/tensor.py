@@ -91,10 +91,10 @@ def partition(model: nn.Module, config: Mapping[str, Any], size: int, place: int
 
 
 def describe(template: Template, config: Mapping[str, Any], size: int) -> Cuts:
-    """What AutoTP writes on the parameters of a model that it cuts in `size`; asked without peers.
+    """Return the cuts that AutoTP would write on the parameters of a model in `size` parts; works without peers.
 
-    UnsupportedError, naming the parameter, for what it does not describe or would get wrong. Whatever AutoTP itself
-    raises for a model or a size that it does not take, passes.
+    Raises UnsupportedError, naming the parameter, for one that AutoTP does not describe or would get wrong. Errors that
+    AutoTP itself raises for a model or a size pass through.
     """
     made = template.copy()
     partition(made, config, size, 0)
@@ -141,7 +141,7 @@ def refuse_empty(found: Cuts, config: Mapping[str, Any], layout: Layout) -> None
 
 
 def _cut(name: str, shape: tuple[int, ...], held: nn.Parameter) -> AxisCuts:
-    """What DeepSpeed wrote on a parameter, as a cut."""
+    """Return what DeepSpeed wrote on a parameter, as a cut."""
     written = getattr(held, DS_AUTOTP_UC_META, None)
     if written is None or written["replicated"]:
         return WHOLE
@@ -158,7 +158,7 @@ def _cut(name: str, shape: tuple[int, ...], held: nn.Parameter) -> AxisCuts:
 
 @contextmanager
 def _for_training() -> Iterator[None]:
-    """In the block AutoTP cuts for training; what it keeps for the process is as it was afterwards."""
+    """Let AutoTP cut for training inside the block, and restore its process-wide settings afterwards."""
     training, on_host = is_autotp_training_mode(), TensorParallel_Layer.keep_module_on_host
     set_autotp_mode(training=True)
     try:

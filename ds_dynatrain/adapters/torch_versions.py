@@ -1,6 +1,6 @@
-"""What differs between the versions of torch that this package runs with; no other file asks which one is there.
+"""Differences between the versions of torch that this package runs with; no other file asks for torch's version.
 
-It is looked up by what is there, so a newer torch is let in as long as it has the names; `check_torch` says at import
+Names are looked up one by one, so a newer torch is accepted as long as it has them; `check_torch` reports at import
 which are missing.
 """
 
@@ -104,7 +104,7 @@ def has(module: str, name: str) -> bool:
 
 
 def register_in_world() -> Callable[..., None]:
-    """What makes a group known to `torch.distributed`; its arguments are the same in all versions."""
+    """Return the function that makes a group known to `torch.distributed`; its arguments never differ."""
     found: Any = next(getattr(c10d, name) for name in REGISTERING if hasattr(c10d, name))
     return found  # type: ignore[no-any-return]
 

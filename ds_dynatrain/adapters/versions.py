@@ -1,8 +1,8 @@
-"""What differs between the DeepSpeed series that this package is tested with; no other file asks for a version.
+"""Differences between the DeepSpeed series that this package is tested with; no other file asks for a version.
 
-A series is a minor version. Within one, patches from the tested one on are let in: the private names that the adapters
-rely on are checked before anything else of them is imported, and the census of every switch tells where their buffers
-lie. A missing name is an error that names both versions, not an AttributeError in the middle of a training.
+A series is a minor version. Within a series, patch versions from the tested one on are accepted: the private names that
+the adapters rely on are checked before any other adapter is imported, and the census of every switch checks where
+DeepSpeed's buffers lie. A missing name is an error that names both versions, not an AttributeError during training.
 """
 
 from __future__ import annotations
@@ -279,7 +279,7 @@ def collector() -> ModuleType:
 
 
 def configure_python_gc(engine: Any) -> None:
-    """What `deepspeed.initialize` does last, since 0.19."""
+    """Configure Python's garbage collector as `deepspeed.initialize` does last, since 0.19."""
     if hasattr(engine, "_configure_python_gc"):
         engine._configure_python_gc()
 
@@ -301,9 +301,10 @@ def settle_flat_groups(zero: Any) -> None:
 
 
 def flat_offsets(zero: Any, group: int) -> list[int]:
-    """Where each of `zero.round_robin_bit16_groups[group]` starts in the flat buffer of stages 1 and 2, in elements.
+    """Return where each of `zero.round_robin_bit16_groups[group]` starts in the flat buffer of stages 1 and 2, in
+    elements.
 
-    0.18 keeps no list of them: there the parameters lie end to end.
+    DeepSpeed 0.18 keeps no list of these; there the parameters lie end to end.
     """
     offsets = getattr(zero, "round_robin_bit16_offsets", None)
     if offsets is not None:
@@ -426,6 +427,6 @@ def check_names(*names: Names) -> None:
 
 
 def paths(holder: str, names: str) -> list[list[str]]:
-    """Each name of a row of a table: the module, then the levels below it."""
+    """Return the path of each name in a row of a table: the module, then the levels below it."""
     module, *classes = holder.split(":")
     return [[module, *classes, *name.split(".")] for name in names.split()]
