@@ -179,7 +179,7 @@ class TrainLoader(Loader):
         self.order: EpochOrder = source.order(host.batch.train_batch_size) if order is None else order
         """Assignment of samples to global batches; the same in every world."""
         self.post_process: Callable[[Any, dict[str, Any]], Any] | None = None
-        """Function of a batch, and of the order's state when its global batch was drawn; returns the batch to train on."""
+        """Function of a batch and of the order's state when its global batch was drawn; makes the batch to train on."""
         self.samples = 0
         """Own samples in the micro-batch that `next` dealt last; 0 if it repeats another rank's sample."""
         self._host = host
