@@ -28,8 +28,8 @@ class GroupOfOne(PythonGroup):
 
     (It stands in front of no other group, so a `ManagedProcessGroup` would have nothing to keep.)
 
-    Its collectives raise RuntimeError, before anything is written, where a tensor is of another type, size or device
-    than the one that it is copied to, or a list is not of one tensor for one rank; `send` and `recv` always do.
+    Its collectives raise RuntimeError, before anything is written, if a tensor differs in type, size or device from the
+    one that it is copied to, or a list does not have one tensor for one rank; `send` and `recv` always raise.
     """
 
     def __init__(self, name: str) -> None:
@@ -40,15 +40,19 @@ class GroupOfOne(PythonGroup):
         self._set_group_name(GroupName(name))
 
     def collective(self, name: str, *arguments: Any, **named: Any) -> Any:
-        """Do what it means among one rank; RuntimeError for one of a torch that is newer than those tested."""
+        """Do what the collective means for one rank; RuntimeError for one that only a newer torch than those tested
+        has.
+        """
         if name not in MEANINGS:
             raise _wrong(f"{name} of torch {torch.__version__} is not known (tested with torch {tested_torches()})")
         return MEANINGS[name](*arguments, **named)
 
 
 class Finished(Work):
-    """A collective of one rank. On a device it is done when its stream comes to it: who waits lets the present stream
-    go on behind that, and the host goes on at once, as with collectives of torch's own.
+    """A collective of one rank.
+
+    On a device it is done when its stream comes to it: waiting orders the present stream behind that, and the host goes
+    on at once, as with torch's own collectives.
     """
 
     def __init__(self, outputs: Tensors = ()) -> None:
@@ -61,7 +65,7 @@ class Finished(Work):
             self._event.record(get_accelerator().current_stream())
 
     def wait(self, *_: Any, **__: Any) -> bool:
-        """Let the present stream go on behind it; True."""
+        """Order the present stream behind the collective; return True."""
         if self._event is not None:
             get_accelerator().current_stream().wait_event(self._event)
         return True
@@ -71,29 +75,29 @@ class Finished(Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether the device has done it."""
+        """Return whether the device has done it."""
         return self._event is None or bool(self._event.query())
 
     def is_success(self) -> bool:
-        """Always: wrong arguments raise where it is called."""
+        """Return True: wrong arguments raise in the call itself."""
         return True
 
     def exception(self) -> None:
         """Return None: it has not failed."""
 
     def result(self) -> list[torch.Tensor]:
-        """The tensors that hold what came out."""
+        """Return the output tensors."""
         return self._outputs
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """A future of `result`, which is there."""
+        """Return a future of `result`, already set."""
         future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=[*self._devices])
         future.set_result(self._outputs)
         return future
 
 
 def _keep(tensors: Tensors, opts: Any = None, *_: Any, **__: Any) -> Work:
-    """Leave the tensors as they are: of one rank they are the sum, and what everybody has."""
+    """Leave the tensors as they are: with one rank they are the sum, and the values of all ranks."""
     _check(opts)
     return Finished(tensors)
 
@@ -118,14 +122,19 @@ def _copy_each(outputs: Tensors, inputs: Tensors, opts: Any = None, *_: Any, **_
 
 
 def _from_ranks(outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None, *_: Any, **__: Any) -> Work:
-    """outputs: for each rank a list with a place for each input; for `gather` on its root the other way round, which is
-    the same for one of each.
+    """Copy inputs to the place of each rank in `outputs`.
+
+    outputs: for each rank a list with a place for each input; for `gather` on its root the other way round, which is
+    the same with one of each.
     """
     return _copy_each(_only(outputs), inputs, opts)
 
 
 def _to_ranks(outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None, *_: Any, **__: Any) -> Work:
-    """inputs: for the one output, a list with a tensor from each rank, or for each rank."""
+    """Copy the input of each rank to an output.
+
+    inputs: for the one output, a list with a tensor from each rank, or for each rank.
+    """
     return _copy_each([_only(outputs)], _only(inputs), opts)
 
 
@@ -141,7 +150,10 @@ def _exchange_rows(
     *_: Any,
     **__: Any,
 ) -> Work:
-    """output_sizes, input_sizes: rows for each rank; all rows where they are empty."""
+    """Copy the rows of `given` to `output`.
+
+    output_sizes, input_sizes: rows for each rank; all rows if empty.
+    """
     for sizes, tensor in ((output_sizes, output), (input_sizes, given)):
         if sizes and list(sizes) != [tensor.shape[0]]:
             raise _wrong(f"split sizes {list(sizes)} for {tensor.shape[0]} rows and one rank")
@@ -153,7 +165,7 @@ def _meet(*_: Any, **__: Any) -> Work:
 
 
 def _meet_here(*_: Any, **__: Any) -> None:
-    """Return at once, as all are here."""
+    """Return at once: all ranks are here."""
 
 
 def _talk(*_: Any, **__: Any) -> Work:
@@ -197,4 +209,4 @@ MEANINGS: Mapping[str, Callable[..., Any]] = {
     "monitored_barrier": _meet_here,
     **dict.fromkeys(("send", "recv", "recv_anysource"), _talk),
 }
-"""Method of `ProcessGroup`'s, by its names in all versions of torch -> what it does among one rank."""
+"""Methods of `ProcessGroup`, by their names in all versions of torch -> their function for one rank."""

@@ -35,7 +35,7 @@ class ModelMap:
         """Read names and shapes while the module is whole.
 
         A parameter that several modules share has its first name and is one logical tensor. UnsupportedError, naming
-        the parameter or group, for what a switch cannot carry.
+        the parameter or group, for one that a switch cannot carry.
         """
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         known = {id(parameter): parameter for parameter in module.parameters()}
@@ -64,10 +64,10 @@ class ModelMap:
         return ModelMap(tuple(tensors), tuple(parameters), held, flags, _only_dtype(names, known))
 
     def reshaped(self, parameters: Mapping[str, nn.Parameter], tensors: Sequence[LogicalTensor]) -> ModelMap:
-        """The map of the same model in another shape, whose parameters are given by the logical tensors' names.
+        """Return the map of the same model in another shape, whose parameters are given by the logical tensors' names.
 
-        tensors: the local ones of this rank. Where that is empty, the map holds an empty parameter of its own.
-        UnsupportedError for a parameter that is missing or of another shape.
+        tensors: the local ones of this rank. For an empty one, the map holds an empty parameter of its own.
+        UnsupportedError for a parameter that is missing or has another shape.
         """
         held: list[nn.Parameter] = []
         for before, tensor in zip(self.parameters, tensors, strict=True):
@@ -89,9 +89,10 @@ class ModelMap:
         return ModelMap(tuple(tensors), tuple(held), groups, self.requires_grad, self.dtype)
 
     def regrouped(self, groups: Sequence[Sequence[str]], requires_grad: Collection[str]) -> ModelMap:
-        """The map of the same parameters in other optimizer groups, by the tensors' names.
+        """Return the map of the same parameters in other optimizer groups, by the tensors' names.
 
-        requires_grad: what requires a gradient then; it is not set. Frozen tensors stay in their order.
+        requires_grad: names of the parameters that require a gradient then; their flags are not set here. Frozen
+        tensors stay in their order.
         """
         number = {tensor.name: at for at, tensor in enumerate(self.tensors)}
         trained = [(number[name], group) for group, listed in enumerate(groups) for name in listed]
