@@ -290,9 +290,7 @@ class Host:
         forget_running_products(self.basic_optimizer)
 
     def let_module_go(self) -> None:
-        """Remove the attributes and hooks that DeepSpeed and this object keep on the module, and in torch, for the
-        engine's life.
-        """
+        """Remove everything that DeepSpeed and this object keep on the module, and in torch, while the engine lives."""
         self._gradients.stop()
         self._gathers.stop()
         forget(self.module)

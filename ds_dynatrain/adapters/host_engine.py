@@ -172,9 +172,7 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         return scaled * self._host.loss_weight
 
     def clip_fp32_gradients(self) -> None:
-        """Clip without ZeRO, by a norm that does not depend on how many ranks share the experts, as
-        DeepSpeed's would.
-        """
+        """Clip without ZeRO. If ranks share experts, use our norm: DeepSpeed's would depend on how many do."""
         if self._host.shape.expert > 1:
             clip_with_experts(self.module, self.gradient_clipping(), self._host.layout)
         else:

@@ -37,7 +37,9 @@ beside what is sent in the other."""
 
 
 def peers(layout: Layout, rank: int) -> dict[str, tuple[int, ...]]:
-    """The ranks of each group that `rank` is in, ascending, by kind; LayoutError for a rank outside of the world."""
+    """Return the ranks of each group that `rank` is in, ascending, by kind; LayoutError for a rank outside of the
+    world.
+    """
     found = {kind: _varying(layout, rank, axes) for kind, axes in VARYING.items()}
     index, _ = layout.expert_place(rank)
     start = rank - rank % layout.ranks_per_stage
@@ -48,12 +50,12 @@ def peers(layout: Layout, rank: int) -> dict[str, tuple[int, ...]]:
 
 
 def tie(stages: tuple[int, ...]) -> str:
-    """The kind of the group of some stages of a pipeline, which share tied weights."""
+    """Return the kind of the group of pipeline stages that share tied weights."""
     return "tie_" + "_".join(map(str, stages))
 
 
 def tied_peers(layout: Layout, rank: int, ties: Iterable[tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """The ranks of each tie that `rank` is in, by kind; ties of all stages have the group of the pipe axis."""
+    """Return the ranks of each tie that `rank` is in, by kind; ties of all stages have the group of the pipe axis."""
     place = layout.coordinate(rank)
     return {
         tie(stages): tuple(layout.rank(**{**place, "pipe": stage}) for stage in stages)
