@@ -31,19 +31,19 @@ class ElementTypes:
     moments: Mapping[str, torch.dtype] = field(default_factory=dict)
 
     def of(self, kind: str) -> torch.dtype:
-        """The type of one kind."""
+        """Return the element type of one kind."""
         of_job: torch.dtype = getattr(self, row_of(kind).element)
         return self.moments.get(kind, of_job)
 
 
 class Place(NamedTuple):
-    """A device; pinned: host memory that an accelerator copies from and to by itself."""
+    """A device. pinned: whether it is host memory that an accelerator copies from and to by itself."""
 
     device: torch.device
     pinned: bool = False
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies there; more of it may be pinned than has to be."""
+        """Return whether a tensor lies there; it may be pinned without need."""
         return tensor.device == self.device and (not self.pinned or is_pinned(tensor))
 
     def __str__(self) -> str:
@@ -51,7 +51,7 @@ class Place(NamedTuple):
 
 
 HERE = Place(HOST)
-"""Pages of the process, which come when they are touched."""
+"""Host memory whose pages come when they are touched."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Placement:
 
     @property
     def offloads_optimizer(self) -> bool:
-        """Whether there are two memories, and the optimizer's is the host's."""
+        """Whether there are two memories, and the optimizer's states are in the host's."""
         return self.optimizer.device != self.device
 
     def place(self, kind: str, zero_stage: int) -> Place:
@@ -109,5 +109,5 @@ class Placement:
 
 
 def is_pinned(tensor: torch.Tensor) -> bool:
-    """Whether the accelerator copies from and to a tensor by itself."""
+    """Return whether the accelerator copies from and to a tensor by itself."""
     return bool(get_accelerator().is_pinned(tensor))

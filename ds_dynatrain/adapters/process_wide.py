@@ -57,7 +57,7 @@ _TRACKED = "checkpointing:"
 
 
 def further_streams() -> dict[str, np.ndarray[Any, Any]]:
-    """Name -> state (bytes) of every stream that is in use."""
+    """Return the state (bytes) of every stream in use, by name."""
     states = {f"{_TRACKED}{name}": state for name, state in get_cuda_rng_tracker().get_states().items()}
     if is_accelerated():
         states[_ACCELERATOR] = get_accelerator().get_rng_state()
@@ -65,7 +65,7 @@ def further_streams() -> dict[str, np.ndarray[Any, Any]]:
 
 
 def restore_further_streams(streams: dict[str, np.ndarray[Any, Any]]) -> None:
-    """Put states back; a tracked stream that is not among them is dropped."""
+    """Restore the states of streams; a tracked stream that has none is dropped."""
     states = {name: torch.from_numpy(state.copy()) for name, state in streams.items()}
     if _ACCELERATOR in states:
         get_accelerator().set_rng_state(states.pop(_ACCELERATOR))
@@ -73,18 +73,18 @@ def restore_further_streams(streams: dict[str, np.ndarray[Any, Any]]) -> None:
 
 
 def seed_accelerator(seed: int) -> None:
-    """Seed the accelerator's generator where it is not the CPU's; `further_streams` has its state."""
+    """Seed the accelerator's generator if it is not the CPU's; `further_streams` has its state."""
     if is_accelerated():
         get_accelerator().manual_seed(seed)
 
 
 def is_of_tensor_index(name: str) -> bool:
-    """Whether a stream is there to differ between tensor ranks: one of the tracker's."""
+    """Return whether a stream is one of the tracker's, which are meant to differ between tensor ranks."""
     return name.startswith(_TRACKED)
 
 
 def seeded_stream(seed: int) -> np.ndarray[Any, Any]:
-    """The state that the accelerator's generator has after `seed`; it is left as it was."""
+    """Return the state that the accelerator's generator has after `seed`; the generator itself is left as it was."""
     accelerator = get_accelerator()
     before = accelerator.get_rng_state()
     try:

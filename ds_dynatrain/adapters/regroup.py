@@ -18,15 +18,15 @@ from ds_dynatrain.records import from_record, to_record
 
 Group = dict[str, Any]
 LIKE = "like"
-"""Key of an asked group: number of the present group whose hyper-parameters and schedule it takes."""
+"""Key of a requested group: number of the present group whose hyper-parameters and schedule it takes."""
 
 
 @dataclass(frozen=True)
 class NewGroup:
-    """A group after a registration.
+    """An optimizer group after a registration.
 
-    origin: the present group that it is, or whose hyper-parameters it takes. fresh: whether its state begins anew.
-    names: its parameters, frozen ones too. values: hyper-parameters that differ from the origin's.
+    origin: number of the present group that it is, or whose hyper-parameters it takes. fresh: whether its state begins
+    anew. names: its parameters, frozen ones included. values: hyper-parameters that differ from the origin's.
     """
 
     origin: int
@@ -44,7 +44,7 @@ class Regrouping:
 
     @property
     def origins(self) -> list[int]:
-        """The origin of each new group."""
+        """Origin of each new group."""
         return [group.origin for group in self.groups]
 
     def to_json(self) -> dict[str, Any]:
@@ -53,11 +53,11 @@ class Regrouping:
 
     @staticmethod
     def from_json(record: Mapping[str, Any]) -> Regrouping:
-        """Return what `to_json` made the record of."""
+        """Return the regrouping that `to_json` recorded."""
         return from_record(Regrouping, record)
 
     def groups_of(self, present: Sequence[Group], parameters: Mapping[str, nn.Parameter]) -> list[Group]:
-        """The optimizer's groups, as new dictionaries."""
+        """Return the optimizer's groups, as new dictionaries."""
         return [
             {**present[group.origin], **group.values, "params": [parameters[name] for name in group.names]}
             for group in self.groups
@@ -104,11 +104,11 @@ def wanted_of(model: ModelMap, module: nn.Module, groups: Sequence[Mapping[str, 
 
 
 def regroup(model: ModelMap, optimizer: torch.optim.Optimizer, wanted: Wanted) -> Regrouping | None:
-    """The groups that follow from what requires a gradient now, and the asked groups; None: as they are.
+    """Return the groups that follow from the present flags and the requested groups; None if groups stay as they are.
 
     A newly trainable parameter goes into a new group of its own, with the hyper-parameters of the group that it was
     listed in: ZeRO counts steps once per group. Before the first step it stays in that group. SwitchRefused, naming the
-    parameter, for what cannot be.
+    parameter, for an impossible request.
     """
     names = [tensor.name for tensor in model.tensors]
     was = dict(zip(names, model.requires_grad, strict=True))
@@ -176,7 +176,7 @@ def changes(
 
 
 def _strange(model: ModelMap, module: nn.Module) -> str | None:
-    """A parameter that is not the object that was registered, in words."""
+    """Describe a parameter that is not the object that was registered; None if there is none."""
     known, present = model.names, {id(parameter): name for name, parameter in module.named_parameters()}
     for key, name in present.items():
         if key not in known:
@@ -237,7 +237,7 @@ Lists = list[tuple[Any, str, list[Any]]]
 
 
 def lists_per_group(scheduler: Any, groups: int) -> Lists:
-    """Every list of a scheduler, and of those inside it, that has one entry per group.
+    """Return every list of a scheduler, and of schedulers inside it, that has one entry per group.
 
     SwitchRefused, naming the class, for a scheduler whose lists are not known.
     """
@@ -263,13 +263,13 @@ def lists_per_group(scheduler: Any, groups: int) -> Lists:
 
 
 def follow(lists: Lists, origins: Sequence[int]) -> None:
-    """Give each list one entry per new group: that of the group which it comes from."""
+    """Give each list one entry per new group: the entry of the group's origin."""
     for scheduler, name, held in lists:
         setattr(scheduler, name, [held[origin] for origin in origins])
 
 
 def put_lists_back(lists: Lists) -> None:
-    """The lists as `lists_per_group` found them."""
+    """Restore the lists as `lists_per_group` found them."""
     for scheduler, name, held in lists:
         setattr(scheduler, name, held)
 
