@@ -33,7 +33,7 @@ class GatherWatch:
 
         @functools.wraps(init)
         def note(block: Any, params: Any, *arguments: Any, **named: Any) -> None:
-            """Note which blocks ask for one of our parameters: below stage 3 DeepSpeed makes nothing of them."""
+            """Note blocks that ask for one of our parameters, which DeepSpeed itself ignores below stage 3."""
             listed = [params] if isinstance(params, torch.Tensor) else params
             listed = list(listed) if isinstance(listed, Iterable) else listed
             init(block, listed, *arguments, **named)
