@@ -55,7 +55,7 @@ def nccl_version() -> tuple[int, ...]:
     try:
         library, found = ctypes.CDLL("libnccl.so.2", os.RTLD_NOLOAD | os.RTLD_NOW), ctypes.c_int()
         library.ncclGetVersion(ctypes.byref(found))
-    except (OSError, AttributeError):  # it is a part of torch's own library
+    except (OSError, AttributeError):  # NCCL is linked into torch's own library
         return torch.cuda.nccl.version()  # type: ignore[no-any-return]
     return found.value // 10000, found.value // 100 % 100, found.value % 100
 
@@ -65,7 +65,7 @@ def unfinished() -> str:
     dump = getattr(distributed_c, "_dump_nccl_trace_json", None)
     try:
         entries = [] if dump is None else json.loads(dump(True, True)).get("entries", [])
-    except (RuntimeError, ValueError):  # it is a word for the log, and the device may be lost
+    except (RuntimeError, ValueError):  # only for the log, and the device may be lost
         return ""
     for entry in entries[:1]:
         group = " ".join(map(str, entry.get("process_group", [])))
@@ -116,7 +116,7 @@ class Communicator:
 
     def serve(self, group: td.ProcessGroup) -> None:
         """Let a group of these members send the device's tensors through it."""
-        group.bound_device_id = self.device  # before it is registered: the back-end is told
+        group.bound_device_id = self.device  # before registration, which tells the back-end
         group._register_backend(self.device, self.kind, self.backend)
 
     def serve_anew(self, group: td.ProcessGroup, store: Store) -> None:
@@ -286,7 +286,7 @@ class CommunicatorLink:
     ) -> None:
         self.communicator, self._stop = communicator, stop
         self._rank_of = {each: rank for rank, each in enumerate(members)}
-        self._group = td.ProcessGroup(HashStore(), self._rank_of[member], len(members))  # which nobody else knows
+        self._group = td.ProcessGroup(HashStore(), self._rank_of[member], len(members))  # unknown to torch.distributed
         communicator.serve(self._group)
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
@@ -322,7 +322,7 @@ class CommunicatorLink:
                     raise MemberMissing(what, members, time.monotonic() - begin)
             if error := done.exception():
                 raise TransferError(f"{what} with members {[*members]} failed: {error}") from error
-            if self.communicator.is_ended:  # as if it were well: what has arrived is not known
+            if self.communicator.is_ended:  # ends as if all were well, with unknown results
                 raise TransferError(f"{what} with members {[*members]} failed: the communicator was aborted")
         except BaseException:
             end([self.communicator], is_broken=True)

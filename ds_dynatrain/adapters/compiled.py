@@ -42,7 +42,7 @@ class CompileWatch:
         others = list(callback_handler.start_callbacks), list(callback_handler.end_callbacks)
         torch._dynamo.reset()
         graphs = sys.modules.get("torch._inductor.cudagraph_trees")
-        if graphs is not None:  # what mode="reduce-overhead" has recorded reads memory that is no state any more
+        if graphs is not None:  # graphs of mode="reduce-overhead" read memory that is no state any more
             graphs.reset_cudagraph_trees()
         callback_handler.start_callbacks[:], callback_handler.end_callbacks[:] = others
         self.seconds += time.perf_counter() - begin

@@ -48,7 +48,7 @@ def is_on(config: Mapping[str, Any]) -> bool:
 
 
 def start_size(config: Mapping[str, Any]) -> int:
-    """The expert size of the configuration."""
+    """Return the expert size of the configuration."""
     return int(config["expert_parallel"].get("autoep_size", 1))
 
 

@@ -28,7 +28,7 @@ class GradientWatch:
         return len(self._seen)
 
     def missing(self) -> tuple[str, ...]:
-        """Names of the parameters without a gradient since the last call."""
+        """Return the names of the parameters that got no gradient since the last call."""
         names: tuple[str, ...] = ()
         if len(self._seen) < len(self._names):
             names = tuple(name for number, name in enumerate(self._names) if number not in self._seen)

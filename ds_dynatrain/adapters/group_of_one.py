@@ -1,7 +1,7 @@
 """A group of one rank: its collectives copy what goes in to what comes out, on every device and in every torch.
 
-torch's own group without peers (the `fake` back-end) leaves some outputs as they were before 2.13: ZeRO-3 over one rank
-would train on memory that nobody has written.
+torch's own group without peers (the `fake` back-end) leaves some outputs unwritten before 2.13: ZeRO-3 over one rank
+would train on uninitialized memory.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class GroupOfOne(PythonGroup):
 
     def __init__(self, name: str) -> None:
         super().__init__(0, 1, td.ProcessGroup.BackendType.CUSTOM)
-        backend = failing_backend(0, 1)  # what does not come by one of the methods below is no success
+        backend = failing_backend(0, 1)  # calls that bypass the methods below must fail
         for device in devices():
             self._register_backend(device, td.ProcessGroup.BackendType.CUSTOM, backend)
         self._set_group_name(GroupName(name))
@@ -114,7 +114,7 @@ def _copy_each(outputs: Tensors, inputs: Tensors, opts: Any = None, *_: Any, **_
     for output, given in zip(outputs, inputs, strict=True):
         if (output.numel(), output.dtype, output.device) != (given.numel(), given.dtype, given.device):
             raise _wrong(f"output {_described(output)} for input {_described(given)}")
-    # As of a message, autograd sees nothing of it: the output may be a view, and the input require a gradient.
+    # Hidden from autograd like a message: the output may be a view, and the input may require a gradient.
     with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
         for output, given in zip(outputs, inputs, strict=True):
             output.copy_(given.reshape(output.shape))

@@ -232,7 +232,7 @@ class Host:
             group["params"] = list(parameters)
         self.engine.optimizer = self.basic_optimizer
         if old is not self.basic_optimizer:
-            old.__dict__.clear()  # it sits in reference cycles: its memory must not wait for the collector
+            old.__dict__.clear()  # reference cycles hold it: free its memory without the collector
 
     def make_children(self, layout: Layout, rank: int) -> Made | None:
         """Build the children that `reshape` will need, ahead and in any thread; None if the shape stays the same."""

@@ -90,8 +90,8 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
             super()._broadcast_model()
 
     def zero_force_ds_cpu_optimizer(self) -> bool:
-        """Whether the CPU optimizer must be DeepSpeed's. It asks this of user-made optimizers; ours from the
-        configuration comes by the same way.
+        """Return whether an offloaded optimizer must be DeepSpeed's own. False for ours from the configuration, which
+        takes the same way as user-made ones.
         """
         return not self._host.is_own_optimizer and bool(super().zero_force_ds_cpu_optimizer())
 
@@ -152,7 +152,7 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
             self._host.window_tokens = (self._host.window_tokens or 0) + count
             self._host.slot_weight = float(count)
         weight = self._host.loss_weight
-        self._host.is_weighted = True  # the loss is, so its gradients are not again
+        self._host.is_weighted = True  # the loss is weighted, so do not weight its gradients again
         forgotten = scaler.forgotten_scale(self)
         try:
             weighted = loss if weight == 1.0 else loss * weight

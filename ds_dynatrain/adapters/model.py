@@ -129,7 +129,7 @@ class ModelMap:
         return sum(tensor.group != FROZEN for tensor in self.tensors)
 
     def frozen(self) -> list[tuple[int, nn.Parameter]]:
-        """(number, parameter) of the frozen tensors."""
+        """Return (number, parameter) of the frozen tensors."""
         return list(enumerate(self.parameters))[self.trainable :]
 
 

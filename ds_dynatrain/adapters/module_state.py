@@ -44,7 +44,7 @@ _NOTED = "ds_dynatrain_noted"
 _OTHERS = frozenset(
     {*nn.Module().__dict__, "_external_params", "_original_parameters", "applied_pre_backward_ref_cnt", "__class__"}
 )
-"""Names that torch and DeepSpeed keep on any module, besides those that begin with ds_."""
+"""Attributes that torch and DeepSpeed set on any module, besides those that begin with ds_."""
 
 
 class _Same:
@@ -267,13 +267,14 @@ def _part_from_buffers(module: nn.Module, part: nn.Module, shared: list[str]) ->
 
 
 ModuleState = dict[str, Any]
-"""buffers: by name; transient: the names of those that are in no state dict; extra: by name of the module.
+"""State of a module and all below it, as a dictionary.
 
-modes: `training`, by name, of the module itself ("") and of each one below it whose mode is not its parent's. Empty if
-nobody knows the modes. attributes: see `AttributeState`; not there if nobody knows them.
+buffers: by name. transient: names of the buffers that are in no state dict. extra: extra state, by name of the module.
+modes: `training`, by name, of the module itself ("") and of each one below it whose mode differs from its parent's;
+empty if unknown. attributes: see `AttributeState`; missing if unknown.
 
-resized, if it is there: whether it is for modules of another tensor or expert size, so that of a buffer of another
-shape only the module itself knows what is to be in it.
+resized, if present: whether it is for modules of another tensor or expert size, so that only the module itself can tell
+the content of a buffer that has another shape.
 """
 
 EMPTY: Mapping[str, Any] = {"buffers": {}, "transient": [], "extra": {}, "modes": {}}

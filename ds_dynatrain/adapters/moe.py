@@ -12,32 +12,32 @@ Everything hangs on the name `ep_size_N` of an expert size N: the groups of rank
 (`allreduce=False`, `group_name`) and the optimizer groups. Read off DeepSpeed 0.19.8, and measured in
 `tests/adapters/test_experts.py` and `test_moe.py`:
 
-- Ranks. Of the ranks of a pipeline stage, tensor ranks among them, N neighbours are an expert group (a rank's place in
-  it is its *expert index*), and those with the same index are an expert-data group. Index i of N holds experts
-  [i * E/N, (i + 1) * E/N), whatever its tensor index is.
+- Ranks. In a pipeline stage, tensor ranks included, N neighbouring ranks are an expert group (a rank's place in it is
+  its *expert index*), and ranks with the same index are an expert-data group. Index i of N holds experts
+  [i * E/N, (i + 1) * E/N) for every tensor index.
 - Optimizer groups. With an optimizer from the configuration `configure_moe_param_groups` takes the experts' tensors out
-  of the user's groups (which need a `name` then) and adds, behind all of these, one group per user's group that has
-  some, in the same order: a copy of its hyper-parameters with `moe=True` and `name="ep_size_N"`. Inside, tensors keep
-  the order of the model. A group of more than 178,956,971 elements *on one rank* is split: how many there are depends
-  on N. A group that is left without tensors is dropped. A client's optimizer is taken as it is: stages 1 and 2 and
-  BF16_Optimizer want groups marked so, stage 3 and stage 0 do not. Tensors that AutoEP replaced in a list of a user's
-  or in a client's optimizer (routers, experts) stand at the end of their group.
-- Stages 1 and 2, BF16_Optimizer. A group of experts is dealt to the ranks of its expert-data group, of
-  W = data x sequence x tensor / N ranks, and padded at its end to a multiple of 2 W; every other group as ever. Rank
-  r's part is that of its place in the expert-data group, r // N.
-- Stage 3. A tensor of experts is cut in ceil(numel / W) elements, where numel is what the expert index holds of it.
-  A sub-group has tensors of one process group only: experts that share an optimizer group with others (a client's)
-  come behind these, in sub-groups of their own, at N = 1 too. DeepSpeed has two groups of ranks then, which hold the
-  same; where one object stands for both, they would not be parted.
-- Gradients of experts are divided by the data size, whatever N is, and added up over the expert-data group: an update
-  does not depend on N. Tensor ranks find gradients of experts that are as many times too large, and DeepSpeed divides
-  them by the tensor size.
-- The clipping norm of stages 1 to 3 and BF16_Optimizer is that of all experts, too. With tensor ranks stages 1 and 2
-  count only the experts of tensor index 0, which `all_counted` puts right. In stage 0 DeepSpeed leaves experts out of
-  it in bf16, and in fp32 takes the mean over ranks of the norms of what each of them holds, which depends on N: `clip`
-  takes the norm of all.
-- Pipelines. The data ranks of a stage are such a line of their own. ZeRO's stage 1 adds the norm of each optimizer
-  group up over stages, BF16_Optimizer that of experts: a stage without any must have their group, and take part.
+  of the user's groups (which need a `name` then). Behind all of these it adds, in the same order, one group for each
+  user's group with experts: a copy of its hyper-parameters with `moe=True` and `name="ep_size_N"`. Within a group,
+  tensors keep the order of the model. A group of more than 178,956,971 elements *on one rank* is split, so the number
+  of groups depends on N. A group that is left without tensors is dropped. A client's optimizer is taken as it is:
+  stages 1 and 2 and BF16_Optimizer require groups marked in this way, stage 3 and stage 0 do not. Tensors that AutoEP
+  replaced in a list of a user's or in a client's optimizer (routers, experts) stand at the end of their group.
+- Stages 1 and 2, BF16_Optimizer. A group of experts is dealt to the W = data x sequence x tensor / N ranks of its
+  expert-data group, and padded at its end to a multiple of 2 W; every other group is dealt as without experts. Rank r's
+  part is that of its place in the expert-data group, r // N.
+- Stage 3. A tensor of experts is cut in ceil(numel / W) elements, where numel counts the expert index's part of it.
+  A sub-group has tensors of one process group only: experts that share an optimizer group with other tensors (in a
+  client's optimizer) come behind these, in sub-groups of their own, even at N = 1. DeepSpeed then has two groups with
+  the same ranks; if one object served as both, the tensors would not be separated.
+- Gradients of experts are divided by the data size, for every N, and added up over the expert-data group: an update
+  does not depend on N. With tensor ranks, gradients of experts are too large by the tensor size, and DeepSpeed divides
+  them by it.
+- The clipping norm of stages 1 to 3 and BF16_Optimizer includes all experts. With tensor ranks stages 1 and 2 count
+  only the experts of tensor index 0, which `all_counted` corrects. In stage 0 DeepSpeed leaves experts out of it in
+  bf16, and in fp32 takes the mean over ranks of the norms of each rank's tensors, which depends on N: `clip` takes the
+  norm of all.
+- Pipelines. These rules hold for the ranks of each stage. ZeRO's stage 1 adds up the norm of each optimizer group over
+  stages, BF16_Optimizer that of experts: a stage without experts must have their group, and take part.
 """
 
 from __future__ import annotations

@@ -49,11 +49,11 @@ class OptimizerRule:
     placeless: bool = False
 
     def moments_of(self, group: Group) -> tuple[str, ...]:
-        """Names of the per-element states of a group's parameters."""
+        """Return the names of the per-element states of a group's parameters."""
         return tuple(self.moments(group) if callable(self.moments) else self.moments)
 
     def scalars_of(self, group: Group) -> dict[str, Number]:
-        """Names and first values of the scalars of a group's parameters."""
+        """Return names and first values of the scalars of a group's parameters."""
         return dict(self.scalars(group) if callable(self.scalars) else self.scalars)
 
 

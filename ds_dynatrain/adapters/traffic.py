@@ -44,7 +44,7 @@ class Traffic:
                 self._messages[self._rank, arguments[1]] += 1
             elif name == "recv" and len(arguments) > 1:
                 self._messages[arguments[1], self._rank] -= 1
-            elif name in MESSAGES:  # from or to nobody knows whom
+            elif name in MESSAGES:  # sender or receiver is unknown
                 self.has_failed = True
             else:
                 self._collectives += 1

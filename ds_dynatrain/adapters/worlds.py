@@ -107,7 +107,7 @@ def build_world(
         else:  # moves that fail leave messages behind, and the present world has to go on with groups that stay
             world.hold("transfer", union, made("transfer", union, spec.member))
             world.transfer, world.transfer_members = world.group("transfer"), union
-        world.transfer.barrier().wait(timedelta(seconds=seconds))  # who drops it at once breaks nobody's build off
+        world.transfer.barrier().wait(timedelta(seconds=seconds))  # so that an early drop interrupts no build
     except BaseException:
         world.transfer = None
         world.give_up(world.kinds)

@@ -382,7 +382,7 @@ class Pass(Iterator[Any]):
         with self._host.turn():
             while not (drawn and drawn[-1].is_last):
                 self.reach_boundary()
-                is_first = loader._micro == 0  # it may have gone back to there
+                is_first = loader._micro == 0  # a boundary may have set the loader back
                 if is_first:
                     drawn.clear()
                 slot, last = self._window[loader._micro], self._at_last

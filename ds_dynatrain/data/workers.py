@@ -33,7 +33,9 @@ class SharedEnd:
 
     def __init__(self) -> None:
         self._byte = mmap.mmap(-1, 1)
-        atexit.register(self._byte.__setitem__, 0, 1)  # earlier than what multiprocessing does, which came before
+        atexit.register(
+            self._byte.__setitem__, 0, 1
+        )  # runs before multiprocessing's handler, which was registered earlier
 
     def heed(self, number: int, frame: object) -> None:
         """Exit if the parent is at its end, and otherwise ignore the signal: a worker's handler of SIGTERM."""
@@ -62,7 +64,7 @@ class WorkerStart:
 
     def __call__(self, worker: int) -> None:
         """Prepare the worker process that this is called in. worker: its number, from 0."""
-        gc.freeze()  # what the parent had not collected yet is not this process's to destroy: process groups, above all
+        gc.freeze()  # this process must not destroy the parent's uncollected objects, above all process groups
         gc.enable()
         if sys.platform == "linux":
             os.setpgid(0, 0)

@@ -149,7 +149,7 @@ class Probe:
         self.record: list[Any] | None = None
         """Reference to the probe and its values, as plain JSON for other members; None if it cannot be shared."""
         if self._memory is not None:
-            values = list(os.urandom(PROBE_BYTES))  # from no stream of the training's
+            values = list(os.urandom(PROBE_BYTES))  # not drawn from a random stream of training
             self._held = torch.tensor(values, dtype=torch.uint8, device=device)
             self._memory.synchronize()
             with suppress(TransferError):

@@ -191,7 +191,7 @@ class Line:
     def close(self) -> None:
         """Drop queued messages and close the socket; a thread that waits for it wakes up."""
         self.outbox.clear()
-        with suppress(OSError):  # whoever waits for it in another thread wakes up
+        with suppress(OSError):  # wakes a thread that waits for it
             self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()
 
@@ -234,7 +234,7 @@ class Neighbors:
         MemberMissing for a neighbor that does not connect within `seconds`, and any error of `share`.
         """
         deadline = time.monotonic() + seconds
-        probe = torch.tensor(list(os.urandom(PROBE_BYTES)), dtype=torch.uint8)  # from no stream of the training's
+        probe = torch.tensor(list(os.urandom(PROBE_BYTES)), dtype=torch.uint8)  # not drawn from training
         permit_readers()
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind("")  # Linux finds a name that is no file's

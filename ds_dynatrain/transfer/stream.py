@@ -120,7 +120,7 @@ class Staging:
         """Provide `slots` free slots whose pages are touched."""
         while len(self._free) < slots:
             slot = self._slot()
-            if not self.is_pinned:  # pages that are locked are there
+            if not self.is_pinned:  # locked pages exist already
                 prefault(slot)
             self._free.append(slot)
 
@@ -209,7 +209,7 @@ class Stream:
         staged = self.staging.take(parcel.nbytes)
         if self.is_send:
             self.regions.pack(parcel.matrices, staged)
-            self.regions.wait()  # the host sends it, and reads what is there by now
+            self.regions.wait()  # the host is about to read and send it
         self._start(parcel, staged, staged)
 
     def _start(self, parcel: Parcel, data: torch.Tensor, staged: torch.Tensor | None) -> None:

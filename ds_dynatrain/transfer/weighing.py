@@ -14,7 +14,7 @@ from ds_dynatrain.transfer.series import rows_of
 
 try:
     import ds_dynatrain.transfer.weigh as weigh
-except ImportError:  # it was installed where there is no C compiler
+except ImportError:  # installed without a C compiler
     weigh = None  # type: ignore[assignment]
 
 UInt64s = npt.NDArray[np.uint64]
