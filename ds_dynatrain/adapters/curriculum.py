@@ -91,9 +91,7 @@ class CurriculumOrder(EpochOrder):
         self._sampler = None
 
     def _draw(self, number: int) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Return a global batch: indices of the data set, and the state that DeepSpeed gives a post-processing
-        function.
-        """
+        """Return a global batch: indices of the data set, and the state for DeepSpeed's post-processing function."""
         if number not in self._kept:
             if self._sampler is None or number < self._next:
                 self._start()

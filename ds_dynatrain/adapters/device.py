@@ -14,9 +14,7 @@ HOST = torch.device("cpu")
 
 
 def compute_device() -> torch.device:
-    """Return the device of parameters and of the forward pass: the CPU, or the accelerator's present device with its
-    index.
-    """
+    """Return the device of parameters and of the forward pass: the CPU, or the accelerator with its present index."""
     accelerator = get_accelerator()
     if accelerator.device_name() == HOST.type:
         return HOST
@@ -29,7 +27,7 @@ def is_accelerated() -> bool:
 
 
 def devices() -> tuple[torch.device, ...]:
-    """Return the devices that tensors may lie on: the CPU, and `compute_device` if that is another one."""
+    """Return the devices that tensors may lie on: the CPU, and `compute_device` if it is another one."""
     return (HOST, compute_device()) if is_accelerated() else (HOST,)
 
 
@@ -65,9 +63,7 @@ def take_own(local_rank: int) -> None:
 
 
 def warm() -> None:
-    """Let an accelerator create now what its first uses would create: a context, libraries of operators, autograd's
-    thread.
-    """
+    """Let an accelerator create now what its first uses would: a context, operator libraries, autograd's thread."""
     if not is_accelerated():
         return
     for dtype in (torch.float32, torch.bfloat16):

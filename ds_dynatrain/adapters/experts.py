@@ -139,9 +139,7 @@ class AutoEPShaper(Conversion, Shaper):
         return self._tensor.cut(self.dealt(layout.expert, layout.expert_place(rank)[0]), layout, rank)
 
     def reshape(self, root: nn.Module, layout: Layout, made: Made | None = None) -> None:
-        """Do as `Shaper.reshape` says; new parameters have memory that is not written yet, buffers are the
-        template's.
-        """
+        """Do as `Shaper.reshape` says; new parameters have unwritten memory, buffers are the template's."""
         self._tensor.reshape(root, layout, made or self.make(layout, td.get_rank()))
 
     def enter(self, engine: Any, layout: Layout) -> None:
@@ -220,9 +218,7 @@ def leave(engine: Any) -> None:
 
 
 def cuts_of(module: nn.Module) -> dict[str, AxisCuts]:
-    """Return the cuts of all tensors of a converted module, by name; UnsupportedError for experts that are not in
-    order.
-    """
+    """Return the cuts of all tensors of a converted module, by name; UnsupportedError for experts out of order."""
     return {name: _cut(name, held) for name, held in module.named_parameters()}
 
 

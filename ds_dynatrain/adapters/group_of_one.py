@@ -40,9 +40,7 @@ class GroupOfOne(PythonGroup):
         self._set_group_name(GroupName(name))
 
     def collective(self, name: str, *arguments: Any, **named: Any) -> Any:
-        """Do what the collective means for one rank; RuntimeError for one that only a newer torch than those tested
-        has.
-        """
+        """Do what the collective means for one rank; RuntimeError for one of a torch newer than those tested."""
         if name not in MEANINGS:
             raise _wrong(f"{name} of torch {torch.__version__} is not known (tested with torch {tested_torches()})")
         return MEANINGS[name](*arguments, **named)

@@ -38,9 +38,7 @@ from ds_dynatrain.space.leaves import MicroStep
 
 @dataclass(frozen=True, eq=False)
 class Replaced:
-    """State from before a reshape, for `undo_reshape`: the shape, its children, and the parameters that the engine
-    knew.
-    """
+    """State before a reshape, for `undo_reshape`: the shape, its children, and the parameters that the engine knew."""
 
     shape: Shape
     children: Children
@@ -130,9 +128,7 @@ class Host:
             self.optimizer.initialize_optimizer_states()  # a step on zeros: it counts, and decays the masters
 
     def curriculum_order(self, length: int) -> CurriculumOrder | None:
-        """Return the order of the configuration's curriculum over a data set of `length` samples; None without a
-        curriculum.
-        """
+        """Return the order of the configuration's curriculum over `length` samples; None without a curriculum."""
         block = self.engine.data_efficiency_config()
         on = block["data_sampling"]["curriculum_learning"]["enabled"]
         return CurriculumOrder(length, self.global_batch_size, block) if on else None
@@ -332,9 +328,7 @@ class Host:
         self._after_attach()
 
     def _has_gradients_of_its_own(self, layout: Layout) -> bool:
-        """Return whether DeepSpeed's optimizer of a layout keeps tensors that it makes of zeros: its gradient
-        buffers.
-        """
+        """Return whether DeepSpeed's optimizer of a layout keeps tensors made of zeros: its gradient buffers."""
         weight, gradient = self.engine.get_data_types()
         is_accumulating = layout.zero_stage == 1 and weight != gradient  # BF16_Optimizer
         return layout.zero_stage == 0 or is_accumulating or self.placement.offloads_optimizer

@@ -83,9 +83,7 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
             self.basic_optimizer = self.optimizer = basic
 
     def _broadcast_model(self) -> None:
-        """Broadcast as DeepSpeed does, unless parameters are still to come in: each of them then arrives equal on all
-        ranks.
-        """
+        """Broadcast as DeepSpeed does, unless parameters are still to come in, each of them equal on all ranks."""
         if self._host.whole:
             super()._broadcast_model()
 
@@ -102,9 +100,7 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         )
 
     def random_ltd_config(self) -> dict[str, Any]:
-        """Return DeepSpeed's block for random-LTD, with the sizes that its constructor added to that of the first
-        layout.
-        """
+        """Return DeepSpeed's block for random-LTD, with the sizes that its constructor adds to the first layout's."""
         block: dict[str, Any] = super().random_ltd_config()
         block.setdefault(RANDOM_LTD_GLOBAL_BATCH_SIZE, self.train_batch_size())
         block.setdefault(RANDOM_LTD_MICRO_BATCH_SIZE, self.train_micro_batch_size_per_gpu())

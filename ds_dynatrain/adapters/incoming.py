@@ -308,9 +308,7 @@ def fill(
 def pieces_by_tensor(
     vps: VirtualParameterSpace, layout: Layout, rank: int, kind: str, owned: bool = False
 ) -> dict[int, list[Place]]:
-    """Return the places of each tensor's pieces on a rank, by the tensor's number. owned: only pieces that the rank
-    owns.
-    """
+    """Return the places of each tensor's pieces on a rank, by tensor number. owned: only pieces that the rank owns."""
     found: dict[int, list[Place]] = {}
     numbers, pieces = vps.split_by_tensor((vps.owned if owned else vps.holding)(layout, rank, kind))
     for number, piece in zip(numbers.tolist(), pieces, strict=True):

@@ -138,9 +138,7 @@ def _is_expert(parameter: nn.Parameter) -> bool:
 
 
 def _marks(parameter: nn.Parameter) -> dict[str, object]:
-    """Return the attributes that DeepSpeed reads from a parameter in an optimizer group of experts, even from an empty
-    one.
-    """
+    """Return the attributes that DeepSpeed reads from a parameter, even an empty one, in a group of experts."""
     return {name: value for name, value in parameter.__dict__.items() if name in ("allreduce", "group_name")}
 
 

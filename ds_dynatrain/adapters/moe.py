@@ -394,9 +394,7 @@ def _mark(layer: Any, size: int) -> None:
 
 
 def _pattern(path: str, experts: nn.ModuleList) -> Template:
-    """Return the module that all experts of a layer are copies of. UnsupportedError if they differ by now, or hold
-    buffers.
-    """
+    """Return the module that all experts of a layer copy. UnsupportedError if they differ by now, or hold buffers."""
     if next(experts.buffers(), None) is not None:
         raise UnsupportedError(
             f"the experts of {path!r} have buffers, which would not move with them; make them parameters with "

@@ -125,9 +125,7 @@ def _names(optimizer: torch.optim.Optimizer, group: int) -> tuple[tuple[str, ...
 
 
 def _as_stored(value: float, first: Number, device: torch.device) -> Number:
-    """Return a scalar in the type of its first value; torch's fused optimizers count on the device of the stepped
-    tensor.
-    """
+    """Return a scalar in the type of its first value; torch's fused optimizers count on the stepped tensor's device."""
     if isinstance(first, torch.Tensor):
         return torch.tensor(value, dtype=first.dtype, device=device)
     return type(first)(value)

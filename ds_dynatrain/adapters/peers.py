@@ -37,8 +37,8 @@ the same time."""
 
 
 def peers(layout: Layout, rank: int) -> dict[str, tuple[int, ...]]:
-    """Return the ranks of each group that `rank` is in, ascending, by kind; LayoutError for a rank outside of the
-    world.
+    """Return the ranks of each group that `rank` is in, ascending, by kind; LayoutError for a rank outside
+    the world.
     """
     found = {kind: _varying(layout, rank, axes) for kind, axes in VARYING.items()}
     index, _ = layout.expert_place(rank)

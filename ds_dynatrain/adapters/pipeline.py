@@ -146,9 +146,7 @@ class PipelineTemplate:
         return made
 
     def converted(self, convert: Callable[[nn.Module], None]) -> PipelineTemplate:
-        """Return the same stages with other layers: `convert` alters copies of all of them, in a module like
-        `whole`.
-        """
+        """Return the same stages with other layers: `convert` alters copies of them all, in a module like `whole`."""
         copies = {id(layer): Template(layer.copy()) for layer in self.layers if layer is not None}
         made = replace(self, layers=tuple(None if each is None else copies[id(each)] for each in self.layers)).whole
         convert(made)
@@ -174,9 +172,7 @@ class PipelineTemplate:
         return tuple(map(int, parts))
 
     def _weights(self, expert: int) -> list[int]:
-        """Return the weight of each layer in the partition method, on a rank that has one in `expert` of the layer's
-        experts.
-        """
+        """Return the weight of each layer in the partition method, for a rank that has 1 in `expert` of its experts."""
         if self.method == PARAMETERS:
             expert = 1 if self.counts_all else expert
             return [_trained(layer, expert) for layer in self.layers]

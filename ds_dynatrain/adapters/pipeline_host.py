@@ -365,7 +365,7 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
         return found
 
     def _loss_of_step(self) -> torch.Tensor:
-        """Return the loss of the last step. Others may have finished that step for this rank, whose own call was broken
+        """Return the loss of the last step, even if others finished that step after this rank's own call was broken
         off.
         """
         known, self._known_loss = self._known_loss, None

@@ -155,9 +155,7 @@ def _over(module: nn.Module, memory: Callable[[nn.Parameter], torch.Tensor]) -> 
 
 
 def adopt(root: nn.Module, made: nn.Module) -> None:
-    """Give `root` the children and parameters of `made`, which must not be used afterwards; `root` keeps its own
-    buffers.
-    """
+    """Give `root` the children and parameters of `made`, which must not be used afterwards. Buffers of `root` stay."""
     for table in _TABLES:
         setattr(root, table, getattr(made, table))
 
@@ -208,9 +206,7 @@ class Shaper:
         return root
 
     def refuse_to_train(self, names: Collection[str]) -> None:
-        """Raise SwitchRefused, naming it, for a tensor that is to be trained from now on but cannot be in
-        every layout.
-        """
+        """Raise SwitchRefused, naming it, for a tensor to be trained from now on that cannot be in every layout."""
 
     def make(self, layout: Layout, rank: int) -> Made | None:
         """Build the children of a rank under `layout`, ahead of `reshape`; None if `reshape` makes them in the root

@@ -23,9 +23,7 @@ from ds_dynatrain.space import MASTER, WEIGHT, BufferId
 
 
 def count_empty_groups(optimizer: torch.optim.Optimizer, model: ModelMap) -> None:
-    """Give the stand-in elements of empty groups a gradient of zero, so that they are stepped too. Called before a
-    step.
-    """
+    """Give the stand-in elements of empty groups a gradient of zero before a step, so that they are stepped too."""
     for holder in _holders_of_empty_groups(optimizer, model).values():
         holder.grad = torch.zeros_like(holder)
 

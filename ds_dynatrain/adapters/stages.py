@@ -84,7 +84,7 @@ class FlatStages(FlatGroups):
         return parameters
 
     def census(self, engine: Any, model: ModelMap) -> list[Found]:
-        """Return the rows of `FlatGroups`, and offloaded gradients at the places where the reduction copies them
+        """Return the rows of `FlatGroups`, and offloaded gradients where the reduction copies them
         (`grad_position`).
         """
         rows, held, number = super().census(engine, model), engine.optimizer, numbers_of(model)

@@ -30,9 +30,7 @@ from ds_dynatrain.support.checks import offloads
 def refuse_unsupported(
     config: Mapping[str, Any], model: nn.Module, optimizer: Any, mpu: Any, mesh_param: Any = None
 ) -> None:
-    """Raise UnsupportedError, naming the feature, the reason and the way out, for features that a switch would get
-    wrong.
-    """
+    """Raise UnsupportedError, naming the feature, the reason and the way out, for features a switch would get wrong."""
     refuse_config(config)
     refuse_for_series(config)
     if is_pipeline(model):

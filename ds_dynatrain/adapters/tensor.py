@@ -170,9 +170,7 @@ def _for_training() -> Iterator[None]:
 
 @contextmanager
 def _tensor_group(size: int, place: int) -> Iterator[td.ProcessGroup]:
-    """Provide, inside the block, a tensor group of `size` without peers in which this is the rank at `place`, for
-    AutoTP.
-    """
+    """Give AutoTP, inside the block, a tensor group of `size` without peers in which this is the rank at `place`."""
     rank = td.get_rank()
     ranks = [other for other in range(size) if other != rank][: size - 1]
     group, store = make_fake_group("dynatrain_asked", place, size)

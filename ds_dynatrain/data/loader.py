@@ -72,7 +72,7 @@ class Host(Protocol):
         """
 
     def begin_epoch(self, loader: TrainLoader) -> int | None:
-        """Return the epoch that the job's samplers are set to. Called by `iter` of a train loader.
+        """Return the epoch that the loader's sampler is set to, as the job has it. Called by `iter` of a train loader.
 
         None on a member that came late, if the others have left their loops: it gets no batch.
         """

@@ -33,9 +33,7 @@ class SharedEnd:
 
     def __init__(self) -> None:
         self._byte = mmap.mmap(-1, 1)
-        atexit.register(
-            self._byte.__setitem__, 0, 1
-        )  # runs before multiprocessing's handler, which was registered earlier
+        atexit.register(self._byte.__setitem__, 0, 1)  # runs before multiprocessing's handler, registered earlier
 
     def heed(self, number: int, frame: object) -> None:
         """Exit if the parent is at its end, and otherwise ignore the signal: a worker's handler of SIGTERM."""

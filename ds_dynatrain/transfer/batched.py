@@ -102,7 +102,7 @@ class Bundles:
 
 @dataclass(frozen=True)
 class Batches:
-    """All batches of a member; there are `count` of them.
+    """The batches of a member, of which there are `count`.
 
     staging_bytes: device memory for packed messages.
     """

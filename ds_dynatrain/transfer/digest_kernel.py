@@ -47,7 +47,7 @@ def _signed(value: int) -> int:
 
 @triton.jit
 def _shifted(value, by):  # type: ignore[no-untyped-def]
-    """Logical shift to the right of an int64."""
+    """Shift an int64 logically to the right."""
     return (value >> by) & ((1 << (64 - by)) - 1)
 
 
