@@ -1,9 +1,9 @@
-"""Communicators: what groups have for the accelerator, beside gloo for the CPU, from its own library.
+"""Communicators: the back-ends of groups for the accelerator, from its own library, beside gloo for the CPU.
 
-One is dear (under NCCL a second and half a GiB), so there is one for all groups of the same members in the same order,
-and it is handed on from world to world while they stay. To make one beside running collectives may deadlock
-(NVIDIA/nccl#1082): `World.connect` belongs where all members stand. By a `CommunicatorLink` the moves of a switch go
-between devices: `send` and `recv` of many members in one group call, as NCCL has it.
+A communicator is expensive (under NCCL a second and half a GiB), so all groups of the same members in the same order
+share one, and it is handed on from world to world while they stay. Making one beside running collectives may deadlock
+(NVIDIA/nccl#1082), so call `World.connect` only while all members stand still. Through a `CommunicatorLink` the moves
+of a switch go between devices: `send` and `recv` of many members in one group call, as NCCL offers it.
 """
 
 from __future__ import annotations
@@ -34,38 +34,38 @@ from ds_dynatrain.transfer.batched import Message
 T = TypeVar("T")
 NCCL = "nccl"
 ABORTING = (NCCL,)
-"""Back-ends of which it is known that `abort` lets go of whoever waits for a peer that is gone."""
+"""Back-ends whose `abort` is known to release a rank that waits for a dead peer."""
 GROUPING = (NCCL,)
-"""Back-ends of which it is known that they send and receive in groups."""
+"""Back-ends that are known to send and receive in groups."""
 OLDEST_NCCL = (2, 26, 2)
-"""Of those that do so reliably."""
+"""Oldest version of NCCL that does so reliably."""
 BUILT_IN = {NCCL: "ProcessGroupNCCL", "xccl": "ProcessGroupXCCL"}
-"""Back-ends that torch has itself, where it is built for them. Others register with it."""
+"""Back-ends of torch itself, if it was built for them. Others register with it."""
 Kind = td.ProcessGroup.BackendType
 LOOK_SECONDS = 0.05
-"""Between two looks whether another member has failed."""
+"""Pause between two checks whether another member has failed."""
 END_SECONDS = 5.0
-"""How long aborted messages are waited for."""
+"""Longest wait for aborted messages to end."""
 SPARE_SECONDS = 5.0
-"""How much longer a library looks for its peers than it is waited for: the words for who is missing are ours."""
+"""Time that a library's own time-out exceeds ours, so that our error, which names missing members, comes first."""
 
 
 def nccl_version() -> tuple[int, ...]:
-    """Return the version that this process has loaded; torch itself tells of the one it was built with."""
+    """Return the version of NCCL that this process has loaded; torch itself reports the one it was built with."""
     try:
         library, found = ctypes.CDLL("libnccl.so.2", os.RTLD_NOLOAD | os.RTLD_NOW), ctypes.c_int()
         library.ncclGetVersion(ctypes.byref(found))
-    except (OSError, AttributeError):  # it is a part of torch's own library
+    except (OSError, AttributeError):  # NCCL is linked into torch's own library
         return torch.cuda.nccl.version()  # type: ignore[no-any-return]
     return found.value // 10000, found.value // 100 % 100, found.value % 100
 
 
 def unfinished() -> str:
-    """Return the first collective of NCCL's that torch's flight recorder has not seen end; empty where it has none."""
+    """Return the first NCCL collective that torch's flight recorder has not seen end; "" if there is none."""
     dump = getattr(distributed_c, "_dump_nccl_trace_json", None)
     try:
         entries = [] if dump is None else json.loads(dump(True, True)).get("entries", [])
-    except (RuntimeError, ValueError):  # it is a word for the log, and the device may be lost
+    except (RuntimeError, ValueError):  # only for the log, and the device may be lost
         return ""
     for entry in entries[:1]:
         group = " ".join(map(str, entry.get("process_group", [])))
@@ -74,14 +74,14 @@ def unfinished() -> str:
 
 
 def go_on() -> None:
-    """Do nothing, in waits that nobody can give up."""
+    """Do nothing: the `stop` of waits that cannot be given up."""
 
 
 @dataclass(frozen=True)
 class Connections:
-    """Number of communicators of one world that a member has made and kept, and how long it took.
+    """Number of communicators of one world that a member has made and kept, and the time that took.
 
-    is_ahead: before the pause of the switch.
+    is_ahead: whether it was done before the pause of the switch.
     """
 
     built: int = 0
@@ -92,8 +92,10 @@ class Connections:
 
 @dataclass(eq=False)
 class Communicator:
-    """The back-end of some members, in their order, on `device`. users: how many worlds have it, two while it is handed
-    on. since: when it was made; of two, all that are in both have made the same one first.
+    """The back-end of some members, in their order, on `device`.
+
+    users: number of worlds that have it; two while it is handed on. since: when it was made. Any two communicators are
+    made in the same order on all members that have both.
     """
 
     device: torch.device
@@ -109,38 +111,38 @@ class Communicator:
         return self._ending.locked()
 
     def is_first_to_end(self) -> bool:
-        """Whether nobody has ended it, in whichever thread."""
+        """Return whether no other caller, in any thread, has ended it yet."""
         return self._ending.acquire(blocking=False)
 
     def serve(self, group: td.ProcessGroup) -> None:
-        """Let a group of these members send the device's tensors by it."""
-        group.bound_device_id = self.device  # before it is registered: the back-end is told
+        """Let a group of these members send the device's tensors through it."""
+        group.bound_device_id = self.device  # before registration, which tells the back-end
         group._register_backend(self.device, self.kind, self.backend)
 
     def serve_anew(self, group: td.ProcessGroup, store: Store) -> None:
-        """Serve it in place of one that was aborted; a `ManagedProcessGroup`."""
+        """Let a `ManagedProcessGroup` use it in place of a communicator that was aborted."""
         group.renew(store, self.device, self.kind, self.backend)  # type: ignore[attr-defined]
 
 
 def ends_with_its_members() -> bool:
-    """Whether a collective of the accelerator's ends, once it is aborted, for whoever waits for a peer that is gone."""
+    """Return whether aborting a collective of the accelerator releases a rank that waits in it for a dead peer."""
     return device_backend() in ABORTING
 
 
 def can_send_between_devices() -> bool:
-    """Whether the accelerator's library of collectives does so."""
+    """Return whether the accelerator's library of collectives is known to send and receive in groups."""
     return is_accelerated() and device_backend() in GROUPING
 
 
 def is_watched() -> bool:
-    """Whether torch has a watchdog over the accelerator's collectives."""
+    """Return whether torch has a watchdog over the accelerator's collectives."""
     return is_accelerated() and device_backend() == NCCL
 
 
 def end(communicators: Sequence[Communicator], is_broken: bool = False) -> None:
-    """End communicators; all their members call it. Those that were ended before are left out.
+    """End communicators; all their members call it. Communicators that were ended before are skipped.
 
-    is_broken: one of these is gone or may not have it, or a collective has failed.
+    is_broken: whether a member is gone or may not have one of them, or a collective has failed.
     """
     living = [each for each in sorted(communicators, key=lambda each: each.since) if each.is_first_to_end()]
     if is_broken:
@@ -168,7 +170,7 @@ def _abort_together(backends: Sequence[Any]) -> None:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Parts that a communicator is made from: its ranks, this one's place among them, and the group's name."""
+    """Inputs from which a communicator is made: its ranks, this one's place among them, and the group's name."""
 
     name: str
     ranks: Sequence[int]
@@ -177,14 +179,14 @@ class Endpoint:
 
 
 def make_communicator(where: Endpoint, seconds: float, stop: Callable[[], None] = go_on) -> Communicator:
-    """A new one, connected as far as its library does that ahead; all of its members call it.
+    """Make a communicator, connected as far as its library does that ahead; all of its members call it.
 
-    seconds: how long it waits for them; its collectives wait as long as in any DeepSpeed job. stop: called meanwhile;
-    it may raise. RuntimeError, after it was aborted, where it cannot be connected in that time, and where torch does
-    not know the accelerator's back-end.
+    seconds: time-out for connecting; collectives have the time-out of any DeepSpeed job. stop: called meanwhile; it may
+    raise. Raises RuntimeError, after aborting the communicator, if it cannot be connected in that time, and if torch
+    does not know the accelerator's back-end.
 
-    A library may wait for a peer without end, so it does that in a thread, which is left to itself if need be: what it
-    still makes is aborted.
+    A library may wait for a peer without end, so it connects in a thread, which is abandoned if need be; a communicator
+    that it still makes is aborted.
     """
     found = _beside(partial(_connected, where, seconds + SPARE_SECONDS), "dynatrain-connect")
     end_at = time.monotonic() + seconds
@@ -222,7 +224,7 @@ def _abort(found: Future[Communicator]) -> None:
 
 
 def _missing(where: Endpoint) -> str:
-    """Say who has not begun; where all have, who is not through."""
+    """Name the members that have not begun or, if all have, those that have not finished."""
     for step in ("begun", "done"):
         absent = [rank for place, rank in enumerate(where.ranks) if not where.store.check([f"{step}/{place}"])]
         if absent:
@@ -275,18 +277,19 @@ def _backend(name: str, store: Store, where: Endpoint) -> tuple[Kind, Any]:
 
 
 class CommunicatorLink:
-    """See `transfer.DeviceLink`. members: of the communicator, in its order. stop: called while waiting, may raise."""
+    """A `transfer.DeviceLink` over a communicator. members: of the communicator, in its order. stop: called while
+    waiting; it may raise.
+    """
 
     def __init__(
         self, communicator: Communicator, member: int, members: Sequence[int], stop: Callable[[], None]
     ) -> None:
         self.communicator, self._stop = communicator, stop
         self._rank_of = {each: rank for rank, each in enumerate(members)}
-        self._group = td.ProcessGroup(HashStore(), self._rank_of[member], len(members))  # which nobody else knows
+        self._group = td.ProcessGroup(HashStore(), self._rank_of[member], len(members))  # unknown to torch.distributed
         communicator.serve(self._group)
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        """See `DeviceLink`."""
         group, device = self._group, self.communicator.device
         group._start_coalescing(device)
         try:
@@ -299,10 +302,10 @@ class CommunicatorLink:
         work.wait()  # by this thread's stream, not by the thread
 
     def run(self, work: Callable[[], None], deadline: float, what: str, members: Sequence[int]) -> None:
-        """See `DeviceLink`; whatever `stop` raises, too.
+        """Do as `DeviceLink.run` says; errors of `stop` pass through.
 
-        The first messages between two devices connect these, which a library waits for without end, as it does for
-        messages: so all of it is done in a thread, and the communicator is aborted if need be.
+        The first messages between two devices connect them. A library waits for that, as for messages, without end: so
+        all of it is done in a thread, and the communicator is aborted if need be.
         """
         synchronize()  # other streams, too
         begin = time.monotonic()
@@ -319,7 +322,7 @@ class CommunicatorLink:
                     raise MemberMissing(what, members, time.monotonic() - begin)
             if error := done.exception():
                 raise TransferError(f"{what} with members {[*members]} failed: {error}") from error
-            if self.communicator.is_ended:  # as if it were well: what has arrived is not known
+            if self.communicator.is_ended:  # ends as if all were well, with unknown results
                 raise TransferError(f"{what} with members {[*members]} failed: the communicator was aborted")
         except BaseException:
             end([self.communicator], is_broken=True)

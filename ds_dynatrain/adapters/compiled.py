@@ -1,4 +1,4 @@
-"""torch.compile around a switch: which modules are compiled, how long that takes, and how it is begun anew.
+"""torch.compile around a switch: finds compiled modules, times their compilation, and starts it anew.
 
 Compiled code carries guards on hooks, containers and buffers that a switch replaces. Dynamo would compile again for a
 new layout and, after `recompile_limit` (8) versions of one function, run it eagerly for the rest of the job without an
@@ -18,9 +18,9 @@ from torch._dynamo.callback import callback_handler
 
 
 class CompileWatch:
-    """Counts and times dynamo's compilations in this process, whoever asked for them, until `stop`.
+    """Counts and times dynamo's compilations in this process, by any caller, until `stop`.
 
-    count: since the watch began. seconds: since `begin`.
+    count: compilations since the watch began. seconds: their time since `begin`.
     """
 
     def __init__(self) -> None:
@@ -30,19 +30,19 @@ class CompileWatch:
         self._register()
 
     def begin(self) -> None:
-        """Count `seconds` from now."""
+        """Reset `seconds` to 0."""
         self.seconds = 0.0
 
     def forget(self) -> None:
-        """Drop all code that dynamo has compiled in this process; what is compiled compiles again when called.
+        """Drop all code that dynamo has compiled in this process; compiled modules compile again when called.
 
-        Its own time counts too. Callbacks of others stay registered.
+        The time of this call counts, too. Callbacks of others stay registered.
         """
         begin = time.perf_counter()
         others = list(callback_handler.start_callbacks), list(callback_handler.end_callbacks)
         torch._dynamo.reset()
         graphs = sys.modules.get("torch._inductor.cudagraph_trees")
-        if graphs is not None:  # what mode="reduce-overhead" has recorded reads memory that is no state any more
+        if graphs is not None:  # graphs of mode="reduce-overhead" read memory that is no state any more
             graphs.reset_cudagraph_trees()
         callback_handler.start_callbacks[:], callback_handler.end_callbacks[:] = others
         self.seconds += time.perf_counter() - begin
@@ -69,18 +69,20 @@ class CompileWatch:
 
 
 def compiled_in_place(module: nn.Module) -> list[str]:
-    """Names of the modules on which `compile()` was called, which `engine.compile` does with the whole."""
+    """Return the names of the modules on which `compile()` was called; `engine.compile` calls it on the whole
+    module.
+    """
     return [name or "the model" for name, part in module.named_modules() if part._compiled_call_impl is not None]
 
 
 def compiled_by_wrapping(module: nn.Module) -> list[str]:
-    """Names of the modules that `torch.compile(module)` has wrapped."""
+    """Return the names of the modules that `torch.compile(module)` has wrapped."""
     wrapper = torch._dynamo.eval_frame.OptimizedModule
     return [name or "the model" for name, part in module.named_modules() if isinstance(part, wrapper)]
 
 
 def compile_layers(module: Any, given: Mapping[str, Any]) -> None:
-    """Compile the layers of a pipeline's stage that are not yet, as DeepSpeed does: functions, too."""
+    """Compile the layers, functions included, of a pipeline's stage that are not compiled yet, as DeepSpeed does."""
     for number, layer in enumerate(module.forward_funcs):
         if not isinstance(layer, nn.Module):
             if not hasattr(layer, "_torchdynamo_orig_callable"):

@@ -1,10 +1,10 @@
-"""DeepSpeed's curriculum as an order of samples: which are in which global batch, the same in every world.
+"""DeepSpeed's curriculum as an order of samples: it assigns them to global batches, the same in every world.
 
 DeepSpeed's sampler draws a global batch on rank 0 and sends it to the others, from a random stream that its own
-`state_dict` does not hold. Here every working member draws for itself, from the seed of the configuration on: a global
-batch is a function of its number alone, and a position is a number, as in any other order. So each process that trains
-must be able to read the index files, and keeps clusters of its own in a folder under `data_cluster_path`, for as long
-as it lives.
+`state_dict` does not hold. Here every working member draws for itself, beginning with the seed of the configuration: a
+global batch is a function of its number alone, and a position is a number, as in any other order. So each process that
+trains must be able to read the index files, and keeps clusters of its own in a folder under `data_cluster_path` for as
+long as it lives.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ds_dynatrain.data import EpochOrder
 from ds_dynatrain.errors import DataError
 
 KEPT = 256
-"""Global batches that stay known after they were drawn: loader workers read ahead, and a switch goes back."""
+"""Number of global batches that are kept after they were drawn: loader workers read ahead, and a switch goes back."""
 
 Schedule = Mapping[str, Callable[[int], Any]]
 
@@ -37,7 +37,7 @@ class CurriculumOrder(EpochOrder):
     """The order that `data_efficiency.data_sampling.curriculum_learning` describes."""
 
     def __init__(self, length: int, train_batch_size: int, block: dict[str, Any]) -> None:
-        """length: of the data set. block: DeepSpeed's parsed `data_efficiency`."""
+        """Make the order of a data set of `length` samples. block: DeepSpeed's parsed `data_efficiency`."""
         self.block = block
         self.schedule: Schedule = {}
         self._sampler: Any = None
@@ -52,11 +52,11 @@ class CurriculumOrder(EpochOrder):
         return self.length * int(self.block["data_sampling"]["num_epochs"]) // self.train_batch_size + 1
 
     def __len__(self) -> int:
-        """Samples of one pass."""
+        """Return the samples of one pass."""
         return self.steps * self.train_batch_size
 
     def samples(self, step: int) -> int:
-        """Samples of global batch `step`; `DataError` if a pass has no such step."""
+        """Return the samples of global batch `step`; `DataError` if a pass has no such step."""
         if not 0 <= step < self.steps:
             raise DataError(
                 f"step {step} is outside a pass of {self.steps} global batches; load a position of 0 to "
@@ -65,16 +65,16 @@ class CurriculumOrder(EpochOrder):
         return self.train_batch_size
 
     def batches(self, epoch: int, step: int) -> Iterator[torch.Tensor]:
-        """The data set's indices of the global batches from `step` to the end of the pass."""
+        """Yield the data set's indices of each global batch from `step` to the end of the pass."""
         for number in range(step, self.steps):
             yield self._draw(epoch * self.steps + number)[0]
 
     def state(self, epoch: int, step: int) -> dict[str, Any]:
-        """Difficulties and counts as they were when global batch `step` was drawn, under DeepSpeed's names."""
+        """Return difficulties and counts as they were when global batch `step` was drawn, under DeepSpeed's names."""
         return copy.deepcopy(self._draw(epoch * self.steps + step)[1])
 
     def describe(self) -> dict[str, Any]:
-        """What must be equal for a position to mean the same."""
+        """Return the settings that must be equal for a saved position to mean the same samples; paths do not count."""
         where = ("data_cluster_path", "index_to_sample_path", "index_to_metric_path")
         text = json.dumps(_without(self.block, where), sort_keys=True, default=str)
         digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
@@ -86,12 +86,12 @@ class CurriculumOrder(EpochOrder):
         }
 
     def set_schedule(self, schedule: Schedule) -> None:
-        """Functions from a step to a difficulty, by metric, for the schedule type `custom`."""
+        """Set functions from a step to a difficulty, by metric, for the schedule type `custom`."""
         self.schedule = dict(schedule)
         self._sampler = None
 
     def _draw(self, number: int) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Return a global batch: indices of the data set, and what DeepSpeed tells a post-processing function of it."""
+        """Return a global batch: indices of the data set, and the state for DeepSpeed's post-processing function."""
         if number not in self._kept:
             if self._sampler is None or number < self._next:
                 self._start()
@@ -100,7 +100,7 @@ class CurriculumOrder(EpochOrder):
         return self._kept[number]
 
     def _start(self) -> None:
-        """A sampler at its beginning, as rank 0 of a world of one has it, with an empty folder for its clusters."""
+        """Start a new sampler, as rank 0 of a world of one has it, with an empty folder for its clusters."""
         block = copy.deepcopy(self.block)
         curriculum = block["data_sampling"]["curriculum_learning"]
         above = Path(curriculum["data_cluster_path"])

@@ -1,4 +1,4 @@
-"""The device that this process computes on, by DeepSpeed's accelerator: nobody else asks which one it is."""
+"""The device that this process computes on, by DeepSpeed's accelerator; no other file asks which one it is."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ HOST = torch.device("cpu")
 
 
 def compute_device() -> torch.device:
-    """Where parameters lie and the forward pass runs: the CPU, or the present device of the accelerator, with its
-    index.
-    """
+    """Return the device of parameters and of the forward pass: the CPU, or the accelerator with its present index."""
     accelerator = get_accelerator()
     if accelerator.device_name() == HOST.type:
         return HOST
@@ -24,45 +22,48 @@ def compute_device() -> torch.device:
 
 
 def is_accelerated() -> bool:
-    """Whether it is another device than the CPU: with memory, streams and a random generator of its own."""
+    """Return whether the device is not the CPU, and so has memory, streams and a random generator of its own."""
     return bool(get_accelerator().device_name() != HOST.type)
 
 
 def devices() -> tuple[torch.device, ...]:
-    """Where tensors may lie: the CPU, and `compute_device` if that is another one."""
+    """Return the devices that tensors may lie on: the CPU, and `compute_device` if it is another one."""
     return (HOST, compute_device()) if is_accelerated() else (HOST,)
 
 
 def device_backend() -> str:
-    """The name by which torch knows how the accelerator communicates: "nccl", "xccl", "hccl"."""
+    """Return torch's name of the accelerator's communication back-end: "nccl", "xccl", "hccl"."""
     return str(get_accelerator().communication_backend_name())
 
 
 def synchronize() -> None:
-    """Wait until the device has done all that was queued; nothing on a CPU, and while a graph is captured, which that
-    would break off: there nothing is switched.
+    """Wait until the device has done all queued work.
+
+    Does nothing on a CPU, and while a graph is captured, because waiting would break the capture off; no switch happens
+    there.
     """
     if is_accelerated() and not is_capturing():
         get_accelerator().synchronize()
 
 
 def is_capturing() -> bool:
-    """Whether the present stream records a graph (`torch.cuda.graph`) instead of running."""
+    """Return whether the present stream records a graph (`torch.cuda.graph`) instead of running."""
     asked = _of_torch("is_current_stream_capturing")
     return asked is not None and bool(asked())
 
 
 def take_own(local_rank: int) -> None:
-    """Compute on the device that DeepSpeed takes for this process of its machine, from the first use of one on.
+    """Compute from now on, from the first use of a device, on the one that DeepSpeed takes for this process of its
+    machine.
 
-    DeepSpeed does so in an engine's constructor, and before that there are groups, and memory of theirs.
+    DeepSpeed does so in an engine's constructor, but groups, and their memory, exist before that.
     """
     if is_accelerated() and local_rank < get_accelerator().device_count():
         get_accelerator().set_device(local_rank)
 
 
 def warm() -> None:
-    """Let an accelerator make now what its first uses make: a context, libraries of operators, autograd's thread."""
+    """Let an accelerator create now what its first uses would: a context, operator libraries, autograd's thread."""
     if not is_accelerated():
         return
     for dtype in (torch.float32, torch.bfloat16):
@@ -72,7 +73,7 @@ def warm() -> None:
 
 
 def complaint() -> str:
-    """What an accelerator answers to everything, if it takes nothing any more; empty where it works."""
+    """Return the first line of the accelerator's error if it takes no more work; "" while it works."""
     try:
         synchronize()
     except RuntimeError as error:
@@ -81,8 +82,8 @@ def complaint() -> str:
 
 
 def free_bytes() -> int:
-    """Memory that this process may still take on its accelerator: what the driver has free, and what torch's allocator
-    holds and does not use. Where torch cannot ask the driver, memory of other processes is not known.
+    """Return the bytes that this process may still take on its accelerator: memory that the driver has free, and memory
+    that torch's allocator holds and does not use. If torch cannot ask the driver, memory of other processes is unknown.
     """
     accelerator, asked = get_accelerator(), _of_torch("mem_get_info")
     if asked is None:
@@ -91,8 +92,8 @@ def free_bytes() -> int:
 
 
 def training_bytes() -> int:
-    """Memory on the accelerator that training took beyond what is there now, at most so far, as torch has counted since
-    its counter was last set back; 0 on a CPU.
+    """Return the bytes on the accelerator that training needed at its peak beyond those in use now, since torch's
+    counter was last reset; 0 on a CPU.
     """
     if not is_accelerated():
         return 0
@@ -101,19 +102,19 @@ def training_bytes() -> int:
 
 
 def total_bytes() -> int:
-    """Memory of this process's accelerator, or of the host where there is none."""
+    """Return the bytes of memory of this process's accelerator, or of the host if there is none."""
     return int(get_accelerator().total_memory())
 
 
 def _of_torch(name: str) -> Callable[[], Any] | None:
-    """A function of torch's module for the accelerator, which not every one has; None on a CPU."""
+    """Return a function of torch's module for the accelerator, or None if the module lacks it, and on a CPU."""
     module = getattr(torch, compute_device().type, None) if is_accelerated() else None
     return getattr(module, name, None)
 
 
 @contextmanager
 def beside() -> Iterator[None]:
-    """A block whose work on the device has a queue of its own, beside what training queues; at its end it is done."""
+    """Queue the device's work inside the block beside the work that training queues; wait for it at the end."""
     if not is_accelerated():
         yield
         return
@@ -128,8 +129,8 @@ def beside() -> Iterator[None]:
 def start_thread(target: Callable[[], object], name: str, device: torch.device | None = None) -> threading.Thread:
     """Start a daemon thread that computes on a device; by default on that of this thread.
 
-    Each thread has a present device of its own, which is the first one of the machine at the beginning: a thread that
-    touched it would open a context there, in memory that belongs to another rank.
+    Each new thread starts with the machine's first device as its present one. If it touched that, it would open a
+    context there, in memory that belongs to another rank.
     """
     there = compute_device() if device is None else device
 

@@ -5,13 +5,13 @@ The logical model is DeepSpeed's converted form with expert size 1: a layer's ex
 experts whole. DeepSpeed says on each stack which experts a rank holds, and that is what is read here. Its conversion is
 run on modules without memory, so nothing full-size is ever made.
 
-With a tensor axis DeepSpeed *folds* AutoTP's cuts into AutoEP's: attention and what else AutoTP knows of the converted
-model is cut, stacks and routers are not. Tensor ranks share a layer's tokens between them and send them to experts as
-data ranks do. With one expert index DeepSpeed refuses: gradients would be counted twice.
+With a tensor axis DeepSpeed *folds* AutoTP's cuts into AutoEP's: attention and other layers that AutoTP knows are cut,
+stacks and routers are not. Tensor ranks share a layer's tokens between them and send them to experts as data ranks do.
+With one expert index DeepSpeed refuses: gradients would be counted twice.
 
-How ZeRO deals the stacks is told in `moe`. In the order of a group's flat buffer they are w1, w2, w3 of the
-first layer, then of the next. AutoEP takes the experts' initial values from the user's model, so the stacks that
-ranks hold at any size are slices of the same tensors.
+`moe` says how ZeRO deals the stacks. In the order of a group's flat buffer they are w1, w2, w3 of the first layer, then
+of the next. AutoEP takes the experts' initial values from the user's model, so the stacks that ranks hold at any size
+are slices of the same tensors.
 """
 
 from __future__ import annotations
@@ -43,20 +43,22 @@ from ds_dynatrain.space import AxisCuts, Layout, uneven
 
 
 def is_on(config: Mapping[str, Any]) -> bool:
-    """Whether the configuration asks for AutoEP."""
+    """Return whether the configuration asks for AutoEP."""
     return bool((config.get("expert_parallel") or {}).get("enabled"))
 
 
 def start_size(config: Mapping[str, Any]) -> int:
-    """The expert size of the configuration."""
+    """Return the expert size of the configuration."""
     return int(config["expert_parallel"].get("autoep_size", 1))
 
 
 class Conversion:
-    """How AutoEP deals out the experts of a model, whose layers it replaces."""
+    """AutoEP's way to deal out the experts of a model, whose layers it replaces."""
 
     def __init__(self, model: nn.Module, config: Mapping[str, Any]) -> None:
-        """Raise UnsupportedError for a model that is not whole, ConfigError for what DeepSpeed refuses."""
+        """Keep the settings. Raises UnsupportedError for a model that is not whole, and ConfigError for one that
+        DeepSpeed refuses.
+        """
         refuse_parts(model)
         self._block, self._config = dict(config["expert_parallel"]), config
         self._expert_cuts: dict[int, dict[str, AxisCuts]] = {}
@@ -65,24 +67,24 @@ class Conversion:
             validate(config, Layout(data=start_size(config), expert=start_size(config), zero_stage=0))
 
     def take_replaced(self) -> Any:
-        """What DeepSpeed's engine asks its conversion for: which parameters replace which, once."""
+        """Return, once, which parameters replace which. DeepSpeed's engine calls this on its conversion."""
         replaced, self._replaced = self._replaced, None
         return replaced
 
     def expert_cuts(self, size: int) -> Mapping[str, AxisCuts]:
-        """The part of an expert index of each tensor, by name; errors as `AutoEPShaper.cuts`."""
+        """Return the cut of each tensor by the expert axis, by name; raises as `AutoEPShaper.cuts` does."""
         if size not in self._expert_cuts:
             self._expert_cuts[size] = cuts_of(self.dealt(size, 0))
         return self._expert_cuts[size]
 
     def dealt(self, size: int, index: int) -> nn.Module:
-        """The model as an expert index has it, on the meta device."""
+        """Return the model as an expert index has it, on the meta device."""
         raise NotImplementedError
 
 
 @contextmanager
 def refused_by_deepspeed() -> Iterator[None]:
-    """Raise ConfigError for what DeepSpeed's own checks of `expert_parallel` refuse inside the block."""
+    """Raise ConfigError if DeepSpeed's own checks of `expert_parallel` fail inside the block."""
     try:
         yield
     except ValueError as error:
@@ -92,7 +94,7 @@ def refused_by_deepspeed() -> Iterator[None]:
 
 
 class AutoEPShaper(Conversion, Shaper):
-    """A model whose layers with experts are AutoEP's."""
+    """Shaper of a model whose layers with experts are AutoEP's."""
 
     def __init__(
         self,
@@ -103,7 +105,7 @@ class AutoEPShaper(Conversion, Shaper):
     ) -> None:
         """Take a user's model over: it has DeepSpeed's layers from now on, with all experts, and its values.
 
-        listed: whether the caller has lists of its parameters, in an optimizer say, that must be told of new ones.
+        listed: whether the caller has lists of its parameters, such as an optimizer's, that must learn of new ones.
         """
         from ds_dynatrain.adapters.tensor import TensorShaper
 
@@ -114,14 +116,14 @@ class AutoEPShaper(Conversion, Shaper):
         self._replaced = replace_layers(model, self._block, 1, 0, listed)
 
     def dealt(self, size: int, index: int) -> nn.Module:
-        """A copy of the template, converted."""
+        """Return a copy of the template, converted."""
         return convert(self._template.copy(), self._block, size, index)
 
     def cuts(self, layout: Layout) -> Mapping[str, AxisCuts]:
-        """Stacks by whole experts, the rest as AutoTP does it.
+        """Return cuts by whole experts for the stacks, and AutoTP's for other tensors.
 
         LayoutError for a size that does not divide the experts of a layer, or that DeepSpeed refuses; UnsupportedError,
-        naming the parameter, for experts that are not dealt in order. Else as `TensorShaper.cuts`.
+        naming the parameter, for experts that are not dealt in order. Otherwise as `TensorShaper.cuts`.
         """
         refuse_other_axes(layout, "tensor")
         if layout.tensor > 1:
@@ -133,31 +135,31 @@ class AutoEPShaper(Conversion, Shaper):
         return {name: replace(whole[name], expert=cut.expert) for name, cut in cuts.items()}
 
     def make(self, layout: Layout, rank: int) -> Made:
-        """The template's children, converted by AutoEP and cut by AutoTP."""
+        """Return the template's children, converted by AutoEP and cut by AutoTP."""
         return self._tensor.cut(self.dealt(layout.expert, layout.expert_place(rank)[0]), layout, rank)
 
     def reshape(self, root: nn.Module, layout: Layout, made: Made | None = None) -> None:
-        """New parameters have memory that is not written yet; buffers are those of the template."""
+        """Do as `Shaper.reshape` says; new parameters have unwritten memory, buffers are the template's."""
         self._tensor.reshape(root, layout, made or self.make(layout, td.get_rank()))
 
     def enter(self, engine: Any, layout: Layout) -> None:
-        """The layers' groups and this rank's place among experts, also in a module that stays."""
+        """Give layers their groups and this rank's place among experts, also in a module that stays."""
         self._tensor.enter(engine, layout)
         enter(engine, layout)
 
     def leave(self, engine: Any) -> None:
-        """Layers hold no group of the world."""
+        """Let layers hold no group of the world."""
         self._tensor.leave(engine)
         leave(engine)
 
     def configure(self, config: dict[str, Any], layout: Layout) -> None:
-        """The sizes that DeepSpeed reads."""
+        """Write the sizes that DeepSpeed reads into its configuration."""
         config["expert_parallel"]["autoep_size"] = layout.expert
         self._tensor.configure(config, layout)
 
 
 def convert(module: nn.Module, block: Mapping[str, Any], size: int, index: int) -> nn.Module:
-    """The module, on the meta device and as the user wrote it, with DeepSpeed's layers for one expert index.
+    """Give a module, on the meta device and as the user wrote it, DeepSpeed's layers for one expert index; return it.
 
     block: `expert_parallel` of the configuration. LayoutError for a size that does not divide the experts of a layer.
     """
@@ -175,8 +177,8 @@ def replace_layers(
 ) -> Any:
     """Give a module, on the meta device or real, DeepSpeed's layers for one expert index.
 
-    each: called with a layer when it stands, before the next one is made. Returns which parameters replace which, if
-    listed. Errors as `convert`, and DeepSpeed's ValueError.
+    each: called with each new layer before the next one is made. Returns which parameters replace which, if listed.
+    Raises as `convert` does, and DeepSpeed's ValueError.
     """
     from deepspeed.module_inject.auto_ep import AutoEP
     from deepspeed.module_inject.auto_ep_config import parse_autoep_config, validate_autoep_post_detection
@@ -216,12 +218,12 @@ def leave(engine: Any) -> None:
 
 
 def cuts_of(module: nn.Module) -> dict[str, AxisCuts]:
-    """The cuts of all tensors of a converted module, by name; UnsupportedError for experts that are not in order."""
+    """Return the cuts of all tensors of a converted module, by name; UnsupportedError for experts out of order."""
     return {name: _cut(name, held) for name, held in module.named_parameters()}
 
 
 def validate(config: Mapping[str, Any], layout: Layout) -> None:
-    """ValueError, of DeepSpeed's, for a layout that it does not train with AutoEP under this configuration."""
+    """Raise DeepSpeed's ValueError for a layout that it does not train with AutoEP under this configuration."""
     from deepspeed.module_inject.auto_ep_config import parse_autoep_config, validate_autoep_config
 
     zero = config.get("zero_optimization") or {}
@@ -239,7 +241,9 @@ def validate(config: Mapping[str, Any], layout: Layout) -> None:
 
 
 def _fold(engine: Any, layout: Layout) -> None:
-    """Tell the engine how tensor and expert ranks lie, and the layers, where there are tensor ranks, their groups."""
+    """Tell the engine how tensor and expert ranks are arranged, and give layers their groups if there are
+    tensor ranks.
+    """
     from deepspeed.module_inject.auto_ep_folding import FoldingGroupHandles, build_folding_spec, local_folding_ranks
 
     spec = build_folding_spec(
@@ -276,7 +280,7 @@ def _hold_groups(engine: Any, handles: Any) -> None:
 
 
 def _cut(name: str, held: nn.Parameter) -> AxisCuts:
-    """Whole experts in order, as DeepSpeed describes them on the parameter."""
+    """Return whole experts in order as a cut, from DeepSpeed's description on the parameter."""
     if getattr(held, "allreduce", True):
         return AxisCuts()
     from deepspeed.checkpoint import constants as keys
@@ -295,7 +299,7 @@ def _cut(name: str, held: nn.Parameter) -> AxisCuts:
 
 
 def _place_of(held: nn.Parameter, index: int) -> None:
-    """Let a parameter's description speak of another expert index."""
+    """Change a parameter's description to that of another expert index."""
     from deepspeed.checkpoint import constants as keys
     from deepspeed.checkpoint.autoep_affine import autoep_experts_for_rank
 
@@ -305,7 +309,7 @@ def _place_of(held: nn.Parameter, index: int) -> None:
 
 
 def refuse_parts(model: nn.Module) -> None:
-    """UnsupportedError, naming the parameter, for a model that is not whole."""
+    """Raise UnsupportedError, naming the parameter, for a model that is not whole."""
     for name, held in model.named_parameters():
         if hasattr(held, "ds_id") or held.is_meta:
             where = "cut by deepspeed.zero.Init" if hasattr(held, "ds_id") else "on the meta device"

@@ -1,4 +1,4 @@
-"""Which parameters got a gradient: ZeRO-3 re-uses the last one of those that did not."""
+"""A record of the parameters that got a gradient: ZeRO-3 steps the others with the last gradient they had."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class GradientWatch:
         return len(self._seen)
 
     def missing(self) -> tuple[str, ...]:
-        """Names of the parameters without a gradient since the last call."""
+        """Return the names of the parameters that got no gradient since the last call."""
         names: tuple[str, ...] = ()
         if len(self._seen) < len(self._names):
             names = tuple(name for number, name in enumerate(self._names) if number not in self._seen)
@@ -36,7 +36,7 @@ class GradientWatch:
         return names
 
     def stop(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks from the parameters."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

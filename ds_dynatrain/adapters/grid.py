@@ -35,5 +35,5 @@ class StageGrid(PipelineParallelGrid):  # type: ignore[misc]
         self.p2p_groups = self._build_p2p_groups()
 
     def tied_group(self, stages: tuple[int, ...]) -> td.ProcessGroup:
-        """The group of the stages that share a tie, in this rank's pipeline."""
+        """Return the group of the stages that share a tie, in this rank's pipeline."""
         return self._world.tie(stages)

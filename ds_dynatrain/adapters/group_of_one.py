@@ -1,7 +1,7 @@
 """A group of one rank: its collectives copy what goes in to what comes out, on every device and in every torch.
 
-torch's own group without peers (the `fake` back-end) leaves some outputs as they were before 2.13: ZeRO-3 over one rank
-would train on memory that nobody has written.
+torch's own group without peers (the `fake` back-end) leaves some outputs unwritten before 2.13: ZeRO-3 over one rank
+would train on uninitialized memory.
 """
 
 from __future__ import annotations
@@ -28,27 +28,29 @@ class GroupOfOne(PythonGroup):
 
     (It stands in front of no other group, so a `ManagedProcessGroup` would have nothing to keep.)
 
-    Its collectives raise RuntimeError, before anything is written, where a tensor is of another type, size or device
-    than the one that it is copied to, or a list is not of one tensor for one rank; `send` and `recv` always do.
+    Its collectives raise RuntimeError, before anything is written, if a tensor differs in type, size or device from the
+    one that it is copied to, or a list does not have one tensor for one rank; `send` and `recv` always raise.
     """
 
     def __init__(self, name: str) -> None:
         super().__init__(0, 1, td.ProcessGroup.BackendType.CUSTOM)
-        backend = failing_backend(0, 1)  # what does not come by one of the methods below is no success
+        backend = failing_backend(0, 1)  # calls that bypass the methods below must fail
         for device in devices():
             self._register_backend(device, td.ProcessGroup.BackendType.CUSTOM, backend)
         self._set_group_name(GroupName(name))
 
     def collective(self, name: str, *arguments: Any, **named: Any) -> Any:
-        """Do what it means among one rank; RuntimeError for one of a torch that is newer than those tested."""
+        """Do what the collective means for one rank; RuntimeError for one of a torch newer than those tested."""
         if name not in MEANINGS:
             raise _wrong(f"{name} of torch {torch.__version__} is not known (tested with torch {tested_torches()})")
         return MEANINGS[name](*arguments, **named)
 
 
 class Finished(Work):
-    """A collective of one rank. On a device it is done when its stream comes to it: who waits lets the present stream
-    go on behind that, and the host goes on at once, as with collectives of torch's own.
+    """A collective of one rank.
+
+    On a device it is done when its stream comes to it: waiting orders the present stream behind that, and the host goes
+    on at once, as with torch's own collectives.
     """
 
     def __init__(self, outputs: Tensors = ()) -> None:
@@ -61,7 +63,7 @@ class Finished(Work):
             self._event.record(get_accelerator().current_stream())
 
     def wait(self, *_: Any, **__: Any) -> bool:
-        """Let the present stream go on behind it; True."""
+        """Order the present stream behind the collective; return True."""
         if self._event is not None:
             get_accelerator().current_stream().wait_event(self._event)
         return True
@@ -71,29 +73,29 @@ class Finished(Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether the device has done it."""
+        """Return whether the device has done it."""
         return self._event is None or bool(self._event.query())
 
     def is_success(self) -> bool:
-        """Always: wrong arguments raise where it is called."""
+        """Return True: wrong arguments raise in the call itself."""
         return True
 
     def exception(self) -> None:
         """Return None: it has not failed."""
 
     def result(self) -> list[torch.Tensor]:
-        """The tensors that hold what came out."""
+        """Return the output tensors."""
         return self._outputs
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """A future of `result`, which is there."""
+        """Return a future of `result`, already set."""
         future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=[*self._devices])
         future.set_result(self._outputs)
         return future
 
 
 def _keep(tensors: Tensors, opts: Any = None, *_: Any, **__: Any) -> Work:
-    """Leave the tensors as they are: of one rank they are the sum, and what everybody has."""
+    """Leave the tensors as they are: with one rank they are the sum, and the values of all ranks."""
     _check(opts)
     return Finished(tensors)
 
@@ -110,7 +112,7 @@ def _copy_each(outputs: Tensors, inputs: Tensors, opts: Any = None, *_: Any, **_
     for output, given in zip(outputs, inputs, strict=True):
         if (output.numel(), output.dtype, output.device) != (given.numel(), given.dtype, given.device):
             raise _wrong(f"output {_described(output)} for input {_described(given)}")
-    # As of a message, autograd sees nothing of it: the output may be a view, and the input require a gradient.
+    # Hidden from autograd like a message: the output may be a view, and the input may require a gradient.
     with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
         for output, given in zip(outputs, inputs, strict=True):
             output.copy_(given.reshape(output.shape))
@@ -118,14 +120,19 @@ def _copy_each(outputs: Tensors, inputs: Tensors, opts: Any = None, *_: Any, **_
 
 
 def _from_ranks(outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None, *_: Any, **__: Any) -> Work:
-    """outputs: for each rank a list with a place for each input; for `gather` on its root the other way round, which is
-    the same for one of each.
+    """Copy inputs to the place of each rank in `outputs`.
+
+    outputs: for each rank a list with a place for each input; for `gather` on its root the other way round, which is
+    the same with one of each.
     """
     return _copy_each(_only(outputs), inputs, opts)
 
 
 def _to_ranks(outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None, *_: Any, **__: Any) -> Work:
-    """inputs: for the one output, a list with a tensor from each rank, or for each rank."""
+    """Copy the input of each rank to an output.
+
+    inputs: for the one output, a list with a tensor from each rank, or for each rank.
+    """
     return _copy_each([_only(outputs)], _only(inputs), opts)
 
 
@@ -141,7 +148,10 @@ def _exchange_rows(
     *_: Any,
     **__: Any,
 ) -> Work:
-    """output_sizes, input_sizes: rows for each rank; all rows where they are empty."""
+    """Copy the rows of `given` to `output`.
+
+    output_sizes, input_sizes: rows for each rank; all rows if empty.
+    """
     for sizes, tensor in ((output_sizes, output), (input_sizes, given)):
         if sizes and list(sizes) != [tensor.shape[0]]:
             raise _wrong(f"split sizes {list(sizes)} for {tensor.shape[0]} rows and one rank")
@@ -153,7 +163,7 @@ def _meet(*_: Any, **__: Any) -> Work:
 
 
 def _meet_here(*_: Any, **__: Any) -> None:
-    """Return at once, as all are here."""
+    """Return at once: all ranks are here."""
 
 
 def _talk(*_: Any, **__: Any) -> Work:
@@ -197,4 +207,4 @@ MEANINGS: Mapping[str, Callable[..., Any]] = {
     "monitored_barrier": _meet_here,
     **dict.fromkeys(("send", "recv", "recv_anysource"), _talk),
 }
-"""Method of `ProcessGroup`'s, by its names in all versions of torch -> what it does among one rank."""
+"""Methods of `ProcessGroup`, by their names in all versions of torch -> their function for one rank."""

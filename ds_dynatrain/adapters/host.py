@@ -1,4 +1,4 @@
-"""What a live switch needs of DeepSpeed's engine: its optimizer off and on again, its module in another shape."""
+"""Surgery on DeepSpeed's engine for a live switch: its optimizer comes off and on again, its module changes shape."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from ds_dynatrain.space.leaves import MicroStep
 
 @dataclass(frozen=True, eq=False)
 class Replaced:
-    """What a reshape has replaced: the shape, the children that had it, and the parameters that the engine spoke of."""
+    """State before a reshape, for `undo_reshape`: the shape, its children, and the parameters that the engine knew."""
 
     shape: Shape
     children: Children
@@ -48,19 +48,19 @@ class Replaced:
 
 @dataclass(eq=False)
 class Host:
-    """What is there for DeepSpeed's engine beside it, and what can be done to it.
+    """State that this package keeps beside DeepSpeed's engine, and the operations on that engine.
 
-    engine: DeepSpeed's (`host_engine.HostEngine`). layout: what is on the module, or was last. global_batch_size:
-    samples per optimizer step, also where DeepSpeed's three numbers cannot say it. attaches: false for an engine built
-    without a ZeRO optimizer: an idle member's, which holds parameters' names and shapes only. whole: false where that
-    is so on every member, for `attach_first` follows when the parameters have come in.
+    engine: DeepSpeed's engine (`host_engine.HostEngine`). layout: the layout that is attached to the module, or was
+    last. global_batch_size: samples per optimizer step, also where DeepSpeed's three numbers cannot express it.
+    attaches: false for an idle member's engine, which is built without a ZeRO optimizer and holds only names and shapes
+    of parameters. whole: false if no member has attached yet; `attach_first` follows once the parameters have come in.
 
-    slot_weight, slot_is_borrowed: of the micro-batch that was dealt. loss_is_divided: whether its loss needs no weight.
-    in_leaves: whether micro-batches are the same samples in every world, and micro_step: who trains which at present,
-    None between two global batches. window_tokens: of the open window, on this rank. without_gradient: trainable
-    parameters that got no gradient on this rank in the last window.
-    is_weighted: whether a backward pass is under way whose loss is weighted, so that its gradients are not again.
-    is_own_optimizer: whether it comes from the configuration.
+    slot_weight, slot_is_borrowed: those of the micro-batch that was dealt last. loss_is_divided: whether its loss needs
+    no weight. in_leaves: whether micro-batches are the same samples in every world. micro_step: which rank trains which
+    leaf at present; None between two global batches. window_tokens: tokens of the open window on this rank.
+    without_gradient: trainable parameters that got no gradient on this rank in the last window. is_weighted: whether
+    the loss of the backward pass under way is weighted already, so that its gradients must not be. is_own_optimizer:
+    whether the optimizer comes from the configuration.
     """
 
     engine: Any
@@ -96,7 +96,7 @@ class Host:
 
     @property
     def optimizer(self) -> Any:
-        """DeepSpeed's present one."""
+        """DeepSpeed's present optimizer object; a switch replaces it."""
         return self.engine.optimizer
 
     @property
@@ -106,13 +106,13 @@ class Host:
 
     @property
     def lr_scheduler(self) -> Any:
-        """One object for the whole job; None if there is none."""
+        """The scheduler, one object for the whole job; None if there is none."""
         return self.engine.lr_scheduler
 
     # ---- what is known of it -----------------------------------------------------------------------------------------
 
     def look(self, basic: torch.optim.Optimizer) -> None:
-        """Register what the engine is built over, before ZeRO replaces it."""
+        """Register the parameters and groups that the engine is built over, before ZeRO replaces them."""
         self.model_map = ModelMap.of(self.module, [group["params"] for group in basic.param_groups])
         self._gradients = GradientWatch(self.model_map)
         self._gathers = GatherWatch(self.model_map.parameters)
@@ -120,7 +120,7 @@ class Host:
         self._scaling = scaler.first_state(self.engine)
 
     def attach_first(self, layout: Layout, world: World, config: tuple[dict[str, Any], Any], buffers: Buffers) -> None:
-        """`attach` for the first time, with what DeepSpeed's constructors do to the state of a new optimizer."""
+        """Attach for the first time, and do to a new optimizer's state what DeepSpeed's constructors do."""
         for parameter in self.model_map.parameters:
             parameter.data = torch.empty(0, dtype=self.model_map.dtype, device=parameter.device)
         self.attach(layout, world, config, buffers, Scalars())
@@ -128,7 +128,7 @@ class Host:
             self.optimizer.initialize_optimizer_states()  # a step on zeros: it counts, and decays the masters
 
     def curriculum_order(self, length: int) -> CurriculumOrder | None:
-        """The order that the configuration's curriculum describes over a data set of that length, if there is one."""
+        """Return the order of the configuration's curriculum over `length` samples; None without a curriculum."""
         block = self.engine.data_efficiency_config()
         on = block["data_sampling"]["curriculum_learning"]["enabled"]
         return CurriculumOrder(length, self.global_batch_size, block) if on else None
@@ -137,29 +137,29 @@ class Host:
     def ends_window_by_hand(self) -> bool:
         """Whether the next `step` ends the window because the user says so, not because of DeepSpeed's count.
 
-        By `set_gradient_accumulation_boundary(True)`, or without `managed_gradient_accumulation` (DeepSpeed 0.18 always
-        has it).
+        The user says so by `set_gradient_accumulation_boundary(True)`, or by leaving `managed_gradient_accumulation`
+        off (DeepSpeed 0.18 always has it on).
         """
         managed = getattr(type(self.engine), "managed_gradient_accumulation", None)
         return bool(self.engine._is_gradient_accumulation_boundary) or not (managed is None or managed(self.engine))
 
     @property
     def present_config(self) -> tuple[dict[str, Any], Any]:
-        """DeepSpeed's configuration at present, as a dictionary and parsed."""
+        """DeepSpeed's present configuration, as a dictionary and parsed."""
         return self.engine.config, self.engine._config
 
     def stage_layers(self, layout: Layout) -> tuple[tuple[str, ...], ...]:
-        """The layers of each pipeline stage, by the names of their modules; none where nothing goes by layers."""
+        """Return the names of each pipeline stage's layers; () for a model that is not dealt out by layers."""
         return ()
 
     @property
     def compiled_modules(self) -> list[str]:
-        """What is compiled, alike on all members."""
+        """Names of the modules that are compiled; equal on all members."""
         return compiled_in_place(self.module)
 
     @property
     def forward_passes(self) -> int | None:
-        """What DeepSpeed counts to seed layers by; None where it does not."""
+        """Number of forward passes, if DeepSpeed counts them to seed layers; None if it does not."""
         return None
 
     @forward_passes.setter
@@ -167,16 +167,16 @@ class Host:
         """Go on from a count."""
 
     def scaling_state(self) -> scaler.State:
-        """The loss scale and what belongs to it, also what the present optimizer has no place for."""
+        """Return the loss scale and its related fields, including those that the present optimizer has no place for."""
         return scaler.read(self.optimizer, self._scaling)
 
     def take_scaling(self, state: scaler.State) -> None:
-        """Go on with a state of `scaling_state`; what the present optimizer has no place for is kept aside."""
+        """Set the fields of a `scaling_state`; those that the present optimizer has no place for are kept aside."""
         self._scaling = dict(state)
         scaler.write(self.optimizer, state)
 
     def take_grad_norm(self, norm: float | None) -> None:
-        """Report the norm of the last step, on a member that did not take it; as a tensor, as DeepSpeed does."""
+        """Report the norm of the last step on a member that did not take it; as a tensor, as DeepSpeed does."""
         self.engine._global_grad_norm = None if norm is None else torch.tensor(norm, device=self.engine.device)
         self._pass_grad_norm_on()
 
@@ -187,34 +187,35 @@ class Host:
 
     @property
     def element_types(self) -> ElementTypes:
-        """Of what type each state is: by the model and the configuration, the same in every layout."""
+        """Element type of each state, by the model and the configuration; the same in every layout."""
         weight = self.model_map.dtype
         moments = moment_types(self.basic_optimizer, weight)
         return ElementTypes(weight=weight, gradient=self.engine.get_data_types()[1], moments=moments)
 
     @property
     def placement(self) -> Placement:
-        """Where each state lies, the same in every layout of a stage."""
+        """Device or host memory that each state lies in; the same in every layout of a stage."""
         return Placement.of(self.engine._config)
 
     def memory(self, kinds: tuple[str, ...], layout: Layout) -> dict[str, Memory]:
-        """What the buffers of state kinds are made of under a layout."""
+        """Return the element type and the place of the buffers of each state kind under a layout."""
         return self.placement.memory(self.element_types, kinds, layout.zero_stage)
 
     def state_buffers(self) -> tuple[Buffers, Scalars]:
-        """The live flat buffers of this rank, and the optimizer's scalars.
+        """Return the live flat buffers of this rank, and the optimizer's scalars.
 
-        An accelerator has done by then all that was asked of it, on whichever stream.
+        An accelerator has finished all queued work by then, on every stream.
         """
         synchronize()
         return stage_of(self.optimizer).describe(self.engine, self.model_map)
 
     def state_census(self) -> list[Found]:
-        """Where DeepSpeed itself says that each element lies."""
+        """Return where each element lies by DeepSpeed's own bookkeeping."""
         return stage_of(self.optimizer).census(self.engine, self.model_map)
 
     def detach(self) -> None:
-        """Take the ZeRO optimizer off the module. Buffers live on with whoever holds them; parameters keep no gradient.
+        """Take the ZeRO optimizer off the module. Buffers live as long as a caller holds them; parameters keep no
+        gradient.
 
         The module's parameters keep their data under stages 0 to 2 and are empty after stage 3.
         """
@@ -227,10 +228,10 @@ class Host:
             group["params"] = list(parameters)
         self.engine.optimizer = self.basic_optimizer
         if old is not self.basic_optimizer:
-            old.__dict__.clear()  # it sits in reference cycles: its memory must not wait for the collector
+            old.__dict__.clear()  # reference cycles hold it: free its memory without the collector
 
     def make_children(self, layout: Layout, rank: int) -> Made | None:
-        """What `reshape` can do ahead, in any thread; None if there is nothing."""
+        """Build the children that `reshape` will need, ahead and in any thread; None if the shape stays the same."""
         return None if Shape.of(layout, rank) == self.shape else self.shaper.make(layout, rank)
 
     def reshape(
@@ -238,8 +239,8 @@ class Host:
     ) -> Replaced | None:
         """Give the module the children of `rank` under `layout`, whose world must be installed; nothing is attached.
 
-        tensors: the local ones of that rank. made: by `make_children`, if it was asked. Returns what `undo_reshape`
-        takes, None if nothing had to change.
+        tensors: the local tensors of that rank. made: result of `make_children`, if it was called. Returns the argument
+        for `undo_reshape`, or None if nothing had to change.
         """
         shape = Shape.of(layout, rank)
         if shape == self.shape:
@@ -257,19 +258,21 @@ class Host:
         return before
 
     def _mark_for_autocast(self) -> None:
-        """Say on new parameters, as DeepSpeed did on those before, in which type ranks add their gradients up."""
+        """Note on new parameters, as DeepSpeed did on the former ones, the type in which ranks add their
+        gradients up.
+        """
         if self.engine.torch_autocast_enabled():
             modules = self.engine.torch_autocast_lower_precision_safe_modules()
             init_autocast_params(self.engine, self.engine.torch_autocast_dtype(), modules)
 
     def undo_reshape(self, before: Replaced) -> None:
-        """Go back to what `reshape` replaced; nothing may be attached."""
+        """Restore what `reshape` replaced; nothing may be attached."""
         before.children.put_back(self.module)
         self._take(before.shape, before.model)
         self.engine.param_names = before.names
 
     def _take(self, shape: Shape, model: ModelMap) -> None:
-        """Speak of these parameters from now on, in the basic optimizer, too."""
+        """Use these parameters from now on, in the basic optimizer, too."""
         self.shape = shape
         self.engine.param_names = {parameter: name for name, parameter in self.module.named_parameters()}
         for group, parameters in zip(self.basic_optimizer.param_groups, model.groups, strict=True):
@@ -279,11 +282,11 @@ class Host:
         self.adopt(model, self.basic_optimizer.param_groups)
 
     def forget_steps(self) -> None:
-        """What the optimizer keeps outside of its state, on all members alike; after a commit."""
+        """Drop what the optimizer keeps outside of its state. Called after a commit, on all members."""
         forget_running_products(self.basic_optimizer)
 
     def let_module_go(self) -> None:
-        """Remove what DeepSpeed and this object keep on the module, and in torch, for as long as the engine lives."""
+        """Remove everything that DeepSpeed and this object keep on the module, and in torch, while the engine lives."""
         self._gradients.stop()
         self._gathers.stop()
         forget(self.module)
@@ -295,7 +298,7 @@ class Host:
                 forget_traces()
 
     def leave_world(self) -> None:
-        """Leave names and objects, no data and no group: the state of an idle member."""
+        """Keep names and objects, but no data and no group: the state of an idle member."""
         self.leave_shape()
         self.engine.data_parallel_group = self.engine.seq_data_parallel_group = None
         self.engine.global_rank = -1
@@ -307,9 +310,10 @@ class Host:
     def attach(
         self, layout: Layout, world: World, config: tuple[dict[str, Any], Any], buffers: Buffers, scalars: Scalars
     ) -> None:
-        """Put a ZeRO optimizer of `layout` on the module, with `buffers` as its memory; no message, no allocation.
+        """Put a ZeRO optimizer of `layout` on the module, with `buffers` as its memory. Sends no message, allocates
+        nothing.
 
-        `world` must be installed. Nothing of the old layout may be attached.
+        `world` must be installed, and the old layout must be detached.
         """
         self._enter_world(world, layout, config)
         self._give_shapes()
@@ -324,13 +328,13 @@ class Host:
         self._after_attach()
 
     def _has_gradients_of_its_own(self, layout: Layout) -> bool:
-        """Whether DeepSpeed's optimizer of a layout keeps what it makes of zeros: buffers that gradients come into."""
+        """Return whether DeepSpeed's optimizer of a layout keeps tensors made of zeros: its gradient buffers."""
         weight, gradient = self.engine.get_data_types()
         is_accumulating = layout.zero_stage == 1 and weight != gradient  # BF16_Optimizer
         return layout.zero_stage == 0 or is_accumulating or self.placement.offloads_optimizer
 
     def _give_shapes(self) -> None:
-        """Parameters that have no data get a shape; nobody reads what is in it."""
+        """Give parameters without data a shape; their values are never read."""
         for tensor, held in zip(self.model_map.tensors, self.model_map.parameters, strict=True):
             if held.shape != tensor.shape:
                 held.data = stand_in(tensor.shape, self.model_map.dtype, held.device)
@@ -349,7 +353,7 @@ class Host:
         self.shaper.enter(self.engine, layout)
 
     def _after_attach(self) -> None:
-        """What DeepSpeed's constructor does after its optimizer stands."""
+        """Repeat what DeepSpeed's constructor does once its optimizer is built."""
         self.engine._support_torch_style_backward = (
             isinstance(self.optimizer, ZeROOptimizer) and check_internal_apis_for_count_used_parameters()
         )
@@ -373,10 +377,12 @@ class Host:
         self._gradients.missing()
 
     def optimizer_made(self) -> None:
-        """Called when DeepSpeed has made an optimizer, before its first step."""
+        """Note that DeepSpeed has made an optimizer. Called before its first step."""
 
     def break_off(self) -> None:
-        """Be through with a call of DeepSpeed's that an error has ended: a timer that runs does not start again."""
+        """Clean up after a DeepSpeed call that an error has ended: a timer that still runs could not be
+        started again.
+        """
         for timer in self.engine.timers.get_timers().values():
             if timer.started_:
                 timer.stop()
@@ -387,35 +393,35 @@ class Host:
         return self._gradients.waiting
 
     def adopt(self, model: ModelMap, groups: list[dict[str, Any]]) -> None:
-        """Speak of other optimizer groups from now on; nothing may be attached."""
+        """Use other optimizer groups from now on; nothing may be attached."""
         self._gradients.stop()
         self.model_map = model
         self.basic_optimizer.param_groups[:] = groups
         self._gradients = GradientWatch(model)
 
     def settle_parameters(self) -> None:
-        """Bring stage 3's parameters back to their parts (an evaluation may have left some gathered)."""
+        """Partition stage 3's parameters again (an evaluation may have left some gathered)."""
         if int(self.engine.zero_optimization_stage()) == 3:
             self.optimizer.parameter_offload.partition_all_parameters()
 
     @property
     def loss_weight(self) -> float:
-        """By which the loss of this micro-batch is multiplied."""
+        """Factor for the loss of the present micro-batch."""
         weight = float(not self.slot_is_borrowed) if self.loss_is_divided else self.slot_weight
         return weight * sequence.loss_factor(self.engine)
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
     def end_step(self) -> None:
-        """Settle what DeepSpeed leaves after its optimizer step; called after each."""
+        """Settle what DeepSpeed leaves open after its optimizer step. Called after each step."""
         if not hasattr(self.optimizer, "_global_grad_norm"):  # torch's own at stage 0, which computes none
             self.engine._global_grad_norm = None
         self.window_tokens = None
         self.without_gradient = self._gradients.missing()
 
     def leave_shape(self) -> None:
-        """Hold no group of the world."""
+        """Let go of the groups of the world."""
         self.shaper.leave(self.engine)
 
     def put_in_place(self) -> None:
-        """Let what DeepSpeed keeps once for a process, besides groups, be this engine's."""
+        """Make the state that DeepSpeed keeps once per process, besides groups, that of this engine."""

@@ -40,18 +40,18 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
     _HOST: ClassVar[type[Host]] = Host
     optimizer: Any
     _host: Host
-    """There before DeepSpeed's constructor runs."""
+    """Set before DeepSpeed's constructor runs."""
 
     # ---- building ------------------------------------------------------------------------------------------------
 
     def _configure_expert_parallel(self, model: nn.Module, collect_sources: bool | None = None) -> Any:
-        """DeepSpeed's, but that the shaper has AutoEP's layers in the model already."""
+        """Do as DeepSpeed does, except that the shaper has put AutoEP's layers into the model already."""
         if self._host.shaper.autoep:
             return self._host.shaper.autoep.take_replaced()
         return super()._configure_expert_parallel(model, collect_sources)
 
     def _configure_distributed_model(self, model: nn.Module) -> None:
-        """DeepSpeed's; it finds the groups that layers with experts ask for."""
+        """Do as DeepSpeed does, and provide the groups that layers with experts ask for."""
         ask_for_present_groups(model)
         super()._configure_distributed_model(model)
 
@@ -83,22 +83,24 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
             self.basic_optimizer = self.optimizer = basic
 
     def _broadcast_model(self) -> None:
-        """DeepSpeed's, unless the parameters are not there yet: then each comes in equal for all."""
+        """Broadcast as DeepSpeed does, unless parameters are still to come in, each of them equal on all ranks."""
         if self._host.whole:
             super()._broadcast_model()
 
     def zero_force_ds_cpu_optimizer(self) -> bool:
-        """DeepSpeed asks it of optimizers that the user made; ours from the configuration comes by the same door."""
+        """Return whether an offloaded optimizer must be DeepSpeed's own. False for ours from the configuration, which
+        takes the same way as user-made ones.
+        """
         return not self._host.is_own_optimizer and bool(super().zero_force_ds_cpu_optimizer())
 
     def _configure_random_ltd_scheduler(self, configs: dict[str, Any]) -> Any:
-        """DeepSpeed's, which counts the tokens of a global batch."""
+        """Make DeepSpeed's scheduler, which counts the tokens of a global batch."""
         return super()._configure_random_ltd_scheduler(
             {**configs, RANDOM_LTD_GLOBAL_BATCH_SIZE: self._host.global_batch_size}
         )
 
     def random_ltd_config(self) -> dict[str, Any]:
-        """DeepSpeed's block for random-LTD, with the sizes that its constructor adds to that of the first layout."""
+        """Return DeepSpeed's block for random-LTD, with the sizes that its constructor adds to the first layout's."""
         block: dict[str, Any] = super().random_ltd_config()
         block.setdefault(RANDOM_LTD_GLOBAL_BATCH_SIZE, self.train_batch_size())
         block.setdefault(RANDOM_LTD_MICRO_BATCH_SIZE, self.train_micro_batch_size_per_gpu())
@@ -114,9 +116,10 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> Any:
-        """DeepSpeed's. In stage 0, too, weights that come without the optimizer's states become the masters.
+        """Load as DeepSpeed does, but in stage 0, too, make weights that come without the optimizer's states the
+        masters.
 
-        DeepSpeed does so in its other stages alone: in stage 0 the old masters stay, and the next step writes over what
+        DeepSpeed does so in its other stages only: in stage 0 the old masters stay, and the next step overwrites what
         was loaded.
         """
         which = load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn
@@ -129,11 +132,11 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, *, tokens: int | None = None
     ) -> torch.Tensor:
-        """DeepSpeed's `backward`, with the loss weighted by the samples that the loader dealt to this micro-batch.
+        """Run DeepSpeed's `backward`, with the loss weighted by the samples that the loader dealt to this micro-batch.
 
-        tokens: the number of tokens that `loss` is the mean over; then the window's gradient is the mean over all of
-        its tokens, in whatever world. Give it for every micro-batch of a window or for none; DataError for a loss that
-        is divided already.
+        tokens: the number of tokens that `loss` is the mean over; the window's gradient is then the mean over all of
+        its tokens, in every world. Give it for every micro-batch of a window or for none; DataError for a loss that is
+        divided already.
         """
         if tokens is not None and self._host.loss_is_divided:
             raise DataError(
@@ -145,7 +148,7 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
             self._host.window_tokens = (self._host.window_tokens or 0) + count
             self._host.slot_weight = float(count)
         weight = self._host.loss_weight
-        self._host.is_weighted = True  # the loss is, so its gradients are not again
+        self._host.is_weighted = True  # the loss is weighted, so do not weight its gradients again
         forgotten = scaler.forgotten_scale(self)
         try:
             weighted = loss if weight == 1.0 else loss * weight
@@ -158,21 +161,21 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
             self._host.slot_weight = self._host.slot_weight if tokens is None else 1.0
 
     def _backward_prologue_per_tensor(self, grad: torch.Tensor | None) -> torch.Tensor | None:
-        """Also weight `loss.backward()`, which does not pass through `backward`."""
+        """Weight the gradient of `loss.backward()`, too, which does not pass through `backward`."""
         scaled: torch.Tensor | None = super()._backward_prologue_per_tensor(grad)
         if scaled is None or scaled is grad or self._host.is_weighted or self._host.loss_weight == 1.0:
             return scaled
         return scaled * self._host.loss_weight
 
     def clip_fp32_gradients(self) -> None:
-        """DeepSpeed's, without ZeRO; its norm would depend on how many ranks share the experts."""
+        """Clip without ZeRO. If ranks share experts, use our norm: DeepSpeed's would depend on how many do."""
         if self._host.shape.expert > 1:
             clip_with_experts(self.module, self.gradient_clipping(), self._host.layout)
         else:
             super().clip_fp32_gradients()
 
     def _take_model_step(self, *arguments: Any) -> None:
-        """DeepSpeed's optimizer step, its gradients divided by tokens if the window was weighted by them."""
+        """Make DeepSpeed's optimizer step, with gradients divided by tokens if the window was weighted by them."""
         counted = all_counted(self.module, self._host.layout)
         with divided_by_tokens(self, self._host.window_tokens, self._token_slots), self._norm_said(), counted:
             super()._take_model_step(*arguments)
@@ -180,17 +183,18 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
 
     @property
     def _token_slots(self) -> int:
-        """By what DeepSpeed divides the gradient of a window that is weighted by tokens."""
+        """Divisor that DeepSpeed applies to the gradient of a window that is weighted by tokens."""
         return int(self.dp_world_size * self.gradient_accumulation_steps())
 
     def _norm_said(self) -> AbstractContextManager[None]:
-        """A block in which the optimizer makes its step and reports the norm of its gradients."""
+        """Return a context in which the optimizer makes its step and reports the norm of its gradients."""
         return scaler.true_norm(self)
 
     def _configure_zero(self, basic: torch.optim.Optimizer) -> None:
-        """DeepSpeed's own optimizer around one that is registered.
+        """Build DeepSpeed's own optimizer around a registered one.
 
-        Where no expert is trained any more it is one for models without: DeepSpeed insists on a group of theirs.
+        If no expert is trained any more, it is an optimizer for models without experts, because DeepSpeed insists on a
+        group of experts otherwise.
         """
         trained = any(group.get("moe") for group in basic.param_groups)
         with replaced(self, "has_moe_layers", self.has_moe_layers and trained):

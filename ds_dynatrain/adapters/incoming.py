@@ -1,20 +1,21 @@
 """Models whose parameters are not whole when `initialize` is called: they come in one by one.
 
-A model of `deepspeed.zero.Init` is cut over all processes of the launch, idle ones too; so may be one that an engine
-has trained at stage 3 and left. Its parameters are gathered one after the other, each working member copies what its
-pieces of the first layout need into buffers that were made for them, and the engine is then put together over these
-buffers, without memory of its own, as on a member that wakes. So a member never holds more than its shard of the
-first layout and one whole parameter.
+A model built under `deepspeed.zero.Init` is cut over all processes of the launch, idle ones included; the same may be
+true of a model that an engine has trained at stage 3 and left. Its parameters are gathered one after the other, and
+each working member copies its pieces of the first layout into buffers made for them. The engine is then put together
+over these buffers, without memory of its own, as on a member that wakes. So a member never holds more than its shard of
+the first layout and one whole parameter.
 
 Parameters on the meta device are drawn module by module, the same on every member: a module's own parameters are made
-real, its `reset_parameters()` is called (torch's FSDP does so too) under a seed that follows from the job's and the
-module's name, and only the shard of what was drawn is kept.
+real, its `reset_parameters()` is called (torch's FSDP does so too) under a seed that follows from the job's seed and
+the module's name, and only the shard of the drawn values is kept.
 
-`deepspeed.zero.Init` cuts each parameter, as soon as its module is built, over all processes that there are. In a
-launch whose members come and go these are known only once the job has this process, and a process that joins a running
-job has nobody to cut with, for the others train. So the first call of `zero.Init` brings the process into the job.
-Those that start the job cut parameters over all of them, as in a fixed launch. On one that joins, parameters go to the
-meta device: nothing is drawn, and what a loader copies into them is not read; their values come from the others.
+`deepspeed.zero.Init` cuts each parameter, as soon as its module is built, over all present processes. In a launch whose
+members come and go these are known only once this process belongs to the job, and a process that joins a running job
+has no peers to cut with, because the others train. So the first call of `zero.Init` brings the process into the job.
+Processes that start the job cut parameters over all of them, as in a fixed launch. In a process that joins, parameters
+go to the meta device: they are not drawn, and values that a loader copies into them are not read; the values come from
+the other members.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ WAY_OUT = "give its class a `reset_parameters()`, or pass `param_init_fn=` to in
 
 
 def drawing_modules(model: nn.Module, meta: set[int]) -> list[tuple[str, nn.Module, list[nn.Parameter]]]:
-    """(name, module, its own parameters that are drawn in it) of each module that draws; a shared one is drawn once.
+    """Return (name, module, parameters of its own to draw) of each module that draws; a shared parameter is drawn once.
 
     meta: ids of the parameters that are, or were, on the meta device.
     """
@@ -69,7 +70,7 @@ def drawing_modules(model: nn.Module, meta: set[int]) -> list[tuple[str, nn.Modu
 
 
 def refuse_undrawable(model: nn.Module, param_init_fn: ParamInit | None) -> None:
-    """UnsupportedError, naming it, for a parameter on the meta device that cannot be drawn."""
+    """Raise UnsupportedError, naming the parameter, for one on the meta device that cannot be drawn."""
     meta = {id(held) for held in model.parameters() if held.is_meta}
     for name, module, own in drawing_modules(model, meta):
         mine = dict(module.named_parameters(recurse=False))
@@ -87,7 +88,7 @@ def refuse_undrawable(model: nn.Module, param_init_fn: ParamInit | None) -> None
 
 
 def swap_in(parameter: nn.Parameter, data: torch.Tensor) -> None:
-    """Give a parameter data of another device and keep the object: optimizers and modules go on holding it."""
+    """Give a parameter data on another device and keep the object, so that optimizers and modules still hold it."""
     other = nn.Parameter(data, requires_grad=parameter.requires_grad)
     other.__dict__.update(parameter.__dict__)
     torch.utils.swap_tensors(parameter, other)
@@ -100,10 +101,10 @@ def draw(
     types: dict[int, torch.dtype],
     init: ParamInit | None,
 ) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-    """Each of `own` with its value, flat; afterwards the module's parameters have no memory again.
+    """Yield each parameter of `own` with its value, flat; afterwards the module's parameters have no memory again.
 
-    seed: what the draw follows from. types: element types of the values, by the parameters' ids. UnsupportedError where
-    the module does not set one of them.
+    seed: string that the drawn values follow from. types: element types of the values, by the parameters' ids. Raises
+    UnsupportedError if the module leaves one of them unset.
     """
     stand_ins = [(held, held.data) for held in module.parameters(recurse=False)]
     try:
@@ -128,8 +129,8 @@ def draw(
 
 @contextmanager
 def seeded(what: str) -> Iterator[None]:
-    """The default generators of torch, of DeepSpeed's accelerator, of numpy and Python are seeded in the block, and as
-    they were after it. Those of other devices are let alone.
+    """Seed the default generators of torch, DeepSpeed's accelerator, numpy and Python inside the block, and restore
+    them afterwards. Generators of other devices are left alone.
     """
     seed = int.from_bytes(hashlib.blake2b(what.encode(), digest_size=8).digest(), "little") >> 1
     before = torch.get_rng_state(), np.random.get_state(), random.getstate(), further_streams()
@@ -156,9 +157,9 @@ Place = tuple[int, int, BufferId, int]
 class Incoming:
     """The parameters of a model, in the module's order, before its engine is built.
 
-    forms, types: how each parameter comes in, and its element type, by its id. owners: which process has its value,
-    where that is not process 0. held: what this process holds of it (its part, or the whole); emptied as they come in.
-    place: which part of each this process has.
+    forms, types: how each parameter comes in, and its element type, by its id. owners: process that has the value of a
+    parameter, by the parameter's id, unless that is process 0. held: this process's part of each parameter, or the
+    whole; emptied as they come in. place: number of the part that this process has of each.
     """
 
     def __init__(
@@ -169,9 +170,9 @@ class Incoming:
         owners: Mapping[int, int] | None = None,
         joins: bool = False,
     ) -> None:
-        """Read a model without changing it; UnsupportedError, naming the parameter, for what cannot come in.
+        """Read a model without changing it. UnsupportedError, naming the parameter, for one that cannot come in.
 
-        joins: whether all values come from a job that runs.
+        joins: whether all values come from a running job.
         """
         if partition_parameters.top_level_context is not None:
             raise UnsupportedError(
@@ -207,18 +208,18 @@ class Incoming:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every parameter is whole already, as DeepSpeed's own constructor wants it."""
+        """Whether every parameter is whole already, as DeepSpeed's own constructor requires."""
         return set(self.forms.values()) <= {WHOLE}
 
     def rows(self) -> list[Row]:
-        """What must be equal on all processes, plain JSON."""
+        """Return the description of the parameters that must be equal on all processes, as plain JSON."""
         return [
             (name, list(self.shapes[id(each)]), str(each.dtype), self.forms[id(each)], each.requires_grad)
             for name, each in self.model.named_parameters()
         ]
 
     def take_apart(self, config: DeepSpeedConfig) -> None:
-        """Take what `zero.Init` and this model hold of parameters off the module.
+        """Take the parameters' data off the module, whether `zero.Init` or the model holds it.
 
         Each parameter then has its shape, the type that the configuration gives it, and no memory. ConfigError, naming
         the parameter, for one that was cut in another type than the configuration says.
@@ -248,10 +249,10 @@ class Incoming:
         reset_counters()
 
     def values(self, launch: LaunchWorld, job_seed: int, works: bool) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """Each parameter with its whole value, flat, one at a time; a collective of all processes of the launch.
+        """Yield each parameter with its whole value, flat, one at a time. A collective of all processes of the launch.
 
-        A parameter that is whole on every process has its owner's value, member 0's as a rule, as in DeepSpeed. What is
-        on the meta device is drawn on members that work.
+        A parameter that is whole on every process gets its owner's value, as a rule member 0's, as in DeepSpeed.
+        Parameters on the meta device are drawn, on members that work only.
         """
         places = self._places(launch)
         for each in self.model.parameters():
@@ -270,7 +271,9 @@ class Incoming:
                 yield from draw(f"{job_seed} {name}", module, own, self.types, self.param_init_fn)
 
     def _places(self, launch: LaunchWorld) -> list[int]:
-        """Which process has each part, where there are any: an engine's ranks are not always those of the launch."""
+        """Return which process has each part, or [] if no parameter is cut. An engine's ranks are not always those of
+        the launch.
+        """
         if PART not in self.forms.values():
             return []
         parts = torch.empty(launch.size, dtype=torch.int64)
@@ -278,7 +281,7 @@ class Incoming:
         return parts.argsort().tolist()
 
     def is_drawn(self, parameter: nn.Parameter) -> bool:
-        """Whether each member draws the parameter for itself."""
+        """Return whether each member draws the parameter for itself."""
         return self.forms[id(parameter)] == META
 
 
@@ -289,9 +292,9 @@ def fill(
     incoming: Iterator[tuple[nn.Parameter, torch.Tensor]],
     numbers: dict[int, int],
 ) -> None:
-    """Copy the pieces that `rank` holds of each parameter's weight and master out of its whole value.
+    """Copy the pieces that `rank` holds of each parameter's weight and master out of the parameter's whole value.
 
-    numbers: id of a parameter -> its tensor number. A master is made from the weight in the weight's own type.
+    numbers: tensor number by the parameter's id. A master is made from the weight in the weight's own type.
     """
     wanted = {kind: pieces_by_tensor(vps, vps.layout, rank, kind) for kind in (WEIGHT, MASTER)}
     dtype = next(held.dtype for (kind, _), held in buffers.items() if kind == WEIGHT)
@@ -305,7 +308,7 @@ def fill(
 def pieces_by_tensor(
     vps: VirtualParameterSpace, layout: Layout, rank: int, kind: str, owned: bool = False
 ) -> dict[int, list[Place]]:
-    """Where the pieces of each tensor (or those of them that the rank owns) lie on a rank, by the tensor's number."""
+    """Return the places of each tensor's pieces on a rank, by tensor number. owned: only pieces that the rank owns."""
     found: dict[int, list[Place]] = {}
     numbers, pieces = vps.split_by_tensor((vps.owned if owned else vps.holding)(layout, rank, kind))
     for number, piece in zip(numbers.tolist(), pieces, strict=True):
@@ -315,7 +318,7 @@ def pieces_by_tensor(
 
 
 def _gathered(part: torch.Tensor, launch: LaunchWorld, places: list[int]) -> torch.Tensor:
-    """The parts of all processes end to end, with the padding of the last. places: the process of each part."""
+    """Return the parts of all processes end to end, with the padding of the last. places: the process of each part."""
     part = part.to("cpu").contiguous()
     whole = torch.empty(launch.size, part.numel(), dtype=part.dtype)
     rows = dict(zip(places, whole.view(torch.uint8).unbind(0), strict=True))
@@ -324,7 +327,8 @@ def _gathered(part: torch.Tensor, launch: LaunchWorld, places: list[int]) -> tor
 
 
 def refuse_cut(model: nn.Module, beside: bool) -> None:
-    """UnsupportedError, naming the parameter, for a model that is cut over others than those that start a job together.
+    """Raise UnsupportedError, naming the parameter, for a model cut over other processes than those that start a job
+    together.
 
     beside: whether this process has an engine already; the group that all started in is gone then.
     """
@@ -345,13 +349,13 @@ def refuse_cut(model: nn.Module, beside: bool) -> None:
 
 
 def _is_left(each: Any) -> bool:
-    """Whether what has cut a parameter is an engine of ours that has ended: its groups are gone."""
+    """Return whether a parameter was cut by an engine of ours that has ended, and whose groups are gone."""
     return not is_known(each.ds_process_group)
 
 
 def _refuse_part(name: str, each: Any, launch: LaunchWorld) -> None:
-    """UnsupportedError for a parameter that is cut otherwise than over the launch, and for what `zero.Init` does
-    besides.
+    """Raise UnsupportedError for a parameter that is not cut over the launch, and for further features of
+    `zero.Init`.
     """
     if _is_left(each):
         ranks = each.ds_process_group.size()
@@ -382,14 +386,16 @@ def _refuse_part(name: str, each: Any, launch: LaunchWorld) -> None:
 
 
 def _configured_dtype(config: DeepSpeedConfig) -> torch.dtype | None:
-    """The type that DeepSpeed casts a model's parameters to; None where it leaves them as they are."""
+    """Return the type that DeepSpeed casts a model's parameters to; None if it leaves them as they are."""
     if config.bfloat16_config.enabled:
         return torch.bfloat16
     return torch.float16 if config.float16_config.enabled else None
 
 
 class ElasticInit(Init):  # type: ignore[misc]
-    """`deepspeed.zero.Init`, with the same arguments; `install_zero_init` makes the class in use, with its methods."""
+    """Variant of `deepspeed.zero.Init`, with the same arguments; `install_zero_init` makes the class that is used, with
+    its methods.
+    """
 
     join: Callable[[], bool]
     read: Callable[[Any], dict[str, Any]]
@@ -431,17 +437,17 @@ class ElasticInit(Init):  # type: ignore[misc]
 
 
 def install_zero_init(join: Callable[[], bool], read: Callable[[Any], dict[str, Any]]) -> None:
-    """Put it in the place of `deepspeed.zero.Init`; DeepSpeed's engines have their own.
+    """Put our class in the place of `deepspeed.zero.Init`; DeepSpeed's engines keep their own.
 
-    join: called before each use, brings this process into the job, and says whether it joins one that runs. read: a
-    configuration as a dictionary.
+    join: called before each use; it brings this process into the job, and returns whether it joins a running one. read:
+    returns a configuration as a dictionary.
     """
     zero.Init = type("Init", (ElasticInit,), {"join": staticmethod(join), "read": staticmethod(read)})
     warnings.filterwarnings("ignore", "for .*: copying from a non-meta parameter", UserWarning)
 
 
 def _drop(parameters: Iterable[nn.Parameter]) -> None:
-    """Onto the meta device; the objects stay."""
+    """Move parameters to the meta device; the objects stay."""
     for each in parameters:
         if not each.is_meta:
             swap_in(each, each.data.to("meta"))
@@ -449,7 +455,9 @@ def _drop(parameters: Iterable[nn.Parameter]) -> None:
 
 @contextmanager
 def _undrawn() -> Iterator[None]:
-    """Inside the block functions of `torch.nn.init` leave parameters as they are; one that is kept works later."""
+    """Make functions of `torch.nn.init` leave parameters as they are inside the block; a reference kept to one works
+    later.
+    """
     is_open = True
 
     def instead_of(fill: Callable[..., Any]) -> Callable[..., Any]:

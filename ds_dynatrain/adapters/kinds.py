@@ -1,4 +1,4 @@
-"""What a user's model has in it that decides which layouts DeepSpeed can train it in; see `support/axes.py`."""
+"""Features of a user's model that decide which layouts DeepSpeed can train it in; see `support/axes.py`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ds_dynatrain.support.axes import EXPERTS, NATIVE_EXPERTS, PIPELINE, ULYSSES
 
 
 def features_of(model: nn.Module, config: Mapping[str, Any], mpu: Any) -> Features:
-    """Of a model that DeepSpeed has not altered yet."""
+    """Return the features of a model that DeepSpeed has not altered yet."""
     found = {
         PIPELINE: is_pipeline(model),
         EXPERTS: experts.is_on(config),

@@ -1,4 +1,4 @@
-"""The group that processes stand in before there is a world of ours, and while they are idle."""
+"""The group that processes belong to before a world of ours exists, and while they are idle."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ from ds_dynatrain.space import Layout
 
 @dataclass(frozen=True)
 class LaunchWorld:
-    """The group that the launcher's processes formed; idle members stand in it. own: it as a world, if we made it."""
+    """The group that the launcher's processes formed, to which idle members belong. own: the group as a world, if we
+    made it.
+    """
 
     group: Any
     member: int
@@ -31,12 +33,12 @@ class LaunchWorld:
 
     @staticmethod
     def current() -> LaunchWorld:
-        """The present default group, before any world of ours is installed."""
+        """Return the present default group. Called before any world of ours is installed."""
         return LaunchWorld(c10d._get_default_group(), td.get_rank(), td.get_world_size())
 
     @staticmethod
     def formed(store: Store, name: str, member: int, size: int, seconds: float, status: GroupStatus) -> LaunchWorld:
-        """A group of `make_group`, watched, and known to `torch.distributed` from here on."""
+        """Make a group by `make_group`, watched, and known to `torch.distributed` from here on."""
         if size == 1 and is_accelerated():  # as in a world: one that needs nothing to serve both devices
             group, made_over = make_fake_group(name, 0, 1)
         else:
@@ -48,10 +50,10 @@ class LaunchWorld:
         return LaunchWorld(group, member, size, world)
 
     def connect(self, seconds: float, stop: Callable[[], None]) -> None:
-        """Let a group of `formed` serve the accelerator's device, too; all that stand in it call it, for what asks for
-        that before there is a world. Nothing where there is no accelerator, and the second time.
+        """Let a group of `formed` serve the accelerator's device, too. All its processes call it, for code that needs
+        the device's collectives before a world exists. Does nothing without an accelerator, and in a second call.
 
-        seconds, stop: see `World.connect`, which also says what it raises.
+        seconds, stop: see `World.connect`, which also lists the errors.
         """
         if self.own is not None and self.own.lacks(None):
             self.own.connect(seconds, stop=stop)
@@ -59,21 +61,21 @@ class LaunchWorld:
             self.own.register()
 
     def retire(self) -> threading.Thread:
-        """Take down a group of `formed`, in which nobody stands any more; all its processes do. See `drop`."""
+        """Take down a group of `formed` that no process uses any more; all its processes call it. See `drop`."""
         unregister(self.group)
         if self.own is None:
             return tear_down([self.group])
         return tear_down(self.own.give_up(["default"]), self.own.disconnect(False))
 
     def install(self) -> None:
-        """Speak of the launch group again: on a member that trains in no world."""
+        """Make `torch.distributed` use the launch group again, on a member that trains in no world."""
         c10d._update_default_pg(self.group)
         parallel_state.forget()
         os.environ.update(RANK=str(self.member), WORLD_SIZE=str(self.size))
 
 
 def launch_store() -> Store:
-    """A client of its own of the key-value store that the launch group was formed over."""
+    """Return a new client of the key-value store that the launch group was formed over."""
     store: Any = c10d._get_default_store()
     own: Store = store.clone()
     return own

@@ -28,7 +28,7 @@ SLACK = 2048
 """Elements that a flat weight buffer can grow by, so that another world's padding fits the same memory."""
 
 Allocate = Callable[[int, Memory], torch.Tensor]
-"""Elements, and what they are made of -> a flat tensor."""
+"""(number of elements, their type and place) -> a flat tensor."""
 
 
 def reusable(
@@ -39,8 +39,9 @@ def reusable(
     live: Buffers,
     memory: Mapping[str, Memory],
 ) -> set[tuple[str, BufferId]]:
-    """The present buffers whose every wanted element lies where the target layout wants it, in the memory that it
-    wants, and that are large enough.
+    """Return the present buffers that the target layout can keep.
+
+    Such a buffer is large enough, lies in the memory that the target wants, and has every wanted element in its place.
     """
     if rank is None:
         return set()
@@ -64,7 +65,7 @@ def reusable(
 
 
 def _by_buffer(pieces: Pieces) -> dict[BufferId, bytes]:
-    """Buffer -> runs and their offsets in it, as one value to compare."""
+    """Return, by buffer, its runs and their offsets in it, as one value to compare."""
     columns = np.stack([pieces.start, pieces.stop, pieces.offset], axis=1)
     found = {}
     for index in np.unique(pieces.buffer).tolist():
@@ -73,7 +74,8 @@ def _by_buffer(pieces: Pieces) -> dict[BufferId, bytes]:
 
 
 def _masters_apart(target: Layout, kept: set[tuple[str, BufferId]], live: Buffers) -> set[tuple[str, BufferId]]:
-    """Kept weights and masters of one type in different memory, where the target has them in one (see `provide`).
+    """Return kept weights and masters of one type that lie apart, though the target has them in one memory (see
+    `provide`).
 
     DeepSpeed's own constructor of stage 3 keeps them apart.
     """
@@ -97,10 +99,10 @@ def provide(
     live: Buffers,
     allocate: Allocate,
 ) -> Buffers:
-    """Every buffer of a rank: kept ones in place, the others from `allocate(elements, memory)`, zeroed.
+    """Return every buffer of a rank: kept ones in place, the others from `allocate(elements, memory)`, zeroed.
 
-    memory: of the kinds that there are. Sub-group buffers of a kind are slices of one tensor; where weight and master
-    are of one type (fp32) on one device, those of ZeRO stages 0 and 3 are the same memory, as DeepSpeed has them.
+    memory: element type and place of each present kind. Sub-group buffers of a kind are slices of one tensor. If weight
+    and master are of one type (fp32) on one device, those of ZeRO stages 0 and 3 are the same memory, as in DeepSpeed.
     """
     wanted = {key: size for key, size in local.sizes().items() if key[0] in memory}
     one_memory = is_one_memory(memory, local.layout)
@@ -129,20 +131,20 @@ def provide(
 
 
 def is_one_memory(memory: Mapping[str, Memory], layout: Layout) -> bool:
-    """Whether weights are their own masters."""
+    """Return whether weights are their own masters."""
     return memory[WEIGHT] == memory.get(MASTER) and layout.zero_stage in (0, 3)
 
 
 def zeros(numel: int, memory: Memory) -> torch.Tensor:
-    """Memory for `provide`; the host's is not touched before it is used, unless it is pinned."""
+    """Allocate memory for `provide`; host memory is not touched before it is used, unless it is pinned."""
     held = torch.zeros(numel, dtype=memory.dtype, device=memory.place.device)
     return get_accelerator().pin_memory(held) if memory.place.pinned else held
 
 
 def bucket_bytes(engine: Any, zero_stage: int) -> int:
-    """Bytes that ZeRO-3 takes on an accelerator for the gradients of one reduction, as soon as it is built.
+    """Return the bytes that ZeRO-3 takes on an accelerator for the gradients of one reduction, as soon as it is built.
 
-    On a CPU its pages come when they are touched, which a backward pass does.
+    On a CPU the pages of this memory come when a backward pass touches them.
     """
     if zero_stage != 3 or not is_accelerated() or not engine.zero_contiguous_gradients():
         return 0
@@ -154,15 +156,15 @@ def _capacity(buffer: torch.Tensor) -> int:
 
 
 class Untouched:
-    """What looks like memory, for `provide`, and holds nothing: pages that are never there, and that no limit of this
-    process's own memory counts. A device has no such pages: there all lie in the same memory.
+    """An allocator for `provide` that takes no memory: its tensors lie in pages that are never touched, and that no
+    limit on this process's own memory counts. A device has no such pages; there all tensors share the same memory.
     """
 
     def __init__(self) -> None:
         self._shared = torch.empty(0, dtype=torch.uint8)
 
     def __call__(self, numel: int, memory: Memory) -> torch.Tensor:
-        """A flat tensor that nobody may write to."""
+        """Return a flat tensor that must not be written to."""
         device, nbytes = memory.place.device, numel * memory.dtype.itemsize
         if not numel:
             return torch.empty(0, dtype=memory.dtype, device=device)

@@ -16,12 +16,12 @@ Parameters = tuple[nn.Parameter, ...]
 
 @dataclass(frozen=True, eq=False)
 class ModelMap:
-    """Which parameter is which logical tensor.
+    """The assignment of parameters to logical tensors.
 
-    tensors: in the order of registration (group 0's trainable ones, group 1's, ..., then the frozen ones).
-    parameters: the parameter of each tensor (objects live as long as the engine, their data comes and goes).
-    groups: what the user's optimizer held in each group, trainable or not.
-    requires_grad: what each parameter's flag was when it was registered (one in no group counts as frozen).
+    tensors: in the order of registration (group 0's trainable ones, group 1's, ..., then the frozen ones). parameters:
+    the parameter of each tensor; these objects live as long as the engine, their data comes and goes. groups:
+    parameters of each group of the user's optimizer, trainable or not. requires_grad: flag of each parameter when it
+    was registered (a parameter in no group counts as frozen).
     """
 
     tensors: tuple[LogicalTensor, ...]
@@ -35,7 +35,7 @@ class ModelMap:
         """Read names and shapes while the module is whole.
 
         A parameter that several modules share has its first name and is one logical tensor. UnsupportedError, naming
-        the parameter or group, for what a switch cannot carry.
+        the parameter or group, for one that a switch cannot carry.
         """
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         known = {id(parameter): parameter for parameter in module.parameters()}
@@ -64,10 +64,10 @@ class ModelMap:
         return ModelMap(tuple(tensors), tuple(parameters), held, flags, _only_dtype(names, known))
 
     def reshaped(self, parameters: Mapping[str, nn.Parameter], tensors: Sequence[LogicalTensor]) -> ModelMap:
-        """The map of the same model in another shape, whose parameters are given by the logical tensors' names.
+        """Return the map of the same model in another shape, whose parameters are given by the logical tensors' names.
 
-        tensors: the local ones of this rank. Where that is empty, the map holds an empty parameter of its own.
-        UnsupportedError for a parameter that is missing or of another shape.
+        tensors: the local ones of this rank. For an empty one, the map holds an empty parameter of its own.
+        UnsupportedError for a parameter that is missing or has another shape.
         """
         held: list[nn.Parameter] = []
         for before, tensor in zip(self.parameters, tensors, strict=True):
@@ -89,9 +89,10 @@ class ModelMap:
         return ModelMap(tuple(tensors), tuple(held), groups, self.requires_grad, self.dtype)
 
     def regrouped(self, groups: Sequence[Sequence[str]], requires_grad: Collection[str]) -> ModelMap:
-        """The map of the same parameters in other optimizer groups, by the tensors' names.
+        """Return the map of the same parameters in other optimizer groups, by the tensors' names.
 
-        requires_grad: what requires a gradient then; it is not set. Frozen tensors stay in their order.
+        requires_grad: names of the parameters that require a gradient then; their flags are not set here. Frozen
+        tensors stay in their order.
         """
         number = {tensor.name: at for at, tensor in enumerate(self.tensors)}
         trained = [(number[name], group) for group, listed in enumerate(groups) for name in listed]
@@ -118,7 +119,7 @@ class ModelMap:
 
     @property
     def group_names(self) -> tuple[tuple[str, ...], ...]:
-        """What each group holds, by the tensors' names."""
+        """Names of the tensors in each group."""
         names = self.names
         return tuple(tuple(names[id(held)] for held in group) for group in self.groups)
 
@@ -128,7 +129,7 @@ class ModelMap:
         return sum(tensor.group != FROZEN for tensor in self.tensors)
 
     def frozen(self) -> list[tuple[int, nn.Parameter]]:
-        """(number, parameter) of the frozen tensors."""
+        """Return (number, parameter) of the frozen tensors."""
         return list(enumerate(self.parameters))[self.trainable :]
 
 
@@ -137,7 +138,7 @@ def _is_expert(parameter: nn.Parameter) -> bool:
 
 
 def _marks(parameter: nn.Parameter) -> dict[str, object]:
-    """What DeepSpeed wants to know of a parameter in an optimizer group of experts, even of an empty one."""
+    """Return the attributes that DeepSpeed reads from a parameter, even an empty one, in a group of experts."""
     return {name: value for name, value in parameter.__dict__.items() if name in ("allreduce", "group_name")}
 
 

@@ -1,12 +1,13 @@
-"""What modules keep besides parameters: buffers, `training`, extra state (`get_extra_state`), and plain attributes.
+"""State of modules besides parameters: buffers, `training`, extra state (`get_extra_state`), and plain attributes.
 
-Buffers are taken as they are now: of another shape or type than the constructor made them, or registered since.
+Buffers are taken as they are at the switch, even if their shape or type has changed since the constructor made them, or
+if they were registered later.
 
-Of plain attributes (a counter, a length that was seen, a small tensor) torch knows nothing: they are in no state dict.
-What has changed since the first forward pass goes with the module, by its name, to members that have a module of the
-same class there. Not carried are attributes of DeepSpeed's modules and those that it puts on others, which belong to a
-layout; of torchmetrics, which each rank counts for itself; and private ones of Lightning's, which say where a loop
-stands.
+Plain attributes (a counter, the longest length seen, a small tensor) are unknown to torch and in no state dict. Those
+that have changed since the first forward pass go with the module, by its name, to members that have a module of the
+same class there. Three kinds are not carried: attributes of DeepSpeed's modules, and those that it puts on other
+modules, because they belong to a layout; torchmetrics' attributes, which each rank counts for itself; and Lightning's
+private attributes, which say where a loop stands.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ values are carried either, since a part of a cache is worse than none. shared: n
 """
 
 MOST_BYTES = 1 << 20
-"""Of a tensor that travels as an attribute."""
+"""Most bytes of a tensor that travels as an attribute."""
 MOST_PARTS = 1000
-"""Of a list, a tuple or a dictionary that travels as an attribute."""
+"""Most entries of a list, a tuple or a dictionary that travels as an attribute."""
 _MOST_DEPTH = 4
 _SIMPLE = (type(None), bool, int, float, str)
 _MUTABLE = (torch.Tensor, list, tuple, dict)
@@ -43,11 +44,11 @@ _NOTED = "ds_dynatrain_noted"
 _OTHERS = frozenset(
     {*nn.Module().__dict__, "_external_params", "_original_parameters", "applied_pre_backward_ref_cnt", "__class__"}
 )
-"""Names that torch and DeepSpeed keep on any module, besides those that begin with ds_."""
+"""Attributes that torch and DeepSpeed set on any module, besides those that begin with ds_."""
 
 
 class _Same:
-    """Equal to the same object alone."""
+    """A value that equals itself alone, compared by identity."""
 
     def __init__(self, held: Any) -> None:
         self.held = held
@@ -68,7 +69,7 @@ class _Built:
 
 
 class _Noted(dict[str, _Built]):
-    """What was noted of a module. It is kept on that, and left out of copies and files of it."""
+    """Attributes noted of a module. They are kept on the module, and left out when it is copied or pickled."""
 
     def __reduce__(self) -> Any:
         return type(None), ()
@@ -103,7 +104,7 @@ def forget(module: nn.Module) -> None:
 
 
 def changed_attributes(module: nn.Module) -> AttributeState:
-    """Return what has changed in a module and all below it since it was noted, not copied."""
+    """Return the attributes that have changed in a module and all below it since they were noted, not copied."""
     buffers, found = {id(held) for held in module.buffers()}, AttributeState()
     for path, part in module.named_modules():
         changed = {name: held for name, held in _changed(part).items() if id(held) not in buffers}
@@ -115,9 +116,10 @@ def changed_attributes(module: nn.Module) -> AttributeState:
 
 
 def take_attributes(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Give a module, and those below it, what had changed in others of their names; all else is as it was noted.
+    """Give a module, and those below it, attributes that had changed in modules of the same names; others become as
+    noted.
 
-    Called before buffers are taken. What cannot be had is named in a warning.
+    Called before buffers are taken. A warning names attributes that could not be carried.
     """
     left: list[str] = []
     for path, part in module.named_modules():
@@ -145,9 +147,9 @@ def take_attributes(module: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def pass_attributes_on(old: nn.Module, new: nn.Module, is_resized: bool) -> None:
-    """Let a module, not those below it, have what has changed in its predecessor.
+    """Give a module, not those below it, the attributes that have changed in its predecessor.
 
-    is_resized: whether they are of different sizes, so that only numbers and texts fit.
+    is_resized: whether the two have different sizes, so that only numbers and texts fit.
     """
     note_one(new)
     if type(old) is type(new):
@@ -156,7 +158,7 @@ def pass_attributes_on(old: nn.Module, new: nn.Module, is_resized: bool) -> None
 
 
 def has_extra_state(module: nn.Module) -> bool:
-    """Return whether a module gives extra state, and takes it: then that is where its caches are, and none is left."""
+    """Return whether a module gives and takes extra state. Its caches are then part of that, and none is left out."""
     kind, stock = type(module), nn.Module
     gives = kind.get_extra_state is not stock.get_extra_state
     return gives and kind.set_extra_state is not stock.set_extra_state
@@ -178,25 +180,25 @@ def _changed(part: nn.Module) -> dict[str, Any]:
 
 
 def _is_tracked(part: nn.Module, name: str, value: Any) -> bool:
-    """Whether an attribute is a state of the module's own: no function, module or parameter."""
+    """Return whether an attribute is state of the module itself: no function, module or parameter."""
     is_own = not _is_foreign(type(part)) and _is_own(part, name)
     return is_own and not callable(value) and not isinstance(value, nn.Parameter)
 
 
 def _is_own(part: nn.Module, name: str) -> bool:
-    """Whether an attribute of that name may be a state of the module."""
+    """Return whether an attribute of that name may be state of the module."""
     if name in _OTHERS or name.startswith("ds_") or callable(getattr(type(part), name, None)):
         return False
     return not (name.startswith("_") and _packages(type(part)) & {"lightning", "pytorch_lightning"})
 
 
 def _is_foreign(kind: type) -> bool:
-    """Whether attributes of a class's modules are not carried: see above."""
+    """Return whether attributes of a class's modules are not carried: see the top of this file."""
     return bool(_packages(kind) & {"deepspeed", "ds_dynatrain", "torchmetrics"})
 
 
 def _packages(kind: type) -> set[str]:
-    """The packages that a class and those that it is derived from are from."""
+    """Return the packages of a class and of its base classes."""
     return {each.__module__.partition(".")[0] for each in kind.__mro__}
 
 
@@ -205,7 +207,7 @@ def _name(part: nn.Module) -> str:
 
 
 def _mark(value: Any, depth: int = 0) -> Any:
-    """What is equal as long as a value stays what it is."""
+    """Return a mark that compares equal as long as a value is unchanged."""
     if type(value) in _SIMPLE:
         return type(value), repr(value)
     if isinstance(value, nn.Parameter):
@@ -218,7 +220,7 @@ def _mark(value: Any, depth: int = 0) -> Any:
 
 
 def _travels(value: Any, depth: int = 0) -> bool:
-    """Whether a value can be given to another member."""
+    """Return whether a value can be given to another member."""
     if type(value) in _SIMPLE:
         return not isinstance(value, str) or len(value) <= MOST_BYTES
     if type(value) is torch.Tensor and not depth:
@@ -229,7 +231,7 @@ def _travels(value: Any, depth: int = 0) -> bool:
 
 
 def _is_output(value: Any, depth: int = 0) -> bool:
-    """Whether a value is what a forward pass has computed for the backward pass, of no use after that."""
+    """Return whether a value was computed by a forward pass for its backward pass, and is of no use after that."""
     if isinstance(value, torch.Tensor):
         return value.requires_grad
     if _has_parts(value, depth):
@@ -246,15 +248,15 @@ def _parts(value: Any) -> list[Any]:
 
 
 def _placed(value: Any, present: Any) -> Any:
-    """A copy, a tensor where the one of before was."""
+    """Return a copy of a value; a tensor goes to the device of the present one."""
     if isinstance(value, torch.Tensor):
         return value.to(present.device if isinstance(present, torch.Tensor) else compute_device(), copy=True)
     return copy.deepcopy(value)
 
 
 def _part_from_buffers(module: nn.Module, part: nn.Module, shared: list[str]) -> None:
-    """Give the module other buffers in place of those that are attributes here, and no longer where the state is from:
-    what is written into the buffers afterwards must not change the attributes.
+    """Give the module new buffers in place of those that are attributes here but not where the state is from: values
+    that are written into buffers afterwards must not change attributes.
     """
     mine = part.__dict__.items()
     apart = {id(held) for name, held in mine if isinstance(held, torch.Tensor) and name not in shared}
@@ -265,13 +267,14 @@ def _part_from_buffers(module: nn.Module, part: nn.Module, shared: list[str]) ->
 
 
 ModuleState = dict[str, Any]
-"""buffers: by name; transient: the names of those that are in no state dict; extra: by name of the module.
+"""State of a module and all below it, as a dictionary.
 
-modes: `training`, by name, of the module itself ("") and of each one below it whose mode is not its parent's. Empty if
-nobody knows the modes. attributes: see `AttributeState`; not there if nobody knows them.
+buffers: by name. transient: names of the buffers that are in no state dict. extra: extra state, by name of the module.
+modes: `training`, by name, of the module itself ("") and of each one below it whose mode differs from its parent's;
+empty if unknown. attributes: see `AttributeState`; missing if unknown.
 
-resized, if it is there: whether it is for modules of another tensor or expert size, so that of a buffer of another
-shape only the module itself knows what is to be in it.
+resized, if present: whether it is for modules of another tensor or expert size, so that only the module itself can tell
+the content of a buffer that has another shape.
 """
 
 EMPTY: Mapping[str, Any] = {"buffers": {}, "transient": [], "extra": {}, "modes": {}}
@@ -296,10 +299,10 @@ def state_of(module: nn.Module) -> ModuleState:
 
 
 def take_state(module: nn.Module, state: Mapping[str, Any], casts: bool = False) -> None:
-    """Give a module, and those below it, what others of their names had.
+    """Give a module, and those below it, the state of modules of the same names.
 
-    casts: whether floating-point buffers stay of the type that they have here. What the state says of modules that are
-    not there is passed over; one from a checkpoint of before may lack all but buffers.
+    casts: whether floating-point buffers keep the type that they have here. State of modules that are missing here is
+    skipped; a state from an older checkpoint may lack everything but buffers.
     """
     if "attributes" in state:
         take_attributes(module, state["attributes"])
@@ -326,7 +329,7 @@ def take_state(module: nn.Module, state: Mapping[str, Any], casts: bool = False)
 
 
 def merged(states: Iterable[Mapping[str, Any]]) -> ModuleState:
-    """Return for each module and buffer what the first of these states says that knows it."""
+    """Return, for each module and buffer, the entry of the first of these states that has one."""
     found = copy.deepcopy(dict(EMPTY))
     for state in reversed([*states]):
         found["buffers"] |= state["buffers"]
@@ -339,7 +342,7 @@ def merged(states: Iterable[Mapping[str, Any]]) -> ModuleState:
 
 
 def pass_on(old: nn.Module, new: nn.Module, is_resized: bool) -> None:
-    """Let a module, not those below it, have the mode, attributes, buffers and extra state of its predecessor.
+    """Give a module, not those below it, the mode, attributes, buffers and extra state of its predecessor.
 
     Buffers are shared. is_resized: see `ModuleState`.
     """
@@ -357,7 +360,7 @@ def pass_on(old: nn.Module, new: nn.Module, is_resized: bool) -> None:
 
 @contextmanager
 def buffers_kept(module: nn.Module) -> Iterator[None]:
-    """Have a forward pass inside the block write into copies of the buffers, which are dropped at its end.
+    """Let a forward pass inside the block write into copies of the buffers, which are dropped at its end.
 
     Autograd may have saved a buffer for the backward pass, so none is written to afterwards. A buffer that the pass
     itself puts in another's place stays.
@@ -393,7 +396,7 @@ def _part(module: nn.Module, path: str) -> nn.Module | None:
 def _replace(
     root: nn.Module, part: nn.Module, key: str, value: torch.Tensor, held: torch.Tensor | None, is_persistent: bool
 ) -> None:
-    """Put a buffer in the place of another one, wherever modules share that."""
+    """Put a buffer in the place of another one, in all modules that share it."""
     device = compute_device() if held is None else held.device
     made = value.detach().to(device, copy=True)
     if held is None:

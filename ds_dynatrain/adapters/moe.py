@@ -1,43 +1,43 @@
-"""What DeepSpeed's two kinds of experts have in common, and native ones: `deepspeed.moe.layer.MoE`.
+"""Rules that DeepSpeed's two kinds of experts have in common, and its native kind: `deepspeed.moe.layer.MoE`.
 
 The logical model is the user's with expert size 1: each expert has parameters of its own, which are named by the
 expert's number in the whole layer, `...deepspeed_experts.5.fc.weight`. A rank has the modules of its own experts only
-and numbers them from 0. The expert axis does not cut a tensor but says who has it. All experts of a layer are copies
-of one module (`Experts` makes them so), which is what a rank's are built from.
+and numbers them from 0. The expert axis does not cut tensors but says which ranks have them. All experts of a layer are
+copies of one module (`Experts` makes them so), and a rank's experts are built from that module.
 
-DeepSpeed has no native experts under stage 3. A layer's
-capacity follows from the tokens of a rank, not from the expert size; what drops tokens drops others in another world.
+DeepSpeed has no native experts under stage 3. A layer's capacity follows from the tokens of a rank, not from the expert
+size; a layer that drops tokens drops other ones in another world.
 
 Everything hangs on the name `ep_size_N` of an expert size N: the groups of ranks, the marks on parameters
 (`allreduce=False`, `group_name`) and the optimizer groups. Read off DeepSpeed 0.19.8, and measured in
 `tests/adapters/test_experts.py` and `test_moe.py`:
 
-- Ranks. Of the ranks of a pipeline stage, tensor ranks among them, N neighbours are an expert group (a rank's place in
-  it is its *expert index*), and those with the same index are an expert-data group. Index i of N holds experts
-  [i * E/N, (i + 1) * E/N), whatever its tensor index is.
+- Ranks. In a pipeline stage, tensor ranks included, N neighbouring ranks are an expert group (a rank's place in it is
+  its *expert index*), and ranks with the same index are an expert-data group. Index i of N holds experts
+  [i * E/N, (i + 1) * E/N) for every tensor index.
 - Optimizer groups. With an optimizer from the configuration `configure_moe_param_groups` takes the experts' tensors out
-  of the user's groups (which need a `name` then) and adds, behind all of these, one group per user's group that has
-  some, in the same order: a copy of its hyper-parameters with `moe=True` and `name="ep_size_N"`. Inside, tensors keep
-  the order of the model. A group of more than 178,956,971 elements *on one rank* is split: how many there are depends
-  on N. A group that is left without tensors is dropped. A client's optimizer is taken as it is: stages 1 and 2 and
-  BF16_Optimizer want groups marked so, stage 3 and stage 0 do not. Tensors that AutoEP replaced in a list of a user's
-  or in a client's optimizer (routers, experts) stand at the end of their group.
-- Stages 1 and 2, BF16_Optimizer. A group of experts is dealt to the ranks of its expert-data group, of
-  W = data x sequence x tensor / N ranks, and padded at its end to a multiple of 2 W; every other group as ever. Rank
-  r's part is that of its place in the expert-data group, r // N.
-- Stage 3. A tensor of experts is cut in ceil(numel / W) elements, where numel is what the expert index holds of it.
-  A sub-group has tensors of one process group only: experts that share an optimizer group with others (a client's)
-  come behind these, in sub-groups of their own, at N = 1 too. DeepSpeed has two groups of ranks then, which hold the
-  same; where one object stands for both, they would not be parted.
-- Gradients of experts are divided by the data size, whatever N is, and added up over the expert-data group: an update
-  does not depend on N. Tensor ranks find gradients of experts that are as many times too large, and DeepSpeed divides
-  them by the tensor size.
-- The clipping norm of stages 1 to 3 and BF16_Optimizer is that of all experts, too. With tensor ranks stages 1 and 2
-  count only the experts of tensor index 0, which `all_counted` puts right. In stage 0 DeepSpeed leaves experts out of
-  it in bf16, and in fp32 takes the mean over ranks of the norms of what each of them holds, which depends on N: `clip`
-  takes the norm of all.
-- Pipelines. The data ranks of a stage are such a line of their own. ZeRO's stage 1 adds the norm of each optimizer
-  group up over stages, BF16_Optimizer that of experts: a stage without any must have their group, and take part.
+  of the user's groups (which need a `name` then). Behind all of these it adds, in the same order, one group for each
+  user's group with experts: a copy of its hyper-parameters with `moe=True` and `name="ep_size_N"`. Within a group,
+  tensors keep the order of the model. A group of more than 178,956,971 elements *on one rank* is split, so the number
+  of groups depends on N. A group that is left without tensors is dropped. A client's optimizer is taken as it is:
+  stages 1 and 2 and BF16_Optimizer require groups marked in this way, stage 3 and stage 0 do not. Tensors that AutoEP
+  replaced in a list of a user's or in a client's optimizer (routers, experts) stand at the end of their group.
+- Stages 1 and 2, BF16_Optimizer. A group of experts is dealt to the W = data x sequence x tensor / N ranks of its
+  expert-data group, and padded at its end to a multiple of 2 W; every other group is dealt as without experts. Rank r's
+  part is that of its place in the expert-data group, r // N.
+- Stage 3. A tensor of experts is cut in ceil(numel / W) elements, where numel counts the expert index's part of it.
+  A sub-group has tensors of one process group only: experts that share an optimizer group with other tensors (in a
+  client's optimizer) come behind these, in sub-groups of their own, even at N = 1. DeepSpeed then has two groups with
+  the same ranks; if one object served as both, the tensors would not be separated.
+- Gradients of experts are divided by the data size, for every N, and added up over the expert-data group: an update
+  does not depend on N. With tensor ranks, gradients of experts are too large by the tensor size, and DeepSpeed divides
+  them by it.
+- The clipping norm of stages 1 to 3 and BF16_Optimizer includes all experts. With tensor ranks stages 1 and 2 count
+  only the experts of tensor index 0, which `all_counted` corrects. In stage 0 DeepSpeed leaves experts out of it in
+  bf16, and in fp32 takes the mean over ranks of the norms of each rank's tensors, which depends on N: `clip` takes the
+  norm of all.
+- Pipelines. These rules hold for the ranks of each stage. ZeRO's stage 1 adds up the norm of each optimizer group over
+  stages, BF16_Optimizer that of experts: a stage without experts must have their group, and take part.
 """
 
 from __future__ import annotations
@@ -64,17 +64,17 @@ from ds_dynatrain.space import AxisCuts, Layout, Pick
 
 
 def group_name(size: int) -> str:
-    """DeepSpeed's name of an expert size."""
+    """Return DeepSpeed's name of an expert size."""
     return f"ep_size_{size}"
 
 
 def expert_index(layout: Layout) -> int:
-    """This rank's place in its expert group; the world of the layout is installed."""
+    """Return this rank's place in its expert group. The world of the layout must be installed."""
     return int(groups._get_expert_parallel_rank(group_name(layout.expert)))
 
 
 def check_size(counts: Mapping[str, int], size: int) -> None:
-    """LayoutError, naming the layer and the nearest sizes, unless the size divides the experts of every layer.
+    """Raise LayoutError, naming the layer and the nearest sizes, unless the size divides the experts of every layer.
 
     counts: number of experts by the name of the layer.
     """
@@ -89,7 +89,7 @@ def check_size(counts: Mapping[str, int], size: int) -> None:
 
 
 def refuse_other_axes(layout: Layout, *tried: str) -> None:
-    """LayoutError for axes that were not tried together with experts; `tried`: axes that were."""
+    """Raise LayoutError for axes that were not tested together with experts. tried: axes that were."""
     known = {"data", "expert", *tried}
     wide = [f"{axis}={size}" for axis, size in layout.axes().items() if axis not in known and size > 1]
     if wide:
@@ -97,7 +97,7 @@ def refuse_other_axes(layout: Layout, *tried: str) -> None:
 
 
 def _nearest(whole: int, size: int) -> str:
-    """The next divisors of `whole` below and above a size."""
+    """Return the next divisors of `whole` below and above a size."""
     divisors = [part for part in range(1, whole + 1) if whole % part == 0]
     below = [part for part in divisors if part < size][-1:]
     above = [part for part in divisors if part > size][:1]
@@ -105,9 +105,9 @@ def _nearest(whole: int, size: int) -> str:
 
 
 def ask_for_present_groups(model: nn.Module) -> None:
-    """Let layers that are whole yet ask for the groups of the expert size that the installed world has.
+    """Let layers that are still whole ask for the groups of the expert size that the installed world has.
 
-    DeepSpeed's constructor makes groups that are not there, which takes all ranks of the world.
+    DeepSpeed's constructor makes groups that are missing, which takes all ranks of the world.
     """
     (name,) = groups._get_expert_parallel_group_dict()
     for layer in layers_with_experts(model):
@@ -117,9 +117,10 @@ def ask_for_present_groups(model: nn.Module) -> None:
 
 
 def enter_layers(engine: Any, size: int) -> None:
-    """What the engine's constructor sets for layers with experts: its lists of them, and the groups that they use.
+    """Repeat what the engine's constructor sets for layers with experts: its lists of them, and the groups that they
+    use.
 
-    The world is installed, and the engine's module has the layers of this rank.
+    Called once the world is installed and the engine's module has the layers of this rank.
     """
     parts = list(engine.module.modules())
     layers = layers_with_experts(engine.module)
@@ -140,9 +141,10 @@ def enter_layers(engine: Any, size: int) -> None:
 
 
 def clip(model: nn.Module, limit: float, layout: Layout) -> None:
-    """Clip the gradients of ZeRO stage 0 in fp32 by the norm of all experts, of all parts, and of what every rank has.
+    """Clip the gradients of ZeRO stage 0 in fp32 by the norm of all experts, all parts, and the tensors that every rank
+    has.
 
-    The world of the layout is installed. What pipeline stages share counts on the stage that owns it.
+    The world of the layout must be installed. Tensors that pipeline stages share count on the stage that owns them.
     """
     given = [(held, held.grad) for held in model.parameters() if held.grad is not None]
     squares = torch.zeros(3, device=compute_device())  # of whole tensors, of parts of tensors, of experts
@@ -162,10 +164,10 @@ def clip(model: nn.Module, limit: float, layout: Layout) -> None:
 
 @contextmanager
 def all_counted(model: nn.Module, layout: Layout) -> Iterator[None]:
-    """Inside the block the norm of gradients of ZeRO stages 1 and 2 is that of all experts, also with tensor ranks.
+    """Make the norm of gradients of ZeRO stages 1 and 2 count all experts inside the block, also with tensor ranks.
 
-    DeepSpeed adds up over all ranks, and counts what is no part of a tensor on tensor index 0 alone. What a rank has of
-    its experts nobody else has.
+    DeepSpeed adds up over all ranks, and counts tensors that are not cut on tensor index 0 alone. But no other rank has
+    the part of the experts that a rank holds.
     """
     marked: list[Any] = [held for held in model.parameters() if is_moe_param(held)] if layout.tensor > 1 else []
     for held in marked:
@@ -178,7 +180,7 @@ def all_counted(model: nn.Module, layout: Layout) -> Iterator[None]:
 
 
 def leave_groups(model: nn.Module) -> None:
-    """Let layers hold no group of ranks; a gate takes one only then."""
+    """Let layers hold no group of ranks; a gate accepts a new one only then."""
     part: Any
     for part in model.modules():
         if isinstance(part, TopKGate | MOELayer) or getattr(part, "_is_autoep_layer", False):
@@ -186,14 +188,14 @@ def leave_groups(model: nn.Module) -> None:
 
 
 def layers_with_experts(model: nn.Module) -> list[Any]:
-    """Native ones, and AutoEP's."""
+    """Return all layers with experts, native ones and AutoEP's."""
     return [part for part in model.modules() if isinstance(part, MoE) or getattr(part, "_is_autoep_layer", False)]
 
 
 def refuse_mixed_groups(parameter_groups: Iterable[Mapping[str, Any]]) -> None:
-    """UnsupportedError, with the number of the group, for experts in an optimizer group that is not marked as theirs.
+    """Raise UnsupportedError, with the number of the group, for experts in an optimizer group not marked as theirs.
 
-    DeepSpeed takes such a group in stages 0 and 3 alone.
+    DeepSpeed takes such a group in stages 0 and 3 only.
     """
     for number, group in enumerate(parameter_groups):
         routed = [is_moe_param(held) for held in group["params"]]
@@ -206,12 +208,12 @@ def refuse_mixed_groups(parameter_groups: Iterable[Mapping[str, Any]]) -> None:
 
 
 def layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The layers with native experts, by name."""
+    """Yield the layers with native experts, by name."""
     return ((name, part) for name, part in module.named_modules() if isinstance(part, MoE))
 
 
 def start_size(model: nn.Module) -> int:
-    """The expert size that the user built the model with; UnsupportedError for layers of several sizes."""
+    """Return the expert size that the user built the model with; UnsupportedError for layers of several sizes."""
     sizes = {name: int(layer.ep_size) for name, layer in layers(model)}
     if len(set(sizes.values())) > 1:
         found = ", ".join(f"{name!r} has ep_size={size}" for name, size in sizes.items())
@@ -220,15 +222,17 @@ def start_size(model: nn.Module) -> int:
 
 
 def dropping(module: nn.Module) -> str | None:
-    """The first layer whose ranks must have equal numbers of tokens: its capacity, which drops some, follows from them.
+    """Return the first layer that drops tokens beyond a capacity, so that all its ranks need equal numbers of tokens;
+    or None.
 
-    DeepSpeed exchanges buffers of that capacity: ranks with different ones die in the exchange.
+    The capacity follows from the number of tokens. DeepSpeed exchanges buffers of that capacity: ranks with different
+    ones die in the exchange.
     """
     return next((name for name, layer in layers(module) if layer.deepspeed_moe.gate.drop_tokens), None)
 
 
 class NativeShaper(Shaper):
-    """A model with native experts. owners: see `complete`."""
+    """Shaper of a model with native experts. owners: see `complete`."""
 
     def __init__(
         self,
@@ -243,42 +247,42 @@ class NativeShaper(Shaper):
         self.owners = complete(model, member, lists)
 
     def cuts(self, layout: Layout) -> Mapping[str, AxisCuts]:
-        """Which expert index has each tensor of an expert; LayoutError as `convert`."""
+        """Return which expert index holds each tensor of an expert; raises LayoutError as `convert` does."""
         refuse_other_axes(layout)
         if layout.expert not in self._cuts:
             self._cuts[layout.expert] = cuts_of(convert(self._template.copy(), 1), layout.expert)
         return self._cuts[layout.expert]
 
     def make(self, layout: Layout, rank: int) -> Made:
-        """The template's children, with as many experts as a rank has."""
+        """Return the template's children, with as many experts as a rank has."""
         return Made(convert(self._template.copy(), layout.expert))
 
     def reshape(self, root: nn.Module, layout: Layout, made: Made | None = None) -> None:
-        """New parameters have memory that is not written yet; buffers are those of the template."""
+        """Do as `Shaper.reshape` says; new parameters have memory not written yet, buffers are the template's."""
         made = made or self.make(layout, td.get_rank())
         adopt(root, with_memory(made.module, next(root.parameters()).dtype))
 
     def parameters(self, root: nn.Module, layout: Layout) -> dict[str, nn.Parameter]:
-        """By the numbers of experts in the whole layer."""
+        """Return the parameters, named by the experts' numbers in the whole layer."""
         return parameters(root, layout)
 
     def enter(self, engine: Any, layout: Layout) -> None:
-        """The layers' groups of ranks, also in a module that stays."""
+        """Give layers their groups of ranks, also in a module that stays."""
         enter_layers(engine, layout.expert)
 
     def leave(self, engine: Any) -> None:
-        """Layers hold no group of the world."""
+        """Let layers hold no group of the world."""
         leave_groups(engine.module)
 
 
 def complete(model: nn.Module, member: int, lists: Sequence[list[nn.Parameter]] = ()) -> dict[int, int]:
-    """Give a user's model all experts of its layers, those of other ranks without memory.
+    """Give a user's model all experts of its layers; those of other ranks have no memory.
 
-    member: of the launch. lists: of parameters that the caller has, an optimizer's say; they get those of all experts.
-    UnsupportedError for layers of several sizes, or with experts that are not alike.
+    member: of the launch. lists: lists of parameters that the caller has, such as an optimizer's; the parameters of all
+    experts are put into them. UnsupportedError for layers of several sizes, or with experts that are not alike.
 
-    Returns which process of the launch has the first value of each expert's parameter, by the parameter's id, where a
-    process has built only the experts of its own rank; nothing where every process has built all of them.
+    Returns the process of the launch that has the first value of each expert's parameter, by the parameter's id, if
+    each process has built only the experts of its own rank; {} if every process has built all of them.
     """
     size, owners = start_size(model), dict[int, int]()
     for path, layer in layers(model):
@@ -297,7 +301,7 @@ def complete(model: nn.Module, member: int, lists: Sequence[list[nn.Parameter]] 
 
 
 def convert(module: nn.Module, size: int) -> nn.Module:
-    """The module, on the meta device, with as many experts as a rank has at an expert size.
+    """Give a module on the meta device as many experts as a rank has at an expert size; return it.
 
     LayoutError for a size that does not divide the experts of a layer.
     """
@@ -307,9 +311,9 @@ def convert(module: nn.Module, size: int) -> nn.Module:
 
 
 def resize(module: nn.Module, size: int) -> None:
-    """Give layers on the meta device as many experts as a rank has at a size, which divides theirs.
+    """Give layers on the meta device as many experts as a rank has at a size, which must divide their number.
 
-    A module without experts, such as a stage of a pipeline may be, stays as it is.
+    A module without experts, as a stage of a pipeline may be, stays as it is.
     """
     for path, layer in layers(module):
         held, count = layer.deepspeed_moe.experts, layer.num_experts // size
@@ -319,13 +323,13 @@ def resize(module: nn.Module, size: int) -> None:
 
 
 def parameters(root: nn.Module, layout: Layout) -> dict[str, nn.Parameter]:
-    """The parameters of a rank's module by their logical names; the world of the layout is installed."""
+    """Return the parameters of a rank's module by their logical names. The world of the layout must be installed."""
     named = names(root, expert_index(layout))
     return {named[name]: held for name, held in root.named_parameters()}
 
 
 def names(module: nn.Module, index: int) -> dict[str, str]:
-    """The logical name of each parameter of a rank's module, by its own; index: the rank's, on the expert axis."""
+    """Return the logical name of each parameter of a rank's module, by its own name. index: the rank's expert index."""
     found = {name: name for name, _ in module.named_parameters()}
     for path, layer in layers(module):
         for local, prefix, held in _experts(path, layer):
@@ -336,7 +340,7 @@ def names(module: nn.Module, index: int) -> dict[str, str]:
 
 
 def _complete_lists(model: nn.Module, lists: Sequence[list[nn.Parameter]]) -> None:
-    """Put the same parameters of all experts of a layer where those of some of them are."""
+    """Complete lists that have parameters of some experts of a layer by the same parameters of all its experts."""
     alike: dict[str, list[nn.Parameter]] = {}
     for path, layer in layers(model):
         for _, prefix, held in _experts(path, layer):
@@ -361,7 +365,7 @@ def _complete_lists(model: nn.Module, lists: Sequence[list[nn.Parameter]]) -> No
 
 
 def cuts_of(whole: nn.Module, size: int) -> dict[str, AxisCuts]:
-    """The cuts of the tensors of a module with all experts, by name; LayoutError as `convert`."""
+    """Return the cuts of the tensors of a module with all experts, by name; raises LayoutError as `convert` does."""
     found = dict(layers(whole))
     check_size({name: layer.num_experts for name, layer in found.items()}, size)
     cuts = {name: AxisCuts() for name, _ in whole.named_parameters()}
@@ -373,13 +377,13 @@ def cuts_of(whole: nn.Module, size: int) -> dict[str, AxisCuts]:
 
 
 def _experts(path: str, layer: Any) -> Iterator[tuple[int, str, nn.Module]]:
-    """(number here, name of the list that it is in, module) of each expert of a layer."""
+    """Yield (number here, name of its list, module) of each expert of a layer."""
     prefix = f"{path}.deepspeed_moe.experts.deepspeed_experts".removeprefix(".")
     return ((number, prefix, held) for number, held in enumerate(layer.deepspeed_moe.experts.deepspeed_experts))
 
 
 def _mark(layer: Any, size: int) -> None:
-    """Everything that DeepSpeed's constructors note about the expert size."""
+    """Set everything that DeepSpeed's constructors note about the expert size."""
     routed = layer.deepspeed_moe
     held, name = routed.experts, group_name(size)
     for parameter in held.deepspeed_experts.parameters():
@@ -390,7 +394,7 @@ def _mark(layer: Any, size: int) -> None:
 
 
 def _pattern(path: str, experts: nn.ModuleList) -> Template:
-    """What all experts of a layer are copies of; UnsupportedError if they have become unlike, or hold buffers."""
+    """Return the module that all experts of a layer copy. UnsupportedError if they differ by now, or hold buffers."""
     if next(experts.buffers(), None) is not None:
         raise UnsupportedError(
             f"the experts of {path!r} have buffers, which would not move with them; make them parameters with "

@@ -1,4 +1,4 @@
-"""An optimizer's states of one tensor that it steps: read and written by the rule of its class (see `optimizers`)."""
+"""State of an optimizer for one tensor that it steps, read and written by the rule of its class (see `optimizers`)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from ds_dynatrain.space import BufferId
 def read_state(
     optimizer: torch.optim.Optimizer, holder: torch.Tensor, group: int, whole: int | None = None
 ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """(moment -> flat view, scalar -> value) that `optimizer` keeps for `holder`, which it steps in `group`.
+    """Return (moment -> flat view, scalar -> value) that `optimizer` keeps for `holder`, which it steps in `group`.
 
-    whole: elements of all tensors of which the holder has a part, where moments of whole tensors are kept for these.
-    Both are empty before the first step. CensusError for states that its rule does not tell.
+    whole: elements of all tensors of which the holder has a part, if moments of whole tensors are kept for these. Both
+    results are empty before the first step. CensusError for states that its rule does not list.
     """
     state: dict[str, Any] = optimizer.state.get(holder, {})
     if not state:
@@ -51,7 +51,7 @@ def write_state(
     moments: dict[str, torch.Tensor],
     scalars: dict[str, float],
 ) -> None:
-    """Give `holder` these moments (in its shape, unless it is flat) and scalars; nothing if there are none yet."""
+    """Give `holder` these moments (in its shape, unless it is flat) and scalars. Does nothing if there are none yet."""
     if not moments and not scalars:
         return
     first = _names(optimizer, group)[1]
@@ -64,13 +64,13 @@ def write_state(
 def held_moments(
     optimizer: torch.optim.Optimizer, group: int, buffers: Buffers, name: BufferId
 ) -> dict[str, torch.Tensor]:
-    """The buffers called `name` of the moments of `group`'s tensors, by moment; none before the first step."""
+    """Return the buffers called `name` of the moments of `group`'s tensors, by moment; {} before the first step."""
     moments, _ = _names(optimizer, group)
     return {moment: buffers[moment, name] for moment in moments if (moment, name) in buffers}
 
 
 def level_counts(optimizer: torch.optim.Optimizer, scalars: Scalars, groups: Sequence[int]) -> None:
-    """Where an optimizer counts on one tensor of a group for all, give each tensor of it the highest count.
+    """Give each tensor of a group the highest count in it, if the optimizer counts on one tensor of a group for all.
 
     groups: the optimizer group of each tensor number.
     """
@@ -84,10 +84,10 @@ def level_counts(optimizer: torch.optim.Optimizer, scalars: Scalars, groups: Seq
 
 
 def fill_absent(optimizer: torch.optim.Optimizer, model: ModelMap, buffers: Buffers, scalars: Scalars) -> None:
-    """Add empty moments, and counts, for trained tensors that this rank has nothing of (other pipeline stages do).
+    """Add empty moments, and counts, for trained tensors that this rank has no part of (other pipeline stages do).
 
-    Their counts are those of a tensor beside them, of the same group if there is one: where a tensor was left out of a
-    step, stages do not agree, and the certificate says so.
+    Their counts are those of another tensor here, if possible of the same group. If a tensor was left out of a step,
+    stages then disagree, and the certificate says so.
     """
     counted = {number for table in scalars.values.values() for number in table}
     for number, tensor in enumerate(model.tensors[: model.trainable]):
@@ -103,7 +103,7 @@ def fill_absent(optimizer: torch.optim.Optimizer, model: ModelMap, buffers: Buff
 
 
 def common_scalars(scalars: Scalars, tensors: list[int], where: str) -> dict[str, float]:
-    """The scalars that all `tensors` of one flat buffer share.
+    """Return the scalars that all `tensors` of one flat buffer share.
 
     SwitchRefused if they differ: a tensor that some steps did not use cannot share a step count with the others.
     """
@@ -125,7 +125,7 @@ def _names(optimizer: torch.optim.Optimizer, group: int) -> tuple[tuple[str, ...
 
 
 def _as_stored(value: float, first: Number, device: torch.device) -> Number:
-    """A scalar in the type of its first value; torch's fused optimizers count on the device of what they step."""
+    """Return a scalar in the type of its first value; torch's fused optimizers count on the stepped tensor's device."""
     if isinstance(first, torch.Tensor):
         return torch.tensor(value, dtype=first.dtype, device=device)
     return type(first)(value)

@@ -26,7 +26,7 @@ from ds_dynatrain.adapters.replaced import replaced
 from ds_dynatrain.adapters.versions import collector
 
 LARGE = 1 << 14
-"""Tensors of this many elements and more are not written while building."""
+"""Number of elements from which on tensors are not written while building."""
 
 _aten = torch.ops.aten
 _ZEROS = {_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default}
@@ -37,12 +37,13 @@ _NO_ALLOC = frozenset(_ZEROS | _IN_PLACE | _FRESH)
 
 
 class NoAllocMode(TorchDispatchMode):
-    """Large fresh tensors are reserved, not written; large copies into existing ones are skipped.
+    """A mode in which large new tensors are reserved but not written, and large copies into existing ones are skipped.
 
-    On the host zeros stay zeros (memory that the operating system hands out zeroed). A device has no memory that is not
-    there, so a large tensor on it is a stand-in, one element that has the shape; a part that ZeRO-3 cuts from a
-    parameter, too. What nobody replaces would be written to in training, which torch refuses. keeps_zeros: whether the
-    optimizer that is built keeps tensors that it makes of zeros; they are real then. Small tensors behave as always.
+    On the host zeros stay zeros (the operating system hands out zeroed memory). A device has no memory that is reserved
+    only, so a large tensor there is a stand-in: one element with the full shape. This also holds for a part that ZeRO-3
+    cuts from a parameter. A stand-in that is never replaced would be written to in training, which torch refuses.
+    keeps_zeros: whether the optimizer keeps tensors that it makes of zeros; these are real then. Small tensors behave
+    as always.
     """
 
     def __init__(self, keeps_zeros: bool = True) -> None:
@@ -52,7 +53,9 @@ class NoAllocMode(TorchDispatchMode):
 
     @contextmanager
     def cutting(self) -> Iterator[None]:
-        """Inside the block a parameter is cut: what is made empty on a device is its part, and a stand-in, too."""
+        """Note that a parameter is cut inside the block: an empty tensor made on a device is then its part, and a
+        stand-in.
+        """
         self._cuts = True
         try:
             yield
@@ -86,7 +89,7 @@ class NoAllocMode(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class _Outline:
-    """What a call would make."""
+    """Shape, type and device of the tensor that a call would make."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -98,7 +101,11 @@ class _Outline:
 
 
 def _outline(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Outline | None:
-    """Of one of `_NO_ALLOC` or `empty`; None for what is let through: values besides zero, and rows that are joined."""
+    """Return the outline of the result of a call of one of `_NO_ALLOC` or `empty`.
+
+    None for calls that are let through: a fill with a value other than zero, or a concatenation of more than one
+    dimension.
+    """
     if func is _aten.full.default:
         if args[1] != 0:
             return None
@@ -117,12 +124,12 @@ def _outline(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Outli
 
 
 def stand_in(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """One element, nobody's value, that has a shape: what a tensor needs to be cut and described."""
+    """Return a tensor of one element with the full shape, which can be cut and described but must not be read."""
     return torch.empty(1, dtype=dtype, device=device).expand(tuple(shape))
 
 
 def is_stand_in(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has less memory than elements."""
+    """Return whether a tensor has less memory than elements."""
     return tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size()
 
 
@@ -135,10 +142,10 @@ class _Done:
     """The handle of a collective that had nothing to do."""
 
     def wait(self, *_: Any) -> None:
-        """Nothing to wait for."""
+        """Return at once: the work was never begun."""
 
     def is_completed(self) -> bool:
-        """Always."""
+        """Return True: no work was begun."""
         return True
 
 
@@ -170,13 +177,13 @@ class _SilentBackend:
 
 @contextmanager
 def silent_communication() -> Iterator[None]:
-    """DeepSpeed's collectives do nothing inside the block."""
+    """Make DeepSpeed's collectives do nothing inside the block."""
     with replaced(ds_comm, "cdb", _SilentBackend(ds_comm.cdb)):
         yield
 
 
 class _NoCollection:
-    """Stands in for the `gc` module where DeepSpeed looks it up."""
+    """Substitute for the `gc` module where DeepSpeed looks it up."""
 
     def __getattr__(self, name: str) -> Any:
         return (lambda *_: 0) if name == "collect" else getattr(gc, name)
@@ -184,9 +191,9 @@ class _NoCollection:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Constructors do not collect garbage inside the block: that takes 0.2 to 0.5 s of a large process.
+    """Keep constructors from collecting garbage inside the block, which takes 0.2 to 0.5 s in a large process.
 
-    ZeRO-3's does so itself, BF16_Optimizer's wherever it reports its memory.
+    ZeRO-3's constructor collects by itself, BF16_Optimizer's does wherever it reports its memory.
     """
     with replaced(collector(), "gc", _NoCollection()), replaced(bf16_optimizer, "see_memory_usage", _nothing):
         yield
@@ -194,10 +201,11 @@ def no_collection() -> Iterator[None]:
 
 @contextmanager
 def no_alloc(optimizer: torch.optim.Optimizer, keeps_zeros: bool = True) -> Iterator[None]:
-    """All of the above: for building one ZeRO optimizer around `optimizer`. keeps_zeros: as `NoAllocMode`.
+    """Build one ZeRO optimizer around `optimizer` inside the block without memory, messages or garbage collection.
 
-    It takes no step (FP16_UnfusedOptimizer's constructor steps on zeros). Tensors print as one word: ZeRO-3's formats
-    all of its arguments, every parameter among them, for a message that is then not shown, which takes 0.1 s and more.
+    keeps_zeros: as `NoAllocMode`. The optimizer takes no step (FP16_UnfusedOptimizer's constructor steps on zeros).
+    Tensors print as one word: ZeRO-3's constructor formats all of its arguments, every parameter among them, for a
+    message that is then not shown, which takes 0.1 s and more.
     """
     mode, cut = NoAllocMode(keeps_zeros), Init._partition_param
 
@@ -216,4 +224,4 @@ def no_alloc(optimizer: torch.optim.Optimizer, keeps_zeros: bool = True) -> Iter
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """Whatever is asked for, it is not done."""
+    """Accept any arguments and do nothing."""

@@ -1,7 +1,7 @@
 """ZeRO-Offload: masters, moments and the masters' gradients in host memory, stepped by DeepSpeed's CPU optimizers.
 
 The gradient of a master part (`master.grad`) is allocated once and never cleared (DeepSpeed 0.19.8): a parameter that
-got no gradient in a step is stepped with what was left of its last one. So it is state, in stages 1 to 3: `host_grad`.
+got no gradient in a step is stepped with the rest of its last one. So it is state, in stages 1 to 3: `host_grad`.
 Everything else that offload keeps (`param_buffer_of_bit16_for_cpu_offload_groups`, `temp_grad_buffer_*`,
 `accumulated_grads_in_cpu`, `norm_for_param_grads`) is written before it is read, or cleared by a step.
 """
@@ -20,15 +20,15 @@ from ds_dynatrain.support import usage
 
 
 def keeps_gradients(zero: Any) -> bool:
-    """Whether a ZeRO optimizer offloads: its masters then own their gradients."""
+    """Return whether a ZeRO optimizer offloads; its masters then own their gradients."""
     return bool(getattr(zero, "cpu_offload", False) or getattr(zero, "offload_optimizer", False))
 
 
 @contextmanager
 def old_gradients_kept(zero: Any, divisor: float) -> Iterator[None]:
-    """Inside the block the optimizer's step divides gradients by `divisor`: but not those left from former steps.
+    """Make the optimizer's step inside the block divide gradients by `divisor`, except those left from former steps.
 
-    Those were divided when they were new. A step notes a norm for each gradient that it has got.
+    Old gradients were divided when they were new. A step notes a norm for each gradient that it has got.
     """
     if not keeps_gradients(zero):
         yield
@@ -50,7 +50,7 @@ def old_gradients_kept(zero: Any, divisor: float) -> Iterator[None]:
 
 
 def refuse_moved_states(host: Any) -> None:
-    """SwitchRefused while `engine.offload_states()` has taken state away: there is nothing to read in its place."""
+    """Raise SwitchRefused while `engine.offload_states()` has taken state away: a switch could not read it."""
     away = getattr(host.optimizer, "offloaded_states", None)
     if away:
         names = ", ".join(sorted(str(getattr(kind, "value", kind)) for kind in away))
@@ -58,10 +58,10 @@ def refuse_moved_states(host: Any) -> None:
 
 
 def working_bytes(local: LocalSpace, weight: torch.dtype, accumulates: bool) -> int:
-    """Bytes that offload takes on a rank beside the state, at most.
+    """Return the most bytes that offload takes on a rank beside the state.
 
-    Stages 1 and 2: a copy of the weight part, two buffers as large as the largest tensor, and with several
-    micro-batches a gradient of each parameter that touches the part, whole.
+    Stages 1 and 2 take a copy of the weight part, two buffers as large as the largest tensor and, with several
+    micro-batches, the whole gradient of each parameter that touches the part.
     """
     if local.layout.zero_stage not in (1, 2):
         return 0

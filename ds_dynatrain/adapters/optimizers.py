@@ -1,8 +1,8 @@
-"""Which per-element states and scalars an optimizer keeps: a table of known classes, never a guess from live state.
+"""Rules of which per-element states and scalars an optimizer keeps: a table of known classes, no guess from live state.
 
 A rule is written for one class; a subclass may keep other states and needs a rule of its own. Users add their
-classes with `register_optimizer`. What cannot be cut by element (factored or quantized states), or would need
-messages of its own, is refused by name.
+classes with `register_optimizer`. Optimizers whose states cannot be cut by element (factored or quantized states), or
+that would need messages of their own, are refused by name.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ Scalars = Mapping[str, Number] | Callable[[Group], Mapping[str, Number]]
 
 @dataclass(frozen=True)
 class OptimizerRule:
-    """What an optimizer keeps in `state[parameter]`, per parameter group.
+    """The entries of `state[parameter]` that an optimizer keeps, per parameter group.
 
     moments: names of the per-element states, of the element type and shape of the parameter.
     scalars: names of the scalars beside them, with their value before the first step.
     counts_by_group: the optimizer counts on one parameter of a group for all of them (DeepSpeed's fused kernels), so
         the highest count of a group is the count of each.
     whole_tensors: those of the moments that ZeRO stages 1 and 2 keep for a whole tensor, on every rank with a part.
-    placeless: whether a step does to an element what depends on that element alone, with the same bits in tensors of
-        any length and wherever in them the element lies, and keeps nothing but its state.
+    placeless: whether a step's effect on an element depends on that element alone, with the same bits in tensors of
+        any length and at any position, and the optimizer keeps nothing but its state.
     """
 
     moments: Moments = ()
@@ -49,16 +49,16 @@ class OptimizerRule:
     placeless: bool = False
 
     def moments_of(self, group: Group) -> tuple[str, ...]:
-        """Names of the per-element states of a group's parameters."""
+        """Return the names of the per-element states of a group's parameters."""
         return tuple(self.moments(group) if callable(self.moments) else self.moments)
 
     def scalars_of(self, group: Group) -> dict[str, Number]:
-        """Names and first values of the scalars of a group's parameters."""
+        """Return names and first values of the scalars of a group's parameters."""
         return dict(self.scalars(group) if callable(self.scalars) else self.scalars)
 
 
 STEP: Mapping[str, Number] = {"step": torch.tensor(0.0, dtype=torch.float32)}
-"""As torch's optimizers count."""
+"""Scalars of torch's optimizers, which count steps in a float tensor."""
 
 
 MUON = "deepspeed.runtime.zero.muon.muon_optimizer.MuonWithAuxAdam"
@@ -93,11 +93,13 @@ KNOWN: Mapping[str, OptimizerRule] = {
     "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam": OptimizerRule(("exp_avg", "exp_avg_sq"), {"step": 0}),
     "deepspeed.ops.lion.cpu_lion.DeepSpeedCPULion": OptimizerRule(("exp_avg", "exp_avg_sq"), {"step": 0}),
 }
-"""By full name, so that no class is imported (some compile when they are)."""
+"""Rules by full class name, so that no class is imported (some compile on import)."""
 
 
 def _muon_rule(optimizer: Any) -> OptimizerRule:
-    """DeepSpeed's Muon: a momentum for its matrices; the other groups have the states of the Adam that it holds."""
+    """Return the rule of DeepSpeed's Muon: a momentum for its matrices; other groups have the states of the Adam it
+    holds.
+    """
     adam = OptimizerRule(_adam, {"step": 0}) if optimizer.aux_optimizer is None else rule_of(optimizer.aux_optimizer)
     return OptimizerRule(
         lambda group: ("momentum_buffer",) if group["use_muon"] else adam.moments_of(group),
@@ -118,17 +120,17 @@ def register_optimizer(
     *,
     placeless: bool = False,
 ) -> type[torch.optim.Optimizer]:
-    """Tell which states an optimizer class keeps in `state[parameter]`, so that they travel in a switch.
+    """Register the states that an optimizer class keeps in `state[parameter]`, so that they travel in a switch.
 
     cls: this class alone; a subclass must be registered itself. moments: names of the states with one value per
     element, each computed from values of the same element (and of nothing else), or a function from a parameter group
-    to them. scalars: names of the other states and their values before the first step, in the type that they are
-    stored in: an int, a float, or a tensor of no dims; or a function from a parameter group to them. placeless: whether
-    a step has the same bits in any process, in tensors of any length and wherever in them an element lies, so that
-    gradients may be added leaf by leaf: no random numbers, no norm over a tensor, nothing kept outside of its state.
+    to them. scalars: names of the other states and their values before the first step, in the type that they are stored
+    in: an int, a float, or a tensor of no dims; or a function from a parameter group to them. placeless: whether a step
+    has the same bits in any process, in tensors of any length and at any position in them, so that gradients may be
+    added leaf by leaf: no random numbers, no norm over a tensor, nothing kept outside of its state.
 
     Call it on every process before `initialize`. Returns the class. ConfigError for a class that is known already, or
-    names that cannot be.
+    invalid names.
     """
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         raise ConfigError(
@@ -148,7 +150,7 @@ def register_optimizer(
 
 
 def rule_of(optimizer: torch.optim.Optimizer) -> OptimizerRule:
-    """The rule of an optimizer; UnsupportedError, naming the class and the way out, for one that is not known."""
+    """Return the rule of an optimizer; UnsupportedError, naming the class and the way out, for an unknown one."""
     cls = type(optimizer)
     if full_name(cls) == MUON:
         return _muon_rule(optimizer)
@@ -164,7 +166,7 @@ def rule_of(optimizer: torch.optim.Optimizer) -> OptimizerRule:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, config: Mapping[str, Any], layout: Layout) -> None:
-    """UnsupportedError for an optimizer that a switch cannot carry: its class, what its groups hold, the first layout.
+    """Raise UnsupportedError for an optimizer that a switch cannot carry: by its class, its groups or the first layout.
 
     config: DeepSpeed's. layout: the one to start in.
     """
@@ -186,7 +188,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, config: Mapping[str, Any],
 
 
 def moment_kinds(optimizer: torch.optim.Optimizer, types: ElementTypes) -> tuple[Kind, ...]:
-    """The state kinds of an optimizer's moments, each with the parameter groups that have it."""
+    """Return the state kinds of an optimizer's moments, each with the parameter groups that have it."""
     rule = rule_of(optimizer)
     found: dict[str, set[int]] = {}
     for number, group in enumerate(optimizer.param_groups):
@@ -205,19 +207,19 @@ def moment_kinds(optimizer: torch.optim.Optimizer, types: ElementTypes) -> tuple
 
 
 def moment_types(optimizer: torch.optim.Optimizer, weight: torch.dtype) -> dict[str, torch.dtype]:
-    """Moments whose elements are not of the master's type; Muon's are of the type that gradients are sent in."""
+    """Return the types of moments that differ from the master's; Muon's have the type that gradients are sent in."""
     return {"momentum_buffer": weight} if full_name(type(optimizer)) == MUON else {}
 
 
 def holds_flat_groups(optimizer: torch.optim.Optimizer, types: ElementTypes) -> bool:
-    """Whether DeepSpeed keeps this optimizer's groups flat at ZeRO stage 0 too (`FP16_Optimizer`)."""
+    """Return whether DeepSpeed keeps this optimizer's groups flat at ZeRO stage 0, too (`FP16_Optimizer`)."""
     return isinstance(optimizer, FusedAdam) and types.weight != torch.float32
 
 
 def refuse_optimizer_layout(
     optimizer: torch.optim.Optimizer, config: Mapping[str, Any], layout: Layout, present: Layout | None = None
 ) -> None:
-    """SwitchRefused for a layout in which DeepSpeed does not take this optimizer, or gets it wrong.
+    """Raise SwitchRefused for a layout in which DeepSpeed does not accept this optimizer, or gets it wrong.
 
     config: the user's. present: the layout before a switch, None at the start.
     """
@@ -241,7 +243,7 @@ def refuse_optimizer_layout(
 
 
 def _refuse_muon(config: Mapping[str, Any], layout: Layout, present: Layout | None) -> None:
-    """Where Muon would be another algorithm than in other layouts, or its momentum of another type or cut."""
+    """Refuse layouts in which Muon would be another algorithm, or its momentum would have another type or cut."""
     stage = layout.zero_stage
     if stage:
         _refuse_muon_under_zero(config, layout)
@@ -289,7 +291,7 @@ def _refuse_muon_under_zero(config: Mapping[str, Any], layout: Layout) -> None:
 
 
 def full_name(cls: type) -> str:
-    """Module and name of a class."""
+    """Return module and name of a class."""
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
@@ -312,7 +314,7 @@ REFUSED: Mapping[str, str] = {
 
 
 def _refuse_by_name(cls: type) -> None:
-    """UnsupportedError for what a rule could not make right."""
+    """Raise UnsupportedError for a class that no rule could make right."""
     if any(base.__module__.partition(".")[0] in ("bitsandbytes", "torchao") for base in cls.__mro__):
         raise UnsupportedError(f"optimizer {full_name(cls)}: {_NOT_PER_ELEMENT} (quantized in blocks); use AdamW")
     reason = REFUSED.get(cls.__name__.lower())
@@ -343,15 +345,15 @@ def _check_names(cls: type, moments: tuple[str, ...], scalars: Mapping[str, Numb
 
 
 _NO_BETA = -1.0
-"""No optimizer's own: torch and DeepSpeed want 0 <= beta < 1."""
+"""A beta that no optimizer has: torch and DeepSpeed require 0 <= beta < 1."""
 
 
 def forget_running_products(optimizer: Any) -> None:
-    """Have a compiled optimizer compute its powers of the betas afresh at the next step; call it on all members alike.
+    """Make a compiled optimizer recompute its powers of the betas at the next step. Call it on all members alike.
 
-    `Adam_Optimizer` (csrc/includes/cpu_adam.h) multiplies them up from step to step, in float: a member that has
-    trained all along and one that has just woken correct their averages by numbers that differ in the last bit, and
-    replicas would drift apart. A call with other betas makes it compute the powers afresh. FusedAdam has one such
+    `Adam_Optimizer` (csrc/includes/cpu_adam.h) multiplies them up from step to step, in float. A member that has
+    trained all along and one that has just woken would correct their averages by numbers that differ in the last bit,
+    and replicas would drift apart. A call with other betas makes it compute the powers afresh. FusedAdam has one such
     object per process and mode, DeepSpeedCPUAdam one of its own. Lion has none.
     """
     if full_name(type(optimizer)) == MUON and optimizer.aux_optimizer is not None:

@@ -36,9 +36,9 @@ def point_at(world: World) -> None:
 
 
 def forget() -> None:
-    """Clear all that `point_at` sets, and what DeepSpeed sets beside it. The tables stay the same objects.
+    """Clear everything that `point_at` sets, and what DeepSpeed sets beside it. The tables stay the same objects.
 
-    What `parallel_state_sp` has stays: scripts ask it between the calls of several engines, too. See `let_go`.
+    The content of `parallel_state_sp` stays: scripts use it between the calls of several engines, too. See `let_go`.
     """
     for _, *tables in _EXPERT_TABLES:
         for table in tables:
@@ -51,7 +51,7 @@ def forget() -> None:
 
 
 def let_go(gone: Collection[td.ProcessGroup]) -> None:
-    """Let DeepSpeed's modules speak of none of these groups, which are taken down."""
+    """Remove groups that are taken down from DeepSpeed's modules."""
     if any(group is groups._WORLD_GROUP for group in gone):
         forget()
     if any(group is parallel_state_sp._SEQUENCE_PARALLEL_GROUP for group in gone):

@@ -1,9 +1,9 @@
 """Ranks of a layout that form a group with a rank, for every kind of group that DeepSpeed asks for.
 
-Ranks count slowest first: pipe, data, sequence, tensor (`Layout.rank`). ZeRO's line of a rank are the ranks with its
-pipe and tensor index, data x sequence of them. Experts divide a whole pipeline stage, tensor ranks included: neighbours
-share one set of experts, and those with equal index (`Layout.expert_place`) hold the same ones. With one index and
-several tensor ranks DeepSpeed trains no experts, and the group that nobody asks for is ZeRO's line.
+Ranks are numbered with the slowest axis first: pipe, data, sequence, tensor (`Layout.rank`). ZeRO's line of a rank is
+the data x sequence ranks with its pipe and tensor index. Experts divide a whole pipeline stage, tensor ranks included:
+neighbours share one set of experts, and ranks with equal index (`Layout.expert_place`) hold the same ones. With one
+index and several tensor ranks DeepSpeed trains no experts; the expert-data group, which is unused then, is ZeRO's line.
 """
 
 from __future__ import annotations
@@ -32,12 +32,14 @@ SAME_AS: Mapping[str, tuple[str, ...]] = {
     "model": ("tensor", "pipe"),
     "expert_data": ("data",),
 }
-"""Kind -> kinds made before it that serve for it where the ranks are the same: what is sent in one is never under way
-beside what is sent in the other."""
+"""Kind -> kinds made before it that serve for it if the ranks are the same: messages of the two are never under way at
+the same time."""
 
 
 def peers(layout: Layout, rank: int) -> dict[str, tuple[int, ...]]:
-    """The ranks of each group that `rank` is in, ascending, by kind; LayoutError for a rank outside of the world."""
+    """Return the ranks of each group that `rank` is in, ascending, by kind; LayoutError for a rank outside
+    the world.
+    """
     found = {kind: _varying(layout, rank, axes) for kind, axes in VARYING.items()}
     index, _ = layout.expert_place(rank)
     start = rank - rank % layout.ranks_per_stage
@@ -48,12 +50,12 @@ def peers(layout: Layout, rank: int) -> dict[str, tuple[int, ...]]:
 
 
 def tie(stages: tuple[int, ...]) -> str:
-    """The kind of the group of some stages of a pipeline, which share tied weights."""
+    """Return the kind of the group of pipeline stages that share tied weights."""
     return "tie_" + "_".join(map(str, stages))
 
 
 def tied_peers(layout: Layout, rank: int, ties: Iterable[tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """The ranks of each tie that `rank` is in, by kind; ties of all stages have the group of the pipe axis."""
+    """Return the ranks of each tie that `rank` is in, by kind; ties of all stages have the group of the pipe axis."""
     place = layout.coordinate(rank)
     return {
         tie(stages): tuple(layout.rank(**{**place, "pipe": stage}) for stage in stages)

@@ -1,4 +1,4 @@
-"""`PipelineModule`: which stage has which layer under a layout, and a module with the layers of another stage.
+"""`PipelineModule`: the assignment of layers to stages under a layout, and a module with the layers of another stage.
 
 DeepSpeed names parameters by the number of their layer in the whole model, or by the key of a tie, whatever the number
 of stages; so the logical tensors are those of the module with one stage. A `PipelineTemplate` keeps its layers without
@@ -28,22 +28,23 @@ PARAMETERS, UNIFORM, TYPE, PROFILE = "parameters", "uniform", "type:", "profile"
 """DeepSpeed's partition methods; "type:" is followed by a pattern for the names of layer classes, and "profile" is a
 name without anything behind it there."""
 Cut = Callable[[int, int], tuple[int, ...]]
-"""Cuts so many layers into so many stages."""
+"""(number of layers, number of stages) -> boundaries."""
 
 
 def is_pipeline(model: nn.Module) -> bool:
-    """Whether DeepSpeed would give the model a pipeline engine."""
+    """Return whether DeepSpeed would give the model a pipeline engine."""
     return isinstance(model, PipelineModule)
 
 
 @dataclass(frozen=True, eq=False)
 class PipelineTemplate:
-    """The layers of a `PipelineModule` before anything was cut, without memory.
+    """The layers of a `PipelineModule` before it was cut, without memory.
 
-    layers: of each, None for a function. keys: the key of its tie, or None. names: what the partition method calls it.
-    tied: by key, the attributes whose gradients DeepSpeed adds up over stages. parts: the boundaries that the module
-    was built with: those of as many stages, unless the method is "profile". cut: does what that method says.
-    counts_all: whether a partition by parameters counts all experts, and not those of a rank alone.
+    layers: template of each layer, None for a function. keys: key of each layer's tie, or None. names: name of each
+    layer in the partition method. tied: by key, the attributes whose gradients DeepSpeed adds up over stages. parts:
+    the boundaries that the module was built with; they hold for as many stages, unless the method is "profile". cut:
+    partitions the layers for that method. counts_all: whether a partition by parameters counts all experts, not only
+    those of a rank.
     """
 
     layers: tuple[Template | None, ...]
@@ -82,7 +83,7 @@ class PipelineTemplate:
         return template
 
     def boundaries(self, layout: Layout) -> tuple[int, ...]:
-        """The first layer of each stage, and the number of layers; as DeepSpeed partitions them.
+        """Return the first layer of each stage, and the number of layers, as DeepSpeed partitions them.
 
         LayoutError if a stage would have no layer.
         """
@@ -99,7 +100,7 @@ class PipelineTemplate:
         return found or self._partition(layout.pipe, layout.expert)
 
     def stages(self, layout: Layout) -> dict[str, tuple[int, ...]]:
-        """The stages that hold each logical tensor, by name, ascending; several for a tied one.
+        """Return the stages that hold each logical tensor, by name, ascending; several for a tied one.
 
         UnsupportedError, naming the tensor, for one that would have several owners and is not tied.
         """
@@ -120,16 +121,16 @@ class PipelineTemplate:
         return found
 
     def prefixes(self) -> tuple[str, ...]:
-        """Under which name each layer's parameters are registered."""
+        """Prefix of the names under which each layer's parameters are registered."""
         return tuple(str(at) if key is None else f"tied_modules.{key}" for at, key in enumerate(self.keys))
 
     def ties(self, layout: Layout) -> dict[str, tuple[int, ...]]:
-        """The stages that share each tie, by its key in DeepSpeed's order; the first one is its owner."""
+        """Return the stages that share each tie, by its key in DeepSpeed's order; the first one is its owner."""
         parts = self.boundaries(layout)
         return {key: self._holders(parts, f"tied_modules.{key}") for key in sorted(self.tied)}
 
     def layers_by_stage(self, layout: Layout) -> tuple[tuple[str, ...], ...]:
-        """The names of the modules that each stage has, without functions; a tied one stands once."""
+        """Return the names of the modules that each stage has, without functions; a tied one is listed once."""
         names = [None if layer is None else name for layer, name in zip(self.layers, self.prefixes(), strict=True)]
         pairs = itertools.pairwise(self.boundaries(layout))
         return tuple(tuple(dict.fromkeys(filter(None, names[start:stop]))) for start, stop in pairs)
@@ -145,7 +146,7 @@ class PipelineTemplate:
         return made
 
     def converted(self, convert: Callable[[nn.Module], None]) -> PipelineTemplate:
-        """The same stages of other layers: `convert` alters copies of all of them, in a module as `whole`."""
+        """Return the same stages with other layers: `convert` alters copies of them all, in a module like `whole`."""
         copies = {id(layer): Template(layer.copy()) for layer in self.layers if layer is not None}
         made = replace(self, layers=tuple(None if each is None else copies[id(each)] for each in self.layers)).whole
         convert(made)
@@ -153,7 +154,7 @@ class PipelineTemplate:
         return replace(self, layers=tuple(found), counts_all=True)
 
     def layer_in(self, whole: nn.Module, number: int) -> nn.Module:
-        """A layer that is no function, in a module as `whole`."""
+        """Return a layer that is not a function from a module like `whole`."""
         return whole.get_submodule(self.prefixes()[number])
 
     def _holders(self, parts: Sequence[int], prefix: str) -> tuple[int, ...]:
@@ -171,7 +172,7 @@ class PipelineTemplate:
         return tuple(map(int, parts))
 
     def _weights(self, expert: int) -> list[int]:
-        """What the partition method counts each layer for, where a rank has one in `expert` of its experts."""
+        """Return the weight of each layer in the partition method, for a rank that has 1 in `expert` of its experts."""
         if self.method == PARAMETERS:
             expert = 1 if self.counts_all else expert
             return [_trained(layer, expert) for layer in self.layers]
@@ -191,14 +192,14 @@ class PipelineTemplate:
 
 
 def giving(spec: Any, build: Callable[[], nn.Module]) -> LayerSpec:
-    """What the module builds a layer from: the user's description of it, with another way to make it."""
+    """Return a description of a layer that the module builds it from: the user's, but with `build` to make it."""
     kept = copy.copy(spec) if isinstance(spec, LayerSpec) else LayerSpec(type(spec))
     kept.build = build
     return kept
 
 
 def layer_of(name: str) -> str:
-    """What the name of a parameter begins with: the number of its layer, or the key of its tie."""
+    """Return the first part of a parameter's name: the number of its layer, or the key of its tie."""
     parts = name.split(".")
     return ".".join(parts[:2]) if parts[0] == "tied_modules" else parts[0]
 
@@ -208,21 +209,21 @@ def _stage(parts: Sequence[int], number: int) -> int:
 
 
 def _trained(layer: Template | None, expert: int = 1) -> int:
-    """Elements that a rank trains of a layer, at an expert size that divides its experts."""
+    """Return the elements that a rank trains of a layer, at an expert size that divides its experts."""
     held = [] if layer is None else [each for each in layer.module.parameters() if each.requires_grad]
     routed = sum(each.numel() for each in held if is_moe_param(each))
     return sum(each.numel() for each in held) - routed + routed // expert
 
 
 def _name(spec: Any) -> str | None:
-    """The name that DeepSpeed's "type:" looks at."""
+    """Return the name of a layer that DeepSpeed's "type:" method matches."""
     if isinstance(spec, LayerSpec):
         return str(spec.typename.__name__)
     return type(spec).__name__ if isinstance(spec, nn.Module) else getattr(spec, "__name__", None)
 
 
 def _built(model: PipelineModule, number: int, spec: Any) -> nn.Module | None:
-    """The module of a layer, None if it is a function."""
+    """Return the module of a layer, None if it is a function."""
     if isinstance(spec, TiedLayerSpec):
         tied: nn.Module = model.tied_modules[spec.key]
         return tied
@@ -230,7 +231,7 @@ def _built(model: PipelineModule, number: int, spec: Any) -> nn.Module | None:
 
 
 def refuse_uncuttable(model: PipelineModule) -> None:
-    """UnsupportedError for a module whose stages cannot be told from its layers."""
+    """Raise UnsupportedError for a module whose stages cannot be told from its layers."""
     kind = type(model)
     if any(each.__name__ == "DualPipeVModule" for each in kind.__mro__):
         raise UnsupportedError(
@@ -250,7 +251,9 @@ def refuse_uncuttable(model: PipelineModule) -> None:
 
 
 def refuse_stage_of_another(model: nn.Module, member: int) -> None:
-    """UnsupportedError for a module that was built while `torch.distributed` spoke of an engine with other ranks."""
+    """Raise UnsupportedError for a module built while `torch.distributed` had the world of an engine with
+    other ranks.
+    """
     if is_pipeline(model) and model.global_rank != member:
         raise UnsupportedError(
             f"PipelineModule: it was built as rank {model.global_rank} of another engine's world, and this is process "
@@ -259,7 +262,7 @@ def refuse_stage_of_another(model: nn.Module, member: int) -> None:
 
 
 def refuse_shared(model: PipelineModule) -> None:
-    """UnsupportedError for a parameter of a module with all layers that would be on two stages, or on none."""
+    """Raise UnsupportedError for a parameter of a module with all layers that would be on two stages, or on none."""
     for key, tied in model.tied_modules.items():
         if any(isinstance(part, MoE) for part in tied.modules()):
             raise UnsupportedError(
@@ -282,7 +285,7 @@ def refuse_shared(model: PipelineModule) -> None:
 
 
 def _parts(model: PipelineModule) -> Iterator[tuple[str, nn.Module]]:
-    """(title, module) of everything that a stage holds or does not hold as a whole."""
+    """Yield (title, module) of everything that a stage holds or does not hold as a whole."""
     for key, module in model.tied_modules.items():
         yield f"tied_modules.{key}", module
     for number, spec in enumerate(model._layer_specs):

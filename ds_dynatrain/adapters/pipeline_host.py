@@ -1,16 +1,15 @@
-"""DeepSpeed's pipeline engine with the same openings: what its constructor does for a number of stages.
+"""DeepSpeed's pipeline engine with the openings of `host_engine`: it repeats its constructor's work for other stages.
 
-A column is a data index, one rank of each stage; DeepSpeed runs one schedule in each. Columns meet in its last
-instructions alone, where gradients and losses are added up, so each may have a schedule of its own length. What has to
-change is by what sums are divided: by the mean number of micro-batches of a column, in place of
-`gradient_accumulation_steps()`, which is that of the longest one.
+A column is one data index: one rank of each stage. DeepSpeed runs one schedule in each column. Columns meet only in its
+last instructions, where gradients and losses are added up, so each may have a schedule of its own length. Only the
+divisor of these sums has to change: it is the mean number of micro-batches of a column instead of
+`gradient_accumulation_steps()`, which is the number of the longest column.
 
-Layers before the first one that is trained have no backward pass, and no gradient is sent to them.
+Layers before the first trained one have no backward pass, and no gradient is sent to them. DeepSpeed's engine expects a
+gradient on every stage: its inputs require one, and its outputs wait for one.
 
-Which layers these are follows from what is registered as trained, which every member knows of the whole model: so two
-stages agree without a message on whether one waits for a gradient and the other one sends it.
-
-DeepSpeed's engine wants a gradient on every stage: what comes in requires one, and what goes out waits for it.
+The frozen layers follow from the parameters that are registered as trained, which every member knows for the whole
+model. So two stages agree without a message on whether one waits for a gradient and the other one sends it.
 """
 
 from __future__ import annotations
@@ -48,19 +47,19 @@ from ds_dynatrain.space import Columns, Layout, LogicalTensor
 
 
 def frozen_layers(prefixes: Sequence[str], trained: Collection[str]) -> int:
-    """How many layers there are before the first one that is trained; all of them if none is.
+    """Return the number of layers before the first trained one; that of all layers if none is trained.
 
-    prefixes: of all layers, see `PipelineTemplate.prefixes`. trained: names of what requires a gradient. A tied layer
-    counts as trained wherever it stands.
+    prefixes: of all layers, see `PipelineTemplate.prefixes`. trained: names of the parameters that require a gradient.
+    A tied layer counts as trained in all its places.
     """
     layers = set(map(layer_of, trained))
     return next((number for number, prefix in enumerate(prefixes) if prefix in layers), len(prefixes))
 
 
 def needless(start: int, stop: int, frozen: int) -> tuple[type, ...]:
-    """The instructions that a stage of layers `start` to `stop` - 1 leaves out, where the first `frozen` are frozen.
+    """Return the instructions that a stage of layers `start` to `stop` - 1 leaves out if the first `frozen` are frozen.
 
-    Two neighbours have one boundary, so one does not receive exactly what the other one does not send.
+    Two neighbours have one boundary, so one leaves out exactly the receives whose sends the other one leaves out.
     """
     ends_within = (BackwardPass, RecvGrad) if stop <= frozen else ()
     return (*ends_within, SendGrad) if start <= frozen else ends_within
@@ -68,27 +67,27 @@ def needless(start: int, stop: int, frozen: int) -> tuple[type, ...]:
 
 @dataclass(frozen=True)
 class Shortened:
-    """A schedule of DeepSpeed's without some of its instructions."""
+    """A schedule of DeepSpeed's with some of its instructions left out."""
 
     schedule: Any
     without: tuple[type, ...]
 
     def __iter__(self) -> Iterator[list[Any]]:
-        """The instructions of each step."""
+        """Yield the instructions of each step."""
         for commands in self.schedule:
             yield [each for each in commands if not isinstance(each, self.without)]
 
     def num_pipe_buffers(self) -> int:
-        """As many as DeepSpeed's has."""
+        """Return as many buffers as DeepSpeed's schedule needs."""
         return int(self.schedule.num_pipe_buffers())
 
 
 @contextmanager
 def _checkpointed_behind(module: PipelineModule, frozen: int) -> Iterator[None]:
-    """In it activations of a stage's first `frozen` layers are not recomputed: nothing goes backward there.
+    """Do not recompute activations of a stage's first `frozen` layers inside the block: no gradient flows back there.
 
-    A reentrant checkpoint sees no parameters: it has a backward pass if one of its inputs requires a gradient. So the
-    first one behind these layers is given such inputs.
+    A reentrant checkpoint sees no parameters: it has a backward pass only if one of its inputs requires a gradient. So
+    the first one behind these layers is given such inputs.
     """
     interval, checkpoint = module.activation_checkpoint_interval, module.activation_checkpoint_func
 
@@ -113,7 +112,7 @@ def _requiring(value: Any) -> Any:
 
 
 def _tensors(given: Any) -> list[torch.Tensor]:
-    """A tensor, or those of a tuple."""
+    """Return the tensor, or the tensors of a tuple."""
     parts = given if isinstance(given, tuple) else (given,)
     return [part for part in parts if isinstance(part, torch.Tensor)]
 
@@ -123,14 +122,14 @@ _BUFFERS = ("inputs", "labels", "outputs", "output_tensors")
 
 @dataclass(eq=False)
 class StageHost(Host):
-    """That of a pipeline engine. compiled_with: what `compile` was told, once it was called."""
+    """The host of a pipeline engine. compiled_with: arguments of the call of `compile`; None before it."""
 
     shaper: PipelineShaper
     compiled_with: dict[str, Any] | None = None
 
     @property
     def compiled_modules(self) -> list[str]:
-        """All layers or none: stages have different ones."""
+        """A single entry for every layer, or none: stages have different layers, and all members must agree."""
         return [] if self.compiled_with is None else ["every layer"]
 
     def _enter_world(self, world: World, layout: Layout, config: tuple[dict[str, Any], Any]) -> None:
@@ -142,11 +141,11 @@ class StageHost(Host):
         self.engine._enter_stage(grid)
 
     def put_in_place(self) -> None:
-        """Let DeepSpeed's messages between stages be those of this engine."""
+        """Make DeepSpeed's messages between stages those of this engine."""
         p2p._grid = self.engine.grid
 
     def leave_shape(self) -> None:
-        """Hold no group of a world, and no activation."""
+        """Let go of the groups of a world, and of all activations."""
         super().leave_shape()
         self.engine.grid = self.engine.mpu = p2p._grid = None
         module: Any = self.module
@@ -154,7 +153,7 @@ class StageHost(Host):
         self.engine._forget_activations()
 
     def break_off(self) -> None:
-        """As with any engine; no micro-batch ends a window any more."""
+        """Break off the open window, as any host does, and let no micro-batch end a window any more."""
         super().break_off()
         self.engine._force_grad_boundary = False
 
@@ -166,11 +165,11 @@ class StageHost(Host):
         self.engine.using_bf16_optimizer = type(self.optimizer) is BF16_Optimizer
 
     def stage_layers(self, layout: Layout) -> tuple[tuple[str, ...], ...]:
-        """Without those that are functions; a tied one is on each of its stages."""
+        """Return the names of each stage's layers, without functions; a tied layer is listed on each of its stages."""
         return self.shaper.template.layers_by_stage(layout)
 
     def trained(self) -> list[tuple[LogicalTensor, nn.Parameter]]:
-        """Return what is registered as trained, on all stages; a parameter of another stage is empty here."""
+        """Return the parameters registered as trained, on all stages; those of other stages are empty here."""
         model = self.model_map
         found = zip(model.tensors, model.parameters, model.requires_grad, strict=True)
         return [(tensor, held) for tensor, held, flag in found if flag]
@@ -191,7 +190,7 @@ class StageHost(Host):
 
 
 class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
-    """A pipeline engine whose stage changes. `HostEngine`'s openings come before DeepSpeed's two classes."""
+    """A pipeline engine whose stage can change. `HostEngine`'s openings come before DeepSpeed's two classes."""
 
     _HOST: ClassVar[type[Host]] = StageHost
     _host: StageHost
@@ -199,13 +198,13 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
     dp_group_loss: torch.Tensor
     _columns: Columns
     _divisor: float
-    """By which a column divides the sum of its losses."""
+    """Number by which a column divides the sum of its losses."""
     _frozen = 0
-    """Layers of the whole model before the first trained one, in the batch that is under way."""
+    """Number of layers of the whole model before the first trained one, in the batch under way."""
     _known_loss: torch.Tensor | None = None
 
     def __init__(self, *, groups: World, model: PipelineModule, **arguments: Any) -> None:
-        """groups: of the world to start in, which may be a stand-in; it is installed."""
+        """Build the engine. groups: the world to start in, which may be a stand-in and must be installed."""
         grid = StageGrid(groups, groups.rank or 0)
         take_stage(model, grid)
         parsed = arguments["config_class"]
@@ -224,19 +223,21 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
         schedule: Any = None,
         compiled_autograd_enabled: bool = False,
     ) -> None:
-        """DeepSpeed's, which compiles layer by layer; layers that a switch makes anew are compiled, too."""
+        """Compile layer by layer, as DeepSpeed does, and layers that a switch makes later, too."""
         super().compile(backend, compile_kwargs, schedule, compiled_autograd_enabled)
         self._host.compiled_with = {**compile_kwargs, "backend": backend}
 
     def _enter_columns(self, layout: Layout) -> None:
-        """Be in a column of a layout, whose configuration and grid are in place."""
+        """Enter a column of a layout, whose configuration and grid are in place."""
         sizes = int(self.train_batch_size()), int(self.train_micro_batch_size_per_gpu())
         self._columns = Columns.of(*sizes, layout.data, layout.shares)
         self._divisor = self._columns.mean
         self.micro_batches = self._columns.counts[self.grid.get_data_parallel_id()]
 
     def train_batch(self, data_iter: Any = None) -> torch.Tensor:
-        """DeepSpeed's; `seed_layers` seeds by the passes of the longest column, so that columns stay alike."""
+        """Train a batch as DeepSpeed does; `seed_layers` seeds by the passes of the longest column, so that columns
+        stay alike.
+        """
         passes = self.module.micro_offset
         loss: torch.Tensor = super().train_batch(data_iter)
         self.module.micro_offset = passes + self._columns.longest
@@ -251,10 +252,10 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """DeepSpeed's; on the members that work. data_iter may also be an evaluation loader.
+        """Evaluate a batch as DeepSpeed does, on the members that work. data_iter may also be an evaluation loader.
 
-        Without `num_micro_batches` each pipeline reads as many micro-batches as of a global batch of training, where
-        pipelines may have different numbers of them; what is returned is the mean over all.
+        Without `num_micro_batches` each pipeline reads as many micro-batches as it does of a global batch of training;
+        pipelines may have different numbers. The result is the mean over all.
         """
         given = iter(data_iter) if isinstance(data_iter, EvaluationLoader) else data_iter
         if num_micro_batches is None:
@@ -272,18 +273,18 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
         return super()._scale_loss_by_gas(prescaled_loss, eval_micro_batches=self._divisor)
 
     def _frozen_layers(self) -> int:
-        """See `frozen_layers`. By what is registered, not by what a parameter says now: so all stages say the same."""
+        """Return `frozen_layers` by the registration, not by present flags of parameters, so that all stages agree."""
         trained = {tensor.name for tensor, _ in self._host.trained()}
         return frozen_layers(self._host.shaper.template.prefixes(), trained)
 
     def _exec_schedule(self, pipe_schedule: Any) -> None:
-        """DeepSpeed's, without what the frozen layers need not."""
+        """Run DeepSpeed's schedule without the instructions that frozen layers do not need."""
         self._frozen = self._frozen_layers()
         without = needless(self.module._local_start, self.module._local_stop, self._frozen)
         super()._exec_schedule(Shortened(pipe_schedule, without))
 
     def _exec_forward_pass(self, buffer_id: int) -> None:
-        """DeepSpeed's; what comes into a frozen layer, or to the first trained one, requires no gradient."""
+        """Run DeepSpeed's forward pass; inputs of a frozen layer, or of the first trained one, require no gradient."""
         note(self.module)
         held = self._frozen - self.module._local_start
         if not self._frozen or held < 0:
@@ -307,9 +308,9 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
     }
 
     def _enter_stage(self, grid: StageGrid) -> None:
-        """Be the engine of a stage in a world.
+        """Become the engine of a stage in a world.
 
-        Nothing is sent: DeepSpeed's constructor adds parameters up for a message, and sends a first number around.
+        No message is sent, though DeepSpeed's constructor sends some: a sum of parameters, and a first number.
         """
         self.grid = self.mpu = grid
         self.num_stages, self.stage_id = grid.pipe_parallel_size, grid.stage_id
@@ -321,7 +322,7 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
         self._forget_activations()
 
     def _forget_activations(self) -> None:
-        """No buffer of the former shape, no loss of the former world."""
+        """Drop buffers of the former shape and losses of the former world."""
         self.num_pipe_buffers = 0
         self.pipe_buffers: dict[str, list[Any]] = {name: [] for name in _BUFFERS}
         self.reset_activation_shape()
@@ -331,7 +332,7 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
         self.loss, self.agg_loss, self.dp_group_loss = (torch.tensor(0.0, device=self.device) for _ in range(3))
 
     def _allocate_or_extend_buffers(self, idx: int, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
-        """DeepSpeed's, but that a buffer of another type is not taken again.
+        """Provide a buffer as DeepSpeed does, but never reuse one of another type.
 
         A stage under autocast may receive activations in fp32 and send them on in bf16. DeepSpeed then receives their
         gradients, which are in bf16, into the memory of the fp32 ones, and reads two of them as one number.
@@ -344,29 +345,35 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
 
     @torch.no_grad()
     def _share_loss(self) -> None:
-        """Let all know the loss of a batch before its step is made: who dies later takes it from nobody."""
+        """Let all ranks know the loss of a batch before its step, so that a member that dies later takes it from none
+        of them.
+        """
         self._known_loss = self._total_loss()
 
     def _aggregate_total_loss(self) -> torch.Tensor:
-        """DeepSpeed's, which was shared before the step."""
+        """Return DeepSpeed's total loss, which was shared before the step."""
         known, self._known_loss = self._known_loss, None
         return self._total_loss() if known is None else known
 
     def _total_loss(self) -> torch.Tensor:
-        """Return DeepSpeed's mean over the pipelines, a collective of all stages; a column's is over its own."""
+        """Return DeepSpeed's mean over the pipelines, each of which has its mean over its own micro-batches. A
+        collective of all stages.
+        """
         found: torch.Tensor = super()._aggregate_total_loss()
         if not self._columns.is_even:
             self.dp_group_loss = self.dp_group_loss * (self._divisor / self.micro_batches)
         return found
 
     def _loss_of_step(self) -> torch.Tensor:
-        """That of the step which was made last, also by others for this rank, whose own call was broken off in it."""
+        """Return the loss of the last step, even if others finished that step after this rank's own call was broken
+        off.
+        """
         known, self._known_loss = self._known_loss, None
         self.agg_train_loss: torch.Tensor = self.agg_train_loss if known is None else known
         return self.agg_train_loss
 
     def clip_fp32_gradients(self) -> None:
-        """DeepSpeed's; a stage without a gradient adds 0 to the norm, for which the others wait."""
+        """Clip as DeepSpeed does; a stage without a gradient adds 0 to the norm, for which the others wait."""
         if any(held.grad is not None for held in self.module.parameters()) or self._host.layout.expert > 1:
             super().clip_fp32_gradients()
             return

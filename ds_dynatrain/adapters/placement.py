@@ -1,7 +1,7 @@
-"""Of what type the elements of each state kind are, and in which memory: one table for all who allocate and check.
+"""Element type and memory of each state kind: one table for all code that allocates or checks buffers.
 
-On a CPU there is one memory. With an accelerator there are two: states are on the device but for what ZeRO offloads,
-which is where DeepSpeed's constructors put it (0.19.8, `stage_1_and_2.py`, `stage3.py`).
+On a CPU there is one memory. With an accelerator there are two: states are on the device, except for those that ZeRO
+offloads, which lie where DeepSpeed's constructors put them (0.19.8, `stage_1_and_2.py`, `stage3.py`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from ds_dynatrain.space import WEIGHT, row_of
 
 @dataclass(frozen=True)
 class ElementTypes:
-    """Of what type the elements of each state kind are, in whatever layout.
+    """Element type of each state kind; the same in every layout.
 
-    weight: of the parameters. gradient: of accumulated gradients, thus of ZeRO-3's last ones. moments: by name; one
-    that is not named is of the master's type.
+    weight: type of the parameters. gradient: type of accumulated gradients, and so of ZeRO-3's last ones. moments:
+    types by name; a moment that is not listed has the master's type.
     """
 
     weight: torch.dtype
@@ -31,19 +31,19 @@ class ElementTypes:
     moments: Mapping[str, torch.dtype] = field(default_factory=dict)
 
     def of(self, kind: str) -> torch.dtype:
-        """The type of one kind."""
+        """Return the element type of one kind."""
         of_job: torch.dtype = getattr(self, row_of(kind).element)
         return self.moments.get(kind, of_job)
 
 
 class Place(NamedTuple):
-    """A device; pinned: host memory that an accelerator copies from and to by itself."""
+    """A device. pinned: whether it is host memory that an accelerator copies from and to by itself."""
 
     device: torch.device
     pinned: bool = False
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies there; more of it may be pinned than has to be."""
+        """Return whether a tensor lies there; it may be pinned without need."""
         return tensor.device == self.device and (not self.pinned or is_pinned(tensor))
 
     def __str__(self) -> str:
@@ -51,12 +51,12 @@ class Place(NamedTuple):
 
 
 HERE = Place(HOST)
-"""Pages of the process, which come when they are touched."""
+"""Host memory whose pages come when they are touched."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What the buffers of a state kind are made of."""
+    """Element type and place of the buffers of a state kind."""
 
     dtype: torch.dtype
     place: Place = HERE
@@ -64,10 +64,10 @@ class Memory:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where ZeRO keeps the states of an engine: `device`, or the host for what is offloaded.
+    """The memories in which ZeRO keeps the states of an engine: `device`, or the host for what is offloaded.
 
-    optimizer, parameters: where `offload_optimizer` and `offload_param` keep theirs, the device without them; pinned as
-    the configuration says.
+    optimizer, parameters: places that `offload_optimizer` and `offload_param` choose, the device without them; pinned
+    if the configuration says so.
     """
 
     device: torch.device = HOST
@@ -76,7 +76,7 @@ class Placement:
 
     @staticmethod
     def of(config: Any) -> Placement:
-        """By DeepSpeed's parsed configuration."""
+        """Read the placement off DeepSpeed's parsed configuration."""
         device, zero = compute_device(), config.zero_config
 
         def place(block: Any) -> Place:
@@ -87,13 +87,13 @@ class Placement:
 
     @property
     def offloads_optimizer(self) -> bool:
-        """Whether there are two memories, and the optimizer's is the host's."""
+        """Whether there are two memories, and the optimizer's states are in the host's."""
         return self.optimizer.device != self.device
 
     def place(self, kind: str, zero_stage: int) -> Place:
-        """Of one state kind under a stage.
+        """Return the place of one state kind under a stage.
 
-        What the CPU optimizer makes for itself, its moments, is not pinned, nor are stage 3's masters; its trainable
+        Moments, which the CPU optimizer allocates itself, are not pinned, nor are stage 3's masters; its trainable
         weights always are.
         """
         if zero_stage == 0:
@@ -104,10 +104,10 @@ class Placement:
         return self.optimizer if zero_stage in row_of(kind).pinned_in else Place(self.optimizer.device)
 
     def memory(self, types: ElementTypes, kinds: tuple[str, ...], zero_stage: int) -> dict[str, Memory]:
-        """What the buffers of each of `kinds` are made of."""
+        """Return the element type and the place of the buffers of each of `kinds`."""
         return {kind: Memory(types.of(kind), self.place(kind, zero_stage)) for kind in kinds}
 
 
 def is_pinned(tensor: torch.Tensor) -> bool:
-    """Whether the accelerator copies from and to a tensor by itself."""
+    """Return whether the accelerator copies from and to a tensor by itself."""
     return bool(get_accelerator().is_pinned(tensor))

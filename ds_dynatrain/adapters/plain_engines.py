@@ -15,8 +15,9 @@ from ds_dynatrain.adapters.process_groups import is_ours
 
 @dataclass(frozen=True)
 class PlainEngine:
-    """A living engine that sends and receives. stage: of ZeRO; processes: between so many; follows_world: whether by
-    groups of a world of ours, which go with that world."""
+    """A living engine that sends and receives. stage: its ZeRO stage. processes: number of its processes.
+    follows_world: whether it uses groups of a world of ours, which end with that world.
+    """
 
     stage: int
     processes: int
@@ -24,10 +25,10 @@ class PlainEngine:
 
 
 def plain_engines() -> list[PlainEngine]:
-    """Return those that send or receive in their calls, and were not destroyed.
+    """Return the engines that send or receive in their calls, and were not destroyed.
 
     DeepSpeed keeps no list of them, and most were made before any code of ours ran, so the objects of the whole process
-    are looked through: 0.05 s for 360,000. Called where a layout leaves processes idle, or has other ranks.
+    are searched: 0.05 s for 360,000. Called when a layout leaves processes idle, or has other ranks.
     """
     if not _found():
         return []
@@ -49,13 +50,15 @@ def _with_subclasses(kind: type[Any]) -> list[type[Any]]:
 
 
 def _has_peers(engine: Any) -> bool:
-    """Whether it is trained, or cut. At stage 3 DeepSpeed gives one that is not trained an optimizer, too."""
+    """Return whether an engine is trained, or cut. At stage 3 DeepSpeed gives an untrained one an optimizer, too."""
     is_cut = getattr(engine, "mp_world_size", 1) > 1
     return engine.world_size > 1 and (getattr(engine, "optimizer", None) is not None or is_cut)
 
 
 def _is_alive(engine: Any) -> bool:
-    """Whether the hooks that `destroy` removes are still on the module; of an engine without any, that it was made."""
+    """Return whether the hooks that `destroy` removes are still on the module; else whether the engine's own forward
+    hook is.
+    """
     optimizer = getattr(engine, "optimizer", None)
     offload = getattr(optimizer, "parameter_offload", optimizer)
     hooks = [getattr(offload, "fwd_pre_hook", None), *getattr(optimizer, "_grad_acc_hooks", ())]

@@ -1,7 +1,7 @@
-"""Process groups made by hand: what `torch.distributed` does for one group, apart from its global state.
+"""Process groups made by hand, as `torch.distributed` makes one, but without its global state.
 
-A group is made in any thread and unknown to `torch.distributed` until `register`, which belongs on the main thread, as
-does `unregister`.
+A group can be made in any thread, and is unknown to `torch.distributed` until `register`. Call `register` and
+`unregister` on the main thread.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ OURS = "dynatrain_"
 
 
 def make_group(store: Store, name: str, rank: int, size: int, seconds: float) -> Made:
-    """A gloo group over `store`, unknown to `torch.distributed` so far; blocks until all `size` ranks are here.
+    """Make a gloo group over `store`, not yet known to `torch.distributed`; blocks until all `size` ranks are here.
 
-    seconds: how long it waits for them. Collectives wait as long as in any DeepSpeed job: a member may be kept from
-    them by an evaluation, or by waiting for the request of another member.
+    seconds: time-out for that. Collectives have the time-out of any DeepSpeed job: a member may be kept from them by an
+    evaluation, or by waiting for the request of another member.
 
-    Recipe: what `init_process_group` does for one backend, without its global state, so that it can run in a thread.
+    It does what `init_process_group` does for one backend, without its global state, so that it can run in a thread.
     """
     prefix = PrefixStore(f"{name}/", store)
     timeout = datetime.timedelta(seconds=seconds)
@@ -48,9 +48,9 @@ def make_group(store: Store, name: str, rank: int, size: int, seconds: float) ->
 
 
 def serve_host(group: td.ProcessGroup, store: Store, seconds: float) -> None:
-    """Give a group that somebody else has made a gloo for the CPU, where it has none; all its ranks call it.
+    """Give a group made by other code a gloo back-end for the CPU, if it has none; all its ranks call it.
 
-    Stock `deepspeed.init_distributed` makes one of NCCL alone. seconds: as `make_group`.
+    Stock `deepspeed.init_distributed` makes a group with NCCL alone. seconds: as in `make_group`.
     """
     if HOST in group._device_types:
         return
@@ -60,10 +60,10 @@ def serve_host(group: td.ProcessGroup, store: Store, seconds: float) -> None:
 
 
 def make_fake_group(name: str, rank: int, size: int) -> Made:
-    """A group without peers: no connection, no thread, no descriptor.
+    """Make a group without peers: no connection, no thread, no descriptor.
 
-    Of one rank, its collectives do what those of a real one would. Of more (torch's `fake` back-end), they return at
-    once and tell nothing.
+    With one rank, its collectives do what those of a real group would. With more (torch's `fake` back-end), they return
+    at once without results.
     """
     if size == 1:
         return GroupOfOne(name), HashStore()
@@ -89,7 +89,7 @@ def _around(
 
 
 def register(group: td.ProcessGroup, store: Store, ranks: Sequence[int]) -> None:
-    """Make a group known to `torch.distributed`, or the ranks that its members have now.
+    """Make a group, or the new ranks of its members, known to `torch.distributed`.
 
     ranks: of the world, in the group's order.
     """
@@ -106,17 +106,17 @@ def register(group: td.ProcessGroup, store: Store, ranks: Sequence[int]) -> None
 
 
 def is_ours(group: td.ProcessGroup | None) -> bool:
-    """Whether it is a group of a world of ours; all their names begin alike."""
+    """Return whether a group belongs to a world of ours; all their names begin alike."""
     return group is not None and str(group.group_name).startswith(OURS)
 
 
 def is_known(group: td.ProcessGroup | None) -> bool:
-    """Whether `torch.distributed` knows a group, and has not taken it down (which a script may have done)."""
+    """Return whether `torch.distributed` knows a group, and has not taken it down (a script may have done so)."""
     return group in c10d._world.pg_map
 
 
 def unregister(group: td.ProcessGroup) -> None:
-    """Let `torch.distributed` forget a group; harmless if it does not know it."""
+    """Make `torch.distributed` forget a group; does nothing for an unknown one."""
     known = group in c10d._world.pg_map
     for table in (c10d._world.pg_map, c10d._world.pg_names, c10d._world.pg_group_ranks, c10d._world.pg_to_tag):
         table.pop(group, None)
@@ -132,8 +132,8 @@ def unregister(group: td.ProcessGroup) -> None:
 def tear_down(groups: list[td.ProcessGroup], first: Callable[[], None] | None = None) -> threading.Thread:
     """Shut groups down; the list must hold the last references to them, and is emptied. first: called before that.
 
-    Gloo takes 20 to 40 ms to take a group down, longer if a peer is gone: that happens in the thread that is returned.
-    Join it before the process ends. What their threads have left free goes back to the system.
+    Gloo takes 20 to 40 ms to take a group down, longer if a peer is gone; that happens in the returned thread. Join it
+    before the process ends. Memory that the groups' threads have freed goes back to the system.
     """
     return start_thread(partial(_take_down, groups, first), "dynatrain-teardown")
 
@@ -148,9 +148,9 @@ def _take_down(groups: list[td.ProcessGroup], first: Callable[[], None] | None) 
 
 
 def give_back_memory() -> None:
-    """Let glibc return free memory to the system: it keeps it in an arena for each of some threads, and these grow.
+    """Let glibc return free memory to the system; it otherwise keeps it in growing arenas of threads.
 
-    Nothing where the C library has no such call. Python's lock is free meanwhile.
+    Does nothing if the C library has no such call. Python's lock is free meanwhile.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

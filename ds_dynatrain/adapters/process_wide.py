@@ -1,8 +1,8 @@
-"""What DeepSpeed keeps once for a process and not for an engine, apart from groups (`parallel_state`).
+"""State that DeepSpeed keeps once per process and not per engine, apart from groups (`parallel_state`).
 
-That is what it sets, and random streams beside torch's: the tracker of activation checkpointing, and the accelerator's
-own. Blocks that are run under `get_cuda_rng_tracker().fork(name)` draw from the tracker's named states, which are
-advanced with every fork; nothing else in a job knows of them.
+It consists of globals that DeepSpeed sets, and of random streams beside torch's: those of the tracker of activation
+checkpointing, and the accelerator's own. Code that runs under `get_cuda_rng_tracker().fork(name)` draws from the
+tracker's named states, which every fork advances; nothing else in a job knows of them.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from ds_dynatrain.adapters.stage3 import restore_linear
 
 @dataclass(frozen=True)
 class ProcessWide:
-    """linear: `torch.nn.functional.linear`, which stage 3 replaces by one with other roundings. is_autocast, autocast:
-    whether torch autocast was configured, and in which type ranks add gradients up then.
+    """Globals that an engine sets for its whole process.
+
+    linear: `torch.nn.functional.linear`, which stage 3 replaces by one that rounds differently. is_autocast, autocast:
+    whether torch autocast was configured, and the type in which ranks add gradients up then.
     """
 
     linear: Callable[..., torch.Tensor]
@@ -33,19 +35,19 @@ class ProcessWide:
 
     @staticmethod
     def capture() -> ProcessWide:
-        """As it is at present."""
+        """Return the globals as they are at present."""
         given = torch_autocast.TORCH_AUTOCAST_INITIALIZED, torch_autocast.TORCH_AUTOCAST_DTYPE
         return ProcessWide(torch.nn.functional.linear, *given)
 
     def put(self) -> None:
-        """Make it so."""
+        """Set the globals to these values."""
         torch.nn.functional.linear = self.linear
         torch_autocast.TORCH_AUTOCAST_INITIALIZED = self.is_autocast
         torch_autocast.TORCH_AUTOCAST_DTYPE = self.autocast
 
 
 def put_plain() -> None:
-    """As in a process without an engine."""
+    """Set the globals as they are in a process without an engine."""
     restore_linear()
     ProcessWide(torch.nn.functional.linear).put()
 
@@ -55,7 +57,7 @@ _TRACKED = "checkpointing:"
 
 
 def further_streams() -> dict[str, np.ndarray[Any, Any]]:
-    """Name -> state (bytes) of every stream that is in use."""
+    """Return the state (bytes) of every stream in use, by name."""
     states = {f"{_TRACKED}{name}": state for name, state in get_cuda_rng_tracker().get_states().items()}
     if is_accelerated():
         states[_ACCELERATOR] = get_accelerator().get_rng_state()
@@ -63,7 +65,7 @@ def further_streams() -> dict[str, np.ndarray[Any, Any]]:
 
 
 def restore_further_streams(streams: dict[str, np.ndarray[Any, Any]]) -> None:
-    """Put states back; a tracked stream that is not among them is dropped."""
+    """Restore the states of streams; a tracked stream that has none is dropped."""
     states = {name: torch.from_numpy(state.copy()) for name, state in streams.items()}
     if _ACCELERATOR in states:
         get_accelerator().set_rng_state(states.pop(_ACCELERATOR))
@@ -71,18 +73,18 @@ def restore_further_streams(streams: dict[str, np.ndarray[Any, Any]]) -> None:
 
 
 def seed_accelerator(seed: int) -> None:
-    """Seed the accelerator's generator where it is not the CPU's; `further_streams` has its state."""
+    """Seed the accelerator's generator if it is not the CPU's; `further_streams` has its state."""
     if is_accelerated():
         get_accelerator().manual_seed(seed)
 
 
 def is_of_tensor_index(name: str) -> bool:
-    """Whether a stream is there to differ between tensor ranks: one of the tracker's."""
+    """Return whether a stream is one of the tracker's, which are meant to differ between tensor ranks."""
     return name.startswith(_TRACKED)
 
 
 def seeded_stream(seed: int) -> np.ndarray[Any, Any]:
-    """The state that the accelerator's generator has after `seed`; it is left as it was."""
+    """Return the state that the accelerator's generator has after `seed`; the generator itself is left as it was."""
     accelerator = get_accelerator()
     before = accelerator.get_rng_state()
     try:

@@ -1,6 +1,6 @@
-"""What of a model is trained, and in which optimizer groups: what has changed since, and what follows.
+"""Registration of which parameters are trained, and in which optimizer groups: changes to that, and their effects.
 
-Schedulers keep lists with one entry per optimizer group, which follow when groups are added or dropped.
+Schedulers keep lists with one entry per optimizer group; these are adjusted when groups are added or dropped.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from ds_dynatrain.records import from_record, to_record
 
 Group = dict[str, Any]
 LIKE = "like"
-"""Key of an asked group: number of the present group whose hyper-parameters and schedule it takes."""
+"""Key of a requested group: number of the present group whose hyper-parameters and schedule it takes."""
 
 
 @dataclass(frozen=True)
 class NewGroup:
-    """A group after a registration.
+    """An optimizer group after a registration.
 
-    origin: the present group that it is, or whose hyper-parameters it takes. fresh: whether its state begins anew.
-    names: its parameters, frozen ones too. values: hyper-parameters that differ from the origin's.
+    origin: number of the present group that it is, or whose hyper-parameters it takes. fresh: whether its state begins
+    anew. names: its parameters, frozen ones included. values: hyper-parameters that differ from the origin's.
     """
 
     origin: int
@@ -37,14 +37,14 @@ class NewGroup:
 
 @dataclass(frozen=True)
 class Regrouping:
-    """All groups after a registration, and the parameters that require a gradient; equal on all members."""
+    """The groups after a registration, and the parameters that require a gradient; equal on all members."""
 
     groups: tuple[NewGroup, ...]
     requires_grad: tuple[str, ...]
 
     @property
     def origins(self) -> list[int]:
-        """The origin of each new group."""
+        """Origin of each new group."""
         return [group.origin for group in self.groups]
 
     def to_json(self) -> dict[str, Any]:
@@ -53,11 +53,11 @@ class Regrouping:
 
     @staticmethod
     def from_json(record: Mapping[str, Any]) -> Regrouping:
-        """Return what `to_json` made the record of."""
+        """Return the regrouping that `to_json` recorded."""
         return from_record(Regrouping, record)
 
     def groups_of(self, present: Sequence[Group], parameters: Mapping[str, nn.Parameter]) -> list[Group]:
-        """The optimizer's groups, as new dictionaries."""
+        """Return the optimizer's groups, as new dictionaries."""
         return [
             {**present[group.origin], **group.values, "params": [parameters[name] for name in group.names]}
             for group in self.groups
@@ -66,11 +66,11 @@ class Regrouping:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is asked of a registration.
+    """Requested changes of one registration.
 
-    requires_grad: whether each parameter requires a gradient now, by its tensor's name; for those left out it is
-    as it was. groups: of each asked group the names of its parameters, and its other entries. begun: whether the
-    optimizer has states.
+    requires_grad: whether each parameter requires a gradient now, by its tensor's name; parameters that are left out
+    keep their flag. groups: names of the parameters of each requested group, and its other entries. begun: whether the
+    optimizer has states already.
     """
 
     requires_grad: Mapping[str, bool]
@@ -79,7 +79,10 @@ class Wanted:
 
 
 def wanted_of(model: ModelMap, module: nn.Module, groups: Sequence[Mapping[str, Any]], begun: bool) -> Wanted:
-    """What the parameters of this rank and its caller say. SwitchRefused, naming the parameter, for a strange one."""
+    """Return what the parameters of this rank and the caller's `groups` request.
+
+    Raises SwitchRefused, naming the parameter, if one of them is unknown to the model map.
+    """
     strange = _strange(model, module)
     if strange is not None:
         raise SwitchRefused(strange, "add parameters before initialize, frozen if need be; change their data in place")
@@ -101,11 +104,11 @@ def wanted_of(model: ModelMap, module: nn.Module, groups: Sequence[Mapping[str, 
 
 
 def regroup(model: ModelMap, optimizer: torch.optim.Optimizer, wanted: Wanted) -> Regrouping | None:
-    """The groups that follow from what requires a gradient now, and the asked groups; None: as they are.
+    """Return the groups that follow from the present flags and the requested groups; None if groups stay as they are.
 
     A newly trainable parameter goes into a new group of its own, with the hyper-parameters of the group that it was
     listed in: ZeRO counts steps once per group. Before the first step it stays in that group. SwitchRefused, naming the
-    parameter, for what cannot be.
+    parameter, for an impossible request.
     """
     names = [tensor.name for tensor in model.tensors]
     was = dict(zip(names, model.requires_grad, strict=True))
@@ -148,7 +151,8 @@ def regroup(model: ModelMap, optimizer: torch.optim.Optimizer, wanted: Wanted) -
 def changes(
     model: ModelMap, module: nn.Module, optimizer: torch.optim.Optimizer, plain: bool
 ) -> tuple[str, str] | None:
-    """What is not as it was registered, if anything: (row of the support table, what it is about, by name).
+    """Return the first difference from what was registered, as (row of the support table, description by name), or
+    None.
 
     plain: whether the optimizer steps the parameters themselves (ZeRO stage 0 in fp32).
     """
@@ -172,7 +176,7 @@ def changes(
 
 
 def _strange(model: ModelMap, module: nn.Module) -> str | None:
-    """A parameter that is not the object that was registered, in words."""
+    """Describe a parameter that is not the object that was registered; None if there is none."""
     known, present = model.names, {id(parameter): name for name, parameter in module.named_parameters()}
     for key, name in present.items():
         if key not in known:
@@ -191,7 +195,7 @@ def _asked(
     model: ModelMap,
     optimizer: torch.optim.Optimizer,
 ) -> NewGroup:
-    """An asked group."""
+    """Check one requested group and return it; raises SwitchRefused with the reason if it cannot be added."""
     more = {key: value for key, value in rest.items() if key != LIKE}
     if not names:
         raise SwitchRefused(
@@ -233,7 +237,7 @@ Lists = list[tuple[Any, str, list[Any]]]
 
 
 def lists_per_group(scheduler: Any, groups: int) -> Lists:
-    """Every list of a scheduler, and of those inside it, that has one entry per group.
+    """Return every list of a scheduler, and of schedulers inside it, that has one entry per group.
 
     SwitchRefused, naming the class, for a scheduler whose lists are not known.
     """
@@ -259,13 +263,13 @@ def lists_per_group(scheduler: Any, groups: int) -> Lists:
 
 
 def follow(lists: Lists, origins: Sequence[int]) -> None:
-    """Give each list one entry per new group: that of the group which it comes from."""
+    """Give each list one entry per new group: the entry of the group's origin."""
     for scheduler, name, held in lists:
         setattr(scheduler, name, [held[origin] for origin in origins])
 
 
 def put_lists_back(lists: Lists) -> None:
-    """The lists as `lists_per_group` found them."""
+    """Restore the lists as `lists_per_group` found them."""
     for scheduler, name, held in lists:
         setattr(scheduler, name, held)
 

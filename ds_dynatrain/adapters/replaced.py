@@ -1,4 +1,4 @@
-"""Another value in the place of DeepSpeed's or torch's own, for a while."""
+"""Temporary replacement of an attribute of DeepSpeed's or torch's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Inside the block an attribute of a module, class or object is `value`; then it is what it was, or gone again."""
+    """Set an attribute of a module, class or object to `value` inside the block; restore or remove it afterwards."""
     own = dict(vars(owner))
     setattr(owner, name, value)
     try:

@@ -1,6 +1,6 @@
 """The loss scale of fp16: the fields of DeepSpeed's three scalers by one table of names, so that it survives a switch.
 
-A field that the present optimizer has no place for (stage 0 knows no hysteresis, a plain torch optimizer no scaler) is
+A field that the present optimizer has no place for (stage 0 has no hysteresis, a plain torch optimizer no scaler) is
 kept aside on the engine and put back when a later layout has it.
 """
 
@@ -32,7 +32,7 @@ DYNAMIC = {
     "hysteresis_of_start": "delayed_shift",
     "hysteresis_refills": "consecutive_hysteresis",
 }
-"""Of ZeRO's DynamicLossScaler (stages 1 to 3)."""
+"""Fields of ZeRO's DynamicLossScaler (stages 1 to 3)."""
 UNFUSED = {
     SCALE: "cur_scale",
     "iteration": "cur_iter",
@@ -41,21 +41,21 @@ UNFUSED = {
     "window": "scale_window",
     "least_scale": "min_loss_scale",
 }
-"""Of the LossScaleConfig of FP16_UnfusedOptimizer and FP16_Optimizer (stage 0)."""
+"""Fields of the LossScaleConfig of FP16_UnfusedOptimizer and FP16_Optimizer (stage 0)."""
 STATIC = {SCALE: "cur_scale"}
-"""Of both, where the scale is fixed."""
+"""Fields of either if the scale is fixed."""
 OF_OPTIMIZER = {
     "overflow": "overflow",
     "custom": "custom_loss_scaler",
     "custom_scale": "external_loss_scale",
 }
-"""Of the optimizer itself: the last step's overflow, and the scale of `override_loss_scale`."""
+"""Fields of the optimizer itself: the last step's overflow, and the scale of `override_loss_scale`."""
 OF_BF16_OPTIMIZER = {"overflow": "overflow"}
-"""BF16_Optimizer applies a custom scale and never divides by it: that one is kept aside."""
+"""Fields of BF16_Optimizer, which applies a custom scale and never divides by it: that scale is kept aside."""
 
 
 def places(optimizer: Any) -> list[tuple[Any, Mapping[str, str]]]:
-    """(object, field -> attribute) of everything about scaling that an optimizer has."""
+    """Return (object, field -> attribute) of everything about scaling that an optimizer has."""
     found: list[tuple[Any, Mapping[str, str]]] = []
     scaler = getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
     if isinstance(scaler, DynamicLossScaler):
@@ -72,7 +72,7 @@ def places(optimizer: Any) -> list[tuple[Any, Mapping[str, str]]]:
 
 
 def first_state(engine: Any) -> State:
-    """Every field as it is at the start of a job, by the engine's configuration."""
+    """Return every field as it is at the start of a job, by the engine's configuration."""
     weight = engine.get_data_types()[0]
     scaler = CreateLossScaler(
         weight, engine.loss_scale(), engine.dynamic_loss_scale(), dict(engine.dynamic_loss_scale_args())
@@ -83,7 +83,7 @@ def first_state(engine: Any) -> State:
 
 
 def read(optimizer: Any, aside: State) -> State:
-    """The whole state: what the optimizer has, and from `aside` what it has not."""
+    """Return the whole state: fields of the optimizer, and from `aside` those that it lacks."""
     state = dict(aside)
     for holder, names in places(optimizer):
         state.update({field: _plain(getattr(holder, name)) for field, name in names.items() if field in state})
@@ -99,9 +99,9 @@ def write(optimizer: Any, state: State) -> None:
 
 
 def taken_from(state: State, fields: Mapping[str, Any]) -> State:
-    """A state with the fields that a checkpoint of DeepSpeed's has, by DeepSpeed's names, of whichever scaler.
+    """Return a state with the fields of a checkpoint of DeepSpeed's, which has DeepSpeed's names, of any scaler.
 
-    A scale that was fixed says nothing about one that moves, nor the other way round: then it stays as it is.
+    A fixed scale says nothing about a dynamic one, nor the other way round; the scale then stays as it is.
     """
     was_dynamic = bool(fields.get("dynamic", fields.get("dynamic_loss_scale", False)))
     if was_dynamic != ("iteration" in state):
@@ -119,9 +119,10 @@ def _plain(value: Any) -> Any:
 
 
 def forgotten_scale(engine: Any) -> float:
-    """The number by which the optimizer will divide gradients whose loss DeepSpeed did not multiply by it; else 1.
+    """Return the number by which the optimizer will divide gradients though DeepSpeed did not multiply their loss by
+    it; else 1.
 
-    DeepSpeed 0.19.8 at stage 0 (fp16): `engine.backward` scales the loss for ZeRO optimizers only, and
+    DeepSpeed 0.19.8 at stage 0 (fp16): `engine.backward` scales the loss for ZeRO optimizers only, but
     FP16_UnfusedOptimizer and FP16_Optimizer divide all the same. A DeepSpeed without `engine.scale` lets them do both.
     """
     settings = getattr(engine.optimizer, "loss_scale_config", None)
@@ -132,9 +133,10 @@ def forgotten_scale(engine: Any) -> float:
 
 @contextmanager
 def true_norm(engine: Any) -> Iterator[None]:
-    """Inside the block a step of FP16_UnfusedOptimizer notes the norm of the gradients, as every other one does.
+    """Make a step of FP16_UnfusedOptimizer inside the block note the norm of the gradients, as every other optimizer
+    does.
 
-    It is the norm of the gradients before they are divided by the scale (and tokens) by itself.
+    It is the norm of the gradients before the optimizer itself divides them by the scale (and tokens).
     """
     optimizer = engine.optimizer
     divisor = float(optimizer.loss_scale_config.cur_scale) if isinstance(optimizer, FP16_UnfusedOptimizer) else 1.0
@@ -149,9 +151,9 @@ def true_norm(engine: Any) -> Iterator[None]:
 
 @contextmanager
 def norm_before_growth(engine: Any) -> Iterator[None]:
-    """Inside the block a step of stage 3 notes the norm of the gradients by the scale that they have, as 1 and 2 do.
+    """Make a step of stage 3 inside the block note the norm of the gradients by their own scale, as stages 1 and 2 do.
 
-    DeepSpeed 0.19.8 divides it there by the scale of the next step, another one where the scale has just grown.
+    DeepSpeed 0.19.8 divides it by the scale of the next step there, which differs if the scale has just grown.
     """
     optimizer = engine.optimizer
     before = float(optimizer.loss_scale)
@@ -167,7 +169,7 @@ def norm_before_growth(engine: Any) -> Iterator[None]:
 
 @contextmanager
 def multiplied(optimizer: Any, factor: float) -> Iterator[None]:
-    """Inside the block the optimizer divides its gradients by `factor` more; the loss scale goes its own way.
+    """Make the optimizer divide its gradients by `factor` in addition inside the block; the loss scale is not affected.
 
     The scaler sees its true scale while it judges a step, so that growth, the least scale and an overflow act on that.
     """
@@ -192,7 +194,7 @@ def multiplied(optimizer: Any, factor: float) -> Iterator[None]:
 
 
 def _divisor(optimizer: Any) -> tuple[Any, str]:
-    """(object, attribute) that holds what the optimizer divides its gradients by."""
+    """Return (object, attribute) that holds the optimizer's divisor of gradients."""
     if hasattr(optimizer, "loss_scale_config"):
         return optimizer.loss_scale_config, "cur_scale"
     return (optimizer, "external_loss_scale") if optimizer.custom_loss_scaler else (optimizer.loss_scaler, "cur_scale")

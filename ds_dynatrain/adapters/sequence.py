@@ -1,4 +1,4 @@
-"""Ulysses sequence parallelism: the layers that trade heads for sequence, and what DeepSpeed's engine keeps about it.
+"""Ulysses sequence parallelism: layers that trade heads for sequence, and the state of DeepSpeed's engine about it.
 
 Each sequence rank has its part of the same samples. ZeRO cuts and reduces over data x sequence, so such ranks hold what
 data ranks hold. An attention layer exchanges with the group in its `spg`; in a group of one rank that is a copy.
@@ -19,11 +19,13 @@ from ds_dynatrain.space import Layout
 from ds_dynatrain.support import usage
 
 GETTERS = ("get_sequence_parallel_group", "get_sequence_parallel_rank", "get_sequence_parallel_world_size")
-"""What makes an `mpu` one for sequence parallelism."""
+"""Methods that an `mpu` for sequence parallelism must have."""
 
 
 def spread_layers(module: nn.Module) -> Iterator[tuple[str, DistributedAttention]]:
-    """(name, layer) of each that exchanges heads for sequence: a submodule, or held by one outside of its tables."""
+    """Yield (name, layer) of each layer that exchanges heads for sequence: a submodule, or one held outside a module's
+    tables.
+    """
     for name, part in module.named_modules():
         if isinstance(part, DistributedAttention):
             yield name, part
@@ -33,8 +35,8 @@ def spread_layers(module: nn.Module) -> Iterator[tuple[str, DistributedAttention
 
 
 def refuse_sequence(module: nn.Module, mpu: Any) -> None:
-    """UnsupportedError, naming it, for a way of sequence parallelism that keeps the sizes of its first layout, and for
-    an `mpu` that is about anything else.
+    """Raise UnsupportedError, naming it, for sequence parallelism that keeps the sizes of its first layout, and for an
+    `mpu` for any other axis.
     """
     if mpu is not None:
         missing = [name for name in GETTERS if not hasattr(mpu, name)]
@@ -51,7 +53,9 @@ def refuse_sequence(module: nn.Module, mpu: Any) -> None:
 
 
 def first_size(mpu: Any, wanted: int | None) -> int:
-    """The sequence size to start with: that of the configuration, else that of an `mpu` that is set up, else 1."""
+    """Return the sequence size to start with: that of the configuration, else that of an `mpu` that is set
+    up, else 1.
+    """
     if wanted is not None:
         return wanted
     return _size(mpu, "sequence") if mpu is not None and td.is_initialized() else 1
@@ -69,23 +73,23 @@ def enter(engine: Any, world: World, layout: Layout) -> None:
 
 
 def leave(engine: Any) -> None:
-    """Let go of the group: on a member that holds no rank."""
+    """Let go of the group, on a member that holds no rank."""
     for _, layer in spread_layers(engine.module):
         layer.spg = None
     engine.__dict__.pop("seq_parallel_group", None)
 
 
 def loss_factor(engine: Any) -> float:
-    """What makes a loss's gradient the same in all ZeRO stages.
+    """Return the factor that makes the gradient of a loss the same in all ZeRO stages.
 
-    DeepSpeed takes the mean over data ranks and the sum over sequence ranks; stage 3, which reduces and scatters in
-    one, takes the mean over both.
+    DeepSpeed takes the mean over data ranks and the sum over sequence ranks. Stage 3, which reduces and scatters in one
+    operation, takes the mean over both.
     """
     return float(engine.sequence_parallel_size) if int(engine.zero_optimization_stage()) == 3 else 1.0
 
 
 def _size(mpu: Any, axis: str) -> int:
-    """1 where the `mpu` does not know the axis, or was not set up for it."""
+    """Return the size of an axis; 1 if the `mpu` does not know the axis, or was not set up for it."""
     try:
         return int(getattr(mpu, f"get_{axis}_parallel_world_size")())
     except (AttributeError, AssertionError, RuntimeError, ValueError):
@@ -93,7 +97,7 @@ def _size(mpu: Any, axis: str) -> int:
 
 
 def _is_in_transformers() -> bool:
-    """Whether `UlyssesSPAttentionHF` was registered as an attention of transformers."""
+    """Return whether `UlyssesSPAttentionHF` was registered as an attention of transformers."""
     utilities: Any = sys.modules.get("transformers.modeling_utils")
     known = getattr(utilities, "ALL_ATTENTION_FUNCTIONS", None) or {}
     return any(

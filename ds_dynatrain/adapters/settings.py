@@ -30,9 +30,9 @@ class BatchSizes:
 
     @staticmethod
     def of(config: dict[str, Any], data: int, in_leaves: bool = False) -> BatchSizes:
-        """DeepSpeed's own rules for what is left out; a batch that the world does not divide is fine here.
+        """Complete the sizes by DeepSpeed's own rules; the world need not divide the batch.
 
-        ConfigError with the arithmetic where all three sizes are given and disagree, or none is.
+        ConfigError, with the arithmetic, if all three sizes are given and disagree, or if neither batch size is given.
         """
         batch, micro, steps = (config.get(key) for key in SIZES)
         for key in SIZES:
@@ -60,8 +60,9 @@ def layout_config(
 ) -> tuple[dict[str, Any], DeepSpeedConfig]:
     """Return (dictionary, DeepSpeedConfig) for `layout`, where the latter has the user's `train_batch_size`.
 
-    At stage 3 DeepSpeed reads the dictionary again and checks that it has a product of the three sizes. Below, it has
-    those that the user wrote: whoever reads `engine.config` may count other ranks than those of the data axis.
+    At stage 3 DeepSpeed reads the dictionary again and checks that its first size is the product of the other two. In
+    lower stages it has the sizes that the user wrote, because code that reads `engine.config` may count other ranks
+    than those of the data axis.
     """
     micro_batch_size = batch.largest_slot
     adapted = copy.deepcopy(config)

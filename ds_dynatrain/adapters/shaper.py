@@ -1,8 +1,8 @@
-"""How a model follows a layout: a template without memory, other children for the same root, and what a shaper answers.
+"""Means by which a model follows a layout: a template without memory, new children for the same root, and the shaper.
 
 A template's parameters are on the meta device. Its buffers are real copies: a rotary table that is in no checkpoint is
 made in a constructor, which is not run again. A rebuild gives the root module other children; the root itself, and
-with it whatever hangs on it, stays.
+with it every reference to it, stays.
 """
 
 from __future__ import annotations
@@ -28,26 +28,25 @@ HOOKS = (
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
     *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks"),
 )
-"""Those that a module calls in a step. They are left out of a template: they may hold anything, an engine say."""
+"""Hooks that a module calls in a step. A template leaves them out, because they may hold any object, even an engine."""
 
 
 @dataclass(frozen=True, eq=False)
 class Template:
-    """A module as it was before DeepSpeed altered it; it is never trained, and nobody else holds it.
+    """A module as it was before DeepSpeed altered it; it is never trained, and no other object holds it.
 
-    Tied parameters are tied, modules that stand in two places are one object, and the parameters' own attributes
-    (DeepSpeed's flags for optimizers are such) are there. Hooks that a step calls are not.
+    Tied parameters are tied, modules in two places are one object, and the parameters' own attributes (such as
+    DeepSpeed's flags for optimizers) are kept. Hooks that a step calls are left out.
     """
 
     module: nn.Module
 
     @classmethod
     def of(cls, module: nn.Module, factory: ModelFactory | None = None) -> Template:
-        """The template of a module that DeepSpeed has not altered, other than by `zero.Init`.
+        """Make the template of a module that only `zero.Init`, if any part of DeepSpeed, has altered.
 
-        factory: builds the module anew, for one that cannot be copied.
-
-        UnsupportedError, naming the part, for a module that cannot be copied or a factory of another one.
+        factory: builds the module anew, for one that cannot be copied. UnsupportedError, naming the part, for a module
+        that cannot be copied or a factory of another one.
         """
         if factory is None:
             return cls(_copied(module))
@@ -63,7 +62,7 @@ class Template:
         return cls(_copied(made))
 
     def copy(self) -> nn.Module:
-        """A module of its own: parameters on the meta device, buffers real."""
+        """Return a module of its own: parameters on the meta device, buffers real."""
         return _copied(self.module)
 
 
@@ -98,7 +97,7 @@ def _meta(name: str, held: nn.Parameter) -> nn.Parameter:
 
 
 def _culprit(module: nn.Module, memo: dict[int, Any]) -> str:
-    """The innermost part of a module that does not let itself be copied, for a message."""
+    """Return the innermost part of a module that cannot be copied, for a message."""
     for name, part in reversed(list(module.named_modules())):
         for key, value in part.__dict__.items():
             if key != "_modules":
@@ -114,17 +113,19 @@ _TABLES = ("_modules", "_parameters")
 
 @dataclass(frozen=True, eq=False)
 class Made:
-    """Children for a root module, in a module of their own on the meta device, and what is to be set on the root."""
+    """Children for a root module, held by a module of their own on the meta device, and attributes to set on
+    the root.
+    """
 
     module: nn.Module
     on_root: Mapping[str, Any] = field(default_factory=dict)
 
 
 def with_memory(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Give every parameter on the meta device memory that nobody has written to, of type `dtype`.
+    """Give every parameter on the meta device unwritten memory of type `dtype`.
 
-    Tied parameters stay tied; flags and attributes of a parameter stay with it, its hooks do not. Memory of the host
-    that is not touched costs no time, and no page of it exists yet; on an accelerator there is none either.
+    Tied parameters stay tied; flags and attributes of a parameter stay with it, its hooks do not. Untouched memory of
+    the host costs no time, and no page of it exists yet; an accelerator's memory is not written either.
     """
     device = compute_device()
 
@@ -135,12 +136,12 @@ def with_memory(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def without_memory(module: nn.Module) -> nn.Module:
-    """Give every parameter its shape and one element: its values are elsewhere. Tied ones stay tied."""
+    """Give every parameter its shape over one element, as its values are elsewhere. Tied ones stay tied."""
     return _over(module, lambda held: stand_in(held.shape, held.dtype, compute_device()))
 
 
 def _over(module: nn.Module, memory: Callable[[nn.Parameter], torch.Tensor]) -> nn.Module:
-    """Put a new parameter over `memory(parameter)` in the place of each; what is set on it stays."""
+    """Replace each parameter by a new one over `memory(parameter)`; attributes that are set on it stay."""
     made: dict[int, nn.Parameter] = {}
     for part in module.modules():
         for name, held in part._parameters.items():
@@ -154,16 +155,16 @@ def _over(module: nn.Module, memory: Callable[[nn.Parameter], torch.Tensor]) -> 
 
 
 def adopt(root: nn.Module, made: nn.Module) -> None:
-    """Give `root` the children and parameters of `made`, which must not be used afterwards; its buffers are its own."""
+    """Give `root` the children and parameters of `made`, which must not be used afterwards. Buffers of `root` stay."""
     for table in _TABLES:
         setattr(root, table, getattr(made, table))
 
 
 def pass_hooks_on(old: Mapping[str, nn.Module], new: Mapping[str, nn.Module]) -> None:
-    """Give modules the hooks that users put on those of the same name before them.
+    """Give modules the hooks that users put on the former modules of the same names.
 
-    They share one table, so the handle that removes a hook is good for both. A hook that is a method of one of the old
-    modules becomes that of its heir.
+    Both share one table, so the handle that removes a hook works for both. A hook that is a method of a former module
+    becomes that of its successor.
     """
     heirs = {id(part): new[name] for name, part in old.items() if name in new}
     for name, part in old.items():
@@ -182,10 +183,10 @@ def _moved(hook: Any, heirs: Mapping[int, nn.Module]) -> Any:
 
 
 class Shaper:
-    """What one way of dealing models out has to answer. No call is a collective, and none needs a full-size tensor.
+    """One way of dealing models out to ranks. No call is a collective, and none needs a full-size tensor.
 
-    This one is of models that are dealt out by data and sequence only. owners: which process of the launch has the
-    first value of a parameter, by its id; process 0 of those left out.
+    This base class serves models that are dealt out by data and sequence only. owners: process of the launch that has
+    the first value of a parameter, by the parameter's id; process 0 has those of all others.
     """
 
     owners: Mapping[int, int] = MappingProxyType({})
@@ -193,7 +194,7 @@ class Shaper:
     """The `Conversion` of a model whose layers with experts are AutoEP's."""
 
     def cuts(self, layout: Layout) -> Mapping[str, AxisCuts]:
-        """How each logical tensor is dealt out under a layout, by its name; of any layout, installed or not.
+        """Return how each logical tensor is dealt out under a layout, by its name; for any layout, installed or not.
 
         LayoutError, with the arithmetic and the nearest valid size, for a layout that the model cannot take;
         UnsupportedError naming the parameter that DeepSpeed does not describe.
@@ -201,37 +202,40 @@ class Shaper:
         raise LayoutError(f"{layout}: this model has no axis but data and sequence; set the other axes to 1")
 
     def whole(self, root: nn.Module) -> nn.Module:
-        """A module with all layers of the model, of which the root may have some; without memory."""
+        """Return a module with all layers of the model, of which the root may have some; without memory."""
         return root
 
     def refuse_to_train(self, names: Collection[str]) -> None:
-        """SwitchRefused, naming it, for a tensor that is to be trained from now on and cannot be in every layout."""
+        """Raise SwitchRefused, naming it, for a tensor to be trained from now on that cannot be in every layout."""
 
     def make(self, layout: Layout, rank: int) -> Made | None:
-        """The children of a rank under `layout`, ahead of `reshape`; None if it makes them in the root itself.
+        """Build the children of a rank under `layout`, ahead of `reshape`; None if `reshape` makes them in the root
+        itself.
 
-        In any thread and whatever world is installed; it changes nothing that training uses.
+        Call it in any thread, whichever world is installed; it changes no object that training uses.
         """
         return None
 
     def reshape(self, root: nn.Module, layout: Layout, made: Made | None = None) -> None:
-        """Give the root the children of this rank under `layout`, whose world is installed.
+        """Give the root the children of this rank under `layout`, whose world must be installed.
 
-        made: by `make` for this rank, used up by this; made now if None. Every parameter is a new one of its local
-        shape. Children are replaced, never changed: a switch that fails puts the old ones back.
+        made: result of `make` for this rank, which this call uses up; made now if None. Every parameter is a new one of
+        its local shape. Children are replaced, never changed: a switch that fails puts the old ones back.
         """
         if is_partitioned(layout):
             self.cuts(layout)
 
     def parameters(self, root: nn.Module, layout: Layout) -> dict[str, nn.Parameter]:
-        """The parameters of a root that has the shape of `layout` on this rank, by the names of the logical tensors."""
+        """Return the parameters of a root in the shape of `layout` on this rank, by the names of the logical
+        tensors.
+        """
         return dict(root.named_parameters())
 
     def enter(self, engine: Any, layout: Layout) -> None:
-        """Set what DeepSpeed's constructor would have set in the engine for these axes, after `reshape`."""
+        """Set what DeepSpeed's constructor would have set in the engine for these axes. Called after `reshape`."""
 
     def leave(self, engine: Any) -> None:
-        """Take off what `enter` has set, and let go of the groups of its world."""
+        """Undo `enter`, and let go of the groups of its world."""
 
     def configure(self, config: dict[str, Any], layout: Layout) -> None:
         """Write the sizes of a layout into DeepSpeed's configuration, in place."""

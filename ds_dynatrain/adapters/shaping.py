@@ -1,9 +1,9 @@
-"""How a model takes on the sizes of the pipe, expert and tensor axes: the cuts of its tensors, and its local module.
+"""Shape of a model under the sizes of the pipe, expert and tensor axes: the cuts of its tensors, and its local module.
 
-One shaper for each way that DeepSpeed has of dealing a model out. A change of these sizes, or of a member's place on
-these axes, gives the root module other children; the root itself, and with it whatever hangs on it, stays.
+There is one shaper for each of DeepSpeed's ways to deal a model out. A change of these sizes, or of a member's place on
+these axes, gives the root module other children; the root itself, and with it every reference to it, stays.
 
-Where ZeRO cuts follows from numbers of DeepSpeed's configuration, which `rules_of` gives as `space` wants them.
+ZeRO's cuts follow from numbers of DeepSpeed's configuration, which `rules_of` returns in the form that `space` needs.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def shaper_of(
     owners: Mapping[int, int] | None = None,
     cut: Cut | None = None,
 ) -> Shaper:
-    """The shaper of a user's model, which DeepSpeed has not altered yet, and which it takes over.
+    """Return the shaper of a user's model that DeepSpeed has not altered yet; the shaper takes the model over.
 
-    From then on the model has one parameter for each logical tensor. member: of the launch. lists: of the model's
-    parameters that the caller has, in an optimizer say. factory: builds the model anew, if it cannot be copied.
-    owners: see `put_together`. cut: layers into stages, where `pipeline.partition` is "profile".
+    From then on the model has one parameter for each logical tensor. member: of the launch. lists: lists of the model's
+    parameters that the caller has, such as an optimizer's. factory: builds the model anew, if it cannot be copied.
+    owners: see `put_together`. cut: partitions layers into stages if `pipeline.partition` is "profile".
     """
     if is_pipeline(model):
         return PipelineShaper(model, config, member, lists, owners, cut)
@@ -59,7 +59,7 @@ def shaper_of(
 
 
 def start_tensor_size(config: Mapping[str, Any], named: int | None) -> int:
-    """The tensor size to start with: `named` by `dynatrain.layout`, else DeepSpeed's own, else 1.
+    """Return the tensor size to start with: `named` by `dynatrain.layout`, else DeepSpeed's own, else 1.
 
     ConfigError if both are given and differ.
     """
@@ -73,9 +73,9 @@ def start_tensor_size(config: Mapping[str, Any], named: int | None) -> int:
 
 
 def start_expert_size(model: nn.Module, config: Mapping[str, Any], asked: int | None) -> int:
-    """The expert size to start with.
+    """Return the expert size to start with.
 
-    asked: by the `dynatrain` block, None if it leaves it to DeepSpeed's settings. ConfigError for two that differ.
+    asked: size in the `dynatrain` block, None if it leaves it to DeepSpeed's settings. ConfigError if two sizes differ.
     """
     settled: int | None = None
     if experts.is_on(config) and config["expert_parallel"].get("autoep_size") is not None:
@@ -91,7 +91,9 @@ def start_expert_size(model: nn.Module, config: Mapping[str, Any], asked: int | 
 
 
 def partition_of(shaper: Shaper, names: tuple[str, ...], layout: Layout) -> Partition:
-    """The cuts of all logical tensors in the order of `names`; LayoutError for one that the shaper leaves out."""
+    """Return the cuts of all logical tensors in the order of `names`; LayoutError for one that the shaper
+    leaves out.
+    """
     cuts = shaper.cuts(layout)
     missing = [name for name in names if name not in cuts]
     if missing:
@@ -104,7 +106,7 @@ def partition_of(shaper: Shaper, names: tuple[str, ...], layout: Layout) -> Part
 
 @dataclass(frozen=True)
 class Shape:
-    """What a root's children depend on: the sizes of the axes, and the place of this member on them."""
+    """The inputs that determine a root's children: the sizes of the axes, and the place of this member on them."""
 
     pipe: int
     boundaries: tuple[int, ...] | None
@@ -114,13 +116,13 @@ class Shape:
 
     @staticmethod
     def of(layout: Layout, rank: int) -> Shape:
-        """The shape of a rank of a layout."""
+        """Return the shape of a rank of a layout."""
         at = layout.coordinate(rank)
         place = (at["pipe"], layout.expert_place(rank)[0], at["tensor"])
         return Shape(layout.pipe, layout.boundaries, layout.expert, layout.tensor, place)
 
     def resizes(self, other: Shape) -> bool:
-        """Whether modules of the other shape have other parts of their tensors."""
+        """Return whether modules of the other shape have other parts of their tensors."""
         return (self.expert, self.tensor) != (other.expert, other.tensor)
 
 
@@ -136,15 +138,16 @@ class Children:
 
     @staticmethod
     def of(root: nn.Module) -> Children:
-        """Note them; whoever alters the root afterwards replaces, and changes none of them."""
+        """Note the children of a root. Later changes of the root must replace them and never alter them."""
         tables = {name: type(root.__dict__[name])(root.__dict__[name]) for name in _STRUCTURE}
         others = {name: value for name, value in root.__dict__.items() if name not in _STRUCTURE}
         return Children(tables, others)
 
     def pass_on(self, root: nn.Module, is_resized: bool) -> None:
-        """Give new children what is no parameter, and the user's hooks. is_resized: see `module_state.ModuleState`.
+        """Give new children everything but parameters, and the user's hooks. is_resized: see
+        `module_state.ModuleState`.
 
-        A child without a predecessor is in the mode of its parent.
+        A child without a predecessor gets the mode of its parent.
         """
         old = {name: child for first, part in self._named() for name, child in _below(first, part)}
         new = {name: child for first, part in root.named_children() for name, child in _below(first, part)}
@@ -159,7 +162,7 @@ class Children:
         return [(name, child) for name, child in self.tables["_modules"].items() if child is not None]
 
     def put_back(self, root: nn.Module) -> None:
-        """Give the root what it had."""
+        """Give the root these children and tensors again."""
         root.__dict__.clear()
         root.__dict__.update(self.others)
         for name, table in self.tables.items():
@@ -167,16 +170,16 @@ class Children:
 
 
 def _below(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """A module and all below it, by their names in the root."""
+    """Return a module and all below it, by their names in the root."""
     return [(f"{name}.{inner}" if inner else name, part) for inner, part in module.named_modules()]
 
 
 ALIGNED_BYTES = 16
-"""What `parameter_alignment` rounds the start of a tensor up to."""
+"""Multiple that `parameter_alignment` rounds the start of a tensor up to."""
 
 
 def rules_of(host: Any) -> ZeroRules:
-    """The rules of all layouts, from DeepSpeed's own reading of the configuration.
+    """Return the rules of all layouts, from DeepSpeed's own reading of the configuration.
 
     ZeRO-3's persistent parameters are parts like any others: they are gathered again at their first use.
     """
@@ -193,12 +196,12 @@ def rules_of(host: Any) -> ZeroRules:
 
 
 def parts_without_zero(host: Any) -> bool:
-    """Whether DeepSpeed takes its BF16_Optimizer at stage 0: for a pipeline in bf16."""
+    """Return whether DeepSpeed uses its BF16_Optimizer at stage 0, as it does for a pipeline in bf16."""
     return is_pipeline(host.module) and host.model_map.dtype == torch.bfloat16
 
 
 def _stages_with_options(host: Any) -> frozenset[int]:
-    """Stages whose optimizer knows the two options: not stage 1 where it is BF16_Optimizer."""
+    """Return the stages whose optimizer has the two options; stage 1 does not if it is BF16_Optimizer."""
     types, is_apart = host.engine.get_data_types(), host.in_leaves or host.engine.zero_cpu_offload()
     if types == (torch.bfloat16, torch.float32) and not is_apart:
         return frozenset({2})

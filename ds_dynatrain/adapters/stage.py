@@ -1,8 +1,8 @@
-"""The state of DeepSpeed's optimizers, whichever ZeRO stage they are of: how it is read, taken off and put back.
+"""The state of DeepSpeed's optimizers of every ZeRO stage: how it is read, taken off and put back.
 
-Every one of them steps some tensors, the *masters*, by a torch optimizer, and casts weights from them: a master for
-each tensor, for each optimizer group (or a rank's part of it), or for each sub-group. A `Stage` says which these are
-and where DeepSpeed keeps them; what is read of them and written to them is the same for all.
+Each optimizer steps some tensors, the *masters*, by a torch optimizer, and casts weights from them: a master for each
+tensor, for each optimizer group (or a rank's part of it), or for each sub-group. A `Stage` says which tensors are
+masters and where DeepSpeed keeps them; reading and writing them is the same for all stages.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ Slots = Iterable[tuple[int, int, int]]
 
 
 class Stepped(NamedTuple):
-    """A master, and what is cast from it.
+    """A master, and the weights that are cast from it.
 
-    name: of its buffers. tensors: the numbers of the logical tensors in it. is_empty: whether it is the element of a
-    group of which this rank has nothing (`fill_empty_groups`). whole: elements of all tensors of which it has a part,
-    where moments of whole tensors are kept for these (see `read_state`).
+    name: of its buffers. tensors: the numbers of the logical tensors in it. is_empty: whether it is the stand-in
+    element of a group of which this rank has no tensor (`fill_empty_groups`). whole: elements of all tensors of which
+    it has a part, if moments of whole tensors are kept for these (see `read_state`).
     """
 
     name: BufferId
@@ -51,18 +51,18 @@ class Stage(ABC):
     """One kind of DeepSpeed optimizer: where its state lies, and how it is taken off and put on a module."""
 
     alone: ClassVar[str] = "tensor"
-    """The place of the buffers of frozen tensors."""
+    """Kind of place (`BufferId.place`) of the buffers of frozen tensors."""
 
     @abstractmethod
     def stepped(self, engine: Any, model: ModelMap) -> Iterator[Stepped]:
-        """All that the basic optimizer steps."""
+        """Yield each tensor that the basic optimizer steps."""
 
     @abstractmethod
     def put_weight(self, engine: Any, model: ModelMap, each: Stepped, buffers: Buffers) -> None:
-        """Let the weights of a master, and the parameters' views of them, become the given buffer."""
+        """Make the given buffer the memory of a master's weights, and of the parameters' views of them."""
 
     def describe(self, engine: Any, model: ModelMap) -> tuple[Buffers, Scalars]:
-        """The live flat buffers and scalars on this rank."""
+        """Return the live flat buffers and scalars on this rank."""
         buffers: Buffers = {}
         scalars = Scalars()
         for each in self.stepped(engine, model):
@@ -79,7 +79,7 @@ class Stage(ABC):
         return buffers, scalars
 
     def census(self, engine: Any, model: ModelMap) -> list[Found]:
-        """Where each parameter's elements really lie, read from DeepSpeed's own bookkeeping; most moments left out."""
+        """Return where each parameter's elements lie, by DeepSpeed's own bookkeeping; most moments are left out."""
         return [Found(WEIGHT, number, 0, each.numel(), each.data_ptr()) for number, each in enumerate(model.parameters)]
 
     def release(self, engine: Any, model: ModelMap) -> None:
@@ -108,28 +108,34 @@ class Stage(ABC):
             part.data = buffers[WEIGHT, BufferId(self.alone, number)].view(part.shape)
 
     def counts_of(self, each: Stepped, scalars: Scalars) -> dict[str, float]:
-        """The scalars of a master; SwitchRefused if those of its tensors differ."""
+        """Return the scalars of a master; SwitchRefused if those of its tensors differ."""
         return common_scalars(scalars, each.tensors, f"optimizer group {each.group}")
 
     def own_part(self, parameter: Any) -> torch.Tensor:
-        """What a rank holds of a frozen parameter."""
+        """Return the part of a frozen parameter that this rank holds."""
         held: torch.Tensor = parameter
         return held
 
 
 class FlatGroups(Stage):
-    """A flat weight buffer for each optimizer group, and a flat fp32 master: a rank's part of it, or the whole."""
+    """Stages with a flat weight buffer for each optimizer group, and a flat fp32 master: a rank's part of it, or the
+    whole.
+    """
 
     flats: ClassVar[str]
     masters: ClassVar[str]
-    """Where DeepSpeed's optimizer lists them."""
+    """Attributes in which DeepSpeed's optimizer lists flat weights and masters."""
 
     @abstractmethod
     def slots(self, held: Any, model: ModelMap, group: int) -> tuple[int, Slots]:
-        """(the first position that the master has, where DeepSpeed says that the tensors of a group lie)."""
+        """Return the first position that the master has, and the slots of a group's tensors by DeepSpeed's
+        bookkeeping.
+        """
 
     def whole(self, held: Any, group: int) -> Iterable[torch.Tensor] | None:
-        """The parameters for which moments of whole tensors are kept, where there may be such."""
+        """Return the parameters for which moments of whole tensors are kept; None if the stage never keeps such
+        moments.
+        """
         return None
 
     def stepped(self, engine: Any, model: ModelMap) -> Iterator[Stepped]:
@@ -141,9 +147,10 @@ class FlatGroups(Stage):
             yield Stepped(BufferId("group", group), group, tensors, *pair, is_empty_group(model, group), numel)
 
     def census(self, engine: Any, model: ModelMap) -> list[Found]:
-        """Weights whole, at the parameters' own addresses; masters from DeepSpeed's own order of a group.
+        """Return weights as whole tensors at the parameters' own addresses, and masters in DeepSpeed's own order of a
+        group.
 
-        Moments of whole tensors in the order in which it reads them.
+        Moments of whole tensors are in the order in which DeepSpeed reads them.
         """
         rows = super().census(engine, model)
         for each in self.stepped(engine, model):
@@ -154,15 +161,15 @@ class FlatGroups(Stage):
 
 
 def is_empty_group(model: ModelMap, group: int) -> bool:
-    """Whether this rank has nothing of an optimizer group: its layers are on other pipeline stages."""
+    """Return whether this rank has no tensor of an optimizer group, because its layers are on other pipeline stages."""
     return not any(tensor.numel for tensor in model.tensors if tensor.group == group)
 
 
 def fill_empty_groups(optimizer: torch.optim.Optimizer, model: ModelMap) -> dict[nn.Parameter, str]:
-    """Give each empty group one element that belongs to no tensor: DeepSpeed takes no group without one.
+    """Give each empty group one element that belongs to no tensor: DeepSpeed accepts no group without one.
 
-    Its state is counted along (without ZeRO see `stage0.count_empty_groups`), so a group's counts are the same on all
-    stages. Returns their names: DeepSpeed asks for that of every parameter.
+    The element is stepped with the others (without ZeRO see `stage0.count_empty_groups`), so a group's counts are the
+    same on all stages. Returns the names of the elements: DeepSpeed asks for that of every parameter.
     """
     names: dict[nn.Parameter, str] = {}
     for number, group in enumerate(optimizer.param_groups):
@@ -179,12 +186,12 @@ def fill_empty_groups(optimizer: torch.optim.Optimizer, model: ModelMap) -> dict
 
 
 def numbers_of(model: ModelMap) -> dict[int, int]:
-    """The number of each parameter's tensor, by the identity of the parameter."""
+    """Return the number of each parameter's tensor, by the parameter's id."""
     return {id(parameter): number for number, parameter in enumerate(model.parameters)}
 
 
 def end_to_end(model: ModelMap, parameters: Iterable[torch.Tensor]) -> list[tuple[int, int, int]]:
-    """Slots of parameters that follow one another."""
+    """Return the slots of parameters that follow one another."""
     number, slots, position = numbers_of(model), [], 0
     for parameter in parameters:
         slots.append((number[id(parameter)], position, parameter.numel()))
@@ -193,7 +200,7 @@ def end_to_end(model: ModelMap, parameters: Iterable[torch.Tensor]) -> list[tupl
 
 
 def _master_rows(master: torch.Tensor, low: int, slots: Slots) -> list[Found]:
-    """What of a flat group lies in `master`, which holds its positions from `low` on."""
+    """Return rows for the part of a flat group in `master`, which holds the group's positions from `low` on."""
     rows, high = [], low + master.numel()
     for number, position, numel in slots:
         start, stop = max(position, low), min(position + numel, high)
@@ -204,7 +211,10 @@ def _master_rows(master: torch.Tensor, low: int, slots: Slots) -> list[Found]:
 
 
 def _whole_rows(engine: Any, model: ModelMap, master: torch.Tensor, parameters: Iterable[torch.Tensor]) -> list[Found]:
-    """Where moments of whole tensors lie: for each of `parameters`, of which `master` has a part, one after another."""
+    """Return rows for moments of whole tensors.
+
+    Such a moment holds each of `parameters`, of which `master` has a part, one after another.
+    """
     state, rows = engine.basic_optimizer.state.get(master, {}), []
     for name in rule_of(engine.basic_optimizer).whole_tensors:
         for number, position, numel in end_to_end(model, parameters) if name in state else ():

@@ -3,8 +3,8 @@
 In fp32 the engine's optimizer is the user's torch optimizer on the parameters themselves (weight and master are the
 same memory); in bf16 it is FP16_UnfusedOptimizer with one fp32 clone per parameter.
 
-An optimizer group of which a pipeline stage has nothing has an element without meaning there (`fill_empty_groups`),
-which counts the group's steps.
+An optimizer group of which a pipeline stage has no tensor has a stand-in element there (`fill_empty_groups`), which
+counts the group's steps.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from ds_dynatrain.space import MASTER, WEIGHT, BufferId
 
 
 def count_empty_groups(optimizer: torch.optim.Optimizer, model: ModelMap) -> None:
-    """Before a step, let the elements without meaning be stepped, too."""
+    """Give the stand-in elements of empty groups a gradient of zero before a step, so that they are stepped too."""
     for holder in _holders_of_empty_groups(optimizer, model).values():
         holder.grad = torch.zeros_like(holder)
 
 
 class ReplicatedStage(Stage):
-    """Stage 0; see the module."""
+    """ZeRO stage 0: every rank holds every tensor whole."""
 
     def stepped(self, engine: Any, model: ModelMap) -> Iterator[Stepped]:
         for number, master in enumerate(_masters(engine, model)):
@@ -49,26 +49,26 @@ class ReplicatedStage(Stage):
         return buffers, scalars
 
     def census(self, engine: Any, model: ModelMap) -> list[Found]:
-        """Whole tensors, at the parameters' and masters' own addresses."""
+        """Return whole tensors, at the parameters' and masters' own addresses."""
         masters = enumerate(_masters(engine, model))
         rows = [Found(MASTER, number, 0, held.numel(), held.data_ptr()) for number, held in masters]
         return super().census(engine, model) + rows
 
     def counts_of(self, each: Stepped, scalars: Scalars) -> dict[str, float]:
-        """Each tensor's own; those of a group that is empty here are the same as of any of its tensors."""
+        """Return the scalars of the tensor; those of a group that is empty here equal those of any tensor in it."""
         return scalars.of(each.tensors[0])
 
 
 def _holders_of_empty_groups(optimizer: torch.optim.Optimizer, model: ModelMap) -> dict[int, torch.Tensor]:
-    """The elements without meaning, by the number of their group."""
+    """Return the stand-in elements of empty groups, by the number of their group."""
     groups = enumerate(optimizer.param_groups)
     return {number: group["params"][-1] for number, group in groups if is_empty_group(model, number)}
 
 
 def _masters(engine: Any, model: ModelMap) -> list[torch.Tensor]:
-    """The tensors that the basic optimizer steps, in the order of registration.
+    """Return the tensors that the basic optimizer steps, in the order of registration.
 
-    FP16_UnfusedOptimizer has none for a parameter of no element, an expert of another rank's say.
+    FP16_UnfusedOptimizer has none for a parameter without elements, such as an expert of another rank.
     """
     parameters = model.parameters[: model.trainable]
     if not isinstance(engine.optimizer, FP16_UnfusedOptimizer):

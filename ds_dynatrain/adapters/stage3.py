@@ -35,13 +35,13 @@ _KEPT_ATTRIBUTES = """
     ds_autoep_uc_meta ds_autoep_folding_param_family ds_zero_placement_family ds_zero_partition_group_name
     ds_autotp_universal_checkpoint_meta ds_is_replaced_module
 """.split()
-"""Those in ds_ that say what a parameter is, whatever the stage: AutoEP and AutoTP set them once, in a new layer."""
+"""Attributes in ds_ that describe a parameter in every stage: AutoEP and AutoTP set them once, in a new layer."""
 _RELEASES = "_PartitionedParameterCoordinator__params_to_release"
 _GRADIENT_PARTS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 
 
 class PartitionedStage(Stage):
-    """Stage 3; see the module."""
+    """ZeRO stage 3: every parameter is cut over the ranks."""
 
     alone = "partition"
 
@@ -53,7 +53,7 @@ class PartitionedStage(Stage):
             yield Stepped(BufferId("subgroup", index), group, tensors, weight, master)
 
     def put_weight(self, engine: Any, model: ModelMap, each: Stepped, buffers: Buffers) -> None:
-        """Let the parts of parameters, and their last gradients, become views of the given buffers."""
+        """Make the parts of parameters, and their last gradients, views of the given buffers."""
         zero, weight, position = engine.optimizer, buffers[WEIGHT, each.name], 0
         each.weight.data = weight
         for parameter in zero.fp16_groups[each.name.index]:
@@ -76,7 +76,9 @@ class PartitionedStage(Stage):
         return buffers, scalars
 
     def census(self, engine: Any, model: ModelMap) -> list[Found]:
-        """Parts at their own addresses: `ds_tensor` for weights, `grad_position` for masters and last gradients."""
+        """Return parts at their own addresses: `ds_tensor` for weights, `grad_position` for masters and last
+        gradients.
+        """
         zero = engine.optimizer
         rows = []
         parameter: Any
@@ -98,9 +100,9 @@ class PartitionedStage(Stage):
         return rows
 
     def release(self, engine: Any, model: ModelMap) -> None:
-        """Patched containers and attributes off; parameters keep no data.
+        """Take patched containers and attributes off the module; parameters keep no data.
 
-        Under torch autocast DeepSpeed leaves a gathered one in the low type: it gets the model's back.
+        Under torch autocast DeepSpeed leaves a gathered parameter in the low type; it gets the model's type back.
         """
         reset_counters()
         offload = getattr(engine.optimizer, "parameter_offload", None)
@@ -127,9 +129,10 @@ class PartitionedStage(Stage):
 
 
 def _refill_host_memory(zero: Any, buffers: Buffers) -> None:
-    """`offload_param`: one piece of host memory per optimizer group, of which its sub-groups are slices.
+    """Restore `offload_param`'s memory: one piece of host memory per optimizer group, of which its sub-groups are
+    slices.
 
-    Built by DeepSpeed the pieces lie apart, allocated for a switch side by side.
+    The pieces lie apart if DeepSpeed built them, and side by side if they were allocated for a switch.
     """
     for group, old in enumerate(zero.param_groups_fp16_flat_cpu_memory):
         first = min(index for index, owner in zero.sub_group_to_group_id.items() if owner == group)
@@ -141,15 +144,15 @@ def _refill_host_memory(zero: Any, buffers: Buffers) -> None:
 def restore_linear() -> None:
     """Put torch's own `linear` back.
 
-    Stage 3 replaces it for the whole process, and its backward pass yields gradients in another order: stage 2 on ranks
-    of which only some have it would add up unlike gradients.
+    Stage 3 replaces it for the whole process, and the backward pass of its replacement yields gradients in another
+    order. If only some ranks had it, stage 2 would add up gradients that do not belong together.
     """
     if hasattr(InsertPostInitMethodToModuleSubClasses, "linear_bk"):
         torch.nn.functional.linear = InsertPostInitMethodToModuleSubClasses.linear_bk
 
 
 def whole(buffers: Buffers, kind: str) -> torch.Tensor:
-    """The one buffer that the sub-group buffers of a kind are consecutive slices of."""
+    """Return the one buffer that the sub-group buffers of a kind are consecutive slices of."""
     first = buffers[kind, BufferId("subgroup", 0)]
     size = sum(held.numel() for (name, place), held in buffers.items() if name == kind and place.place == "subgroup")
     return first.as_strided((size,), (1,), first.storage_offset())
@@ -158,7 +161,7 @@ def whole(buffers: Buffers, kind: str) -> torch.Tensor:
 def forget_traces() -> None:
     """Empty the stack and the cache in which DeepSpeed keeps coordinators and modules of every engine for good.
 
-    They are one for the whole process, and are filled anew in the next step (measured on 0.19.8: a module outlived its
+    Both exist once per process, and are filled anew in the next step (measured on 0.19.8: a module outlived its
     engine).
     """
     FWD_MODULE_STACK.clear()
@@ -180,14 +183,16 @@ def reset_counters() -> None:
 
 
 def forget_cutter(parameter: nn.Parameter) -> None:
-    """Empty the `Init` that has cut it: what that has put onto a parameter keeps it in cycles, and it keeps groups."""
+    """Empty the `Init` that has cut a parameter: attributes that it has put onto the parameter keep it in cycles, and
+    it keeps groups.
+    """
     for cell in getattr(getattr(parameter, "partition", None), "__closure__", None) or ():
         if isinstance(cell.cell_contents, Init):
             cell.cell_contents.__dict__.clear()
 
 
 def forget_module(module: nn.Module) -> None:
-    """Take off what stage 3 has put onto one module, its own table of parameters too."""
+    """Take off what stage 3 has put onto one module, including its own table of parameters."""
     if isinstance(module._parameters, ZeROOrderedDict):
         module._parameters = dict(module._parameters.items())
     for name in _MODULE_ATTRIBUTES:

@@ -1,16 +1,17 @@
 """A `PipelineModule` whose layers and place in the world change, while it stays the same object.
 
-AutoEP in a pipeline: `moe_layer_pattern` is about names as "3.mlp", of the layer's number in the whole model, whatever
-the number of stages. So all layers are converted together, in one module with these names, without memory: once for
-each expert size to learn what it cuts, and for a rank's place when its stage is built. Plain DeepSpeed converts each
-stage by itself and raises where it finds nothing; here a stage may be without experts.
+AutoEP in a pipeline: `moe_layer_pattern` matches names like "3.mlp", with the layer's number in the whole model, for
+every number of stages. So all layers are converted together, in one module with these names, without memory: once for
+each expert size, to learn its cuts, and for a rank's place when its stage is built. Plain DeepSpeed converts each stage
+by itself and raises if it finds no layer to convert; here a stage may be without experts.
 
-DeepSpeed partitions the module before it converts it: what a layer counts for does not depend on the expert size.
+DeepSpeed partitions the module before it converts it, so a layer's weight in the partition does not depend on the
+expert size.
 
-A module that was built in stages, as DeepSpeed's own scripts do it, has one stage's layers in each process. It gets
-all layers, so that it is like one of `num_stages=1`; those of other stages are built from their specs and have no
-memory, but for buffers. What counts for a layer is what its owner has, the first process of the first stage with it:
-values, `requires_grad`, buffers. Lists of parameters, which each process has made of its own stage's, are put together.
+A module that was built in stages, as DeepSpeed's own scripts do it, has one stage's layers in each process. It gets all
+layers, like a module with `num_stages=1`; layers of other stages are built from their specs and have no memory except
+for buffers. A layer's owner, the first process of the first stage with it, decides its values, `requires_grad` and
+buffers. Lists of parameters, which each process has made for its own stage, are put together.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from ds_dynatrain.space import AxisCuts, Layout
 class PipelineShaper(Shaper):
     """The shaper of a `PipelineModule` (see `shaping`): a stage has whole layers, a rank some experts of each.
 
-    owners: see `moe.complete`. autoep: how AutoEP deals the layers' experts out, if it is on.
+    owners: see `moe.complete`. autoep: AutoEP's way to deal out the layers' experts, if it is on.
     """
 
     def __init__(
@@ -60,8 +61,8 @@ class PipelineShaper(Shaper):
     ) -> None:
         """Take a user's model over, as `moe.complete` or AutoEP does, and keep a template of it.
 
-        config: `pipeline.partition` says how layers are dealt to stages; DeepSpeed does not keep what the module was
-        built with. owners: see `put_together`. cut: what the method "profile" does.
+        config: its `pipeline.partition` says how layers are dealt to stages; DeepSpeed does not keep the method that
+        the module was built with. owners: see `put_together`. cut: partitions the layers for the method "profile".
         """
         method, owners = (config.get("pipeline") or {}).get("partition", "best"), owners or {}
         first = {layer_of(name): owners[id(held)] for name, held in model.named_parameters() if id(held) in owners}
@@ -73,7 +74,7 @@ class PipelineShaper(Shaper):
             self.template, self.owners = self.autoep.template, self.autoep.owners
 
     def cuts(self, layout: Layout) -> Mapping[str, AxisCuts]:
-        """Which stages hold a tensor, and which expert index there; LayoutError for a tensor axis."""
+        """Return which stages hold each tensor, and which expert index there; raises LayoutError for a tensor axis."""
         if layout.tensor > 1:
             raise LayoutError(f"{layout}: DeepSpeed's PipelineEngine knows no tensor axis; give tensor=1")
         cuts = (
@@ -82,11 +83,13 @@ class PipelineShaper(Shaper):
         return {name: replace(cuts[name], stages=held) for name, held in self.template.stages(layout).items()}
 
     def whole(self, root: nn.Module) -> nn.Module:
-        """That of the template."""
+        """Return the template's whole model, whatever stage `root` is."""
         return self.template.whole
 
     def refuse_to_train(self, names: Collection[str]) -> None:
-        """Of a tied layer what is not in its `tied_weight_attr` stays frozen: stages would train copies of it."""
+        """Refuse to train parameters of a tied layer that its `tied_weight_attr` does not list: stages would train
+        copies of them.
+        """
         for key in {key for key in self.template.keys if key is not None and self.template.keys.count(key) > 1}:
             tied = {f"tied_modules.{key}.{attribute}" for attribute in self.template.tied[key]}
             stray = next((name for name in names if layer_of(name) == f"tied_modules.{key}" and name not in tied), None)
@@ -97,11 +100,11 @@ class PipelineShaper(Shaper):
                 )
 
     def make(self, layout: Layout, rank: int) -> Made | None:
-        """AutoEP's layers; nothing else ahead: DeepSpeed's module builds its layers itself."""
+        """Build AutoEP's layers; None without AutoEP, because DeepSpeed's module builds its layers itself."""
         return Made(self.autoep.dealt(layout.expert, layout.expert_place(rank)[0])) if self.autoep else None
 
     def reshape(self, root: nn.Module, layout: Layout, made: Made | None = None) -> None:
-        """The layers of this rank's stage; no random number is drawn."""
+        """Give the root the layers of this rank's stage, without drawing random numbers."""
         held = (each.dtype for each in root.parameters() if each.is_floating_point())
         self._dtype = next(held, self._dtype)  # a stage of functions has none
         rank = td.get_rank()
@@ -116,24 +119,26 @@ class PipelineShaper(Shaper):
             reshape(root, self.template, layout, layout.coordinate(rank)["pipe"], self._dtype)
 
     def parameters(self, root: nn.Module, layout: Layout) -> dict[str, nn.Parameter]:
-        """DeepSpeed's names are those of the whole model, but for numbers of experts."""
+        """Return the parameters by DeepSpeed's names, which are those of the whole model except for numbers
+        of experts.
+        """
         return moe.parameters(root, layout)
 
     def enter(self, engine: Any, layout: Layout) -> None:
-        """The groups of layers with experts; what the engine of a stage needs is in `pipeline_host`."""
+        """Give layers with experts their groups; `pipeline_host` sets what the engine of a stage needs."""
         if self.autoep:
             experts.enter(engine, layout)
         else:
             enter_layers(engine, layout.expert)
 
     def leave(self, engine: Any) -> None:
-        """Hold no group of its world."""
+        """Let go of the groups of its world."""
         if self.autoep:
             experts.leave(engine)
         leave_groups(engine.module)
 
     def configure(self, config: dict[str, Any], layout: Layout) -> None:
-        """The expert size for AutoEP; the module says all else."""
+        """Write the expert size for AutoEP; the module itself determines everything else."""
         if self.autoep:
             config["expert_parallel"]["autoep_size"] = layout.expert
 
@@ -141,9 +146,10 @@ class PipelineShaper(Shaper):
 def complete(
     model: PipelineModule, member: int, lists: Sequence[list[nn.Parameter]], first: Mapping[str, int]
 ) -> dict[int, int]:
-    """`moe.complete`, where a process may have built one stage only: its experts' peers are processes of that stage.
+    """Do as `moe.complete` for a process that may have built one stage only: its experts' peers are processes of that
+    stage.
 
-    first: which process has the first value of each layer.
+    first: process that has the first value of each layer.
     """
     index = moe.complete(model, member, lists)
     named = ((layer_of(name), held) for name, held in model.named_parameters())
@@ -157,9 +163,9 @@ def reshape(
     stage: int,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Give the module the layers of a stage, without values; no random number is drawn.
+    """Give the module the layers of a stage, without values and without drawing random numbers.
 
-    Layers with experts have as many as a rank has. Parameters are new ones over memory that nobody has written.
+    Layers with experts have as many as a rank has. Parameters are new ones over unwritten memory.
     """
     build_layers(root, template.boundaries(layout), stage)
     moe.resize(root, layout.expert)
@@ -170,7 +176,7 @@ def reshape(
 
 
 def build_layers(root: PipelineModule, parts: Sequence[int], stage: int) -> None:
-    """Let DeepSpeed build the layers of a stage, as its constructor does; the layers of before are gone."""
+    """Let DeepSpeed build the layers of a stage, as its constructor does; the former layers are dropped."""
     layers = {"tied_modules", *root.fwd_map}
     root.__dict__["_modules"] = {name: child for name, child in root._modules.items() if name not in layers}
     root.num_stages, root.stage_id, root.parts = len(parts) - 1, stage, list(parts)
@@ -183,10 +189,10 @@ def build_layers(root: PipelineModule, parts: Sequence[int], stage: int) -> None
 
 
 def place(root: PipelineModule, template: PipelineTemplate, layout: Layout, grid: StageGrid) -> None:
-    """Tell the module where it is: its grid, and with whom it shares each tie.
+    """Tell the module its place: its grid, and the stages with which it shares each tie.
 
-    Of a tie what is trained counts: DeepSpeed adds its gradients up. `model_parallel` makes the norm of gradients right
-    that is clipped by without ZeRO: DeepSpeed's counts unmarked parameters on the first stage only.
+    Only the trained attributes of a tie count, because DeepSpeed adds their gradients up. `model_parallel` corrects the
+    norm that gradients are clipped by without ZeRO: DeepSpeed's counts unmarked parameters on the first stage only.
     """
     take_stage(root, grid)
     root.tied_comms = {}
@@ -207,7 +213,7 @@ def place(root: PipelineModule, template: PipelineTemplate, layout: Layout, grid
 
 
 def take_stage(root: PipelineModule, grid: StageGrid) -> None:
-    """Have a grid of ours, without regard to layers; the groups that DeepSpeed's constructor made are taken down."""
+    """Install a grid of ours, without regard to layers; the groups that DeepSpeed's constructor made are taken down."""
     before = root._grid
     if before is not None and not isinstance(before, StageGrid):
         own = [before.ds_model_proc_group, before.dp_proc_group, before.pp_proc_group, before.slice_proc_group]
@@ -218,10 +224,10 @@ def take_stage(root: PipelineModule, grid: StageGrid) -> None:
 
 
 class StageExperts(Conversion):
-    """How AutoEP deals out the layers of a pipeline.
+    """AutoEP's way to deal out the layers of a pipeline.
 
-    template: of all layers, converted, with all experts. owners: which process has the first value of a parameter, by
-    its id, where that is not process 0.
+    template: of all layers, converted, with all experts. owners: process that has the first value of a parameter, by
+    the parameter's id, unless that is process 0.
     """
 
     def __init__(
@@ -235,7 +241,7 @@ class StageExperts(Conversion):
         """Take a module with all layers over: it has DeepSpeed's layers from now on, and its values.
 
         source: its template. listed: whether the caller has lists of its parameters. first: see `complete`.
-        UnsupportedError, naming the part, for a module that cannot be followed.
+        UnsupportedError, naming the part, for a module whose stages cannot be changed.
         """
         super().__init__(model, config)
         native = next((name for name, part in model.named_modules() if isinstance(part, MoE)), None)
@@ -267,7 +273,7 @@ class StageExperts(Conversion):
         }
 
     def dealt(self, size: int, index: int) -> nn.Module:
-        """All layers as a rank has them, by DeepSpeed's names, on the meta device."""
+        """Return all layers as a rank has them, by DeepSpeed's names, on the meta device."""
         return self._converted(size, index).whole
 
     def _converted(self, size: int, index: int) -> PipelineTemplate:
@@ -279,7 +285,7 @@ class StageExperts(Conversion):
 
 
 def _empty(model: nn.Module, made: nn.Module, layers: set[str]) -> None:
-    """Let new experts of a layer that had no memory have none, one layer after the other."""
+    """Give the new experts `made` no memory if their layer had none. Called for one layer after the other."""
     name = next(name for name, part in model.named_modules() if part is made)
     if layer_of(name) in layers:
         for held in made.parameters():
@@ -287,14 +293,14 @@ def _empty(model: nn.Module, made: nn.Module, layers: set[str]) -> None:
 
 
 Exchange = Callable[[Any], Mapping[int, Any]]
-"""Posts a record of this process, plain JSON, and gives those of all, by their numbers in the launch."""
+"""Function that posts this process's record, plain JSON, and returns those of all, by their numbers in the launch."""
 Lists = Sequence[list[nn.Parameter]]
 
 
 def start_stages(model: Any, named: int | None) -> int:
-    """The number of stages to start with: `named` by `dynatrain.layout`, else that of the module.
+    """Return the number of stages to start with: `named` by `dynatrain.layout`, else that of the module.
 
-    ConfigError if the module was built in stages, and in another number of them.
+    ConfigError if the module was built in another number of stages.
     """
     built = int(model.num_stages) if is_pipeline(model) else 1
     if built > 1 and named not in (None, built):
@@ -306,13 +312,13 @@ def start_stages(model: Any, named: int | None) -> int:
 
 
 def put_together(model: Any, lists: Lists, exchange: Exchange) -> dict[int, int]:
-    """Give a module that was built in stages all its layers; which process has the first value of each parameter.
+    """Give a module that was built in stages all its layers; return the process that has each parameter's first value.
 
-    By the parameter's id; nothing for another module, which is left as it is. lists: of parameters that the caller has,
-    of an optimizer's groups say; each process has listed those of its own stage, and they get those of all, in place.
-    `parts` stays as the user's module had it.
+    The result is by the parameter's id; it is empty for any other module, which is left as it is. lists: lists of
+    parameters that the caller has, such as those of an optimizer's groups; each process has listed its own stage's, and
+    they get those of all stages, in place. `parts` stays as the user's module had it.
 
-    ConfigError where processes have other numbers of lists; UnsupportedError for what cannot be put together.
+    ConfigError if processes have different numbers of lists; UnsupportedError for a module that cannot be put together.
     """
     if not is_pipeline(model) or model.num_stages == 1:
         return {}
@@ -361,7 +367,7 @@ def _complete(model: PipelineModule) -> None:
 
 
 def _built(spec: LayerSpec, number: int, dtype: torch.dtype | None) -> nn.Module:
-    """A layer of another stage in the type that those of this one have; the process's random streams stay."""
+    """Build a layer of another stage in the type of this stage's layers; the process's random streams stay."""
     with seeded(f"layer {number}"):
         layer: nn.Module = spec.build()
     first = next((held.dtype for held in layer.parameters() if held.is_floating_point()), None)
@@ -373,7 +379,7 @@ def _same(layer: nn.Module) -> nn.Module:
 
 
 def _list_all(model: nn.Module, lists: Lists, records: Mapping[int, Any]) -> None:
-    """Put into each list what any process has in the list of that number, in the module's order."""
+    """Put into each list the parameters that any process has in the list of that number, in the module's order."""
     for member, record in sorted(records.items()):
         if len(record["lists"]) != len(records[0]["lists"]):
             raise ConfigError(
@@ -397,9 +403,9 @@ def _list_all(model: nn.Module, lists: Lists, records: Mapping[int, Any]) -> Non
 
 
 def _equal_buffers(model: nn.Module, owners: Mapping[str, int], records: Mapping[int, Any]) -> None:
-    """Every process takes the owner's value of a buffer that differs: one that a constructor draws, say.
+    """Take the owner's value of each buffer that differs between processes, such as one that a constructor draws.
 
-    All of them are on the device then, as DeepSpeed has put those of the process's own stage.
+    All of them are on the device then, where DeepSpeed has put those of the process's own stage.
     """
     for name, held in model.named_buffers():
         marks = [record["buffers"][name] for record in records.values()]
@@ -416,6 +422,6 @@ def _equal_buffers(model: nn.Module, owners: Mapping[str, int], records: Mapping
 
 
 def _mark(held: torch.Tensor) -> list[str]:
-    """Shape, type and digest of a buffer."""
+    """Return shape, type and digest of a buffer."""
     flat = held.detach().cpu().contiguous().view(-1).view(torch.uint8)
     return [str(tuple(held.shape)), str(held.dtype), hashlib.blake2b(flat.numpy().tobytes()).hexdigest()]

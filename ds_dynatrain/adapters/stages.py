@@ -1,4 +1,4 @@
-"""Which stage speaks for a DeepSpeed optimizer, by its class and not by its number; and those over flat groups.
+"""Choice of the `Stage` for a DeepSpeed optimizer, by its class and not by its number; and the stages over flat groups.
 
 | class | its groups |
 |---|---|
@@ -6,9 +6,9 @@
 | `DeepSpeedZeroOptimizer` (stages 1 and 2) | weights whole, one part as fp32 master |
 | `BF16_Optimizer` (stage 1 for bf16 weights whose gradients are accumulated in fp32) | the same, in plain order |
 
-Muon's momentum is that of all of `params_in_partition[group]`, whole, in one flat tensor; a rank without such a
-parameter has none. What it stages for a step (`_muon_pending_momentum`) is written before it is read: no state. Nor are
-the whole fp32 gradients of BF16_Optimizer, which are zero between two steps.
+Muon's momentum is one flat tensor with that of all of `params_in_partition[group]`, whole; a rank without such a
+parameter has none. Its staging for a step (`_muon_pending_momentum`) is written before it is read, so it is no state.
+Nor are the whole fp32 gradients of BF16_Optimizer, which are zero between two steps.
 
 `param._hp_mapping` is not read: it is derived. DeepSpeed 0.19.8 links a parameter to its fragment of the flat master by
 the order of registration, and by true offsets only where something is padded between tensors. Under
@@ -45,7 +45,7 @@ from ds_dynatrain.space import HOST_GRAD, WEIGHT
 
 
 class FusedStage(FlatGroups):
-    """`FP16_Optimizer`."""
+    """Stage of `FP16_Optimizer`: both flat groups are whole on every rank."""
 
     flats, masters = "fp16_groups_flat", "fp32_groups_flat"
 
@@ -60,12 +60,12 @@ class FusedStage(FlatGroups):
 
 
 class FlatStages(FlatGroups):
-    """ZeRO stages 1 and 2."""
+    """Stage of ZeRO stages 1 and 2: whole flat weights, one part of the fp32 master."""
 
     flats, masters = "bit16_groups_flat", "single_partition_of_fp32_groups"
 
     def slots(self, held: Any, model: ModelMap, group: int) -> tuple[int, Slots]:
-        """From the flat order that DeepSpeed keeps for its reduction."""
+        """Read the slots off the flat order that DeepSpeed keeps for its reduction."""
         number = numbers_of(model)
         ordered = zip(held.round_robin_bit16_groups[group], flat_offsets(held, group), strict=True)
         size = int(held.partition_size[group])  # 0.18 has a float
@@ -79,12 +79,14 @@ class FlatStages(FlatGroups):
         held.parallel_partitioned_bit16_groups[group] = held.get_data_parallel_partitions(flat, group)
 
     def whole(self, held: Any, group: int) -> Iterable[torch.Tensor]:
-        """All of which the rank has a part."""
+        """Return all parameters of which the rank has a part."""
         parameters: Iterable[torch.Tensor] = held.params_in_partition[group]
         return parameters
 
     def census(self, engine: Any, model: ModelMap) -> list[Found]:
-        """Offloaded gradients, too: where the reduction copies each parameter's to (`grad_position`)."""
+        """Return the rows of `FlatGroups`, and offloaded gradients where the reduction copies them
+        (`grad_position`).
+        """
         rows, held, number = super().census(engine, model), engine.optimizer, numbers_of(model)
         for group, parameters in enumerate(held.params_in_partition if keeps_gradients(held) else ()):
             gradient = held.single_partition_of_fp32_groups[group].grad
@@ -100,7 +102,7 @@ class FlatStages(FlatGroups):
 
 
 class AccumulatingStage(FlatGroups):
-    """`BF16_Optimizer`."""
+    """Stage of `BF16_Optimizer`: whole flat weights, one part of the fp32 master."""
 
     flats, masters = "bf16_groups_flat", "fp32_groups_flat_partition"
 
@@ -127,11 +129,11 @@ STAGES: tuple[tuple[type, Stage], ...] = (
     (FP16_UnfusedOptimizer, ReplicatedStage()),
     (torch.optim.Optimizer, ReplicatedStage()),
 )
-"""The first class that an optimizer is an instance of counts."""
+"""Stages by optimizer class; the first class that an optimizer is an instance of counts."""
 
 
 def stage_of(optimizer: object) -> Stage:
-    """The stage of an engine's present optimizer; UnsupportedError, naming the class, if there is none."""
+    """Return the stage of an engine's present optimizer; UnsupportedError, naming the class, if there is none."""
     for kind, stage in STAGES:
         if isinstance(optimizer, kind):
             return stage
@@ -145,10 +147,10 @@ def stage_of(optimizer: object) -> Stage:
 
 
 def _relink(held: Any) -> None:
-    """Link the parameters of an optimizer that was refilled to their parts of it, and those to its moments.
+    """Link the parameters of a refilled optimizer to their parts of it, and those parts to its moments.
 
-    `safe_get_full_optimizer_state` then finds the moments before the first step, in which DeepSpeed links them; nothing
-    to do where a group has none yet.
+    `safe_get_full_optimizer_state` then finds the moments before the first step, in which DeepSpeed links them. Does
+    nothing for a group without moments.
     """
     held._link_all_hp_params()
     held._hp_optimizer_states_linked = False
@@ -159,7 +161,7 @@ def _relink(held: Any) -> None:
 
 
 def correct_fragments(zero: Any) -> None:
-    """Link the parameters of a ZeRO optimizer of stage 1 or 2 by their true offsets; nothing to do for any other."""
+    """Link the parameters of a ZeRO optimizer of stage 1 or 2 by their true offsets; do nothing for any other."""
     if not getattr(zero, "round_robin_gradients", False):
         return
     for group, master in enumerate(zero.single_partition_of_fp32_groups):
@@ -188,9 +190,10 @@ def correct_fragments(zero: Any) -> None:
 
 
 def count_empty_experts(optimizer: Any, model: ModelMap) -> None:
-    """Before a step, let a pipeline stage without experts add 0 to their norm.
+    """Let a pipeline stage without experts add 0 to their norm. Called before a step.
 
-    DeepSpeed adds it up over stages in a collective that it leaves out where no expert has a gradient.
+    DeepSpeed adds this norm up over stages in a collective, which a stage would leave out if no expert had a gradient
+    there.
     """
     for group, has_gradient in enumerate(optimizer.fp32_groups_has_gradients):
         if is_empty_group(model, group) and optimizer.param_groups[group].get("moe"):
@@ -199,7 +202,9 @@ def count_empty_experts(optimizer: Any, model: ModelMap) -> None:
 
 @contextmanager
 def stage_without_gradients(optimizer: Any) -> Iterator[None]:
-    """Inside the block a pipeline stage that counts no gradient adds 0 to the norm; DeepSpeed stacks an empty list."""
+    """Make a pipeline stage that counts no gradient add 0 to the norm inside the block; DeepSpeed stacks an
+    empty list.
+    """
     own = optimizer.get_grads_for_norm
 
     def at_least_one(for_clipping: bool = False) -> Any:

@@ -1,6 +1,6 @@
-"""What `deepspeed.initialize` does around the engine's constructor, for an engine class of our own.
+"""The steps of `deepspeed.initialize` around the engine's constructor, for an engine class of our own.
 
-`initialize` hands out one optimizer for the whole job, which speaks for whatever DeepSpeed has at present.
+`initialize` hands out one optimizer for the whole job, which forwards to the one that DeepSpeed has at present.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from ds_dynatrain.report import telling_if_long
 E = TypeVar("E", bound=DeepSpeedEngine)
 
 LOCK_SECONDS = 60.0
-"""How long a process waits for another one to compile an operator before it names the lock."""
+"""Seconds that a process waits for another one to compile an operator before it names the lock."""
 
 logger = logging.getLogger("ds_dynatrain")
 jit_load = OpBuilder.jit_load
 
 
 def engine_around(kind: type[E], settings: tuple[dict[str, Any], Any], **arguments: Any) -> E:
-    """An engine of class `kind`, built as `deepspeed.initialize` builds one; the world must be installed.
+    """Build an engine of class `kind` as `deepspeed.initialize` does; the world must be installed.
 
-    settings: the configuration as a dictionary and parsed (`settings.layout_config`). What stage 3 sets for the whole
-    process is set anew by each engine and each switch: an engine of plain DeepSpeed may have set it before.
+    settings: the configuration as a dictionary and parsed (`settings.layout_config`). Each engine and each switch sets
+    anew what stage 3 sets for the whole process, since an engine of plain DeepSpeed may have set it before.
     """
     mend()
     restore_linear()
@@ -53,17 +53,17 @@ def engine_around(kind: type[E], settings: tuple[dict[str, Any], Any], **argumen
 
 
 def start_without_compiler() -> None:
-    """Let DeepSpeed start where there is no C++ compiler: its CPU back-end would build an op at once and die."""
+    """Let DeepSpeed start without a C++ compiler: its CPU back-end would build an operator at once and die."""
     if shutil.which("c++") is None and shutil.which("g++") is None:
         ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def tell_of_compilers() -> None:
-    """From now on a process that waits long for the compilation of an operator says so on the log, one for each node.
+    """Make processes that wait long for the compilation of an operator say so in the log, one process on each node.
 
-    Called when the engine is imported: DeepSpeed compiles in its own calls too, which a framework or a script may make
-    before any of ours. torch before 2.14 waits until a lock file is gone, for ever, and a process that is killed while
-    it compiles leaves it behind.
+    Called when the engine is imported: DeepSpeed also compiles in its own calls, which a framework or a script may make
+    before any of ours. torch before 2.14 waits without limit until a lock file is gone, and a process that is killed
+    while it compiles leaves that file behind.
     """
     OpBuilder.jit_load = _load_aloud
     FileBaton.wait = _wait_aloud  # type: ignore[method-assign]
@@ -105,8 +105,8 @@ def _say_locked(lock: Path, seconds: float) -> None:
 
 
 def import_what_is_lazy() -> None:
-    """Modules that DeepSpeed imports in the first build of an optimizer: a second each,
-    and not to be paid in a pause.
+    """Import modules that DeepSpeed imports in the first build of an optimizer: one second each, too much for
+    a pause.
     """
     for name in ("zero.muon.muon_optimizer", "superoffload.superoffload_stage3", "zero.stage3", "zero.stage_1_and_2"):
         try:
@@ -118,9 +118,9 @@ def import_what_is_lazy() -> None:
 class OptimizerForwarder(torch.optim.Optimizer):
     """The optimizer of the present world, in one object for the whole job.
 
-    Its methods and attributes are those of `engine.optimizer`, which is DeepSpeed's own object and another one after a
-    switch; what that has not are those of the torch optimizer underneath. What is set and neither has (a tag of the
-    user's, what a scheduler puts in place of `step`) is kept here.
+    Its methods and attributes are those of `engine.optimizer`, DeepSpeed's own object, which a switch replaces.
+    Attributes which that lacks are those of the torch optimizer underneath. Attributes that are set here and that
+    neither has (a tag of the user's, a scheduler's replacement of `step`) are kept in this object.
     """
 
     def __init__(self, host: Host) -> None:
@@ -138,20 +138,21 @@ class OptimizerForwarder(torch.optim.Optimizer):
 
     @property
     def overflow(self) -> bool:
-        """Whether the last step was skipped, for gradients beyond fp16; false where the present optimizer skips none.
+        """Whether the last step was skipped because gradients exceeded fp16; False if the present optimizer skips no
+        steps.
 
-        It is there in every layout and on idle members: who asks once whether it is there goes by that for ever.
+        The attribute exists in every layout and on idle members, because callers check only once whether it does.
         """
         return bool(getattr(self.current, "overflow", False))
 
     @property
     def _opt_called(self) -> bool:
-        """What torch's schedulers ask before their first step: `engine.step` has taken one of the optimizer's."""
+        """Whether `engine.step` has stepped the optimizer; torch's schedulers ask before their first step."""
         return bool(self._host.engine.global_steps)
 
     @_opt_called.setter
     def _opt_called(self, value: bool) -> None:
-        """They set it, too, where a script calls `step` itself."""
+        """Ignore the value that schedulers set when a script calls `step` itself."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "_host":  # of a copy that has none

@@ -1,4 +1,4 @@
-"""What is told of an engine's state: its buffers, where they lie, and the scalars of its optimizer."""
+"""Descriptions of an engine's state: its buffers, where they lie, and the scalars of its optimizer."""
 
 from __future__ import annotations
 
@@ -30,5 +30,5 @@ class Scalars:
     values: dict[str, dict[int, float]] = field(default_factory=dict)
 
     def of(self, tensor: int) -> dict[str, float]:
-        """Name -> value for one tensor."""
+        """Return the scalars of one tensor, by name."""
         return {name: table[tensor] for name, table in self.values.items() if tensor in table}

@@ -30,7 +30,7 @@ from ds_dynatrain.support.checks import offloads
 def refuse_unsupported(
     config: Mapping[str, Any], model: nn.Module, optimizer: Any, mpu: Any, mesh_param: Any = None
 ) -> None:
-    """UnsupportedError, naming the feature, the reason and the way out, for what a switch would get wrong."""
+    """Raise UnsupportedError, naming the feature, the reason and the way out, for features a switch would get wrong."""
     refuse_config(config)
     refuse_for_series(config)
     if is_pipeline(model):
@@ -46,7 +46,9 @@ def refuse_unsupported(
 
 
 def check_elastic_launch() -> None:
-    """UnsupportedError where members come and go and nobody knows how the accelerator's collectives end in a death."""
+    """Raise UnsupportedError if members come and go and it is unknown how the accelerator's collectives end
+    in a death.
+    """
     if not is_accelerated():
         return
     if not ends_with_its_members():
@@ -58,7 +60,7 @@ def check_elastic_launch() -> None:
 
 
 def refuse_module(model: nn.Module, layout: Layout, config: Mapping[str, Any]) -> None:
-    """SwitchRefused for a module that cannot run in a layout."""
+    """Raise SwitchRefused for a module that cannot run in a layout."""
     refuse_axes(layout)
     if layout.zero_stage == 0 and offloads(config) and is_accelerated():
         raise usage("CPU optimizers at stage 0 on an accelerator").refused(f"offload_optimizer in {layout}")
@@ -78,7 +80,9 @@ def refuse_module(model: nn.Module, layout: Layout, config: Mapping[str, Any]) -
 
 
 def refuse_at_boundary(host: Any) -> None:
-    """SwitchRefused for what must not be open where a switch takes effect. Called on each member that holds state."""
+    """Raise SwitchRefused for work that must not be open when a switch takes effect. Called on each member
+    with state.
+    """
     steps = int(host.engine.gradient_accumulation_steps())
     if host.engine.micro_steps % steps:
         have = f"an accumulation window is open: {host.engine.micro_steps % steps} of {steps} micro-batches"
@@ -99,14 +103,14 @@ def refuse_at_boundary(host: Any) -> None:
 
 
 def refuse_changes(host: Any) -> None:
-    """SwitchRefused, naming the parameter, if what is trained or how it is grouped is not what is registered."""
+    """Raise SwitchRefused, naming the parameter, if trained parameters or their groups differ from the registration."""
     found = changes(host.model_map, host.module, host.basic_optimizer, host.optimizer is host.basic_optimizer)
     if found is not None:
         raise usage(found[0]).refused(found[1])
 
 
 def _refuse_beside_experts(layout: Layout, config: Mapping[str, Any]) -> None:
-    """SwitchRefused for what DeepSpeed's optimizer of stages 1 and 2 asserts of a model with experts."""
+    """Raise SwitchRefused for settings that DeepSpeed's optimizer of stages 1 and 2 does not take with experts."""
     zero = config.get("zero_optimization") or {}
     apart = zero.get("contiguous_gradients") is False and not offloads(config)
     if layout.zero_stage in (1, 2) and zero.get("reduce_scatter") is False:

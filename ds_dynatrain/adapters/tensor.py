@@ -1,8 +1,8 @@
 """The tensor axis: DeepSpeed's AutoTP, run on modules without memory, and a root module that takes its layers on.
 
-AutoTP puts layers that hold a part each in place of linear layers and embeddings, and writes on every parameter of
-theirs how it was cut. The same code runs here on a copy of the template, whose parameters are on the meta device: no
-memory, no message. What it leaves alone is whole on every rank of the axis.
+AutoTP replaces linear layers and embeddings by layers that hold a part each, and writes on each of their parameters how
+it was cut. The same code runs here on a copy of the template, whose parameters are on the meta device, so that it takes
+no memory and sends no message. Layers that it leaves alone are whole on every rank of the axis.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ WRONG: Mapping[str, str] = {
 """Kinds of Hugging Face models that AutoTP cuts and that do not train then (measured with DeepSpeed 0.19.8)."""
 
 Cuts = dict[str, AxisCuts]
-"""By name of the logical tensor."""
+"""Cuts by name of the logical tensor."""
 
 
 def refuse_model(model: nn.Module) -> None:
-    """UnsupportedError for a kind of model that AutoTP cuts and that does not train then."""
+    """Raise UnsupportedError for a kind of model that AutoTP cuts but that does not train then."""
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if isinstance(kind, str) and kind in WRONG:
         raise UnsupportedError(f"tensor parallelism of {type(model).__name__}: {WRONG[kind]}; leave layout.tensor at 1")
 
 
 def settings(config: Mapping[str, Any], size: int) -> dict[str, Any]:
-    """DeepSpeed's block for AutoTP with the size of a layout; a size of 1 turns it off."""
+    """Return DeepSpeed's block for AutoTP with the size of a layout; a size of 1 turns it off."""
     block = {**(config.get("tensor_parallel") or {}), "autotp_size": size if size > 1 else 0}
     for name in ("tp", "tensor_parallel"):
         if name in block:
@@ -69,8 +69,8 @@ def settings(config: Mapping[str, Any], size: int) -> dict[str, Any]:
 def partition(model: nn.Module, config: Mapping[str, Any], size: int, place: int) -> None:
     """Let AutoTP cut a model on the meta device for the rank at `place` of a tensor group of `size`.
 
-    Without peers, whatever world is installed, in any thread; one call at a time. Layers hold a group that is gone:
-    give them that of the world before they are used.
+    It works without peers, whichever world is installed, in any thread; one call at a time. Layers hold a group that is
+    gone: give them that of the world before they are used.
     """
     engine = SimpleNamespace(
         autotp_size=lambda: size,
@@ -91,10 +91,10 @@ def partition(model: nn.Module, config: Mapping[str, Any], size: int, place: int
 
 
 def describe(template: Template, config: Mapping[str, Any], size: int) -> Cuts:
-    """What AutoTP writes on the parameters of a model that it cuts in `size`; asked without peers.
+    """Return the cuts that AutoTP would write on the parameters of a model in `size` parts; works without peers.
 
-    UnsupportedError, naming the parameter, for what it does not describe or would get wrong. Whatever AutoTP itself
-    raises for a model or a size that it does not take, passes.
+    Raises UnsupportedError, naming the parameter, for one that AutoTP does not describe or would get wrong. Errors that
+    AutoTP itself raises for a model or a size pass through.
     """
     made = template.copy()
     partition(made, config, size, 0)
@@ -121,7 +121,7 @@ def describe(template: Template, config: Mapping[str, Any], size: int) -> Cuts:
 
 
 def refuse_empty(found: Cuts, config: Mapping[str, Any], layout: Layout) -> None:
-    """LayoutError where a rank would get no element of a parameter, and DeepSpeed or torch cannot do with that."""
+    """Raise LayoutError if a rank would get no element of a parameter for which DeepSpeed or torch needs one."""
     if layout.zero_stage == 3:
         why = "zero_stage=3"
     elif (config.get("tensor_parallel") or {}).get("tp_overlap_comm", False):
@@ -141,7 +141,7 @@ def refuse_empty(found: Cuts, config: Mapping[str, Any], layout: Layout) -> None
 
 
 def _cut(name: str, shape: tuple[int, ...], held: nn.Parameter) -> AxisCuts:
-    """What DeepSpeed wrote on a parameter, as a cut."""
+    """Return what DeepSpeed wrote on a parameter, as a cut."""
     written = getattr(held, DS_AUTOTP_UC_META, None)
     if written is None or written["replicated"]:
         return WHOLE
@@ -158,7 +158,7 @@ def _cut(name: str, shape: tuple[int, ...], held: nn.Parameter) -> AxisCuts:
 
 @contextmanager
 def _for_training() -> Iterator[None]:
-    """In the block AutoTP cuts for training; what it keeps for the process is as it was afterwards."""
+    """Let AutoTP cut for training inside the block, and restore its process-wide settings afterwards."""
     training, on_host = is_autotp_training_mode(), TensorParallel_Layer.keep_module_on_host
     set_autotp_mode(training=True)
     try:
@@ -170,7 +170,7 @@ def _for_training() -> Iterator[None]:
 
 @contextmanager
 def _tensor_group(size: int, place: int) -> Iterator[td.ProcessGroup]:
-    """A tensor group of `size` without peers in which this is the rank at `place`; AutoTP finds it where it asks."""
+    """Give AutoTP, inside the block, a tensor group of `size` without peers in which this is the rank at `place`."""
     rank = td.get_rank()
     ranks = [other for other in range(size) if other != rank][: size - 1]
     group, store = make_fake_group("dynatrain_asked", place, size)
@@ -188,35 +188,35 @@ def _tensor_group(size: int, place: int) -> Iterator[td.ProcessGroup]:
 _PARSED = "ds_autotp_parsed"
 _LOSS_BEFORE = "_deepspeed_original_loss_function"
 _PARTIAL = "_ds_grad_allreduce_registered"
-"""On parameters whose gradients AutoTP adds up over the ranks."""
+"""Attribute of parameters whose gradients AutoTP adds up over the ranks."""
 _METHODS = {"gather_params", "_tp_partition"}
-"""Of a layer, on its parameters."""
+"""Methods of a layer that are set on its parameters."""
 
 _REFUSALS = (AssertionError, ValueError, NotImplementedError, RuntimeError, UnsupportedError, LayoutError)
-"""How AutoTP, and the checks of what it says, say no."""
+"""Errors by which AutoTP, and our checks of its descriptions, refuse."""
 
 
 class TensorShaper(Shaper):
-    """A model that AutoTP deals out, if it is one that AutoTP can."""
+    """Shaper of a model that AutoTP deals out, or of one that it cannot."""
 
     def __init__(self, template: Template | None, config: Mapping[str, Any], reason: str = "") -> None:
-        """template: None, for the `reason`, of a model that has none."""
+        """Keep the template of a model; None, with the `reason`, for a model that cannot have one."""
         self._template, self._config, self._reason = template, config, reason
         self._cuts: dict[int, Cuts] = {}
         self._one_at_a_time = threading.Lock()
 
     @staticmethod
     def of(model: nn.Module, config: Mapping[str, Any], factory: ModelFactory | None = None) -> TensorShaper:
-        """The shaper of a user's model that DeepSpeed has not altered."""
+        """Make the shaper of a user's model that DeepSpeed has not altered."""
         try:
             return TensorShaper(Template.of(model, factory), config)
         except UnsupportedError as error:
             return TensorShaper(None, config, str(error))
 
     def cuts(self, layout: Layout) -> Mapping[str, AxisCuts]:
-        """How the tensor axis cuts each logical tensor. For any layout, whatever world is installed.
+        """Return how the tensor axis cuts each logical tensor, for any layout, whichever world is installed.
 
-        UnsupportedError, naming the parameter or the model, for what AutoTP does not cut, or not in a way that it
+        UnsupportedError, naming the parameter or the model, if AutoTP does not cut it, or not in a way that it
         describes; LayoutError, with the nearest size, for a size that it cannot do.
         """
         if layout.pipe * layout.expert > 1:
@@ -239,11 +239,11 @@ class TensorShaper(Shaper):
         return found
 
     def make(self, layout: Layout, rank: int) -> Made:
-        """The template's children, cut by AutoTP."""
+        """Return the template's children, cut by AutoTP."""
         return self.cut(self._known.copy(), layout, rank)
 
     def cut(self, module: nn.Module, layout: Layout, rank: int) -> Made:
-        """Children out of `module`, a copy of the template, as a rank of `layout` has them."""
+        """Make children out of `module`, a copy of the template, as a rank of `layout` has them."""
         before = dict(module.__dict__)
         if layout.tensor > 1:
             with self._one_at_a_time:
@@ -252,7 +252,7 @@ class TensorShaper(Shaper):
         return Made(module, {name: value for name, value in after if before.get(name, before) is not value})
 
     def reshape(self, root: nn.Module, layout: Layout, made: Made | None = None) -> None:
-        """Give `root` the children of this rank; what AutoTP sets on a root is set on it, or gone."""
+        """Give `root` the children of this rank, and set or remove the attributes that AutoTP sets on a root."""
         made = made or self.make(layout, td.get_rank())
         with_memory(made.module, next(root.parameters()).dtype)
         for held in made.module.parameters():
@@ -290,7 +290,7 @@ class TensorShaper(Shaper):
         _speak_over(engine.module, None)
 
     def configure(self, config: dict[str, Any], layout: Layout) -> None:
-        """Write the tensor size of a layout into the configuration; what else the user says of AutoTP stays."""
+        """Write the tensor size of a layout into the configuration; the user's other settings of AutoTP stay."""
         if layout.tensor > 1 or config.get("tensor_parallel"):
             config["tensor_parallel"] = settings(config, layout.tensor)
 
@@ -307,7 +307,7 @@ class TensorShaper(Shaper):
         return self._cuts[size]
 
     def _nearest(self, layout: Layout) -> int:
-        """The largest tensor size below that of `layout` that works with its stage; 1 if there is none."""
+        """Return the largest tensor size below that of `layout` that works with its stage; 1 if there is none."""
         for size in range(layout.tensor - 1, 1, -1):
             try:
                 refuse_empty(self._described(size), self._config, layout.replace(tensor=size))
@@ -318,7 +318,7 @@ class TensorShaper(Shaper):
 
 
 def _loosely(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The method, without a hold on its layer: else the layer's memory would wait for the collector when it is gone."""
+    """Return the method with a weak reference to its layer, whose memory would otherwise wait for the collector."""
     reference = WeakMethod(method)
 
     def call(*arguments: Any) -> Any:
@@ -329,9 +329,9 @@ def _loosely(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _sum_over_ranks(gradient: torch.Tensor) -> torch.Tensor:
-    """The gradient of a parameter that all ranks have, and of which each uses a part (norms of single heads).
+    """Add up the gradient of a parameter that all ranks have, and of which each uses a part (norms of single heads).
 
-    DeepSpeed's hook, but for the group, which DeepSpeed's keeps for ever.
+    It is DeepSpeed's hook except for the group, which DeepSpeed's own keeps for ever.
     """
     whole = gradient.contiguous()
     dist.all_reduce(whole, group=groups.get_tensor_model_parallel_group())
@@ -339,7 +339,7 @@ def _sum_over_ranks(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _speak_over(root: nn.Module, group: td.ProcessGroup | None) -> None:
-    """Let all layers of AutoTP, and its loss, speak over a group."""
+    """Give all layers of AutoTP, and its loss, a group to communicate over, or none."""
     for module in root.modules():
         if isinstance(module, TensorParallel_Layer):
             module.mp_group = group
@@ -349,7 +349,7 @@ def _speak_over(root: nn.Module, group: td.ProcessGroup | None) -> None:
 
 
 def _take_off(root: nn.Module, origin: nn.Module) -> None:
-    """Take off the root what AutoTP has set on it. origin: the root as the user made it."""
+    """Take off the root the attributes that AutoTP has set on it. origin: the root as the user made it."""
     loss = root.__dict__.pop(_LOSS_BEFORE, None)
     if loss is not None:
         root.loss_function = loss

@@ -2,8 +2,8 @@
 
 A mean over micro-batches of unequal token counts is not the mean over the tokens. So each micro-batch's mean loss is
 multiplied by its own count, and at the boundary the accumulated gradient, which DeepSpeed has divided by the number of
-micro-batches, is divided by tokens per micro-batch. DeepSpeed divides by its loss scale in the same place and before
-its clipping, which is what is used here.
+micro-batches, is divided by tokens per micro-batch. This uses the place, before clipping, where DeepSpeed divides by
+its loss scale.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ds_dynatrain.adapters.offload import old_gradients_kept
 
 @contextmanager
 def divided_by_tokens(engine: Any, own: int | None, slots: int) -> Iterator[None]:
-    """Inside the block the optimizer's step divides its gradients by the mean number of tokens of a micro-batch.
+    """Make the optimizer's step inside the block divide its gradients by the mean number of tokens of a micro-batch.
 
-    own: tokens of this rank in the window; None (on all ranks): none were given, and nothing is divided. Else a
-    collective over the data and sequence axes: DeepSpeed means over the first and sums over the second. slots: the
-    number of micro-batches that gradients were divided by already.
+    own: tokens of this rank in the window; None (on all ranks) if none were given, and then gradients are not divided.
+    Otherwise a collective over the data and sequence axes: DeepSpeed takes means over the first and sums over the
+    second. slots: the number of micro-batches that gradients were divided by already.
     """
     if own is None:
         yield

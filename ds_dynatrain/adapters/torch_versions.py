@@ -1,6 +1,6 @@
-"""What differs between the versions of torch that this package runs with; no other file asks which one is there.
+"""Differences between the versions of torch that this package runs with; no other file asks for torch's version.
 
-It is looked up by what is there, so a newer torch is let in as long as it has the names; `check_torch` says at import
+Names are looked up one by one, so a newer torch is accepted as long as it has them; `check_torch` reports at import
 which are missing.
 """
 
@@ -48,7 +48,7 @@ NAMES: Mapping[str, str] = {
 """Names of torch's, most of them private, that the adapters rely on in every version: module -> names in it."""
 
 REGISTERING = ("_register_pg_in_world", "_update_process_group_global_state")
-"""What makes a group known to `torch.distributed`: since 2.13, and before."""
+"""Function that makes a group known to `torch.distributed`: its names since 2.13, and before."""
 
 NO_COLLECTIVES = frozenset(
     {
@@ -58,7 +58,7 @@ NO_COLLECTIVES = frozenset(
         *("unregister_abort_hook", "unregister_pre_hook", "unregister_post_hook"),
     }
 )
-"""What torch's groups can be asked for without a word to the peers, and what makes, changes or ends one."""
+"""Methods of torch's groups that send nothing to peers, and those that make, change or end a group."""
 HIDDEN_COLLECTIVES = ("_allgather_base", "_reduce_scatter_base")
 COLLECTIVES = tuple(
     name
@@ -66,16 +66,18 @@ COLLECTIVES = tuple(
     if callable(getattr(td.ProcessGroup, name))
     and (name in HIDDEN_COLLECTIVES if name.startswith("_") else name not in NO_COLLECTIVES)
 )
-"""All the others that the installed torch has: it gives them new names from time to time, and calls those itself."""
+"""All other methods of the installed torch's groups: torch renames them from time to time, and calls them itself."""
 
 
 def tested_torches() -> str:
-    """The versions that the tests ran with, for messages."""
+    """Return the versions that the tests ran with, for messages."""
     return f"{', '.join(TESTED[:-1])} and {TESTED[-1]}"
 
 
 def check_torch(version: str | None = None, names: Mapping[str, str] = NAMES) -> None:
-    """ImportError, naming this version and the tested ones, for a torch that is too old or lacks one of the names."""
+    """Raise ImportError, naming this version and the tested ones, for a torch that is too old or lacks one of the
+    names.
+    """
     version = version or torch.__version__
     if Version(version).release < Version(OLDEST).release:
         raise ImportError(
@@ -104,24 +106,28 @@ def has(module: str, name: str) -> bool:
 
 
 def register_in_world() -> Callable[..., None]:
-    """What makes a group known to `torch.distributed`; its arguments are the same in all versions."""
+    """Return the function that makes a group known to `torch.distributed`; its arguments never differ."""
     found: Any = next(getattr(c10d, name) for name in REGISTERING if hasattr(c10d, name))
     return found  # type: ignore[no-any-return]
 
 
 def attends_without_heads() -> bool:
-    """Whether attention works on a rank that holds no head: before 2.12, on a CPU, it ends the process (SIGFPE)."""
+    """Return whether attention works on a rank without heads: before 2.12, on a CPU, it ends the process (SIGFPE)."""
     return Version(torch.__version__).release >= Version("2.12").release
 
 
 def fake_backend(rank: int, size: int) -> Backend:
-    """torch's back-end without peers: its collectives return at once; what they write differs between versions."""
+    """Return torch's back-end without peers: its collectives return at once; what they write differs between
+    versions.
+    """
     made: Backend = FakeProcessGroup._create_internal(rank, size)
     return made
 
 
 def failing_backend(rank: int, size: int) -> Backend:
-    """One whose collectives raise RuntimeError: for groups whose collectives never come as far as that."""
+    """Return a back-end whose collectives raise RuntimeError, for groups whose collectives are answered before they
+    reach it.
+    """
     kind: Any = FakeProcessGroup
     options = kind.Options()
     options.error_on_collective = True

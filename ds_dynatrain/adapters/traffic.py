@@ -1,8 +1,8 @@
-"""Count of what a member has begun and ended in one group, from which all can tell whether anything is under way in it.
+"""Counts of calls that a member has begun and ended in one group, from which all tell whether messages are under way.
 
-A collective that all members have begun equally often, and that each has seen the end of, has left no message behind;
-neither has a message that was sent and received. Whether a world that has lost a member may hand a group on is judged
-from what all members of the group say of it, so it is the same on all of them.
+A collective that all members have begun equally often, and whose end each has seen, has left no message behind; neither
+has a message that was sent and received. If a world has lost a member, the reports of all members of a group decide
+whether it may be handed on, so all of them decide alike.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from collections.abc import Mapping
 from typing import Any
 
 MESSAGES = ("send", "recv", "recv_anysource")
-"""What concerns two ranks alone. The peer is the second argument of the first two."""
+"""Methods that concern two ranks only. The peer is the second argument of the first two."""
 Said = dict[str, dict[str, Any]]
-"""What members say of groups, by the group's name, in plain JSON: see `Traffic.said`."""
+"""Reports of members on groups, by the group's name, in plain JSON: see `Traffic.said`."""
 
 
 class Traffic:
-    """Count of one group on one member. Any thread may call it.
+    """Counts of one group on one member. Any thread may call it.
 
-    is_closed: nothing is begun any more. has_failed: messages may have been left behind, or cannot be accounted for.
+    is_closed: whether no further call may begin. has_failed: whether messages may have been left behind, or cannot be
+    accounted for.
     """
 
     def __init__(self, rank: int) -> None:
@@ -29,10 +30,12 @@ class Traffic:
         self._rank, self._lock = rank, threading.Lock()
         self._collectives = self._under_way = 0
         self._messages = Counter[tuple[int, int]]()
-        """Those that were sent from one rank to another, less those that were received."""
+        """Messages sent from one rank to another, less those received."""
 
     def begin(self, name: str, arguments: tuple[Any, ...]) -> bool:
-        """Count a call of the group's; False, and nothing is to be begun, where it is closed. name: of the method."""
+        """Count a call of the group's method `name`. Returns False if the group is closed; the call must not begin
+        then.
+        """
         with self._lock:
             if self.is_closed:
                 return False
@@ -41,34 +44,36 @@ class Traffic:
                 self._messages[self._rank, arguments[1]] += 1
             elif name == "recv" and len(arguments) > 1:
                 self._messages[arguments[1], self._rank] -= 1
-            elif name in MESSAGES:  # from or to nobody knows whom
+            elif name in MESSAGES:  # sender or receiver is unknown
                 self.has_failed = True
             else:
                 self._collectives += 1
             return True
 
     def end(self) -> None:
-        """One that was begun has ended well."""
+        """Note that a call has ended well."""
         with self._lock:
             self._under_way -= 1
 
     def fail(self) -> None:
-        """One has not, or what the others have of it is not known."""
+        """Note that a call has not ended well, or that its state on the others is unknown."""
         self.has_failed = True
 
     def close(self) -> bool:
-        """Let nothing be begun any more; whether nothing is under way, and nothing has failed."""
+        """Let no further call begin; return whether no call is under way and none has failed."""
         with self._lock:
             self.is_closed = True
             return self.is_at_rest
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether all that was begun here has ended well."""
+        """Return whether all calls begun here have ended well."""
         return not self._under_way and not self.has_failed
 
     def said(self, size: int, is_lost: bool) -> dict[str, Any]:
-        """This member's word on the group, which has so many ranks. is_lost: so has its world on this member."""
+        """Return this member's report on the group, which has `size` ranks. is_lost: whether its world is lost on this
+        member.
+        """
         with self._lock:
             messages = [[*pair, count] for pair, count in sorted(self._messages.items()) if count]
             said = {"members": 1, "size": size, "has_failed": self.has_failed, "is_lost": is_lost}
@@ -77,7 +82,7 @@ class Traffic:
 
 
 def joined(one: Said, other: Said) -> Said:
-    """Join what some members and what others say. Associative."""
+    """Join the reports of some members and those of others. Associative."""
     both = {name: _joined(said, other[name]) for name, said in one.items() if name in other}
     return {**one, **other, **both}
 
@@ -97,10 +102,10 @@ def _joined(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unfit(found: Said) -> list[str]:
-    """The groups that have to be built anew, from what all have said.
+    """Return the groups that have to be built anew, from the joined reports of all.
 
-    Those of which not all members have said something, and those in which something has failed. In a world that is
-    lost, which has ended at another place on each member, those too in which something was under way.
+    They are the groups on which not all members have reported, and those in which a call has failed. In a lost world,
+    which has ended at another place on each member, groups with calls under way are unfit, too.
     """
     is_lost = any(said["is_lost"] for said in found.values())
     return sorted(

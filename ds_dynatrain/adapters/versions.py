@@ -1,8 +1,8 @@
-"""What differs between the DeepSpeed series that this package is tested with; no other file asks for a version.
+"""Differences between the DeepSpeed series that this package is tested with; no other file asks for a version.
 
-A series is a minor version. Within one, patches from the tested one on are let in: the private names that the adapters
-rely on are checked before anything else of them is imported, and the census of every switch tells where their buffers
-lie. A missing name is an error that names both versions, not an AttributeError in the middle of a training.
+A series is a minor version. Within a series, patch versions from the tested one on are accepted: the private names that
+the adapters rely on are checked before any other adapter is imported, and the census of every switch checks where
+DeepSpeed's buffers lie. A missing name is an error that names both versions, not an AttributeError during training.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from ds_dynatrain.space import Layout
 from ds_dynatrain.version import __version__
 
 Names = Mapping[str, str]
-"""A module, or "module:class" -> names in it, parted by spaces."""
+"""A module, or "module:class" -> names in it, separated by spaces."""
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a key of the configuration is refused in one series; `harmless` values of it are not."""
+    """Reason to refuse a key of the configuration in one series; `harmless` values of it are accepted."""
 
     reason: str
     harmless: tuple[object, ...] = (None, False, {}, "auto")
@@ -169,12 +169,14 @@ SERIES: Mapping[tuple[int, int], Series] = {
 
 
 def versions_tested() -> str:
-    """The versions that the tests ran with, for messages and docs."""
+    """Return the versions that the tests ran with, for messages and docs."""
     return " and ".join(series.tested for series in SERIES.values())
 
 
 def series_of(version: str) -> Series:
-    """The series of a version of DeepSpeed's; ImportError, naming what is tested, for one that is not let in."""
+    """Return the series of a version of DeepSpeed; ImportError, naming the tested versions, for one that is not
+    accepted.
+    """
     parsed = Version(version)
     series = SERIES.get((parsed.major, parsed.minor))
     if series is None or parsed.release < Version(series.tested).release:
@@ -186,12 +188,12 @@ def series_of(version: str) -> Series:
 
 
 def present() -> Series:
-    """The series that is installed."""
+    """Return the series that is installed."""
     return series_of(deepspeed.__version__)
 
 
 def refuse_for_series(config: Mapping[str, Any], series: Series | None = None) -> None:
-    """UnsupportedError, naming the key, for what the installed series cannot do (or does wrong)."""
+    """Raise UnsupportedError, naming the key, for settings that the installed series cannot do (or does wrong)."""
     for key, refusal in (series or present()).refused.items():
         value: Any = config
         for part in key.split("."):
@@ -201,14 +203,14 @@ def refuse_for_series(config: Mapping[str, Any], series: Series | None = None) -
 
 
 def refuse_optimizer(optimizer: torch.optim.Optimizer, series: Series | None = None) -> None:
-    """UnsupportedError for an optimizer of DeepSpeed's own, where the series' were not tested."""
+    """Raise UnsupportedError for an optimizer of DeepSpeed's own in a series whose optimizers were not tested."""
     kind = type(optimizer)
     if not (series or present()).follows_own_optimizers and kind.__module__.startswith("deepspeed."):
         raise UnsupportedError(f"optimizer {kind.__name__}: {UNTRIED}, or take torch's (`torch_adam`: true)")
 
 
 def refuse_axes(layout: Layout, series: Series | None = None) -> None:
-    """SwitchRefused for an axis besides data, where the series' were not tested."""
+    """Raise SwitchRefused for an axis besides data in a series whose other axes were not tested."""
     wide = [f"{axis}={size}" for axis, size in layout.axes().items() if axis != "data" and size > 1]
     if wide and not (series or present()).follows_axes:
         raise SwitchRefused(
@@ -218,7 +220,7 @@ def refuse_axes(layout: Layout, series: Series | None = None) -> None:
 
 
 def refuse_groups(groups: Sequence[Sequence[torch.Tensor]], series: Series | None = None) -> None:
-    """UnsupportedError for frozen 16-bit parameters in an optimizer group, where stage 0 would decay them."""
+    """Raise UnsupportedError for frozen 16-bit parameters in an optimizer group, if stage 0 would decay them."""
     if not (series or present()).steps_frozen:
         return
     for number, group in enumerate(groups):
@@ -230,7 +232,9 @@ def refuse_groups(groups: Sequence[Sequence[torch.Tensor]], series: Series | Non
 
 
 def mend() -> None:
-    """Repair what the installed series gets wrong for every engine, once in a process, before one is built."""
+    """Repair defects of the installed series that affect every engine. Called once in a process, before an engine is
+    built.
+    """
     if present().waits_for_last_gather:
         gather_one_by_one(importlib.import_module("deepspeed.runtime.zero.partition_parameters").Init)
     if present().gathers_by_address:
@@ -274,25 +278,25 @@ def gather_in_one_order(kind: Any) -> None:
 
 
 def collector() -> ModuleType:
-    """The module whose `gc` ZeRO-3's constructor calls."""
+    """Return the module whose `gc` ZeRO-3's constructor calls."""
     return importlib.import_module(present().collector)
 
 
 def configure_python_gc(engine: Any) -> None:
-    """What `deepspeed.initialize` does last, since 0.19."""
+    """Configure Python's garbage collector as `deepspeed.initialize` does last, since 0.19."""
     if hasattr(engine, "_configure_python_gc"):
         engine._configure_python_gc()
 
 
 def aligns_parameters(engine: Any) -> bool:
-    """Whether stages 1 and 2 leave room between parameters (`parameter_alignment`, since 0.19)."""
+    """Return whether stages 1 and 2 leave room between parameters (`parameter_alignment`, since 0.19)."""
     return hasattr(engine, "zero_parameter_alignment") and bool(engine.zero_parameter_alignment())
 
 
 def settle_flat_groups(zero: Any) -> None:
     """Take the autograd history off flat weights of stages 1 and 2 that DeepSpeed has just built.
 
-    0.18 keeps that of their concatenation, and gloo refuses to gather into them (torch 2.13).
+    DeepSpeed 0.18 keeps the history of their concatenation, and gloo refuses to gather into them (torch 2.13).
     """
     for group, flat in enumerate(getattr(zero, "bit16_groups_flat", ())):
         if flat.grad_fn is not None:
@@ -301,9 +305,10 @@ def settle_flat_groups(zero: Any) -> None:
 
 
 def flat_offsets(zero: Any, group: int) -> list[int]:
-    """Where each of `zero.round_robin_bit16_groups[group]` starts in the flat buffer of stages 1 and 2, in elements.
+    """Return where each of `zero.round_robin_bit16_groups[group]` starts in the flat buffer of stages 1 and 2, in
+    elements.
 
-    0.18 keeps no list of them: there the parameters lie end to end.
+    DeepSpeed 0.18 keeps no list of these; there the parameters lie end to end.
     """
     offsets = getattr(zero, "round_robin_bit16_offsets", None)
     if offsets is not None:
@@ -411,7 +416,7 @@ NAMES: Names = {
 
 
 def check_names(*names: Names) -> None:
-    """ImportError, naming every missing name and both versions, unless all are there.
+    """Raise ImportError, naming every missing name and both versions, unless all names exist.
 
     names: tables; by default that of every series, and that of the installed one.
     """
@@ -426,6 +431,6 @@ def check_names(*names: Names) -> None:
 
 
 def paths(holder: str, names: str) -> list[list[str]]:
-    """Each name of a row of a table: the module, then the levels below it."""
+    """Return the path of each name in a row of a table: the module, then the levels below it."""
     module, *classes = holder.split(":")
     return [[module, *classes, *name.split(".")] for name in names.split()]

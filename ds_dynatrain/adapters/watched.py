@@ -25,24 +25,26 @@ from ds_dynatrain.errors import WorldChanged
 T = TypeVar("T")
 Kind = td.ProcessGroup.BackendType
 LOOK = timedelta(seconds=0.25)
-"""How long a collective of a lost world is waited for; one that goes on is not held up."""
+"""Interval between checks whether the world of a waiting collective is lost; a live one is not held up."""
 NO_LIMIT = timedelta(0)
-"""What torch hands to `wait` where its caller has named no time-out."""
+"""Value that torch passes to `wait` if its caller has named no time-out."""
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether gloo says that a peer did not answer; what it says of wrong arguments names no file of its own."""
+    """Return whether an error is gloo's for a peer that did not answer; its errors for wrong arguments name no file of
+    its own.
+    """
     return isinstance(error, td.DistError) or "gloo/" in str(error).lower()
 
 
 class GroupStatus:
-    """State that the groups of one world share: what has become of them.
+    """State that the groups of one world share.
 
-    is_fixed: members do not come and go, so errors stay torch's. gate: what is known of collectives on an accelerator.
-    failure: how a collective of it has failed, without the frames, which hold groups. is_closed: whether it takes no
-    collective at present: the world was formed anew in the middle of a global batch, and not all of its members are in
-    the same line of the script. is_lost: a member of it is gone, or a collective has failed somewhere; another world
-    follows, and none of its collectives is begun any more.
+    is_fixed: whether members do not come and go, so that errors stay torch's. gate: bookkeeping of collectives on an
+    accelerator. failure: error of a failed collective, without the frames, which hold groups. is_closed: whether the
+    world takes no collective at present: it was formed anew in the middle of a global batch, and not all of its members
+    are in the same line of the script. is_lost: whether a member is gone, or a collective has failed on any of them;
+    another world follows, and no collective of this one begins any more.
     """
 
     def __init__(self, is_fixed: bool = False) -> None:
@@ -53,7 +55,9 @@ class GroupStatus:
 
     @property
     def is_broken(self) -> bool:
-        """Whether communicators of the world can only be aborted: not all its members would end them together."""
+        """Whether communicators of the world can only be aborted, because not all its members would end them
+        together.
+        """
         return self.failure is not None or self.is_lost or self.gate.is_torn
 
     def call(self, call: Callable[..., T], *arguments: Any) -> T:
@@ -76,7 +80,7 @@ class GroupStatus:
 
 
 class PythonGroup(td.ProcessGroup):
-    """A group whose collectives all come to `collective`, under whichever names torch has for them.
+    """A group whose collectives all come to `collective`, by every name that torch has for them.
 
     (A class that leaves some of them to its base would keep Python's lock while these start.)
     """
@@ -105,13 +109,13 @@ for _name in (*COLLECTIVES, "_start_coalescing", "_end_coalescing"):
 class ManagedProcessGroup(PythonGroup):
     """A group of a world, in front of torch's `group`, which it keeps.
 
-    It serves the CPU by gloo and, once it is connected, an accelerator by a communicator that other groups may have as
-    well. torch's own asks one of its back-ends what it is called, so of two that share one the first would have the
-    name of the second; this one has its own. Messages wait as long as collectives: a receiver of gloo's would give up
-    after the time that connecting was given, and a stage of a pipeline may compute for longer.
+    It serves the CPU by gloo and, once it is connected, an accelerator by a communicator that other groups may share.
+    torch's own group asks one of its back-ends for its name, so if two groups share one, the first would get the name
+    of the second; this one has a name of its own. Messages have the time-out of collectives: a receiver of gloo's would
+    give up after the time allowed for connecting, but a stage of a pipeline may compute for longer.
 
-    status: of the world that it serves, if members come and go: its failures are told there and raise WorldChanged.
-    traffic: what was begun and ended in it.
+    status: of the world that it serves, if members come and go: failures are noted there and raise WorldChanged.
+    traffic: counts of its calls.
     """
 
     def __init__(self, group: td.ProcessGroup, status: GroupStatus | None = None) -> None:
@@ -124,17 +128,17 @@ class ManagedProcessGroup(PythonGroup):
 
     @property
     def group_name(self) -> GroupName:
-        """Name of its own, whatever its back-ends are called by now."""
+        """The group's own name, whatever its back-ends are called by now."""
         return GroupName(self._name)
 
     def serve(self, status: GroupStatus) -> None:
-        """Belong to the world with this status from here on: the next one, or again the one before."""
+        """Belong to the world with this status from now on: to the next one, or to the former one again."""
         self._status, self.traffic.is_closed = status, status.is_lost
 
     def renew(self, store: Store, device: torch.device, kind: Kind, backend: Any) -> None:
-        """Serve a device by another back-end from here on: torch's groups keep the first one of a kind.
+        """Serve a device by another back-end from now on, though torch's groups keep the first one of a kind.
 
-        store: of a prefix that nobody has used.
+        store: with a prefix that was never used before.
         """
         behind = td.ProcessGroup(store, self.rank(), self.size())
         behind._set_default_backend(Kind.GLOO)
@@ -145,7 +149,7 @@ class ManagedProcessGroup(PythonGroup):
         self._group = behind
 
     def collective(self, name: str, *arguments: Any, **named: Any) -> Any:
-        """Hand it on; in a world that may lose members, count it and watch it."""
+        """Pass a collective on to torch's group; count and watch it in a world that may lose members."""
         if self._status.is_fixed and name not in MESSAGES:
             return getattr(self._group, name)(*arguments, **named)
         return self._status.call(self._begin, name, arguments, named)
@@ -171,16 +175,16 @@ class ManagedProcessGroup(PythonGroup):
         return self._group._get_backend(device)
 
     def _register_backend(self, device: torch.device, kind: Kind, backend: Any) -> None:
-        """Serve another device, by the group behind this one, too."""
+        """Serve another device, and let the group behind this one serve it, too."""
         self._group.bound_device_id = self.bound_device_id
         self._group._register_backend(device, kind, backend)
         super()._register_backend(device, kind, backend)
 
 
 class ManagedWork(Work):
-    """A collective that was begun, in front of torch's `work`, which answers for it.
+    """A collective under way, in front of torch's `work`, which answers for it.
 
-    name: of the group's method. on_device: whether an accelerator does it: a stream waits then, and not the host.
+    name: of the group's method. on_device: whether an accelerator does it; a stream then waits for it, not the host.
     """
 
     def __init__(self, work: Work, status: GroupStatus, traffic: Traffic, name: str, on_device: bool = False) -> None:
@@ -189,7 +193,7 @@ class ManagedWork(Work):
         self._on_device, self._has_ended = on_device, False
 
     def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
-        """Return when it is done; WorldChanged where a peer is gone, RuntimeError after the time-out."""
+        """Wait until it is done. WorldChanged if a peer is gone, RuntimeError after the time-out."""
         done = self._watched(self._wait, timeout)
         if not self._has_ended:
             self._has_ended = True
@@ -197,31 +201,31 @@ class ManagedWork(Work):
         return done
 
     def synchronize(self) -> None:
-        """Let the present stream go on behind it."""
+        """Order the present stream behind it."""
         self._watched(self._work.synchronize)
 
     def result(self) -> list[torch.Tensor]:
-        """Return the tensors that hold what came out."""
+        """Return the output tensors."""
         return self._watched(self._work.result)
 
     def get_future(self) -> Any:
-        """Return torch's, which says nothing of membership."""
+        """Return torch's future, which does not report changes of membership."""
         return self._work.get_future()
 
     def exception(self) -> Any:
-        """Return how it has failed."""
+        """Return its error, if it has failed."""
         return self._work.exception()
 
     def is_completed(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Return whether it has ended, well or not."""
         return self._work.is_completed()
 
     def is_success(self) -> bool:
-        """Whether it has ended well."""
+        """Return whether it has ended well."""
         return self._work.is_success()
 
     def source_rank(self) -> int:
-        """Return who has sent what `recv_anysource` received."""
+        """Return the rank that sent the message which `recv_anysource` received."""
         return self._work.source_rank()
 
     def _watched(self, call: Callable[..., T], *arguments: Any) -> T:
@@ -249,8 +253,11 @@ class ManagedWork(Work):
         return self._until_lost()
 
     def _until_lost(self) -> bool:
-        """Wait, also where gloo does not hear that its sockets were shut down, as it may not in the instant in which a
-        collective begins (measured: some of ten in a loop of small ones): its thread then waits for its time-out."""
+        """Wait for the work or the loss of its world.
+
+        Gloo may miss that its sockets were shut down in the instant in which a collective begins (measured: some of ten
+        in a loop of small ones); its thread then waits for its time-out.
+        """
         while True:
             is_lost = self._traffic.is_closed
             try:
@@ -263,7 +270,7 @@ class ManagedWork(Work):
 
 
 def is_on_device(arguments: Sequence[Any]) -> bool:
-    """Whether an accelerator does a collective with these arguments: the first tensor, or device, says so."""
+    """Return whether an accelerator does a collective, by the first tensor or device among its arguments."""
     for each in arguments:
         if isinstance(each, list | tuple):
             if each:

@@ -1,8 +1,8 @@
-"""Which `deepspeed.zero.GatheredParameters` blocks are open: a switch must not happen inside of one.
+"""A watch on open `deepspeed.zero.GatheredParameters` blocks: a switch must not happen inside one.
 
-An evaluation may leave ZeRO-3's parameters gathered by DeepSpeed's own hooks: nobody relies on them, and a switch puts
-them back. A `GatheredParameters` block of the user's is another thing: what he reads in it would vanish
-under his hands, and its end would partition into memory that is gone. DeepSpeed keeps no list of them, so the class's
+An evaluation may leave ZeRO-3's parameters gathered by DeepSpeed's own hooks: no code relies on them, and a switch puts
+them back. A user's own `GatheredParameters` block is different: the values that it reads would vanish during a switch,
+and its end would partition into memory that is gone. DeepSpeed keeps no list of open blocks, so the class's
 `__init__`, `__enter__` and `__exit__` are wrapped while an engine lives, and put back when it is destroyed.
 """
 
@@ -33,7 +33,7 @@ class GatherWatch:
 
         @functools.wraps(init)
         def note(block: Any, params: Any, *arguments: Any, **named: Any) -> None:
-            """Note which blocks ask for one of our parameters: below stage 3 DeepSpeed makes nothing of them."""
+            """Note blocks that ask for one of our parameters, which DeepSpeed itself ignores below stage 3."""
             listed = [params] if isinstance(params, torch.Tensor) else params
             listed = list(listed) if isinstance(listed, Iterable) else listed
             init(block, listed, *arguments, **named)

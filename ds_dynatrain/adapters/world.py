@@ -1,4 +1,4 @@
-"""The process groups of one generation, as one of its members sees them: which there are, and whom they connect."""
+"""The process groups of one generation, as one of its members sees them: their kinds, and the ranks they connect."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from ds_dynatrain.adapters.watched import GroupStatus, ManagedProcessGroup
 from ds_dynatrain.space import Layout
 
 Between = tuple[str, tuple[int, ...]]
-"""Whom a communicator connects: members in the order of a group, and the kind of a group of the user's (one may be used
-from a thread beside all others, and shares with none), or nothing."""
+"""Identity of a communicator: a kind, and the members that it connects, in the order of the group. The kind is "" for a
+communicator that groups share. A user's group, which may be used from a thread of its own, and the group for the moves
+share with no other."""
 
 
 KIND_OF_NAME: Mapping[str, str] = {
@@ -41,11 +42,11 @@ KIND_OF_NAME: Mapping[str, str] = {
 
 
 class ForwardedStore(Store):
-    """A key-value store in front of another one, which may change. (It is no group, so no `ManagedProcessGroup`.)
+    """A key-value store in front of another one, which may be replaced. (It is no group, so no `ManagedProcessGroup`.)
 
-    A group keeps the store that it was made over as long as it lives. One that goes on from world to world would keep
-    the connection of the first, in this process and in the coordinator's; it goes over to the next world's store
-    instead.
+    A group keeps the store that it was made over as long as it lives. A group that goes on from world to world would
+    keep the connection of the first, in this process and in the coordinator's; with this store it moves on to the next
+    world's store instead.
     """
 
     def __init__(self, store: Store) -> None:
@@ -53,7 +54,7 @@ class ForwardedStore(Store):
         self._store = store
 
     def go_over(self, store: Store) -> None:
-        """Ask another one from here on, with other keys: what was written does not come along."""
+        """Use another store from now on, with other keys; the keys written so far do not move along."""
         self._store = store
 
 
@@ -76,9 +77,9 @@ for _name in (
 class HeldGroup:
     """A group, and the store that it was made over.
 
-    over: what that store is in front of, if it goes along to the next world's. users: how many worlds hold the group,
-    two while it is handed on. It is the same group then, over the same connections; only the ranks of its members may
-    be others.
+    over: the replaceable store behind that one, if it moves on to the next world's store. users: number of worlds that
+    hold the group; two while it is handed on. It is then the same group over the same connections; only the ranks of
+    its members may change.
     """
 
     group: td.ProcessGroup
@@ -95,10 +96,10 @@ class World:
     that ZeRO cuts and reduces over. A group may serve several kinds. `transfer` spans the members of this and of the
     previous world during a switch (it may be one of the others). rank: None on a member that leaves with this world; it
     has `transfer` alone. ties: the sets of pipeline stages that share tied weights, each of which has a group in every
-    pipeline. status: of its groups, if members come and go; None in a job of fixed size. engine: number of the engine
-    in this process whose world it is. has_sequence: whether its model can have a sequence axis, also while that has
-    size 1. communicators: what `connect` has made or kept, by members. moves_by_device: whether moves need one of all
-    members of both worlds, which all know alike.
+    pipeline. status: shared by its groups, if members come and go; None in a job of fixed size. engine: number of the
+    engine in this process that the world belongs to. has_sequence: whether its model can have a sequence axis, even
+    while that has size 1. communicators: those that `connect` has made or kept, by members. moves_by_device: whether
+    moves need a communicator of all members of both worlds; equal on all of them.
     """
 
     generation: int
@@ -125,7 +126,7 @@ class World:
     # ---- its groups
 
     def hold(self, kind: str, ranks: tuple[int, ...], held: HeldGroup, is_of_user: bool = False) -> None:
-        """Take a group in that was made for this world, or that stays from the one before."""
+        """Add a group that was made for this world, or that stays from the former one."""
         self._of_user |= {kind} if is_of_user else set()
         held.users += held not in self._held.values()
         self._held[kind], self._ranks[kind] = held, ranks
@@ -151,7 +152,7 @@ class World:
 
     @property
     def kinds(self) -> list[str]:
-        """Kinds of the groups that it holds, in the order in which they were held."""
+        """Kinds of the groups that this world holds, in the order in which they were added."""
         return list(self._held)
 
     @property
@@ -161,16 +162,16 @@ class World:
 
     @property
     def data(self) -> td.ProcessGroup:
-        """The ranks that ZeRO cuts and reduces over: data x sequence."""
+        """Group of the ranks that ZeRO cuts and reduces over: data x sequence."""
         return self.group("data")
 
     @property
     def mpu(self) -> SimpleNamespace | None:
-        """Object that DeepSpeed asks for groups, while the world lives; None where only data and expert are above 1.
+        """Object that DeepSpeed asks for groups, while the world lives; None if only data and expert are above 1.
 
-        `model_parallel` is pipe x tensor. (DeepSpeed's own for sequence parallelism says sequence there: ZeRO then adds
-        norms of gradients up that are whole already, and clips too much.) `get_data_parallel_group` is ZeRO's group,
-        which stage 3 cuts parameters over; size and rank are those of the data axis, which share a batch.
+        `model_parallel` is pipe x tensor. (DeepSpeed's own object for sequence parallelism means sequence by it: ZeRO
+        then adds up norms of gradients that are whole already, and clips too much.) `get_data_parallel_group` is ZeRO's
+        group, which stage 3 cuts parameters over; size and rank are those of the data axis, whose ranks share a batch.
         """
         if self.layout.pipe * self.layout.sequence * self.layout.tensor == 1:
             return None
@@ -189,9 +190,9 @@ class World:
         return SimpleNamespace(**{**answers, "get_data_parallel_group": partial(self.group, "data")})
 
     def register(self) -> None:
-        """Make all groups but the one for the moves known to `torch.distributed`, with the ranks that they have here.
+        """Make all groups except that for the moves known to `torch.distributed`, with their ranks in this world.
 
-        They serve the status of this world from here on.
+        They have the status of this world from here on.
         """
         for kind, held in self._held.items():
             if kind != "transfer":
@@ -200,7 +201,9 @@ class World:
                 held.group.serve(self.status)
 
     def give_up(self, kinds: Iterable[str]) -> list[td.ProcessGroup]:
-        """Let go of the groups of some kinds: those that no other world holds; all other references are gone."""
+        """Let go of groups of some kinds; return those that no other world holds. No other reference to these
+        is left.
+        """
         gone = {kind: self._held.pop(kind) for kind in kinds if kind in self._held}
         for kind in gone:
             del self._ranks[kind]
@@ -218,17 +221,18 @@ class World:
     # ---- which of them may go on
 
     def hands_on(self, kind: str, members: tuple[int, ...], unfit: Collection[str] = ()) -> HeldGroup | None:
-        """Return the group of a kind for the next world, if it has these members in this order; all see that alike.
+        """Return the group of a kind for the next world, if it has these members in this order; the same on all of
+        them.
 
-        unfit: names of groups that have to be built anew, which all know alike.
+        unfit: names of groups that have to be built anew, equal on all members.
         """
         is_there = kind in self._held and self.between(kind)[1] == members
         return self._held[kind] if is_there and str(self.group(kind).group_name) not in unfit else None
 
     def says(self, apart: Collection[str] = ()) -> Said:
-        """Return this member's word on each of its groups, from which all learn which may go on; see `traffic`.
+        """Return this member's report on each of its groups, from which all learn which may go on; see `traffic`.
 
-        Nothing of a job of fixed size, where all may. apart: kinds whose groups are built anew in any case.
+        Empty in a job of fixed size, where all groups may. apart: kinds whose groups are built anew in any case.
         """
         if self.status is None:
             return {}
@@ -239,11 +243,11 @@ class World:
         return found
 
     def lose(self, known: Collection[str], there: Collection[int]) -> frozenset[str]:
-        """Begin nothing in this world any more: a member of it is gone, or a collective of it has failed.
+        """Begin no call in this world any more, because a member of it is gone, or a collective of it has failed.
 
-        Return the names of groups that may go on, in which nothing is under way here: nobody waits in these, and they
-        need not be shut down. In any thread. known: those that could be left alone. there: the members that are not
-        gone.
+        Return the names of groups that may go on, in which no call is under way here: no thread waits in them, and they
+        need not be shut down. Call it in any thread. known: groups that could be left alone. there: the members that
+        are not gone.
         """
         if self.status is None:
             return frozenset()
@@ -257,7 +261,7 @@ class World:
         return frozenset(stay)
 
     def _watched(self) -> list[tuple[str, ManagedProcessGroup, tuple[int, ...]]]:
-        """Return each group that tells what was begun and ended in it: a kind that it serves, the group, its ranks."""
+        """Return (a kind that it serves, group, ranks) of each group that counts its calls."""
         found: dict[int, tuple[str, ManagedProcessGroup, tuple[int, ...]]] = {}
         for kind, ranks in list(self._ranks.items()):
             held = self._held.get(kind)  # another thread may let go of it meanwhile
@@ -268,22 +272,22 @@ class World:
     # ---- what they have for the accelerator
 
     def between(self, kind: str) -> Between:
-        """Whom the group of a kind connects."""
+        """Return the identity of the communicator that the group of a kind uses."""
         if kind == "transfer":
             return (kind, self.transfer_members)
         members = tuple(self.members[rank] for rank in self.ranks(kind))
         return (kind if kind in self._of_user else "", members)
 
     def lacks(self, previous: World | None) -> bool:
-        """Whether `connect` would make a communicator on this member."""
+        """Return whether `connect` would make a communicator on this member."""
         return any(self._known(kind, previous) is None for kind in self._served())
 
     def connect(self, seconds: float, previous: World | None = None, stop: Callable[[], None] = go_on) -> Connections:
-        """Let its groups serve the accelerator's device; all its ranks call it, while nothing else is under way.
+        """Let its groups serve the accelerator's device; all its ranks call it, while no other call is under way.
 
-        Communicators of `previous` are kept, in both, where their members stay in their order; which these are all
-        members see alike. Nothing on a member without a rank, and where there is no accelerator. seconds: how long it
-        waits for the others; stop: called meanwhile, may raise. RuntimeError where that does not come about.
+        Communicators of `previous` are kept, in both worlds, if their members stay in their order; all members agree on
+        which these are. Does nothing on a member without a rank, and without an accelerator. seconds: time-out for the
+        other ranks. stop: called meanwhile; it may raise. RuntimeError if a communicator cannot be made.
         """
         begin, there, kinds = time.perf_counter(), {**self.communicators}, self._served()
         if not kinds:
@@ -308,27 +312,29 @@ class World:
         return Endpoint(str(group.group_name), self._ranks[kind], group.rank(), store)
 
     def _served(self) -> list[str]:
-        """Kinds of the groups that serve the accelerator, or are to; none where there is none."""
+        """Return the kinds of the groups that serve the accelerator, or are to; [] without an accelerator."""
         kinds = self.kinds if is_accelerated() else []
         return [kind for kind in kinds if len(self._ranks[kind]) > 1 and (kind != "transfer" or self.moves_by_device)]
 
     def _known(self, kind: str, previous: World | None) -> Communicator | None:
-        """The communicator that there is for a group, in this world or in one that may hand it on."""
+        """Return the existing communicator for a group, of this world or of one that may hand it on."""
         handed_on = {} if previous is None or previous.status is not None else previous.communicators
         alike = [self.between(kind)] + ([("", self.transfer_members)] if kind == "transfer" else [])
         return next((known[each] for known in (self.communicators, handed_on) for each in alike if each in known), None)
 
     @property
     def moving(self) -> Communicator | None:
-        """Communicator that moves between devices go by, once all are connected: of all members of both worlds."""
+        """Return the communicator for moves between devices, once all are connected: that of all members of both
+        worlds.
+        """
         members = self.transfer_members
         return self.communicators.get(("transfer", members)) or self.communicators.get(("", members))
 
     def renew(self, ended: Communicator, again: str, seconds: float, stop: Callable[[], None] = go_on) -> None:
-        """Make a communicator anew that was aborted while its members live; all of them call it. RuntimeError where
-        that does not come about: nothing of the world can be used on the device then.
+        """Make a communicator anew that was aborted while its members live; all of them call it.
 
-        again: of no other time.
+        again: a name that no other call has used. RuntimeError if it cannot be made; the world is then of no use on the
+        device.
         """
         between = next(each for each, found in self.communicators.items() if found is ended)
         kinds = [kind for kind in self._served() if self.between(kind) == between]
@@ -340,9 +346,9 @@ class World:
             found.serve_anew(group, store)
 
     def disconnect(self, is_broken: bool, which: Collection[Between] | None = None) -> Callable[[], None]:
-        """Let communicators go, by default all; return what ends those that no other world has kept.
+        """Let communicators go, by default all; return a function that ends those that no other world has kept.
 
-        All their members have to call that.
+        All their members have to call that function.
         """
         gone = [self.communicators.pop(each) for each in ([*self.communicators] if which is None else which)]
         for each in gone:
@@ -355,11 +361,12 @@ class World:
 
     @property
     def has_gate(self) -> bool:
-        """Whether collectives of its ranks may end as if they were well when a member has died."""
+        """Whether collectives of its ranks may end as if all were well when a member has died."""
         return self.status is not None and is_accelerated() and len(self.members) > 1
 
     def agree(self, meet: Callable[[int], object] | None = None) -> None:
-        """See `Gate.agree`; all ranks call it. Nothing where no members are lost, and where there is no accelerator.
+        """Do as `Gate.agree` says; all ranks call it. Does nothing if members cannot be lost, and without an
+        accelerator.
 
         meet: by default a reduction over the group for host memory.
         """

@@ -27,7 +27,7 @@ from ds_dynatrain.adapters.world import ForwardedStore, HeldGroup, World
 from ds_dynatrain.space import Layout
 
 Note = Callable[[str], None]
-"""Called with the name of a group that was made just now."""
+"""Function that is called with the name of each group as soon as it is made."""
 Make = Callable[[str, tuple[int, ...], int], HeldGroup]
 """(kind of group, ranks of the world that are in it, this one) -> the group."""
 GROUP_COUNT = 1000
@@ -35,16 +35,16 @@ GROUP_COUNT = 1000
 
 
 def ignore(name: str) -> None:
-    """Take no note: nobody asks what belongs to a group."""
+    """Ignore the name of a new group: the default `note`."""
 
 
 @dataclass(frozen=True)
 class WorldSpec:
-    """World that a member makes groups for: it is in `members`, in `previous`, or in both.
+    """The world that a member makes groups for; the member is in `members`, in `previous`, or in both.
 
-    previous: members of the world before. own: groups of the user's that this member is in, kind -> ranks; every member
+    previous: members of the former world. own: the user's groups that this member is in, kind -> ranks; every member
     has to name them in the same order. ties, engine, has_sequence: see `World`. moves_apart: whether the moves have a
-    group of their own, as training runs beside them.
+    group of their own, because training runs beside them.
     """
 
     generation: int
@@ -64,7 +64,7 @@ class WorldSpec:
         return tuple(sorted({*self.members, *self.previous}))
 
     def world(self, status: GroupStatus | None) -> World:
-        """Without groups so far."""
+        """Return the world, still without groups."""
         rank = self.members.index(self.member) if self.member in self.members else None
         of_engine = self.engine, self.has_sequence
         return World(
@@ -81,13 +81,13 @@ def build_world(
     unfit: Collection[str] = (),
     note: Note = ignore,
 ) -> World:
-    """The groups of a world for one member.
+    """Build the groups of a world for one member.
 
     Blocks until every member of both worlds has built all of its groups (`seconds` at most for each); store keys carry
-    the generation and are never used again. The groups serve the CPU; `World.connect` does the rest. One of one rank
-    costs no connection and no thread. present: the world of `previous`, on a member that trains in it, if groups whose
-    members stay in their order are to be taken over; all members do so, or none. unfit: names of those that are not,
-    equal on all. note: called with the name of each group that was made.
+    the generation and are never used again. The groups serve the CPU; `World.connect` does the rest. A group of one
+    rank takes no connection and no thread. present: the world of `previous`, on a member that trains in it, to take
+    over groups whose members stay in their order; all members give it, or none. unfit: names of groups not to take
+    over, equal on all. note: called with the name of each group that was made.
     """
     union, world = spec.union, spec.world(status)
     made = partial(_made, store, world, seconds, note)
@@ -107,7 +107,7 @@ def build_world(
         else:  # moves that fail leave messages behind, and the present world has to go on with groups that stay
             world.hold("transfer", union, made("transfer", union, spec.member))
             world.transfer, world.transfer_members = world.group("transfer"), union
-        world.transfer.barrier().wait(timedelta(seconds=seconds))  # who drops it at once breaks nobody's build off
+        world.transfer.barrier().wait(timedelta(seconds=seconds))  # so that an early drop interrupts no build
     except BaseException:
         world.transfer = None
         world.give_up(world.kinds)
@@ -118,7 +118,7 @@ def build_world(
 def add_groups(
     store: Store, world: World, own: Mapping[str, tuple[int, ...]], seconds: float, note: Note = ignore
 ) -> None:
-    """More groups of the user's for a world that is installed; all its members call it. note: as in `build_world`."""
+    """Add groups of the user's to an installed world; all its members call it. note: as in `build_world`."""
     _hold_own(world, own, partial(_made, store, world, seconds, note))
     world.connect(seconds)
     world.register()
@@ -158,7 +158,9 @@ def _fill(world: World, make: Make) -> None:
 
 
 def stand_in_world(rank: int, layout: Layout, ties: Sequence[tuple[int, ...]] = ()) -> World:
-    """A world without peers (torch's `fake` backend), for building an engine on a member that does not train yet."""
+    """Return a world without peers (torch's `fake` backend), for building an engine on a member that does not train
+    yet.
+    """
     world = World(0, tuple(range(layout.world_size)), rank, layout, tuple(ties))
 
     def make(kind: str, ranks: tuple[int, ...], rank: int) -> HeldGroup:
@@ -169,9 +171,9 @@ def stand_in_world(rank: int, layout: Layout, ties: Sequence[tuple[int, ...]] = 
 
 
 def install(world: World) -> None:
-    """Make `world` the one that `torch.distributed`, DeepSpeed and the environment variables speak of.
+    """Make `world` the one that `torch.distributed`, DeepSpeed and the environment variables refer to.
 
-    Also to go back to a world that was installed before and not dropped.
+    Call it also to go back to a world that was installed before and not dropped.
     """
     if world.rank is None:
         raise RuntimeError(f"generation {world.generation} cannot be installed: this member holds no rank in it")
@@ -183,18 +185,19 @@ def install(world: World) -> None:
 
 
 def is_ours_installed() -> bool:
-    """Whether `torch.distributed` speaks of a world of ours at present."""
+    """Return whether `torch.distributed` has a world of ours at present."""
     return is_ours(c10d._get_default_group())
 
 
 def drop(world: World, is_broken: bool = False) -> threading.Thread:
     """Forget and shut down every group of `world` that no other world holds; harmless for those never installed.
 
-    Communicators of the accelerator's device that another world has kept live on. All ranks of the world drop it: the
-    others are shut down together; is_broken: or aborted, as some may lack one that this member has.
+    Communicators of the accelerator's device that another world has kept live on. All ranks of the world drop it, so
+    the others are shut down together. is_broken: whether to abort them instead, since some members may lack one that
+    this member has.
 
-    Gloo takes 20 to 40 ms to take a group down, longer if a peer is gone: that happens in the thread that is returned.
-    Join it before the process ends.
+    Gloo takes 20 to 40 ms to take a group down, longer if a peer is gone; that happens in the returned thread. Join it
+    before the process ends.
     """
     world.transfer, world.transfer_members = None, ()
     if world.status is not None:
@@ -208,7 +211,7 @@ def drop(world: World, is_broken: bool = False) -> threading.Thread:
 
 @contextmanager
 def installed(world: World, launch: LaunchWorld) -> Iterator[None]:
-    """`world` inside the block, the launch group after it; `world` is dropped."""
+    """Install `world` inside the block, and the launch group after it; `world` is dropped."""
     install(world)
     try:
         yield

@@ -1,8 +1,9 @@
 """Data that follows the world: how a global batch is dealt, in which order, and the loaders that do it.
 
-`batch` deals samples to ranks and micro-batches, also in parts that are the same in every world, `order` says which
-samples a global batch has, and where training stands, `source` takes a data set or a torch loader apart, `loader` has
-what a user iterates over, and what that needs from an engine. The package knows torch, and no DeepSpeed.
+`batch` deals samples to ranks and micro-batches, if wanted in leaves that are the same in every world. `order` says
+which samples a global batch has, and where training stands. `source` takes a data set or a torch loader apart. `loader`
+has the loaders that a user iterates over, and the protocol `Host` that an engine fulfils for them. The package depends
+on torch and not on DeepSpeed.
 """
 
 from ds_dynatrain.data.batch import BatchArithmetic, ColumnArithmetic, Leaf, LeafArithmetic, Slot, nearest_even

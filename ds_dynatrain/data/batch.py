@@ -12,8 +12,8 @@ mean over all samples of the global batch:
 
 Leaves are parts of a global batch that are the same samples in every world. A leaf is `micro_batch_limit` consecutive
 places of a global batch; the last one of a batch may be smaller. Leaves go to the ranks of the data axis in turn: in
-micro-step m rank r trains leaf m * data + r. A rank for which there is none borrows leaf 0 at weight 0, so that its
-collectives match, and nobody adds what it makes. A short batch has fewer.
+micro-step m rank r trains leaf m * data + r. If there is no such leaf, the rank borrows leaf 0 at weight 0, so that its
+collectives match, and its gradient is added nowhere. A short batch has fewer leaves.
 
 The weight of a leaf is its share of the samples, so that
 
@@ -38,8 +38,8 @@ from ds_dynatrain.space.columns import Columns
 class Slot:
     """One micro-batch of one rank.
 
-    `positions` are places in the global batch (0 to n-1), `samples` how many of them are the slot's own: all, or 0
-    where the slot has none and repeats the sample at position 0 so that its collectives match. Multiply the mean loss
+    `positions` are places in the global batch (0 to n-1). `samples` is how many of them are the slot's own: all, or 0
+    for a slot that has none and repeats the sample at position 0 so that its collectives match. Multiply the mean loss
     by `weight`.
     """
 
@@ -49,7 +49,7 @@ class Slot:
 
     @property
     def is_borrowed(self) -> bool:
-        """Whether it has no sample of its own."""
+        """Whether the slot has no sample of its own."""
         return self.samples == 0
 
 
@@ -57,8 +57,8 @@ class Slot:
 class BatchArithmetic:
     """The sizes of one world: samples per global batch, most samples per micro-batch, data-parallel size.
 
-    shares: samples of a full global batch by data rank; None: as evenly as they go. Raises `DataError` if a size is not
-    a positive integer, and for shares that are not of all ranks or do not add up.
+    shares: samples of a full global batch by data rank; None: shares as equal as possible. Raises `DataError` if a size
+    is not a positive integer, if there is not one share for each rank, or if the shares do not add up to the batch.
     """
 
     train_batch_size: int
@@ -80,7 +80,7 @@ class BatchArithmetic:
 
     @property
     def largest_share(self) -> int:
-        """Samples of a full global batch of the rank that has most."""
+        """Samples that the rank with the largest share has of a full global batch."""
         return math.ceil(self.train_batch_size / self.data) if self.shares is None else max(self.shares)
 
     @property
@@ -100,25 +100,27 @@ class BatchArithmetic:
 
     @property
     def notice(self) -> str:
-        """Why micro-batches are smaller than anybody wants, and what to do; "" where they are not."""
+        """Explanation why micro-batches are smaller than expected, and advice; "" if they are not."""
         return ""
 
     def micro_batches(self, rank: int) -> int:
-        """Of one rank: `accumulation` of them."""
+        """Return the number of micro-batches of one rank per global batch: `accumulation`."""
         return self.accumulation
 
     def even(self) -> bool:
-        """Whether all slots of a full global batch have the same size, and weight 1."""
+        """Return whether all slots of a full global batch have the same size, and thus weight 1."""
         if self.shares is None:
             return self.train_batch_size % self.slots == 0
         return len(set(self.shares)) == 1 and self.shares[0] % self.accumulation == 0
 
     def positions(self, rank: int, samples: int) -> Sequence[int]:
-        """The places of a rank's samples in a global batch of so many, in the order in which they are dealt."""
+        """Return the places of a rank's samples in a global batch of `samples` samples, in the order in which they are
+        dealt.
+        """
         return range(rank, samples, self.data) if self.shares is None else _in_turn(self.shares, rank, samples)
 
     def deal(self, samples: int) -> SlotTable:
-        """The slots of a global batch of `samples`, 1 to train_batch_size of them; `DataError` outside that range."""
+        """Return the slots of a global batch of `samples` samples. DataError unless they are 1 to train_batch_size."""
         if not 1 <= samples <= self.train_batch_size:
             raise DataError(
                 f"a global batch of {samples} samples cannot be dealt; give 1 to train_batch_size = "
@@ -129,13 +131,13 @@ class BatchArithmetic:
 
 @dataclass(frozen=True)
 class SlotTable:
-    """All slots of one global batch of `samples` samples; rows are computed when asked for."""
+    """The slots of one global batch of `samples` samples; the rows of a rank are computed on request."""
 
     batch: BatchArithmetic
     samples: int
 
     def rank(self, rank: int) -> tuple[Slot, ...]:
-        """The slots of one rank of the data axis, in the order in which they are trained."""
+        """Return the slots of one rank of the data axis, in the order in which they are trained."""
         self._check(rank)
         mine, count = self.batch.positions(rank, self.samples), self.batch.micro_batches(rank)
         small, larger = divmod(len(mine), count)
@@ -156,25 +158,26 @@ class SlotTable:
 
 @dataclass(frozen=True)
 class ColumnArithmetic(BatchArithmetic):
-    """That of pipelines: micro-batches of one size, of which data ranks may have different numbers, see `Columns`.
+    """Batch arithmetic of pipelines: all micro-batches have one size, and data ranks may have different numbers of
+    them, see `Columns`.
 
-    Then slots all weigh 1, and a rank divides its sum by `columns.mean`, not by `accumulation`, which is the number of
-    the rank that has most.
+    Every slot then weighs 1, and a rank divides its sum by `columns.mean`. It does not divide by `accumulation`, which
+    is the largest number of micro-batches that any rank has.
     """
 
     @cached_property
     def columns(self) -> Columns:
-        """Micro-batches by data rank."""
+        """Micro-batch size, and number of micro-batches by data rank."""
         return Columns.of(self.train_batch_size, self.micro_batch_limit, self.data, self.shares)
 
     @property
     def largest_share(self) -> int:
-        """Samples of the rank that has most."""
+        """Samples of the rank with the largest share."""
         return max(self.columns.shares)
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches per global batch of the rank that has most."""
+        """Micro-batches per global batch of the rank that has most of them."""
         return self.columns.longest
 
     @property
@@ -189,7 +192,9 @@ class ColumnArithmetic(BatchArithmetic):
 
     @property
     def notice(self) -> str:
-        """Where samples only go into micro-batches of one, as a prime number of them does."""
+        """Explain that samples only fit into micro-batches of one, as happens with a prime number of them; "" if they
+        fit better.
+        """
         limit = min(self.micro_batch_limit, self.largest_share)
         if self.columns.size > 1 or limit == 1:
             return ""
@@ -206,21 +211,23 @@ class ColumnArithmetic(BatchArithmetic):
         )
 
     def micro_batches(self, rank: int) -> int:
-        """Of one rank."""
+        """Return the number of micro-batches of one rank per global batch."""
         return self.columns.counts[rank]
 
     def even(self) -> bool:
-        """Whether all ranks have as many micro-batches."""
+        """Return whether all ranks have equally many micro-batches."""
         return self.columns.is_even
 
     def positions(self, rank: int, samples: int) -> Sequence[int]:
-        """The places of a rank's samples in a global batch, in the order in which they are dealt."""
+        """Return the places of a rank's samples in a global batch, in the order in which they are dealt."""
         if self.columns.is_even:
             return range(rank, samples, self.data)
         return _in_turn(self.columns.shares, rank, samples)
 
     def deal(self, samples: int) -> SlotTable:
-        """The slots of a full global batch; `DataError` for any other, whose micro-batches would differ in size."""
+        """Return the slots of a full global batch. DataError for a shorter one, whose micro-batches would differ in
+        size.
+        """
         if samples != self.train_batch_size:
             raise DataError(
                 f"a global batch of {samples} of {self.train_batch_size} samples cannot be dealt to pipelines, which "
@@ -230,7 +237,9 @@ class ColumnArithmetic(BatchArithmetic):
 
 
 def _in_turn(shares: Sequence[int], rank: int, samples: int) -> list[int]:
-    """The places of a rank: all take one in turn, and who has its share is left out of further rounds."""
+    """Return the places of a rank: ranks take one each in turn, and a rank that has its share is left out of further
+    rounds.
+    """
     places = (
         sum(min(share, each) for share in shares) + sum(share > each for share in shares[:rank])
         for each in range(shares[rank])
@@ -239,9 +248,10 @@ def _in_turn(shares: Sequence[int], rank: int, samples: int) -> list[int]:
 
 
 def nearest_even(train_batch_size: int, micro_batch_limit: int, data: int) -> int:
-    """Return the batch size nearest to the given one, the smaller of two, that so many data ranks cut evenly.
+    """Return the batch size nearest to the given one that `data` ranks cut evenly; the smaller of two that are equally
+    near.
 
-    One of data * micro_batch_limit samples is always even, so there is one.
+    A size of data * micro_batch_limit samples is always even, so the search ends.
     """
     sizes = (train_batch_size + way * far for far in itertools.count() for way in (-1, 1))
     return next(size for size in sizes if size > 0 and BatchArithmetic(size, micro_batch_limit, data).even())
@@ -249,8 +259,11 @@ def nearest_even(train_batch_size: int, micro_batch_limit: int, data: int) -> in
 
 @dataclass(frozen=True)
 class Leaf(Slot):
-    """A slot that holds one leaf. number: of the leaf that is trained, or borrowed; micro_step: of the global batch;
-    leaves: that the global batch has; batch_samples: its samples."""
+    """A slot that holds one leaf.
+
+    number: the leaf that is trained, or borrowed. micro_step: its micro-step in the global batch. leaves,
+    batch_samples: leaves and samples of that global batch.
+    """
 
     number: int
     micro_step: int
@@ -260,8 +273,11 @@ class Leaf(Slot):
 
 @dataclass(frozen=True)
 class LeafArithmetic(BatchArithmetic):
-    """That of a job whose batches are cut into leaves of `micro_batch_limit` samples; `DataError` for shares, which
-    would make leaves of another size, and for more ranks than a full batch has leaves."""
+    """Batch arithmetic of a job whose batches are cut into leaves of `micro_batch_limit` samples.
+
+    Raises `DataError` for shares, which would make leaves of another size, and for more ranks than a full batch has
+    leaves.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -276,56 +292,56 @@ class LeafArithmetic(BatchArithmetic):
 
     @property
     def leaves(self) -> int:
-        """Of a full global batch."""
+        """Number of leaves in a full global batch."""
         return self.leaves_of(self.train_batch_size)
 
     def leaves_of(self, samples: int) -> int:
-        """Of a global batch of so many."""
+        """Return the number of leaves in a global batch of `samples` samples."""
         return math.ceil(samples / self.micro_batch_limit)
 
     @property
     def accumulation(self) -> int:
-        """Micro-steps of a global batch, of a short one too."""
+        """Micro-steps of every global batch, short ones included."""
         return math.ceil(self.leaves / self.data)
 
     @property
     def largest_slot(self) -> int:
-        """Samples of a leaf, but for the last one of a batch."""
+        """Samples of a leaf; the last leaf of a batch may have fewer."""
         return min(self.micro_batch_limit, self.train_batch_size)
 
     @property
     def largest_share(self) -> int:
-        """Samples of rank 0."""
+        """Samples of rank 0, which no rank exceeds."""
         return len(self.positions(0, self.train_batch_size))
 
     def even(self) -> bool:
-        """Whether no rank borrows a leaf of a full global batch, and all leaves have the same size."""
+        """Return whether all leaves of a full global batch have the same size, and no rank borrows one."""
         return self.train_batch_size % self.largest_slot == 0 and self.leaves == self.slots
 
     def positions(self, rank: int, samples: int) -> Sequence[int]:
-        """The places of a rank's own samples, leaf by leaf."""
+        """Return the places of a rank's own samples, leaf by leaf."""
         own = range(rank, self.leaves_of(samples), self.data)
         return [place for number in own for place in self.places(number, samples)]
 
     def places(self, number: int, samples: int) -> range:
-        """The places of a leaf in a global batch of so many samples."""
+        """Return the places of leaf `number` in a global batch of `samples` samples."""
         start = number * self.micro_batch_limit
         return range(start, min(start + self.micro_batch_limit, samples))
 
     def deal(self, samples: int) -> LeafTable:
-        """The leaves of a global batch of `samples`, 1 to train_batch_size of them; `DataError` outside that range."""
+        """Return the leaves of a global batch of `samples` samples. DataError unless they are 1 to train_batch_size."""
         super().deal(samples)
         return LeafTable(self, samples)
 
 
 @dataclass(frozen=True)
 class LeafTable(SlotTable):
-    """Who trains which leaf of one global batch."""
+    """Assignment of the leaves of one global batch to ranks and micro-steps."""
 
     batch: LeafArithmetic
 
     def rank(self, rank: int) -> tuple[Leaf, ...]:
-        """Those of one rank, by micro-step."""
+        """Return the leaves that one rank trains, by micro-step; borrowed ones included."""
         self._check(rank)
         return tuple(self._leaf(step, rank) for step in range(self.batch.accumulation))
 

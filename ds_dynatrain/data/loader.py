@@ -1,8 +1,9 @@
 """The loader of training data: one object for a whole job, whose batches follow the world.
 
-A position is counted in global batches, and inside one in micro-batches. Which indices this rank reads, and what it has
-prefetched, belongs to a world: it hangs on the iterator and is made anew from the position when the generation has
-changed. Worker processes live as long as the iterator, as in stock torch; a change of world does not start them anew.
+A position is counted in global batches, and inside one in micro-batches. The indices that this rank reads, and the
+samples that it has prefetched, belong to a world: the iterator holds them, and makes them anew from the position when
+the generation has changed. Worker processes live as long as the iterator, as in stock torch, and outlive a change of
+world.
 The rules of `iter`:
 
 - A `DistributedSampler` of the user's is asked at each `iter()` for the epoch that `set_epoch` has named; a pass that
@@ -13,7 +14,7 @@ The rules of `iter`:
 - After `load_state_dict` of a position inside a pass, the next `iter()` goes on from there. An iterator that already
   exists goes on from there too.
 - A global batch that was begun must be dealt in full: leaving it in the middle is an error of the next `iter()`.
-- Where the host says that the others have left their loops, the pass has no batch, and the position stays where it is.
+- If the host says that the other members have left their loops, the pass has no batch, and the position stays.
 - One iterator at a time: an older one raises.
 
 The loader of evaluation data has no position and no boundary, and the same number of batches on every rank.
@@ -49,55 +50,62 @@ class Host(Protocol):
 
     @property
     def data_rank(self) -> int:
-        """This member's index on the data axis, 0 to data - 1; members that share it get the same samples."""
+        """This member's index on the data axis, 0 to data - 1; members with equal indices get the same samples.
+        Undefined on an idle member.
+        """
 
     @property
     def batch(self) -> BatchArithmetic:
-        """How a global batch is dealt in the present world."""
+        """The rule by which a global batch is dealt in the present world."""
 
     @property
     def generation(self) -> int:
-        """The number of the world; a loader deals its batches anew when it has changed."""
+        """Number of the present world; a loader deals its batches anew when it has changed."""
 
     @property
     def idle(self) -> bool:
-        """Whether this member holds no state now."""
+        """Whether this member holds no state at present."""
 
     def turn(self) -> AbstractContextManager[None]:
-        """Around whatever a loader does: the process's random streams are those of this job in it."""
+        """Return a context in which the process's random streams are those of this job. Entered around every call of a
+        loader.
+        """
 
     def begin_epoch(self, loader: TrainLoader) -> int | None:
-        """Return which epoch the sampler is set to, as the job has it. Called by `iter` of a train loader.
+        """Return the epoch that the loader's sampler is set to, as the job has it. Called by `iter` of a train loader.
 
         None on a member that came late, if the others have left their loops: it gets no batch.
         """
 
     def begin_evaluation(self, loader: EvaluationLoader) -> bool:
-        """The same for a pass over an evaluation loader, which the others may not be making."""
+        """Return whether the other members make this pass over an evaluation loader, too. Called by its `iter`."""
 
     def before_micro_batch(self) -> None:
-        """Called before every micro-batch; it may set a loader back to the start of its global batch."""
+        """Let the host act before a micro-batch; it may set a loader back to the start of its global batch."""
 
     def before_batch(self, loader: TrainLoader) -> None:
-        """Called before the first micro-batch of a global batch that exists; a pending change takes effect here.
+        """Let a pending change take effect. Called before the first micro-batch of each global batch.
 
         On an idle member it returns once the member works again and `loader.load_state_dict` has set the position. A
         host that lets a member wait calls `loader.close()` first, so that no worker process waits with it.
         """
 
     def deal(self, slot: Slot, first: bool, last: bool) -> None:
-        """Told the slot of the micro-batch about to be returned, and whether it opens or closes its global batch."""
+        """Take note of the slot of the micro-batch about to be returned, and whether it opens or closes its global
+        batch.
+        """
 
     def open_batch(self, slots: Sequence[Slot]) -> None:
-        """Told this rank's slots of a global batch that is drawn at once; each is dealt later."""
+        """Take note of this rank's slots of a global batch that is drawn at once; each of them is dealt later."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward and backward pass is about.
+    """Data and weight of one forward and backward pass.
 
-    data: what the data set and `collate_fn` made. slot: which samples of the global batch these are, and what they
-    weigh. is_last: of this rank's micro-batches of the global batch. generation: of the world that deals it.
+    data: result of the data set and `collate_fn`. slot: the samples of the global batch in it, and their weight.
+    is_last: whether it is this rank's last micro-batch of the global batch. generation: number of the world that dealt
+    it.
     """
 
     data: Any
@@ -107,17 +115,17 @@ class MicroBatch:
 
     @property
     def samples(self) -> int:
-        """Samples of its own; 0 for one that repeats another's sample."""
+        """Number of its own samples; 0 if it repeats another rank's sample."""
         return self.slot.samples
 
     @property
     def is_borrowed(self) -> bool:
-        """Whether it has no sample of its own: it counts nothing."""
+        """Whether it has no sample of its own, and so counts nothing."""
         return self.slot.is_borrowed
 
     @property
     def weight(self) -> float:
-        """What the mean of its losses is multiplied by, so that the gradient is the mean over all samples."""
+        """Factor for the mean of its losses that makes the gradient the mean over all samples of the global batch."""
         return self.slot.weight
 
 
@@ -125,8 +133,8 @@ class MicroBatch:
 class Windows:
     """A train loader whose items are global batches: this rank's micro-batches of one optimizer step.
 
-    There are as many of them in every world. Each `iter` is a pass over the loader, and whatever holds for that holds
-    here.
+    Its length is the same in every world. Each `iter` begins a pass over the loader, under the same rules as
+    `iter(loader)`.
     """
 
     loader: TrainLoader
@@ -139,13 +147,13 @@ class Windows:
 
 
 class Loader:
-    """What can be read off a train loader and an evaluation loader, as off torch's."""
+    """Attributes that train and evaluation loaders share with torch's `DataLoader`."""
 
     source: Source
 
     @property
     def dataset(self) -> Any:
-        """The data set."""
+        """The map-style data set that samples are read from."""
         return self.source.dataset
 
     @property
@@ -169,17 +177,17 @@ class TrainLoader(Loader):
         self.name = name
         self.source = source
         self.order: EpochOrder = source.order(host.batch.train_batch_size) if order is None else order
-        """Which samples are in which global batch; the same in every world."""
+        """Assignment of samples to global batches; the same in every world."""
         self.post_process: Callable[[Any, dict[str, Any]], Any] | None = None
-        """Makes the batch to train on, of a batch and the order's state when its global batch was drawn."""
+        """Function of a batch and of the order's state when its global batch was drawn; makes the batch to train on."""
         self.samples = 0
-        """Samples of its own in the micro-batch that `next` dealt last; 0 for one that repeats another's sample."""
+        """Own samples in the micro-batch that `next` dealt last; 0 if it repeats another rank's sample."""
         self._host = host
         self._at = Cursor()
         self._follows_sampler, self._sampler_epoch = source.sampler is not None and order is None, 0
         self._micro = 0
         self.is_under_way = False
-        """Whether the next `iter` goes on with a pass that the job is in, after `load_state_dict`."""
+        """Whether the next `iter` continues a pass that the job is in, after `load_state_dict`."""
         self._loads = 0
         self._live: weakref.ref[Pass] | None = None
 
@@ -205,13 +213,13 @@ class TrainLoader(Loader):
 
     @property
     def cursor(self) -> Cursor:
-        """The first global batch not dealt in full; after a `break`, the first one of the next epoch."""
+        """The first global batch that was not dealt in full; after a `break`, the first one of the next epoch."""
         left = not self.has_begun and self._micro == 0 and self._at.step > 0
         return self._at.next_epoch() if left else self._at
 
     @property
     def mid_window(self) -> bool:
-        """Whether a global batch was begun here and not dealt in full."""
+        """Whether a global batch was begun on this rank and not dealt in full."""
         return self._micro > 0
 
     @property
@@ -225,12 +233,14 @@ class TrainLoader(Loader):
         return self._sampler_epoch if self._follows_sampler else self._at.epoch
 
     def __len__(self) -> int:
-        """Micro-batches per epoch on this rank in the present world; on an idle member those of the rank with most."""
+        """Return the micro-batches per epoch on this rank in the present world; on an idle member, those of the rank
+        with most.
+        """
         host = self._host
         return self.order.steps * (host.batch.accumulation if host.idle else host.batch.micro_batches(host.data_rank))
 
     def __iter__(self) -> Pass:
-        """An iterator over what remains of the epoch; see the rules of this file.
+        """Return an iterator over the rest of the epoch; the rules are at the top of this file.
 
         Raises `DataError` if a global batch was begun and not dealt in full.
         """
@@ -253,17 +263,17 @@ class TrainLoader(Loader):
         return fresh
 
     def windows(self) -> Windows:
-        """The same as an iterable of global batches, each a tuple of objects of `MicroBatch`, this rank's.
+        """Return an iterable of global batches, each a tuple of this rank's `MicroBatch` objects.
 
-        For a loop that draws a whole global batch before its first pass. `with engine.micro_batch(one):` around
-        forward, backward and step says which one they are about.
+        Use it in a loop that draws a whole global batch before its first pass. Put `with engine.micro_batch(one):`
+        around forward, backward and step to say which micro-batch they train.
         """
         return Windows(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position and the order that it counts in: plain integers and booleans, the same on every rank.
+        """Return the position and the order that it counts in: plain integers and booleans, the same on every rank.
 
-        In the middle of a global batch it is the start of that batch.
+        In the middle of a global batch, the position is the start of that batch.
         """
         cursor = self.cursor
         begun = (self.has_begun or self.mid_window) and cursor == self._at
@@ -271,10 +281,10 @@ class TrainLoader(Loader):
         return {**state, "sampler epoch": self._sampler_epoch} if self._follows_sampler else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from the position of `state`; what an iterator has prefetched is thrown away.
+        """Go on from the position of `state`, and discard prefetched samples.
 
-        Raises `DataError` if it was counted in another order: another data set length, batch size, seed, shuffle or
-        drop_last.
+        Raises `DataError` if the position was counted in another order: another data set length, batch size, seed,
+        shuffle or drop_last.
         """
         mine, theirs = self.order.describe(), dict(state["order"])
         differing = [name for name in mine if mine[name] != theirs.get(name)]
@@ -296,14 +306,16 @@ class TrainLoader(Loader):
         self._loads += 1
 
     def close(self) -> None:
-        """End the worker processes and drop what they have fetched; the position stays, and `next` starts anew."""
+        """End the worker processes and discard prefetched samples; the position stays, and `next` starts new
+        workers.
+        """
         live = self._live() if self._live is not None else None
         if live is not None:
             live.close()
 
 
 class Pass(Iterator[Any]):
-    """The iterator of a `TrainLoader`; it holds whatever belongs to the present world."""
+    """The iterator of a `TrainLoader`; it holds everything that belongs to the present world."""
 
     def __init__(self, loader: TrainLoader, host: Host, stream: torch.Generator | None, is_over: bool = False) -> None:
         self.loader = loader
@@ -317,9 +329,10 @@ class Pass(Iterator[Any]):
         self._over, self._stands = is_over, False
 
     def reach_boundary(self) -> None:
-        """Stand at the next global batch, which `next` does by itself for its first micro-batch.
+        """Advance to the next global batch and let a pending change take effect. `next` does so for a first
+        micro-batch.
 
-        StopIteration if the pass is over. A pending change takes effect here.
+        Raises StopIteration if the pass is over.
         """
         loader = self.loader
         if self._over:
@@ -335,7 +348,7 @@ class Pass(Iterator[Any]):
             self._stands = True
 
     def skip(self) -> None:
-        """Leave the global batch out at which it stands: this member has no use for its samples, others have."""
+        """Skip the present global batch: this member has no use for its samples, but others have."""
         self.close()
         self._stands, self.loader.is_under_way = False, False
         self.loader._at = self.loader._at.advance()
@@ -355,9 +368,10 @@ class Pass(Iterator[Any]):
             return batch
 
     def next_window(self) -> tuple[MicroBatch, ...]:
-        """All micro-batches of this rank of the next global batch; `Host.deal` is for whoever trains them.
+        """Return this rank's micro-batches of the next whole global batch. They are not announced to `Host.deal`, which
+        is left to the code that trains them.
 
-        DataError where `next` has begun one.
+        Raises DataError if `next` has already dealt a part of the present global batch.
         """
         loader, drawn = self.loader, list[MicroBatch]()
         if loader.mid_window:
@@ -368,7 +382,7 @@ class Pass(Iterator[Any]):
         with self._host.turn():
             while not (drawn and drawn[-1].is_last):
                 self.reach_boundary()
-                is_first = loader._micro == 0  # it may have gone back to there
+                is_first = loader._micro == 0  # a boundary may have set the loader back
                 if is_first:
                     drawn.clear()
                 slot, last = self._window[loader._micro], self._at_last
@@ -382,7 +396,7 @@ class Pass(Iterator[Any]):
         return self.loader._micro + 1 == len(self._window)
 
     def _advance(self, last: bool) -> None:
-        """A micro-batch was dealt. last: of its global batch."""
+        """Move the position past the micro-batch that was dealt. last: whether it ended its global batch."""
         loader = self.loader
         self._stands = loader.is_under_way = False
         loader._micro = 0 if last else loader._micro + 1
@@ -393,7 +407,7 @@ class Pass(Iterator[Any]):
         self._fetch = self._torch = None
 
     def _open_window(self) -> None:
-        """Stand at a global batch in the present world, or end the pass; only a working member can judge which."""
+        """Open a global batch in the present world, or end the pass; only a working member can tell which."""
         loader = self.loader
         if not self._host.idle:
             self._end_if_over()
@@ -423,7 +437,9 @@ class Pass(Iterator[Any]):
         raise StopIteration
 
     def _take(self, announce: Callable[[], None]) -> Any:
-        """The next micro-batch, once `announce` has told the host; after an error the next call reads it again."""
+        """Return the next micro-batch, once `announce` has told the host; after an error the next call reads
+        it again.
+        """
         loader, host = self.loader, self._host
         if host.generation != self._key[0]:
             raise DataError(
@@ -449,7 +465,7 @@ class Pass(Iterator[Any]):
         return batch
 
     def _start(self) -> Iterator[Any]:
-        """This rank's remaining micro-batches of the epoch, from the torch loader that is there or a new one."""
+        """Return this rank's remaining micro-batches of the epoch, from the present torch loader or a new one."""
         loader, host = self.loader, self._host
         if self._torch is None:
             stream, self._stream = self._stream, None
@@ -491,34 +507,36 @@ class _Remaining:
 class EvaluationLoader(Loader):
     """Batches of an evaluation set, split over the world as it is when `iter()` is called; no sample counts twice.
 
-    Sample i of the order goes to rank i % data. All ranks yield equally many batches, since a forward under ZeRO-3 is
-    a collective; a rank that has run out repeats the first sample. Weigh by `samples`, the number of samples of its own
-    in the last batch, 0 for a repeat:
+    Sample i of the order goes to rank i % data. All ranks yield equally many batches, since a forward pass under ZeRO-3
+    is a collective; a rank that has run out repeats the first sample. Weigh results by `samples`, the number of the
+    rank's own samples in the last batch, 0 for a repeat:
 
         for batch in loader:
             total += engine(batch).item() * loader.samples
             count += loader.samples
 
-    `batch_size` is the one given, else that of the torch `DataLoader` given, else the micro-batch size of the engine.
-    `drop_last` is not applied: what it drops would depend on the world.
+    `batch_size` is the given one, else that of the torch `DataLoader`, else the micro-batch size of the engine.
+    `drop_last` is not applied, because the samples that it drops would depend on the world.
     """
 
     def __init__(self, source: Source, host: Host, batch_size: int | None = None, name: str = "evaluation") -> None:
         self.name = name
         self.source = source
         self.samples = 0
-        """Samples of its own in the last batch yielded on this rank."""
+        """Own samples in the last batch yielded on this rank."""
         self.batch_size: int = batch_size or source.batch_size or host.batch.micro_batch_limit
         """The most samples in a batch of one rank."""
         self._host = host
         self._order = source.order(self.batch_size)
 
     def __len__(self) -> int:
-        """Batches on each rank in the present world."""
+        """Return the batches on each rank in the present world."""
         return math.ceil(self._order.length / (self._host.batch.data * self.batch_size))
 
     def __iter__(self) -> Iterator[Any]:
-        """This rank's batches, none where the others are not evaluating; `DataError` on an idle member."""
+        """Yield this rank's batches; none if the other members are not evaluating. Raises `DataError` on an idle
+        member.
+        """
         if self._host.idle:
             raise DataError(
                 "an idle member holds no state and cannot evaluate: iterate over an evaluation loader only where "

@@ -1,13 +1,13 @@
 """The order of the samples of an epoch, and how it is cut into global batches.
 
 The permutation is the one that stock DeepSpeed's loader trains in: torch's `DistributedSampler(seed=0,
-shuffle=True)`, on which DeepSpeed never calls `set_epoch`, so every epoch has the same one unless `reshuffle` is set,
-or the script calls `set_epoch` on a sampler that it gave itself.
-Its pipeline engine reads `training_data` with `shuffle=False`: the data set's own order.
-Unlike there, the end of an epoch is not padded with repeated samples: a last batch that is short is a step of its
-own, or dropped.
+shuffle=True)`, on which DeepSpeed never calls `set_epoch`, so every epoch has the same permutation unless `reshuffle`
+is set, or the script calls `set_epoch` on a sampler that it gave itself.
+DeepSpeed's pipeline engine reads `training_data` with `shuffle=False`: in the data set's own order.
+Unlike in DeepSpeed, the end of an epoch is not padded with repeated samples: a short last batch is a step of its own,
+or is dropped.
 
-Where training stands in it is a place in global batches, which is the same in every world.
+The position of training is counted in global batches, and so is the same in every world.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from ds_dynatrain.errors import DataError
 
 @dataclass(frozen=True, order=True)
 class Cursor:
-    """The first global batch that has not been dealt in full: batch `step` of epoch `epoch`, both from 0.
+    """The first global batch that has not been dealt in full: batch `step` of epoch `epoch`, both counted from 0.
 
-    `step` may equal the number of global batches of an epoch: all are dealt, and the loop over them has not ended yet.
+    `step` may equal the number of global batches of an epoch: all have been dealt, but the loop over them has not ended
+    yet.
     """
 
     epoch: int = 0
@@ -39,20 +40,20 @@ class Cursor:
             )
 
     def advance(self) -> Cursor:
-        """The next global batch of the same epoch."""
+        """Return the cursor of the next global batch of the same epoch."""
         return Cursor(self.epoch, self.step + 1)
 
     def next_epoch(self) -> Cursor:
-        """The first global batch of the next epoch."""
+        """Return the cursor of the first global batch of the next epoch."""
         return Cursor(self.epoch + 1, 0)
 
     def to_dict(self) -> dict[str, int]:
-        """Plain integers, for a checkpoint or the carry."""
+        """Return the cursor as plain integers, for a checkpoint or a member that joins."""
         return {"epoch": self.epoch, "step": self.step}
 
     @classmethod
     def from_dict(cls, state: Mapping[str, object]) -> Cursor:
-        """The inverse of `to_dict`; `DataError` if a field is missing or no integer."""
+        """Return the cursor that `to_dict` wrote; `DataError` if a field is missing or is not an integer."""
         fields = {name: state.get(name) for name in ("epoch", "step")}
         numbers = {name: value for name, value in fields.items() if isinstance(value, int)}
         if len(numbers) < len(fields):
@@ -65,9 +66,9 @@ class Cursor:
 
 @dataclass(frozen=True)
 class EpochOrder:
-    """What decides which samples are in which global batch: nothing in it depends on the world.
+    """The rule that says which samples are in which global batch. No part of it depends on the world.
 
-    Raises `DataError` where an epoch would have no global batch at all.
+    Raises `DataError` if an epoch would have no global batch at all.
     """
 
     length: int
@@ -77,7 +78,7 @@ class EpochOrder:
     reshuffle: bool = False
     drop_last: bool = False
     follows_sampler: bool = False
-    """Whether `epoch` is the one that the user's sampler was set to: then it decides as with `reshuffle`."""
+    """Whether `epoch` is the one that the user's sampler was set to; it then decides the order, as with `reshuffle`."""
 
     def __post_init__(self) -> None:
         if self.length < 1:
@@ -99,11 +100,11 @@ class EpochOrder:
         return full + (1 if rest and not self.drop_last else 0)
 
     def __len__(self) -> int:
-        """Samples per epoch, those that `drop_last` drops not counted."""
+        """Return the samples per epoch, without those that `drop_last` drops."""
         return min(self.length, self.steps * self.train_batch_size)
 
     def samples(self, step: int) -> int:
-        """Samples in global batch `step` of an epoch; `DataError` if the epoch has no such step."""
+        """Return the samples in global batch `step` of an epoch; `DataError` if the epoch has no such step."""
         if not 0 <= step < self.steps:
             raise DataError(
                 f"step {step} is outside an epoch of {self.steps} global batches; give 0 to {self.steps - 1}"
@@ -111,7 +112,7 @@ class EpochOrder:
         return min(self.train_batch_size, self.length - step * self.train_batch_size)
 
     def permutation(self, epoch: int) -> torch.Tensor:
-        """The data set's indices in training order, an int64 tensor of shape (length,) on the CPU."""
+        """Return the data set's indices in training order: an int64 tensor of shape (length,) on the CPU."""
         if not self.shuffle:
             return torch.arange(self.length, dtype=torch.int64, device="cpu")
         generator = torch.Generator(device="cpu")
@@ -119,16 +120,16 @@ class EpochOrder:
         return torch.randperm(self.length, generator=generator, dtype=torch.int64, device="cpu")
 
     def batches(self, epoch: int, step: int) -> Iterator[torch.Tensor]:
-        """The data set's indices of the global batches from `step` to the end of the epoch."""
+        """Yield the data set's indices of each global batch from `step` to the end of the epoch."""
         permutation = self.permutation(epoch)
         for number in range(step, self.steps):
             start = number * self.train_batch_size
             yield permutation[start : start + self.samples(number)]
 
     def state(self, epoch: int, step: int) -> dict[str, Any]:
-        """Nothing: every epoch is like the others."""
+        """Return an empty dictionary: the order of an epoch follows from its number alone."""
         return {}
 
     def describe(self) -> dict[str, Any]:
-        """Return all fields but `follows_sampler`: the epoch that a sampler was set to is part of a position."""
+        """Return all fields but `follows_sampler`: a position itself records the epoch that a sampler was set to."""
         return {name: value for name, value in asdict(self).items() if name != "follows_sampler"}

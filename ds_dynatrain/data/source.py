@@ -1,9 +1,9 @@
-"""What a loader reads from: a map-style data set and how its samples are fetched, whichever way the user gave them.
+"""The source of a loader: a map-style data set and the way to fetch its samples, from whatever the user gave.
 
 A torch `DataLoader` is taken apart: samples are chosen again by global index, so its batch size and its own split
-over ranks do not count. What cannot be re-sampled by global index is refused by name.
+over ranks do not count. Data that cannot be sampled by global index is refused with an error that names the reason.
 
-Where micro-batches are leaves, random draws do not depend on who reads a sample, or on what was read before.
+Where micro-batches are leaves, random draws do not depend on the rank that reads a sample or on earlier reads.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from ds_dynatrain.space.leaves import sample_seed
 
 
 class Sample(NamedTuple):
-    """A place in a data set, in a pass over it."""
+    """The index of a sample in its data set, and the epoch that reads it."""
 
     epoch: int
     place: int
 
 
 class SeededSamples:
-    """A data set that is read by `Sample`: torch's, numpy's and Python's generators are set before each one.
+    """A data set that is indexed by `Sample`: torch's, numpy's and Python's generators are seeded before each sample.
 
-    What a `collate_fn` draws follows from the last sample of its micro-batch.
+    Random draws of a `collate_fn` follow from the last sample of its micro-batch.
     """
 
     def __init__(self, dataset: Any, seed: int) -> None:
@@ -53,12 +53,12 @@ class SeededSamples:
 
 
 def in_epoch(epoch: int, indices: Iterable[list[int]]) -> Iterator[list[Sample]]:
-    """Lists of indices as lists of samples."""
+    """Yield each list of indices as a list of samples."""
     return ([Sample(epoch, index) for index in each] for each in indices)
 
 
 STOCK_WORKERS = 2
-"""Worker processes per loader where none are asked for: DeepSpeed's own number."""
+"""Worker processes per loader if the user gives no number: DeepSpeed's own default."""
 
 MAP_STYLE = "give a data set with __getitem__ and __len__, or read the stream in a loop with engine.boundary()"
 _FETCHED = (
@@ -71,9 +71,9 @@ SAMPLERS = "leave it out (samples are dealt by global index in every world), or 
 
 @dataclass(frozen=True)
 class Source:
-    """A data set with everything that decides its order and how its samples are fetched; built by `Source.build`.
+    """A data set with all settings that decide its order and how its samples are fetched; made by `Source.build`.
 
-    `batch_size` is the one of a torch `DataLoader` that was taken apart: evaluation keeps it, training does not use it.
+    `batch_size` is that of a torch `DataLoader` that was taken apart: evaluation keeps it, training does not use it.
     """
 
     dataset: Any
@@ -90,9 +90,9 @@ class Source:
     timeout: float = 0.0
     multiprocessing_context: Any = None
     seeds_samples: bool = False
-    """Whether random generators are set before each sample is read, so that whoever reads it draws the same."""
+    """Whether random generators are seeded before each sample is read, so that all ranks draw the same for it."""
     sampler: DistributedSampler[Any] | None = field(default=None, repr=False, compare=False)
-    """The user's, whose `set_epoch` decides the order; None where nothing of the user's does."""
+    """The user's sampler, whose `set_epoch` decides the order; None if no sampler of the user's does."""
     end: SharedEnd = field(default_factory=SharedEnd, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -113,12 +113,12 @@ class Source:
         pin_memory: bool | None = None,
         seeds_samples: bool = False,
     ) -> Source:
-        """A source from a map-style data set or a torch `DataLoader` over one.
+        """Make a source from a map-style data set or a torch `DataLoader` over one.
 
-        An argument that is None takes what the `DataLoader` says, and without one what stock DeepSpeed does: two
-        workers, shuffled with seed 0, the same permutation in every epoch; memory is pinned only if one of the two says
-        so. Raises `DataError` for an iterable dataset, a batch sampler, a sampler whose order is its own, or no data
-        set at all.
+        An argument that is None is taken from the `DataLoader`, and without one from stock DeepSpeed: two workers,
+        shuffled with seed 0, the same permutation in every epoch. Memory is pinned only if the argument or the
+        `DataLoader` says so. Raises `DataError` for an iterable dataset, a batch sampler, a sampler with an order of
+        its own, or an object that is no data set at all.
         """
         loader = data if isinstance(data, DataLoader) else None
         dataset = _map_style(data if loader is None else loader.dataset)
@@ -137,7 +137,7 @@ class Source:
         return 0 if self.sampler is None else int(self.sampler.epoch)
 
     def order(self, train_batch_size: int) -> EpochOrder:
-        """The order of an epoch in global batches of `train_batch_size`."""
+        """Return the order of an epoch in global batches of `train_batch_size`."""
         length = len(self.dataset)
         follows = self.sampler is not None
         return EpochOrder(length, train_batch_size, self.shuffle, self.seed, self.reshuffle, self.drop_last, follows)
@@ -145,11 +145,11 @@ class Source:
     def fetch(
         self, indices: Iterable[list[Any]], generator: torch.Generator | None, persistent: bool = False
     ) -> DataLoader[Any]:
-        """A torch `DataLoader` that yields one collated batch for each list of indices, or of `Sample`s if it is to
-        set generators.
+        """Return a torch `DataLoader` that yields one collated batch for each list of indices, or of `Sample`s if
+        `seeds_samples` is set.
 
-        `generator` is where it draws its workers' base seed from; None is torch's default generator, as in stock torch.
-        With `persistent` its workers live as long as it does, else as long as one iterator of it.
+        `generator`: source of its workers' base seed; None for torch's default generator, as in stock torch.
+        persistent: whether its workers live as long as the loader, and not just as long as one iterator of it.
         """
         context = self.multiprocessing_context or torch.multiprocessing.get_context()
         method = context.get_start_method() if self.num_workers else None
@@ -185,7 +185,7 @@ def _map_style(dataset: Any) -> Any:
 
 
 def _sampling(loader: DataLoader[Any], length: int) -> dict[str, Any]:
-    """Return the fields of a `Source` that say the order which a torch loader would have used."""
+    """Return the fields of a `Source` that reproduce the order of a torch loader."""
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
         name = "batch_size=None" if loader.batch_sampler is None else type(loader.batch_sampler).__name__
         raise DataError(f"the DataLoader has a batch sampler of its own ({name}), fixed to one world; {SAMPLERS}")

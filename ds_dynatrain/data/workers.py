@@ -22,21 +22,21 @@ from dataclasses import dataclass
 import torch
 
 PR_SET_PDEATHSIG = 1
-"""The number of the request in <sys/prctl.h>: a signal for this process when the thread that started it ends."""
+"""Request number in <sys/prctl.h>: send this process a signal when the thread that started it ends."""
 
 
 class SharedEnd:
-    """Whether this process is at its end, as those that are forked from it see it, too.
+    """A flag that says whether this process is at its end, shared with the processes forked from it.
 
-    Then multiprocessing sends SIGTERM to workers that are left, and waits for them.
+    At its end multiprocessing sends SIGTERM to the remaining workers and waits for them.
     """
 
     def __init__(self) -> None:
         self._byte = mmap.mmap(-1, 1)
-        atexit.register(self._byte.__setitem__, 0, 1)  # earlier than what multiprocessing does, which came before
+        atexit.register(self._byte.__setitem__, 0, 1)  # runs before multiprocessing's handler, registered earlier
 
     def heed(self, number: int, frame: object) -> None:
-        """What a worker does about SIGTERM."""
+        """Exit if the parent is at its end, and otherwise ignore the signal: a worker's handler of SIGTERM."""
         if self._byte[0]:
             os._exit(0)
 
@@ -49,20 +49,20 @@ class WorkerStart:
     its connections open and notice the death only seconds later. Linux only; elsewhere torch's own watchdog ends the
     worker.
 
-    SIGTERM is the parent's affair, which may still need batches before it goes. So a worker has a process group of its
-    own, as torchrun sends the signal to that of the parent; and it heeds none before its parent is at its end, as Slurm
-    sends it to every process that there is.
+    A worker ignores SIGTERM until its parent is at its end, because the parent may still need batches before it goes.
+    It therefore has a process group of its own, since torchrun signals the parent's group, and handles the signal
+    itself, since Slurm sends it to every process.
     """
 
     then: Callable[[int], None] | None = None
     parent: int | None = None
-    """Process id of the parent; None where a worker is started by another process than its parent (forkserver)."""
+    """Process id of the parent; None if another process starts the worker (forkserver)."""
     end: SharedEnd | None = None
-    """Of the parent, for workers that are forked; others end when they get SIGTERM."""
+    """Flag of the parent, for forked workers; other workers end when they get SIGTERM."""
 
     def __call__(self, worker: int) -> None:
-        """Run in the worker process with its number, from 0."""
-        gc.freeze()  # what the parent had not collected yet is not this process's to destroy: process groups, above all
+        """Prepare the worker process that this is called in. worker: its number, from 0."""
+        gc.freeze()  # this process must not destroy the parent's uncollected objects, above all process groups
         gc.enable()
         if sys.platform == "linux":
             os.setpgid(0, 0)
@@ -77,10 +77,10 @@ class WorkerStart:
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """No automatic garbage collection inside the block.
+    """Switch automatic garbage collection off inside the block.
 
-    Worker processes that start in it collect nothing before `WorkerStart` has run in them; a pause does not pay for a
-    full collection, 0.2 s of a large process.
+    Worker processes that start in it collect nothing before `WorkerStart` has run in them, and a pause is spared a full
+    collection, which takes 0.2 s in a large process.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -92,9 +92,9 @@ def without_collection() -> Iterator[None]:
 
 
 def like_stock() -> torch.Generator:
-    """A generator that draws what torch's default one would draw next, which then makes that one draw.
+    """Return a generator that draws what torch's default one would draw next, and advance the default one by that draw.
 
-    So a pass over the data moves the user's random stream exactly as a stock `DataLoader` does when it starts to
+    A pass over the data thus moves the user's random stream exactly as a stock `DataLoader` does when it starts to
     iterate.
     """
     generator = torch.Generator(device="cpu")
@@ -104,7 +104,7 @@ def like_stock() -> torch.Generator:
 
 
 def apart(*place: int) -> torch.Generator:
-    """A generator for a place in training (seed, epoch, step, ...), without a draw from anybody's random stream."""
+    """Return a generator for a place in training (seed, epoch, step, ...); no other random stream is drawn from."""
     digest = hashlib.blake2b(repr(place).encode(), digest_size=8).digest()
     generator = torch.Generator(device="cpu")
     generator.manual_seed(int.from_bytes(digest, "little") >> 1)

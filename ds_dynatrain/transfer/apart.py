@@ -12,9 +12,9 @@ from ds_dynatrain.plan import Exchange, MemberPlan, Moves
 def split(
     plan: MemberPlan, members: Collection[int], kinds: Collection[str], into: Collection[str] | None = None
 ) -> tuple[MemberPlan, list[Exchange]]:
-    """Return what is left of a plan, and what goes between this member and `members` from buffers of `kinds`.
+    """Return the rest of a plan, and the moves between this member and `members` from buffers of `kinds`.
 
-    into: the kinds of the target buffers; any without. Both ends of a pair split it alike where each has the other
+    into: kinds of the target buffers; None for all. Both ends of a pair split their plans alike if each has the other
     among its `members`, and the kinds are the same.
     """
     rest, apart = [], []

@@ -1,8 +1,9 @@
-"""Moves by the library of the accelerators' collectives: messages between devices, in batches that go all at once.
+"""Moves by the accelerators' library of collectives: messages between devices, in batches that start all at once.
 
-Batch j of a member has the j-th bundle of messages to, and from, each of its peers, for whom that is batch j, too. All
-go through their batches in order, so nobody waits in a circle. What is queued on a device has no time limit and does
-not say who is missing: so before the first batch any two tell each other over the host that they have come this far.
+Batch j of a member has the j-th bundle of messages to and from each of its peers; it is batch j for these peers, too.
+All members go through their batches in order, so no circle of waiting members can arise. Work that is queued on a
+device has no time limit and does not say who is missing. So, before the first batch, the members of each pair tell each
+other over the host that they have come this far.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from ds_dynatrain.transfer.stream import Outline, Parcel
 from ds_dynatrain.transfer.transport import Handle, Transport
 
 BUNDLE_BYTES = 64 * 1024 * 1024
-"""Most that one member sends another in a batch: long enough that starting a batch costs next to nothing."""
+"""Most bytes that one member sends another in a batch: enough that starting a batch costs next to nothing."""
 READY = 4
-"""Tag: that a member has come to its batches."""
+"""Tag of the message that says a member has come to its batches."""
 
 
 Message = tuple[torch.Tensor, int]
@@ -31,24 +32,27 @@ Message = tuple[torch.Tensor, int]
 
 
 class DeviceLink(Protocol):
-    """A library that sends between devices."""
+    """A library that sends messages between devices."""
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        """Queue messages that go all at once, after what is queued in this thread, and before what will be."""
+        """Queue messages that start all at once, in the order of this thread's queue."""
 
     def run(self, work: Callable[[], None], deadline: float, what: str, members: Sequence[int]) -> None:
-        """Do `work`, which queues, and wait until the device has done it all; `deadline` is a `time.monotonic()` value.
+        """Call `work`, which queues messages, and wait until the device has done them all.
 
-        After an error the link is of no use, and nothing of it is under way: MemberMissing, which names `members`, when
-        the deadline passes; TransferError if a message failed, or the link was ended meanwhile.
+        deadline: a `time.monotonic()` value. After an error the link is of no use, and none of its messages are under
+        way. Raises MemberMissing, naming `members`, when the deadline passes, and TransferError if a message failed or
+        the link was ended meanwhile.
         """
 
 
 @dataclass(frozen=True)
 class Batching:
-    """Choice of what goes in batches: the same on all members, but for `members`, where each has those who have it.
+    """Choice of the moves that go in batches. It is equal on all members, except for `members`: both ends of a pair
+    list each other.
 
-    kinds: the state kinds that are on accelerators, before the switch and after it. most_peers: that any member has.
+    kinds: the state kinds that are on accelerators, before the switch and after it. most_peers: largest number of peers
+    of any member.
     """
 
     members: frozenset[int]
@@ -58,18 +62,18 @@ class Batching:
 
     @property
     def bundle_bytes(self) -> int:
-        """Most that one member sends another in a batch, so that what a member stages stays within the budget."""
+        """Most bytes that one member sends another in a batch, chosen so that staging stays within the budget."""
         return max(1, min(BUNDLE_BYTES, self.budget_bytes // (2 * max(1, self.most_peers))))
 
     def split(self, plan: MemberPlan) -> tuple[MemberPlan, Batches]:
-        """Return what is left for other messages, and what goes in batches."""
+        """Return the rest of the plan, for other messages, and the batches."""
         rest, apart = split(plan, self.members, self.kinds, self.kinds)
         return rest, Batches.of(Bundles.of(each, self.bundle_bytes) for each in apart)
 
 
 @dataclass(frozen=True)
 class Bundles:
-    """Batches with one peer: `outgoing` and `incoming` have the messages of each batch."""
+    """Batches with one peer: `outgoing` and `incoming` list the messages of each batch."""
 
     peer: int
     sends: Outline
@@ -79,26 +83,28 @@ class Bundles:
 
     @staticmethod
     def of(exchange: Exchange, most: int) -> Bundles:
-        """Cut at `most` bytes, alike at both ends."""
+        """Cut an exchange into bundles of at most `most` bytes, alike at both ends."""
         sends = Outline.of(Places.of(exchange.sends, "source"), most, most)
         receives = Outline.of(Places.of(exchange.receives, "target"), most, most)
         return Bundles(exchange.peer, sends, receives, bundled(sends.parcels, most), bundled(receives.parcels, most))
 
     def batch(self, number: int) -> tuple[tuple[Parcel, ...], tuple[Parcel, ...]]:
-        """Return what goes out, and what comes in; either may have ended before the other."""
+        """Return the outgoing and the incoming messages of a batch; either side may run out of messages before the
+        other.
+        """
         out, into = self.outgoing, self.incoming
         return out[number] if number < len(out) else (), into[number] if number < len(into) else ()
 
     def staged(self, number: int) -> int:
-        """Bytes of its messages that are put together."""
+        """Return the staging bytes that the packed messages of a batch need."""
         return sum(parcel.nbytes for parcels in self.batch(number) for parcel in parcels if parcel.is_packed)
 
 
 @dataclass(frozen=True)
 class Batches:
-    """Everything that a member sends and receives in batches, of which there are `count`.
+    """The batches of a member, of which there are `count`.
 
-    staging_bytes: device memory for messages that are put together.
+    staging_bytes: device memory for packed messages.
     """
 
     exchanges: tuple[Bundles, ...] = ()
@@ -107,7 +113,7 @@ class Batches:
 
     @staticmethod
     def of(exchanges: Iterable[Bundles]) -> Batches:
-        """Count them, and what they stage, before any byte is touched."""
+        """Make the batches of all peers, and compute their number and their staging before any byte is touched."""
         found = tuple(exchanges)
         count = max((max(len(each.outgoing), len(each.incoming)) for each in found), default=0)
         staged = (sum(each.staged(number) for each in found) for number in range(count))
@@ -115,7 +121,7 @@ class Batches:
 
 
 def bundled(parcels: Sequence[Parcel], most: int) -> tuple[tuple[Parcel, ...], ...]:
-    """The messages in order, as many in each bundle as `most` bytes have room for; none is longer."""
+    """Group messages, in order, into bundles of at most `most` bytes; no message may be longer than that."""
     found, room = list[list[Parcel]](), 0
     for parcel in parcels:
         if parcel.nbytes > room or not found:
@@ -128,7 +134,7 @@ def bundled(parcels: Sequence[Parcel], most: int) -> tuple[tuple[Parcel, ...], .
 
 @dataclass
 class BatchedMoves:
-    """This member's side of all its batches, of which there are none without a peer.
+    """This member's side of all its batches; there are none without a peer.
 
     lent, into: the regions that it sends from, and those that it receives into.
     """
@@ -151,13 +157,13 @@ class BatchedMoves:
             raise TransferError(f"moves from and to members {peers} go by a link between devices, and there is none")
 
     def start(self) -> None:
-        """Tell each peer that this member has come, and listen for them."""
+        """Tell each peer that this member has arrived, and begin to listen for theirs."""
         for each in self.batches.exchanges:
             for begin in (self.transport.send, self.transport.receive):
                 self._hellos.append(begin(torch.zeros(1, dtype=torch.uint8), each.peer, READY))
 
     def run(self, deadline: float) -> None:
-        """Wait for each peer, and do all batches. Raises as `Handle` and as `DeviceLink.run`."""
+        """Wait for each peer, and run all batches. Raises as `Handle` and `DeviceLink.run` do."""
         for hello in self._hellos:
             hello.wait(deadline)
         if self.link is not None and self.batches.exchanges:
@@ -171,7 +177,7 @@ class BatchedMoves:
             self._exchange(number)
 
     def _exchange(self, number: int) -> None:
-        """Queue one batch; the staging of the one before is free by then, in the order of the queue."""
+        """Queue one batch; by the order of the queue, the staging of the batch before is free by then."""
         sends, receives, landing, at = list[Message](), list[Message](), [], 0
         for each, lent, into in zip(self.batches.exchanges, self.lent, self.into, strict=True):
             outgoing, incoming = each.batch(number)
@@ -191,7 +197,9 @@ class BatchedMoves:
             regions.unpack(parcel.matrices, data)
 
     def _memory(self, parcel: Parcel, regions: Regions, at: int) -> tuple[torch.Tensor, int]:
-        """Return where a message lies, in its buffer or in the staging from `at` on; where the next may begin there."""
+        """Return the memory of a message, in its buffer or in the staging from `at` on, and where the next one may
+        begin.
+        """
         if not parcel.is_packed or self._room is None:
             return regions.view(parcel.matrices[0]), at
         return self._room[at : at + parcel.nbytes], at + parcel.nbytes

@@ -2,9 +2,9 @@
 
 A program of the kernel owns one slice of the positions in a block (see `digests` for the formula) and walks over the
 blocks of its run: it adds up value * factor, and multiplies by the slice's weights once at the end. So the weights are
-read once per program and not once per byte. Which program does what is arithmetic on the host (`programs`), which may
-be done before it is known where the buffers lie (`DeviceTable`). Where there is no Triton, torch's own arithmetic gives
-the same number, some ten passes and one launch per run slower.
+read once per program and not once per byte. The host computes which program does what (`programs`), if wanted before
+the addresses of the buffers are known (`DeviceTable`). Without Triton, torch's own arithmetic gives the same number, at
+the price of some ten passes and one launch per run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ds_dynatrain.transfer.weighing import BLOCK_BYTES, BLOCK_UNITS, SLICES, WOR
 Int64s = npt.NDArray[np.int64]
 
 MANY_RUNS = 4096
-"""A table of so many runs lies on the device; a smaller one takes less time from here than it would take launches."""
+"""Runs from which on a table is kept on the device; a smaller one is faster to send than to update there."""
 WALK = 32
 """Most blocks that one program walks over: few enough that there are programs for all processors."""
 DEVICE_BLOCKS = 256
@@ -34,8 +34,10 @@ _MASK = (1 << 64) - 1
 
 
 class Runs(NamedTuple):
-    """Runs of bytes on a device, one per row: the address of the first, where it begins in its logical tensor, how many
-    they are, and the number of the tensor.
+    """Runs of bytes on a device, one per row.
+
+    address: address of the first byte. begin: offset of the first byte in its logical tensor. length: number of bytes.
+    tensor: number of the tensor.
     """
 
     address: Int64s
@@ -54,10 +56,10 @@ class Programs(NamedTuple):
 
 
 def programs(runs: Runs) -> Programs:
-    """Programs that together read every byte of the runs once.
+    """Return programs that together read every byte of the runs once.
 
-    A run is cut into spans of at most WALK blocks, and a span into those slices in which it has bytes: all of them, but
-    where it lies within one block.
+    A run is cut into spans of at most WALK blocks, and a span into the slices in which it has bytes: all slices, unless
+    the span lies within one block.
     """
     end = runs.begin + runs.length
     first, last = runs.begin // BLOCK_BYTES, (end - 1) // BLOCK_BYTES
@@ -73,11 +75,12 @@ def programs(runs: Runs) -> Programs:
 
 @dataclass(frozen=True)
 class DeviceTable:
-    """Runs in buffers of one device and the kernel's programs for them, for wherever the buffers will lie.
+    """Runs in buffers of one device and the kernel's programs for them, valid for any addresses of the buffers.
 
-    columns: those of `Runs` as rows of int64, with addresses from the begins of the buffers; source: the buffer of each
-    run; programs: the columns of `Programs` as rows of int32. All three lie where that is faster. ends: buffers and the
-    low bits of addresses in them, each pair once; width: of what does not depend on where the buffers lie.
+    columns: the columns of `Runs` as rows of int64, with addresses relative to the buffers. source: the buffer of each
+    run. programs: the columns of `Programs` as rows of int32. These three lie on the host or the device, whichever is
+    faster. ends: (buffers, low bits of addresses in them), each pair once. width: read width that offsets and lengths
+    allow, before the buffers' addresses are known.
     """
 
     device: torch.device
@@ -89,7 +92,9 @@ class DeviceTable:
 
     @staticmethod
     def of(runs: Runs, source: Int64s, device: torch.device) -> DeviceTable:
-        """Made ready, and on the device already if it is large. `runs` has addresses from the begins of buffers."""
+        """Make the table for `runs`, whose addresses are relative to the buffers; a large table is put on the device at
+        once.
+        """
         where = device if len(source) >= MANY_RUNS else torch.device("cpu")
         done = np.stack([column.astype(np.int32) for column in programs(runs)])  # 2^31 blocks are 256 TiB of a tensor
         ends = np.flatnonzero(np.bincount(source * WORD_BYTES + runs.address % WORD_BYTES))
@@ -104,11 +109,11 @@ class DeviceTable:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that it takes."""
+        """Bytes of memory that the table takes."""
         return sum(each.nbytes for each in (self.columns, self.source, self.programs))
 
     def digests(self, data: Sequence[torch.Tensor], tensors: int) -> UInt64s:
-        """Digest of each of `tensors` tensors, from these buffers; needs Triton."""
+        """Return the digest of each of `tensors` tensors, from these buffers; needs Triton."""
         if not self.programs.shape[1]:
             return np.zeros(tensors, dtype=np.uint64)
         from ds_dynatrain.transfer.digest_kernel import launch
@@ -126,20 +131,24 @@ class DeviceTable:
 
 @cache
 def has_kernel(device: torch.device) -> bool:
-    """Whether the kernel can run there."""
+    """Return whether the kernel can run on a device."""
     return device.type == "cuda" and find_spec("triton") is not None
 
 
 @cache
 def weights(device: torch.device) -> torch.Tensor:
-    """Weight of each 32-bit word of a block, without the block's factor: int64, two per unit (see `digests`)."""
+    """Return the weight of each 32-bit word of a block, without the block's factor: int64, two per unit (see
+    `digests`).
+    """
     low, high = tables()
     both = np.stack([low, high + (low << np.uint64(32))], axis=1).reshape(-1)
     return torch.from_numpy(both.view(np.int64)).to(device)
 
 
 def by_arithmetic(data: torch.Tensor, begin: int) -> int:
-    """Digest of bytes (uint8, 1-D) that begin at byte `begin` of their tensor, from torch's int64 arithmetic."""
+    """Return the digest of bytes (uint8, 1-D) that begin at byte `begin` of their tensor, by torch's int64
+    arithmetic.
+    """
     low, high = (torch.from_numpy(table.view(np.int64).copy()).to(data.device) for table in tables())
     end, total, step = begin + data.numel(), 0, DEVICE_BLOCKS * BLOCK_BYTES
     for span in range(begin // BLOCK_BYTES * BLOCK_BYTES, end, step):
@@ -155,16 +164,16 @@ def by_arithmetic(data: torch.Tensor, begin: int) -> int:
 
 
 def _slice_of(byte: Int64s) -> Int64s:
-    """The slice of its block in which a byte of a tensor lies."""
+    """Return the slice of its block in which a byte of a tensor lies."""
     return byte % BLOCK_BYTES // (BLOCK_BYTES // SLICES)
 
 
 def _width(*columns: Int64s) -> int:
-    """The largest of 4, 2 and 1 that divides all numbers."""
+    """Return the largest of 4, 2 and 1 that divides all numbers."""
     return gcd(WORD_BYTES, *(int(np.bitwise_or.reduce(column)) for column in columns))
 
 
 def _expand(numbers: Int64s) -> tuple[Int64s, Int64s]:
-    """Repeat each row as often as its number says; return also 0 ... n - 1 beside the n of a row."""
+    """Repeat each row `numbers` times; return (row, index of the repetition, from 0)."""
     row = np.repeat(np.arange(len(numbers)), numbers)
     return row, np.arange(len(row)) - np.repeat(np.cumsum(numbers) - numbers, numbers)

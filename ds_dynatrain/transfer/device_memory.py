@@ -1,8 +1,8 @@
 """Reading the memory of another process's accelerator: CUDA IPC by the driver's own calls, one copy and no message.
 
 A handle names an allocation of the driver, in which torch's allocator keeps many tensors, so it goes with an offset. It
-is 64 bytes of plain data. Memory that torch maps piece by piece (`expandable_segments`) has none, and some containers
-permit none: `Neighbors.meet` tries before anybody relies on it.
+is 64 bytes of plain data. Memory that torch maps piece by piece (`expandable_segments`) has no handle, and some
+containers permit none: `Neighbors.meet` tries it out before any member relies on it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ PROBE_BYTES = 64
 UNIFIED = 4
 """CU_MEMORYTYPE_UNIFIED: the address alone says where memory is."""
 MOST_PITCH = (1 << 31) - 1
-"""Of a copy in two dimensions, in bytes."""
+"""Longest step between rows of a copy in two dimensions, in bytes."""
 
 
 class Shared(NamedTuple):
-    """Memory as another process finds it: the handle of its allocation, and where in that it begins, in bytes."""
+    """Reference to memory for another process: the handle of its allocation, and its offset in that, in bytes."""
 
     handle: bytes
     offset: int
@@ -47,7 +47,7 @@ END_OF_COPY = (
 
 
 class _Copy2D(ctypes.Structure):
-    """`CUDA_MEMCPY2D`."""
+    """C structure `CUDA_MEMCPY2D`: the parameters of a copy in two dimensions."""
 
     _fields_ = (
         *((f"from_{name}", kind) for name, kind in END_OF_COPY),
@@ -58,23 +58,23 @@ class _Copy2D(ctypes.Structure):
 
 
 class _Handle(ctypes.Structure):
-    """`CUipcMemHandle`."""
+    """C structure `CUipcMemHandle`: names an allocation for other processes."""
 
     _fields_ = (("reserved", ctypes.c_char * HANDLE_BYTES),)
 
 
 class DeviceMemory:
-    """How processes of one machine read each other's memory on CUDA's accelerators.
+    """Access to the memory of other processes on the same machine's CUDA accelerators.
 
-    TransferError names the call of the driver that failed. Copies run in the context of this process, on its present
-    stream: torch's own way would open a context on every device that is read.
+    A TransferError names the call of the driver that failed. Copies run in the context of this process, on its present
+    stream; torch's own way would open a context on every device that is read.
     """
 
     def __init__(self, driver: ctypes.CDLL) -> None:
         self._driver = driver
 
     def share(self, tensor: torch.Tensor) -> Shared:
-        """Return what others need to read a tensor. TransferError where it cannot be shared."""
+        """Return the reference by which other processes read a tensor. TransferError if it cannot be shared."""
         base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
         address = ctypes.c_uint64(tensor.data_ptr())
         with torch.cuda.device(tensor.device):
@@ -83,18 +83,22 @@ class DeviceMemory:
         return Shared(bytes(handle), address.value - base.value)
 
     def open(self, handle: bytes) -> int:
-        """Return where another process's allocation begins for this one, until `close`. Never twice at a time."""
+        """Return the address of another process's allocation in this one, valid until `close`. Open no handle twice at
+        a time.
+        """
         address = ctypes.c_uint64()
         given = _Handle.from_buffer_copy(handle)
         self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), given, ctypes.c_uint(LAZY_PEER_ACCESS))
         return address.value
 
     def close(self, opened: int) -> None:
-        """Let go of it."""
+        """Close an allocation that `open` returned."""
         self._call("cuIpcCloseMemHandle", ctypes.c_uint64(opened))
 
     def read(self, address: int, matrix: Matrix, into: torch.Tensor, place: Matrix) -> None:
-        """Queue the copy of a matrix, from an address in what was opened, into one of equal shape in `into` (uint8)."""
+        """Queue the copy of a matrix, from an address in an open allocation, into one of equal shape in
+        `into` (uint8).
+        """
         source, target = address + matrix.begin, into.data_ptr() + place.begin
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         pitches = (matrix.step, place.step)
@@ -123,9 +127,10 @@ class DeviceMemory:
 
 @cache
 def device_memory(device: torch.device) -> DeviceMemory | None:
-    """How memory of such a device is read by other processes; None where there is no way.
+    """Return the access to other processes' memory on such a device; None if there is none.
 
-    Of accelerators that are not CUDA's those can whose torch module has `device_memory()`, an object like this one.
+    An accelerator other than CUDA offers it by a function `device_memory()` of its torch module, which returns an
+    object with the methods of `DeviceMemory`.
     """
     if device.type == "cuda" and torch.version.hip is None:
         try:
@@ -137,14 +142,14 @@ def device_memory(device: torch.device) -> DeviceMemory | None:
 
 
 class Probe:
-    """A few bytes on this process's accelerator, by which others try whether they can read them, and it them."""
+    """A few bytes on this process's accelerator that other members try to read before they rely on it."""
 
     def __init__(self, device: torch.device | None) -> None:
         self._device, self._memory = device, None if device is None else device_memory(device)
         self.record: list[Any] | None = None
-        """For the others, as plain JSON; None where nothing can be read."""
+        """Reference to the probe and its values, as plain JSON for other members; None if it cannot be shared."""
         if self._memory is not None:
-            values = list(os.urandom(PROBE_BYTES))  # from no stream of the training's
+            values = list(os.urandom(PROBE_BYTES))  # not drawn from a random stream of training
             self._held = torch.tensor(values, dtype=torch.uint8, device=device)
             self._memory.synchronize()
             with suppress(TransferError):
@@ -152,7 +157,7 @@ class Probe:
                 self.record = [shared.handle.hex(), shared.offset, values]
 
     def can_read(self, record: list[Any] | None) -> bool:
-        """Whether this process reads another one's probe."""
+        """Return whether this process can read another one's probe."""
         if self._memory is None or record is None:
             return False
         handle, offset, values = record

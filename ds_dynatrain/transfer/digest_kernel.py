@@ -1,4 +1,4 @@
-"""The kernel of `device_digest`, in Triton. Imported only where Triton is there."""
+"""The kernel of `device_digest`, in Triton. Imported only if Triton is installed."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import triton.language as tl
 from ds_dynatrain.transfer.weighing import BLOCK_BYTES, FACTOR_SEED, SLICES, WORD_BYTES
 
 GAMMA, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-"""Of splitmix64, see `weighing`."""
+"""Constants of splitmix64, see `weighing`."""
 WARPS, UNROLL = 4, 8
-"""With these it reads as fast as torch's own sum does on an H100."""
+"""Launch settings with which the kernel reads as fast as torch's own sum on an H100."""
 
 
 def launch(runs: torch.Tensor, programs: torch.Tensor, width: int, weights: torch.Tensor, sums: torch.Tensor) -> None:
-    """Add the digest of each run to its tensor's of `sums`.
+    """Add the digest of each run to the entry of its tensor in `sums`.
 
-    All of them int64 and on one device. runs, programs: the columns of `Runs` and of `Programs`, each a row; width: the
-    bytes that are read at once.
+    All tensors are int64 and on one device. runs, programs: the columns of `Runs` and of `Programs`, each a row. width:
+    bytes per read.
     """
     with torch.cuda.device(sums.device):
         _weigh[(programs.shape[1],)](
@@ -47,7 +47,7 @@ def _signed(value: int) -> int:
 
 @triton.jit
 def _shifted(value, by):  # type: ignore[no-untyped-def]
-    """Logical shift to the right of an int64."""
+    """Shift an int64 logically to the right."""
     return (value >> by) & ((1 << (64 - by)) - 1)
 
 

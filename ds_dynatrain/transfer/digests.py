@@ -14,9 +14,9 @@ Speed comes from two words at once: for v = low + 2^32 * high,  v * a + (v >> 32
 b + 2^32 * a; both are odd when a and b are. The tables (2 x 128 KiB) stay in the second-level cache. The sum itself is
 computed in `weighing`. It protects against mistakes, not against an adversary.
 
-Which bytes of which buffer belong to which tensor depends on no address and no value. For runs of a few KiB that
-arithmetic takes longer than an accelerator takes to read the bytes, so `ReadyDigest` is its result, made ahead: to
-weigh buffers then means to add their addresses, and to sum.
+The assignment of the buffers' bytes to tensors depends on no address and no value. For runs of a few KiB it takes
+longer to compute than an accelerator takes to read the bytes, so `ReadyDigest` holds it, computed ahead of time.
+Weighing buffers then means adding their addresses, and summing.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from ds_dynatrain.transfer.weighing import SPREAD_BYTES, UNIT_BYTES, Bytes, Runs
 Int64s = npt.NDArray[np.int64]
 
 SPARSEST = 8
-"""In numpy runs are spread out if they are at least one part in so many of what they span."""
+"""Largest ratio of the bytes that runs span to their own bytes at which numpy spreads them out."""
 AT_ONCE = 1 << 16
-"""Rows of a table that are Python's numbers at a time."""
+"""Rows of a table that are converted to Python's numbers at a time."""
 _MASK = (1 << 64) - 1
 
 Columns = tuple[Int64s, ...]
@@ -49,10 +49,10 @@ Columns = tuple[Int64s, ...]
 
 
 def digest(values: torch.Tensor, start: int = 0) -> int:
-    """Digest, in [0, 2^64), of the elements start ... start + len(values) - 1 of one logical tensor.
+    """Return the digest, in [0, 2^64), of elements start ... start + len(values) - 1 of one logical tensor.
 
-    `values` is 1-D and contiguous, of any dtype. The number is the same on every device. Digests of disjoint parts of
-    a tensor add up modulo 2^64 to the digest of the whole.
+    `values` is 1-D and contiguous, of any dtype. The number is the same on every device. Digests of disjoint parts of a
+    tensor add up modulo 2^64 to the digest of the whole.
     """
     check_flat(values)
     if values.device.type != "cpu":
@@ -62,7 +62,7 @@ def digest(values: torch.Tensor, start: int = 0) -> int:
 
 
 def digest_on_device(values: torch.Tensor, start: int = 0) -> int:
-    """The number that `digest` gives, computed on the device of the values."""
+    """Return the same number as `digest`, computed on the device of the values."""
     check_flat(values)
     if values.numel() == 0:
         return 0
@@ -74,51 +74,53 @@ def digest_on_device(values: torch.Tensor, start: int = 0) -> int:
 
 
 def check_flat(values: torch.Tensor) -> None:
-    """TransferError unless digests can be taken of it as it lies."""
+    """Raise TransferError unless values are 1-D and contiguous, as digests need them."""
     if values.dim() != 1 or not values.is_contiguous():
         shape, stride = tuple(values.shape), values.stride()
         raise TransferError(f"digests are of 1-D contiguous values, got shape {shape}, strides {stride}: flatten first")
 
 
 def bytes_of(values: torch.Tensor) -> Bytes:
-    """The memory of values on the CPU."""
+    """Return the memory of values on the CPU as a flat array of bytes."""
     flat: Bytes = values.detach().view(torch.uint8).numpy()
     return flat
 
 
 class Form(NamedTuple):
-    """Form of a buffer, known ahead: bytes of an element, and on which device it will be."""
+    """Form of a buffer, known before the buffer exists: bytes of an element, and its device."""
 
     itemsize: int
     device: torch.device
 
     @staticmethod
     def of(buffer: torch.Tensor) -> Form:
-        """Return the form of a buffer that is there."""
+        """Return the form of an existing buffer."""
         return Form(buffer.element_size(), buffer.device)
 
     @staticmethod
     def all_of(buffers: Mapping[BufferId, torch.Tensor], names: Iterable[BufferId]) -> tuple[Form, ...]:
-        """Return the forms of the named buffers; TransferError if one is not there."""
+        """Return the forms of the named buffers; TransferError if one is missing."""
         return tuple(Form.of(_named(buffers, name)) for name in names)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Runs on one device that are weighed one after the other, those at equal steps at once where that is possible.
+    """Runs on one device that are weighed in turn; runs at equal steps are weighed together where possible.
 
-    table: the tensor of each, its buffer, and the columns of `weighing.Runs`.
+    table: the tensor of each run, its buffer, and the columns of `weighing.Runs`.
     """
 
     table: Int64s
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that it takes."""
+        """Bytes of memory that the table takes."""
         return self.table.nbytes
 
     def digests(self, data: Sequence[torch.Tensor], tensors: int) -> UInt64s:
-        """Digest of each of `tensors` tensors, from buffers on the host or on a device without the kernel."""
+        """Return the digest of each of `tensors` tensors, from buffers on the host or on a device without the
+        kernel.
+        """
         sums, found = [0] * tensors, summer()
         on_host = {at: bytes_of(data[at]) for at in np.unique(self.table[1]).tolist() if data[at].device.type == "cpu"}
         for begin in range(0, self.table.shape[1], AT_ONCE):
@@ -134,9 +136,9 @@ class Rows:
 
 @dataclass(frozen=True)
 class ReadyDigest:
-    """Digest made ready for some buffers of one state kind.
+    """A digest prepared for some buffers of one state kind.
 
-    reach: elements that each must have; tensors: of the line.
+    reach: elements that each buffer must have. tensors: number of tensors that digests are returned for.
     """
 
     buffers: tuple[BufferId, ...]
@@ -147,7 +149,9 @@ class ReadyDigest:
 
     @staticmethod
     def of(pieces: Pieces, forms: Sequence[Form], bases: Int64s) -> ReadyDigest:
-        """Made ready for buffers of these forms, of which `pieces` names as many; the rest as in `digest_pieces`."""
+        """Prepare a digest for buffers of these forms, one for each buffer of `pieces`; `bases` as in
+        `digest_pieces`.
+        """
         reach = _reach(pieces, bases)
         columns, sizes = _cut_at_tensors(pieces, bases), np.array([form.itemsize for form in forms], dtype=np.int64)
         parts = list[Rows | DeviceTable]()
@@ -159,11 +163,11 @@ class ReadyDigest:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that it takes, on all devices."""
+        """Bytes of memory that it takes on all devices."""
         return sum(part.nbytes for part in self.parts)
 
     def digests(self, buffers: Mapping[BufferId, torch.Tensor]) -> UInt64s:
-        """One number per tensor; TransferError if these are not the buffers that it was made ready for."""
+        """Return one digest per tensor; TransferError for other buffers than those it was prepared for."""
         data = [self._checked(buffers, number) for number in range(len(self.buffers))]
         sums = np.zeros(self.tensors, dtype=np.uint64)
         for part in self.parts:
@@ -187,12 +191,12 @@ class ReadyDigest:
 
 
 def digest_pieces(pieces: Pieces, buffers: Mapping[BufferId, torch.Tensor], bases: Int64s) -> UInt64s:
-    """Digests of many tensors at once, of one state kind, from the runs that one rank holds: uint64, one per tensor.
+    """Return the digests of many tensors of one state kind, from the runs that one rank holds: uint64, one per tensor.
 
     `buffers` has the 1-D buffers that the pieces name. Tensor i has the coordinates bases[i] to bases[i + 1]; `bases`
-    is sorted and one longer than there are tensors. A run may span any number of tensors. What no run covers adds
-    nothing, so the results of ranks that hold disjoint parts are summed (uint64 addition) to the digests of the whole
-    tensors. TransferError if a run leaves its buffer or the line.
+    is sorted and one longer than there are tensors. A run may span any number of tensors. Elements that no run covers
+    add nothing, so the results of ranks that hold disjoint parts are summed (uint64 addition) to the digests of the
+    whole tensors. TransferError if a run leaves its buffer or the line.
     """
     return ReadyDigest.of(pieces, Form.all_of(buffers, pieces.buffers), bases).digests(buffers)
 
@@ -204,7 +208,9 @@ def _named(buffers: Mapping[BufferId, torch.Tensor], name: BufferId) -> torch.Te
 
 
 def _reach(pieces: Pieces, bases: Int64s) -> tuple[int, ...]:
-    """Elements that pieces need of each buffer; TransferError for one outside of the line or before its buffer."""
+    """Return the elements that pieces need of each buffer. TransferError for a piece outside the line or before its
+    buffer.
+    """
     reach = np.zeros(len(pieces.buffers), dtype=np.int64)
     if len(pieces):
         low, high = int(pieces.start.min()), int(pieces.stop.max())
@@ -219,7 +225,7 @@ def _reach(pieces: Pieces, bases: Int64s) -> tuple[int, ...]:
 
 
 def _cut_at_tensors(pieces: Pieces, bases: Int64s) -> Columns:
-    """The pieces cut where a tensor ends: (tensor, flat index, length, buffer, offset) of each part."""
+    """Cut the pieces where a tensor ends; return (tensor, flat index, length, buffer, offset) of each part."""
     filled = np.flatnonzero(np.diff(bases))
     row, nth, start, stop = interval.intersect(pieces.start, pieces.stop, bases[filled], bases[filled + 1])
     tensor, part = filled[nth], pieces.take(row, start, stop)
@@ -227,7 +233,7 @@ def _cut_at_tensors(pieces: Pieces, bases: Int64s) -> Columns:
 
 
 def _only(columns: Columns, wanted: npt.NDArray[np.bool_]) -> Columns:
-    """The runs in some of the buffers."""
+    """Return the runs that lie in the wanted buffers."""
     there = wanted[columns[3]]
     return tuple(column[there] for column in columns)
 
@@ -251,7 +257,9 @@ def _rows(columns: Columns, sizes: Int64s, device: torch.device) -> Rows:
 
 
 def _series(columns: Columns) -> tuple[Int64s, Int64s]:
-    """(first row, number of rows) of runs that can be weighed together, in numpy where spreading them is no waste."""
+    """Return (first row, number of rows) of runs that are weighed together; in numpy only if spreading them is no
+    waste.
+    """
     tensor, begin, count, source, at = columns
     longest = int(count.max(initial=0)) + 1
     same = (tensor * (int(source.max(initial=0)) + 1) + source) * longest + count

@@ -1,4 +1,4 @@
-"""The executor: carries a member's part of a plan out, shard to shard, and waits for nobody without a limit."""
+"""The executor: carries out a member's part of a plan, shard to shard; every wait has a time limit."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from ds_dynatrain.transfer.stream import Stream
 from ds_dynatrain.transfer.transport import Transport
 
 TAG = 1
-"""Two members meet once in a plan and messages of one tag keep their order, so one tag does for all."""
+"""Tag of all messages: two members meet once in a plan, and messages of one tag keep their order."""
 
 
 @dataclass(frozen=True)
 class TransferStats:
-    """Amounts that a member's part of a switch moved, in bytes, and how long each phase took.
+    """Bytes that a member's part of a switch moved, and the duration of each phase.
 
-    bytes_in_place: stayed where it lay. bytes_local: copied within the member. staging_peak: most staging bytes
-    in use at once.
+    bytes_in_place: bytes that stayed where they lay. bytes_local: bytes copied within the member. staging_peak: most
+    staging bytes in use at once.
     """
 
     bytes_sent: int
@@ -48,16 +48,16 @@ def execute(
     deadline_seconds: float,
     link: DeviceLink | None = None,
 ) -> TransferStats:
-    """Fill the target buffers: local moves, reads of other accelerators, batches between them, the plan's exchanges in
-    order, derived moves.
+    """Fill the target buffers: by local moves, reads of other accelerators, batches between them, the plan's exchanges
+    in order, and derived moves.
 
-    Exchanges are started as far ahead as the budget allows, and waited for in order: of all that are not done, the two
-    members of the first one are in it, so nobody waits in a circle.
+    Exchanges are started as far ahead as the budget allows, and waited for in order. The first exchange that is not
+    finished is the first one for both of its members, so no circle of waiting members can arise.
 
     `deadline_seconds` bounds the whole call. Plans must have been made ready for the same budget on every member. link:
-    for a plan that has batches.
-    Target buffers may be the source's own where an element keeps its place; any other sharing of memory is refused,
-    so source buffers are unchanged until the derived moves. Elements that no move writes (padding) are left alone.
+    for a plan that has batches. Target buffers may be the source's own where an element keeps its place; any other
+    sharing of memory is refused, so source buffers are unchanged until the derived moves. Elements that no move writes
+    (padding) are left alone.
 
     Raises TransferError before the first byte for buffers that do not fit the plan, MemberMissing when the deadline
     passes, TransferError when a connection fails. After an error the target buffers and the transport are of no use.
@@ -111,7 +111,7 @@ def execute(
 
 
 def _check_devices(ready: ReadyPlan, buffers: Iterable[tuple[tuple[str, BufferId], torch.Tensor]]) -> None:
-    """TransferError for a device that the plan, and so the other members, knows nothing of."""
+    """Raise TransferError for a buffer on a device that the plan, and so the other members, does not know of."""
     for (kind, name), held in buffers:
         if ready.on_host and held.device.type != "cpu":
             raise TransferError(
@@ -121,7 +121,7 @@ def _check_devices(ready: ReadyPlan, buffers: Iterable[tuple[tuple[str, BufferId
 
 
 def _exchange(streams: list[tuple[Stream, Stream]], at_once: int, deadline: float) -> None:
-    """Carry out exchanges one after the other; when one is over, the next of those that wait begins.
+    """Carry out exchanges in order; when one is finished, the next waiting one begins.
 
     Receives are started before sends, so that a peer's data finds its place.
     """
@@ -136,7 +136,7 @@ def _exchange(streams: list[tuple[Stream, Stream]], at_once: int, deadline: floa
 
 
 def _cast(origin: torch.Tensor, into: torch.Tensor, cast: Cast) -> None:
-    """Runs of one length at equal steps, as matrices, or one by one where steps go back.
+    """Copy runs of one length at equal steps, as matrices, or one by one if steps go back.
 
     Rounding is torch's (to nearest, ties to even).
     """

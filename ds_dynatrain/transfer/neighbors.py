@@ -1,13 +1,13 @@
-"""Members on one machine that read each other's memory, where the kernel permits it; else none is found.
+"""Members on one machine that read each other's memory, if the kernel permits it; otherwise a member has no neighbors.
 
-Linux's process_vm_readv is one copy and no message. The kernel lets a process do it that might debug the other one: the
-same user, and where Yama restricts that to descendants, a process that was given leave by `permit_readers`, as the
-shared-memory transports of MPI libraries do.
+Linux's process_vm_readv takes one copy and no message. The kernel permits it to processes that may debug the other one:
+those of the same user and, where Yama restricts that to descendants, those that `permit_readers` admits, which is also
+how the shared-memory transports of MPI libraries do it.
 
 A sender offers a message over a Unix socket, in small packets. The receiver reads it from the sender's memory and says
-when it has taken all of it. Messages are matched by tag and number, counted from 0. Nothing that a peer says is trusted
-beyond that: lengths must be those expected, and what was read is proved by the certificate of the switch as if it had
-come over a wire.
+when it has taken all of it. Messages are matched by tag and number, counted from 0. A peer's words are not trusted
+beyond that: lengths must be the expected ones, and the certificate of the switch proves the values that were read, as
+if they had come over a wire.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from ds_dynatrain.transfer.device_memory import Probe
 from ds_dynatrain.transfer.transport import Handle, Transport, bytes_of
 
 MOST_BYTES = 1 << 30
-"""One call moves no more than 2^31 - 1 bytes."""
+"""Most bytes per read: one call moves no more than 2^31 - 1."""
 PR_SET_PTRACER = 0x59616D61
 ANYBODY, NOBODY = -1, 0
-"""Of the same user. From <linux/prctl.h>."""
+"""Values that permit all processes of the same user, or none, to read. From <linux/prctl.h>."""
 SEND, RECEIVE = "send", "receive"
 OFFER, TAKEN = 1, 2
-"""A message is there; all of it has been taken."""
+"""Kinds of packets: a message is offered; all of it has been taken."""
 PACKET = struct.Struct("<BxxxIQQQ")
-"""What it is; the tag and the number of the message; two numbers, an offer's address and its length in bytes."""
+"""Kind of packet; tag and number of the message; an offer's address and its length in bytes."""
 Key = tuple[int, int]
 """Tag and number of a message."""
 Share = Callable[[str, Any], Mapping[int, Any]]
@@ -51,19 +51,19 @@ PEER = struct.Struct("=iII")
 PROBE_BYTES = 16
 BACKLOG = 4096
 STOP_SECONDS = 0.05
-"""Between two looks for a reason to give up."""
+"""Pause between two checks for a reason to give up."""
 
 
 class _Region(ctypes.Structure):
-    """`struct iovec`."""
+    """C structure `struct iovec`: address and length of a run of bytes."""
 
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
 def machine() -> str:
-    """Equal in processes of which one may be able to read the other: the same boot, processes and sockets.
+    """Return a name that is equal in processes that may be able to read each other: same boot, processes and sockets.
 
-    Empty where there is no such call.
+    Empty if this system has no such call.
     """
     if sys.platform != "linux":
         return ""
@@ -76,12 +76,12 @@ def machine() -> str:
 
 
 def permit_readers(who: int = ANYBODY) -> None:
-    """Let other processes of this user read this one's memory where Yama would forbid it; no matter if it cannot."""
+    """Let other processes of this user read this one's memory where Yama would forbid it. Does nothing if it cannot."""
     ctypes.CDLL(None).prctl(PR_SET_PTRACER, ctypes.c_ulong(who & (1 << 64) - 1), 0, 0, 0)
 
 
 def read_memory(process: int, address: int, into: torch.Tensor) -> None:
-    """Fill a contiguous uint8 tensor in host memory with the bytes from `address` on of a process.
+    """Fill a contiguous uint8 tensor in host memory with the bytes of a process from `address` on.
 
     TransferError if the kernel does not permit it, or there is no such process or memory.
     """
@@ -99,7 +99,7 @@ def read_memory(process: int, address: int, into: torch.Tensor) -> None:
 
 @dataclass(eq=False)
 class Message:
-    """Bytes that a neighbor is to read, or room for those that it offers. host: where they are in host memory."""
+    """Bytes that a neighbor is to read, or room for bytes that it offers. host: the same in host memory."""
 
     neighbors: Neighbors
     line: Line
@@ -110,7 +110,6 @@ class Message:
     since: float = field(default_factory=time.monotonic)
 
     def wait(self, deadline: float) -> None:
-        """See `Handle`."""
         self.line.settle()
         while not self.is_done:
             self.neighbors.advance(self.line, f"{self.what} of {self.host.numel()} bytes", self.since, deadline)
@@ -120,7 +119,9 @@ class Message:
 
 @dataclass
 class Line:
-    """One end of the connection to one neighbor. offers: addresses and lengths of what has not been read yet."""
+    """One end of the connection to one neighbor. offers: addresses and lengths of offered bytes that are
+    still unread.
+    """
 
     member: int
     process: int
@@ -133,7 +134,7 @@ class Line:
     is_over: bool = False
 
     def begin(self, message: Message, tag: int) -> Message:
-        """Offer the neighbor the next message of a tag, or await its next one."""
+        """Offer the next message of a tag to the neighbor, or await its next one."""
         if not message.host.numel():
             message.is_done = True
             return message
@@ -147,7 +148,7 @@ class Line:
         return message
 
     def flush(self) -> None:
-        """Send what the socket takes now; what a neighbor that has gone had said before still counts."""
+        """Send the packets that the socket takes now; packets that a neighbor sent before it left still count."""
         try:
             while self.outbox:
                 self.socket.send(self.outbox[0])
@@ -158,7 +159,7 @@ class Line:
             self.outbox.clear()
 
     def listen(self) -> None:
-        """Take in what has come, and whether the neighbor has gone."""
+        """Take in packets that have arrived, and notice if the neighbor has gone."""
         try:
             while True:
                 packet = self.socket.recv(PACKET.size)
@@ -172,9 +173,9 @@ class Line:
             self.is_over = True
 
     def settle(self) -> None:
-        """Read whatever is both offered and wanted, in the order of the offers.
+        """Read all messages that are both offered and awaited, in the order of the offers.
 
-        TransferError where the lengths differ, or the neighbor's memory cannot be read any more.
+        TransferError if lengths differ, or the neighbor's memory cannot be read any more.
         """
         for key in [key for key in self.offers if key in self.wanted]:
             (address, length), message = self.offers.pop(key), self.wanted.pop(key)
@@ -188,9 +189,9 @@ class Line:
             self._say(TAKEN, key)
 
     def close(self) -> None:
-        """End the connection."""
+        """Drop queued messages and close the socket; a thread that waits for it wakes up."""
         self.outbox.clear()
-        with suppress(OSError):  # whoever waits for it in another thread wakes up
+        with suppress(OSError):  # wakes a thread that waits for it
             self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()
 
@@ -208,9 +209,9 @@ class Line:
 
 
 class Neighbors:
-    """The members on this machine that may be read, and may read this one. Built by `meet`; `close` it.
+    """The members on this machine that this one may read, and that may read this one. Built by `meet`; `close` it.
 
-    lenders: those of them for whom that is true of memory on accelerators as well.
+    lenders: those among them with whom this holds for memory on accelerators as well.
     """
 
     def __init__(self, lines: Mapping[int, Line], lenders: frozenset[int] = frozenset()) -> None:
@@ -227,13 +228,13 @@ class Neighbors:
         stop: Callable[[], None] = lambda: None,
         device: torch.device | None = None,
     ) -> Neighbors:
-        """Find this member's neighbors. All members call it; each finds those of the same machine only.
+        """Find this member's neighbors. All members call it; each finds only those on the same machine.
 
-        stop: called while waiting for others; it may raise. device: this member's accelerator, if it has one.
-        MemberMissing for a neighbor that does not connect in `seconds`, or whatever `share` raises.
+        stop: called while waiting for others; it may raise. device: this member's accelerator, if it has one. Raises
+        MemberMissing for a neighbor that does not connect within `seconds`, and any error of `share`.
         """
         deadline = time.monotonic() + seconds
-        probe = torch.tensor(list(os.urandom(PROBE_BYTES)), dtype=torch.uint8)  # from no stream of the training's
+        probe = torch.tensor(list(os.urandom(PROBE_BYTES)), dtype=torch.uint8)  # not drawn from training
         permit_readers()
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind("")  # Linux finds a name that is no file's
@@ -263,12 +264,12 @@ class Neighbors:
 
     @property
     def members(self) -> frozenset[int]:
-        """Numbers of these members."""
+        """Numbers of the neighbors."""
         return frozenset(self._lines)
 
     def permit(self) -> None:
-        """Let them read this process's memory, again if others that it had have been closed since: it is one permission
-        for the whole process.
+        """Let the neighbors read this process's memory. Call it again after other `Neighbors` of this process were
+        closed: the permission is one for the whole process.
         """
         permit_readers()
 
@@ -278,13 +279,13 @@ class Neighbors:
         return line.begin(Message(self, line, SEND, data, data), tag)
 
     def receive(self, tensor: torch.Tensor, member: int, tag: int) -> Handle:
-        """Ask for the next message of that tag."""
+        """Await the next message of that tag."""
         line, data = self._line(member), bytes_of(tensor)
         host = data if data.device.type == "cpu" else torch.empty(data.shape, dtype=torch.uint8)
         return line.begin(Message(self, line, RECEIVE, data, host), tag)
 
     def advance(self, line: Line, what: str, since: float, deadline: float) -> None:
-        """Wait until something comes from any neighbor, and do what is due.
+        """Wait until a packet comes from any neighbor, and do the work that it makes due.
 
         MemberMissing when the deadline passes, TransferError if the neighbor of the line has gone.
         """
@@ -306,7 +307,7 @@ class Neighbors:
                 self._poll.unregister(descriptor)
 
     def close(self) -> None:
-        """End all connections, and let nobody read any more."""
+        """End all connections, and withdraw the permission to read."""
         for line in self._lines.values():
             line.close()
         self._lines = {}
@@ -319,17 +320,15 @@ class Neighbors:
 
 
 class RoutedTransport:
-    """Way to neighbors by their memory, and to everybody else over the group."""
+    """A transport to neighbors by their memory, and to all other members over the group."""
 
     def __init__(self, near: Neighbors, far: Transport) -> None:
         self._near, self._far = near, far
 
     def send(self, tensor: torch.Tensor, member: int, tag: int) -> Handle:
-        """See `Transport`."""
         return self._to(member).send(tensor, member, tag)
 
     def receive(self, tensor: torch.Tensor, member: int, tag: int) -> Handle:
-        """See `Transport`."""
         return self._to(member).receive(tensor, member, tag)
 
     def _to(self, member: int) -> Transport:
@@ -337,7 +336,7 @@ class RoutedTransport:
 
 
 def _can_read(card: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
-    """Whether a member is on this machine and the kernel lets this process read it."""
+    """Return whether a member is on this machine and the kernel lets this process read it."""
     if not here["machine"] or card["machine"] != here["machine"]:
         return False
     address, expected = card["probe"]
@@ -370,10 +369,11 @@ def _call(other: int, card: Mapping[str, Any], deadline: float) -> tuple[int, so
 def _answer(
     listener: socket.socket, missing: Mapping[int, int], deadline: float, stop: Callable[[], None]
 ) -> tuple[int, int, socket.socket]:
-    """The next neighbor with a lower number that connects, its process; anybody else is sent away.
+    """Accept the next neighbor with a lower number; return its number, its process and the socket. Others are sent
+    away.
 
-    missing: members by their processes. The kernel says which process it is and nothing is read, so whoever is silent
-    holds nobody up.
+    missing: members by their processes. The kernel says which process connects, and nothing is read from the socket, so
+    a silent process holds nobody up.
     """
     since = time.monotonic()
     while time.monotonic() < deadline:
@@ -392,5 +392,5 @@ def _answer(
 
 
 def _process(link: socket.socket) -> int:
-    """The process that has made the other end, as the kernel says."""
+    """Return the process at the other end of a socket, as the kernel says."""
     return int(PEER.unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size))[0])

@@ -18,15 +18,14 @@ from ds_dynatrain.errors import TransferError
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
 PAGE_BYTES = mmap.PAGESIZE
 SLICE_BYTES = 8 * 1024 * 1024
-"""Touched at once: 1 to 3 ms of one core, so that a waiting thread or a stop request is served soon."""
+"""Bytes touched at once: 1 to 3 ms of one core, so that a waiting thread or a stop request is served soon."""
 
 
 def allocate(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """A 1-D CPU tensor of `numel` elements whose pages are not there yet; all zeros for large tensors, else
-    undefined.
+    """Return a 1-D CPU tensor of `numel` elements whose pages are not mapped yet: zeros if it is large, else undefined.
 
-    From 4 MiB on it lies in an anonymous memory map on a 2 MiB boundary that asks for huge pages; the map goes back
-    to the system when the last tensor that uses it is freed. Such a storage cannot be resized. `numel` must not be
+    From 4 MiB on, it lies in an anonymous memory map on a 2 MiB boundary that asks for huge pages; the map goes back to
+    the system when the last tensor that uses it is freed. Such a storage cannot be resized. `numel` must not be
     negative.
     """
     if numel < 0:

@@ -1,7 +1,7 @@
 """Moves that the receiver makes by itself: it reads the sender's buffers on an accelerator as if they were its own.
 
-Both sides know from the plan which buffers these are. The sender says where they are, and the receiver that it is done
-with them, in messages of the ordinary transport, of lengths that both know.
+Both sides know from the plan which buffers are read. The sender says where they are, and the receiver says when it is
+done with them, in messages of the ordinary transport whose lengths both sides know.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from ds_dynatrain.transfer.series import Matrix, pairs
 from ds_dynatrain.transfer.transport import Handle, Transport
 
 WHERE, DONE = 2, 3
-"""Tags: where buffers are; that they are no longer read."""
+"""Tags of two messages: the one that says where buffers are, and the one that says they are no longer read."""
 RECORD = struct.Struct(f"={HANDLE_BYTES}sqq")
-"""What is said of one buffer: the handle of its allocation, its offset in that, and its length in bytes."""
+"""Record of one buffer: the handle of its allocation, its offset in that, and its length in bytes."""
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """Choice of who reads whose memory. It must be the same on both sides of each pair.
+    """Choice of which members read whose memory. It must be the same on both sides of each pair.
 
-    memory: how. members: who reads this member's, and whose this member reads. kinds: the state kinds whose source
-    buffers are on accelerators, on every member.
+    memory: the means to read it. members: members that read this one's memory, and whose memory this one reads. kinds:
+    the state kinds whose source buffers are on accelerators, on every member.
     """
 
     memory: DeviceMemory
@@ -41,16 +41,17 @@ class Sharing:
     kinds: frozenset[str]
 
     def split(self, plan: MemberPlan) -> tuple[MemberPlan, tuple[Pull, ...]]:
-        """Return what is left for messages, and what is read."""
+        """Return the part of a plan that is left for messages, and the pulls."""
         rest, apart = split(plan, self.members, self.kinds)
         return rest, tuple(Pull.of(each.peer, each.sends, each.receives) for each in apart)
 
 
 @dataclass(frozen=True)
 class Pull:
-    """Moves between two members that are read.
+    """Moves between two members that are made by reading.
 
-    lent: what the peer reads. theirs, mine: what this member reads, and where it puts it; copies: the same as matrices.
+    lent: places that the peer reads here. theirs, mine: places that this member reads there, and those that it fills.
+    copies: the same two as matrices.
     """
 
     peer: int
@@ -61,7 +62,7 @@ class Pull:
 
     @staticmethod
     def of(peer: int, lent: Moves, read: Moves) -> Pull:
-        """Pull by the moves that the peer makes, and those that this member makes."""
+        """Make a pull from the moves that the peer makes, and those that this member makes."""
         theirs, mine = Places.of(read, "source"), Places.of(read, "target")
         both = pairs((theirs.which, theirs.begin), (mine.which, mine.begin), theirs.length)
         return Pull(peer, Places.of(lent, "source"), theirs, mine, both)
@@ -69,7 +70,7 @@ class Pull:
 
 @dataclass
 class Pulling:
-    """This member's side of all its pulls, of which there are none without `memory`.
+    """This member's side of all its pulls; there are none without `memory`.
 
     lent, into: the regions that others read, and those that this member fills.
     """
@@ -90,7 +91,7 @@ class Pulling:
         self.into = [pull.mine.among(self.target) for pull in self.pulls]
 
     def start(self) -> None:
-        """Say where this member's buffers are, and ask for theirs."""
+        """Tell each peer where this member's buffers are, and begin to listen for theirs."""
         if self.memory is None:
             return
         self.memory.synchronize()  # others do not wait for what is queued here
@@ -105,7 +106,7 @@ class Pulling:
             self._places.append((table, self.transport.receive(table, pull.peer, WHERE)))
 
     def run(self, deadline: float) -> None:
-        """Read it all, then say so. Raises as a `Handle`, and TransferError for a buffer that is too short."""
+        """Make all reads, then say so. Raises as a `Handle` does, and TransferError for a buffer that is too short."""
         if self.memory is None:
             return
         with ExitStack() as opened:
@@ -131,7 +132,7 @@ class Pulling:
 
 
 def _record(memory: DeviceMemory, key: Key, held: torch.Tensor) -> bytes:
-    """Say where a buffer is, for those who read it."""
+    """Return the record by which other members find a buffer."""
     if held.device.type == "cpu":
         raise TransferError(
             f"{key[0]} in {tuple(key[1])} lies on {held.device}, and others look for it on an accelerator"
@@ -140,7 +141,9 @@ def _record(memory: DeviceMemory, key: Key, held: torch.Tensor) -> bytes:
 
 
 def _where(pull: Pull, table: torch.Tensor) -> list[tuple[bytes, int]]:
-    """Handle and offset of each buffer that is read; TransferError for one that is shorter than what is read of it."""
+    """Return handle and offset of each buffer to read; TransferError for a buffer that is shorter than the
+    reads need.
+    """
     records, where = dict(zip(sorted(pull.theirs.keys), RECORD.iter_unpack(table.numpy().tobytes()), strict=True)), []
     for key, needed in zip(pull.theirs.keys, pull.theirs.reach.tolist(), strict=True):
         handle, offset, length = records[key]

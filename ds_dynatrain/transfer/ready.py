@@ -1,6 +1,6 @@
-"""A member's part of a plan made ready while training runs: every copy and message, in buffers that are known by name.
+"""A member's part of a plan, prepared while training runs: every copy and message, between buffers known by name.
 
-Nothing here depends on where memory is, so the pause is left with the copies themselves.
+No part of it depends on addresses, so that only the copies themselves are left for the pause.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ MINIMUM_BUDGET_BYTES = 64 * 1024
 CHUNK_BYTES = 4 * 1024 * 1024
 """Longest staged message; all slots of both directions full are 32 MiB."""
 _BUFFERS = ("kind", "source_kind", "source_buffer", "target_buffer")
-"""What two moves must have in common to be parts of one copy."""
+"""Columns in which two moves must be equal to be parts of one copy."""
 
 
 class Cast(NamedTuple):
-    """A copy between target buffers, of `length` elements at each of `read` to each of `written`."""
+    """A cast between target buffers, from `length` elements at each of `read` to as many at each of `written`."""
 
     source: tuple[str, BufferId]
     target: tuple[str, BufferId]
@@ -40,13 +40,14 @@ class Cast(NamedTuple):
 
 @dataclass(frozen=True)
 class ReadyPlan:
-    """Plan with all that `execute` needs to know of it.
+    """A plan with all the details that `execute` needs.
 
-    on_host: whether no member has a buffer on an accelerator. local: what is read and what is written by local moves;
-    copies: the same as matrices. exchanges: (peer, sends, receives), of which `at_once` may be under way. derived: the
-    places that casts read and write, all of them in target buffers. staging: touched already, as far as it will be
-    used; a slot is no longer than the longest message here. sharing: who reads whose memory on accelerators, and pulls:
-    what is read so; batches: what goes by the library of the accelerators' collectives. Neither is in any exchange.
+    on_host: whether no member has a buffer on an accelerator. local: places that local moves read and write. copies:
+    the same as matrices. exchanges: (peer, sends, receives), of which `at_once` may be under way. derived: places that
+    casts read and write, all of them in target buffers. staging: memory that is touched already, as far as it will be
+    used; a slot is no longer than the longest message here. sharing, pulls: the choice of reads of accelerators'
+    memory, and this member's. batching, batches: the choice of moves that go by the accelerators' library of
+    collectives, and this member's. Neither pulls nor batches are in any exchange.
     """
 
     plan: MemberPlan
@@ -71,9 +72,9 @@ class ReadyPlan:
         sharing: Sharing | None = None,
         batching: Batching | None = None,
     ) -> ReadyPlan:
-        """Make a plan ready for buffers whose addresses are not known yet.
+        """Prepare a plan for buffers whose addresses are not known yet.
 
-        budget_bytes: most that is staged; TransferError for too small a one.
+        budget_bytes: most bytes that may be staged; TransferError if that is too little.
         """
         if budget_bytes < MINIMUM_BUDGET_BYTES:
             raise TransferError(
@@ -108,14 +109,14 @@ class ReadyPlan:
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that go to others, in messages of either kind or because they read them."""
+        """Bytes that go to other members, in messages of either kind or because they read them."""
         places = [*(sends.places for _, sends, _ in self.exchanges), *(pull.lent for pull in self.pulls)]
         places += [each.sends.places for each in self.batches.exchanges]
         return sum(int(each.length.sum()) for each in places)
 
 
 def copies(read: Places, written: Places, rows: Ints | slice = slice(None)) -> list[tuple[Matrix, Matrix]]:
-    """The local moves of `rows`, as matrices that are read and written."""
+    """Return the local moves of `rows`, as pairs of matrices that are read and written."""
     sides = [(side.which[rows], side.begin[rows]) for side in (read, written)]
     return pairs(sides[0], sides[1], read.length[rows])
 
@@ -126,7 +127,7 @@ def _outlines(exchange: Exchange, chunk: int, longest: int) -> tuple[Outline, Ou
 
 
 def _casts(moves: Moves) -> list[Cast]:
-    """The casts in order; those at equal steps are one."""
+    """Return the casts in order; casts at equal steps are joined to one."""
     first, length = _neighbors(moves)
     source, written = moves.source_offset[first], moves.target_offset[first]
     same = np.zeros(len(first), dtype=np.int64)
@@ -142,7 +143,7 @@ def _casts(moves: Moves) -> list[Cast]:
 
 
 def _neighbors(moves: Moves) -> tuple[Ints, Ints]:
-    """(first row, elements) of rows that follow one another in both buffers, wherever they lie on the line."""
+    """Return (first row, elements) of rows that follow one another in both buffers, wherever they lie on the line."""
     if not len(moves):
         return np.empty(0, np.int64), np.empty(0, np.int64)
     length = moves.stop - moves.start

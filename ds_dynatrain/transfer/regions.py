@@ -1,7 +1,7 @@
 """Regions: the bytes of local buffers that moves read or write, found by numbers before any byte is touched.
 
-`Places` know the buffers by name: they are found once, while training runs. `Regions` are the same in the memory that
-there is when the bytes move.
+`Places` refer to buffers by name: they are found once, while training runs. `Regions` are the same places in the memory
+that the buffers have when the bytes move.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ Key = tuple[str, BufferId, int]
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """One region of bytes per move, on one side of a switch, in buffers that are named.
+    """One region of bytes per move, on one side of a switch, in buffers given by name.
 
-    keys: the buffers. which, begin, length: per move, the index into `keys`, the first byte, the bytes.
+    keys: the buffers. which, begin, length: per move, the index into `keys`, the first byte and the number of bytes.
     """
 
     moves: Moves
@@ -43,7 +43,7 @@ class Places:
 
     @staticmethod
     def of(moves: Moves, side: Side) -> Places:
-        """Find what the moves read (side "source") or write ("target")."""
+        """Find the places that moves read (side "source") or write (side "target")."""
         is_source = side == "source"
         kind = moves.source_kind if is_source else moves.kind
         buffer = moves.source_buffer if is_source else moves.target_buffer
@@ -57,14 +57,14 @@ class Places:
         return Places(moves, side, keys, which.reshape(-1), offset * itemsize, length)
 
     def matrices(self, rows: Sequence[int]) -> list[Matrix]:
-        """The regions of `rows`, one after another."""
+        """Return the regions of `rows`, one after another, as matrices."""
         chosen = list(rows)
         return matrices(self.which[chosen], self.begin[chosen], self.length[chosen])
 
     def among(self, buffers: Buffers) -> Regions:
-        """The regions in the memory of `buffers`.
+        """Return the regions in the memory of `buffers`.
 
-        TransferError names kind and buffer that is missing, has another item size or another shape, or is too short.
+        TransferError, naming kind and buffer, for one that is missing, has another item size or shape, or is too short.
         """
         data = tuple(_bytes_of(buffers, *key, self.side) for key in self.keys)
         room = np.array([held.numel() for held in data], dtype=np.int64)
@@ -90,8 +90,8 @@ class Places:
 class Regions:
     """One region of bytes per move, on one side of a switch.
 
-    data: the buffers as bytes (uint8). which, begin, length: per move, the index into `data`, the first byte, the
-    bytes.
+    data: the buffers as bytes (uint8). which, begin, length: per move, the index into `data`, the first byte and the
+    number of bytes.
     """
 
     data: tuple[torch.Tensor, ...]
@@ -100,22 +100,22 @@ class Regions:
     length: Ints
 
     def pack(self, found: Sequence[Matrix], staged: torch.Tensor) -> None:
-        """Copy matrices of bytes, one after another, into `staged`; on an accelerator that is queued."""
+        """Copy matrices of bytes, one after another, into `staged`; only queued on an accelerator."""
         self.copy_to(_all_of(staged), _placed(found), is_queued=True)
 
     def unpack(self, found: Sequence[Matrix], staged: torch.Tensor) -> None:
-        """Copy `staged` into matrices of bytes, one after another; on an accelerator that is queued."""
+        """Copy `staged` into matrices of bytes, one after another; only queued on an accelerator."""
         _all_of(staged).copy_to(self, ((place, matrix) for matrix, place in _placed(found)), is_queued=True)
 
     def wait(self) -> None:
-        """Wait until what an accelerator was to copy is there."""
+        """Wait until an accelerator has done its queued copies."""
         for device in {data.device for data in self.data if data.device.type != "cpu"}:
             torch.accelerator.current_stream(device).synchronize()
 
     def copy_to(self, other: Regions, both: Iterable[tuple[Matrix, Matrix]], is_queued: bool = False) -> None:
-        """Copy matrices of bytes into those of the other; nothing overlaps.
+        """Copy matrices of bytes into those of `other`; they must not overlap.
 
-        is_queued: the host may go on before an accelerator has done it.
+        is_queued: whether the host may go on before an accelerator has done it.
         """
         if self.is_on_host and other.is_on_host:
             for mine, theirs in both:
@@ -128,16 +128,16 @@ class Regions:
                 other.runs_of(another).copy_(self.runs_of(one), non_blocking=is_queued)
 
     def view(self, matrix: Matrix) -> torch.Tensor:
-        """A matrix of one run, as it lies."""
+        """Return a matrix of one run as a view of its buffer."""
         return self.data[matrix.which].narrow(0, matrix.begin, matrix.length)
 
     def runs_of(self, matrix: Matrix) -> torch.Tensor:
-        """A matrix as a tensor of its runs, which do not step back."""
+        """Return a matrix as a tensor with a row per run; its runs must not step back."""
         data = self.data[matrix.which]
         return data.as_strided((matrix.number, matrix.length), (matrix.step, 1), data.storage_offset() + matrix.begin)
 
     def rows(self, rows: Ints) -> Regions:
-        """The regions of some moves."""
+        """Return the regions of some moves."""
         return Regions(self.data, self.which[rows], self.begin[rows], self.length[rows])
 
     def addresses(self) -> Ints:
@@ -151,7 +151,7 @@ class Regions:
 
     @cached_property
     def is_on_host(self) -> bool:
-        """Whether no buffer is an accelerator's."""
+        """Whether all buffers are in host memory."""
         return all(data.device.type == "cpu" for data in self.data)
 
     @cached_property
@@ -163,7 +163,9 @@ class Regions:
 
 
 def check_disjoint(read: list[Regions], written: list[Regions]) -> None:
-    """TransferError if a byte that is still needed would be overwritten: a buffer that moves within its own storage."""
+    """Raise TransferError if a byte that is still needed would be overwritten: a buffer that moves within its own
+    storage.
+    """
     start, stop = _shared(read, written)
     read, written = ([_within(part, start, stop) for part in parts] for parts in (read, written))
     start, stop = interval.union(*_all(read))
@@ -176,7 +178,7 @@ def check_disjoint(read: list[Regions], written: list[Regions]) -> None:
 
 
 def _shared(read: list[Regions], written: list[Regions]) -> tuple[Ints, Ints]:
-    """The memory of buffers that are both read and written, as tidy runs of addresses."""
+    """Return the memory of buffers that are both read and written, as sorted, disjoint runs of addresses."""
     sides = []
     for parts in (read, written):
         base = np.concatenate([part.bases for part in parts])
@@ -187,14 +189,14 @@ def _shared(read: list[Regions], written: list[Regions]) -> tuple[Ints, Ints]:
 
 
 def _within(part: Regions, start: Ints, stop: Ints) -> Regions:
-    """The regions in buffers that touch tidy runs of addresses."""
+    """Return the regions in buffers that touch sorted, disjoint runs of addresses."""
     size = np.array([data.numel() for data in part.data], dtype=np.int64)
     row, _, _, _ = interval.intersect(part.bases, part.bases + size, start, stop)
     return part.rows(np.flatnonzero(np.isin(part.which, row)))
 
 
 def _all(parts: list[Regions]) -> tuple[Ints, Ints]:
-    """First and last addresses of all regions."""
+    """Return first and last addresses of all regions."""
     start = np.concatenate([part.addresses() for part in parts])
     return start, start + np.concatenate([part.length for part in parts])
 
@@ -214,7 +216,7 @@ def _placed(found: Sequence[Matrix]) -> Iterator[tuple[Matrix, Matrix]]:
 
 
 def _one_by_one(matrix: Matrix) -> list[Matrix]:
-    """The runs of a matrix."""
+    """Return each run of a matrix as a matrix of its own."""
     which, begin, step, number, length = matrix
     return [Matrix(which, begin + row * step, length, 1, length) for row in range(number)]
 

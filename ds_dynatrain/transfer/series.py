@@ -15,7 +15,9 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Matrix(NamedTuple):
-    """`number` runs of `length` bytes in buffer `which`, each `step` bytes behind the one before it."""
+    """`number` runs of `length` bytes in buffer `which`; the first begins at byte `begin`, each other `step` bytes
+    later.
+    """
 
     which: int
     begin: int
@@ -30,7 +32,7 @@ class Matrix(NamedTuple):
 
 
 def matrices(which: Ints, begin: Ints, length: Ints) -> list[Matrix]:
-    """The runs, in order, as few matrices; runs that touch are one."""
+    """Return the runs, in order, as few matrices; runs that touch are joined."""
     first, count = series(which * (int(length.max(initial=0)) + 1) + length, begin)
     step = np.append(begin[1:], 0)[first] - begin[first]
     rows = zip(*(column.tolist() for column in (which[first], begin[first], step, count, length[first])), strict=True)
@@ -38,7 +40,7 @@ def matrices(which: Ints, begin: Ints, length: Ints) -> list[Matrix]:
 
 
 def pairs(mine: tuple[Ints, Ints], others: tuple[Ints, Ints], length: Ints) -> list[tuple[Matrix, Matrix]]:
-    """Runs on two sides, (which, begin) of each, as few pairs of matrices of equal counts and lengths."""
+    """Return runs on two sides, (which, begin) of each, as few pairs of matrices of equal counts and lengths."""
     (which, begin), (into, at) = mine, others
     same = (which * (int(into.max(initial=0)) + 1) + into) * (int(length.max(initial=0)) + 1) + length
     first, count = series(same, begin, at)
@@ -60,10 +62,10 @@ def _matrix(which: int, begin: int, step: int, count: int, length: int) -> Matri
 
 
 def series(same: Ints, *begins: Ints) -> tuple[Ints, Ints]:
-    """(first row, number of rows) of the series that rows fall into, in order.
+    """Return (first row, number of rows) of the series that rows fall into, in order.
 
-    same: one value per row, equal for rows that may share a series (their length, their buffers). begins: where the
-    rows begin, on one side or on several; in a series each of them grows by a step of its own.
+    same: one value per row, equal for rows that may share a series (their length, their buffers). begins: positions
+    where the rows begin, on one side or on several; within a series each of them grows by a constant step.
     """
     count = len(same)
     goes_on = np.zeros(count, dtype=bool)  # whether a row and the two before it are equally spaced
@@ -87,7 +89,9 @@ def series(same: Ints, *begins: Ints) -> tuple[Ints, Ints]:
 
 
 def rows_of(data: Bytes, begin: int, step: int, count: int, length: int) -> Bytes:
-    """The runs of a series in a flat array of bytes, as a matrix of `count` x `length` bytes; writing goes through."""
+    """Return the runs of a series in a flat array of bytes as a view of `count` x `length` bytes, which may be written
+    to.
+    """
     try:
         return np.ndarray((count, length), np.uint8, data, begin, (step, 1))
     except ValueError as error:

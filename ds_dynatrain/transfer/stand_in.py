@@ -1,4 +1,4 @@
-"""A plan carried out by a member that stands in for others: their parts in threads, beside its own."""
+"""Execution of a plan by a member that stands in for others: their parts run in threads, beside its own."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ds_dynatrain.transfer.regions import Buffers
 from ds_dynatrain.transfer.transport import Handle, Transport, call_beside
 
 TAGS = 256
-"""Tags of each member that somebody stands in for, so that between two processes each pair of members has its own."""
+"""Number of tags of each member that another stands in for: each pair of members has its own between two processes."""
 
 
 @dataclass(frozen=True)
 class ActingTransport:
-    """The end of `member`, which this process is or stands in for.
+    """The transport of `member`, which is this process or one that it stands in for.
 
-    stand_ins: absent member -> who stands in for it, the same on all members.
+    stand_ins: member that acts for each absent one; the same on all members.
     """
 
     transport: Transport
@@ -33,11 +33,9 @@ class ActingTransport:
     stand_ins: Mapping[int, int]
 
     def send(self, tensor: torch.Tensor, member: int, tag: int) -> Handle:
-        """See `Transport`."""
         return self.transport.send(tensor, member, self._tag(self.member, tag))
 
     def receive(self, tensor: torch.Tensor, member: int, tag: int) -> Handle:
-        """See `Transport`."""
         return self.transport.receive(tensor, self.stand_ins.get(member, member), self._tag(member, tag))
 
     def _tag(self, sender: int, tag: int) -> int:
@@ -56,10 +54,11 @@ def execute_standing_in(
     budget_bytes: int,
     on_host: bool = True,
 ) -> None:
-    """`execute`, for a member and for those that it stands in for. All of the latter's buffers are in host memory.
+    """Do as `execute` does, for a member and for the absent ones that it stands in for, whose buffers are all in host
+    memory.
 
-    sources: what each of them held, by member; nothing for one that is in the target alone. target: the member's own
-    buffers. stand_ins: of the whole plan, on all members alike. Raises as `execute`.
+    sources: source buffers of each of them, by member; a member that is in the target alone has none. target: the
+    member's own buffers. stand_ins: those of the whole plan, the same on all members. Raises as `execute` does.
     """
     member, deadline = plan.own.member, time.monotonic() + deadline_seconds
 

@@ -1,8 +1,9 @@
-"""Messages between two members in one exchange: how moves are cut into them, and how they go their way.
+"""Messages between two members in one exchange: how moves are cut into messages, and how these are sent and received.
 
-A large move travels as it lies, straight from buffer to buffer, in messages of at most `longest` bytes. Small moves are
-packed in their order into messages of at most `chunk` bytes, which both sides stage. The list follows from the lengths
-of the moves and from these two numbers alone, so sender and receiver derive the same one, without a header.
+A large move travels without staging, straight from buffer to buffer, in messages of at most `longest` bytes. Small
+moves are packed in their order into messages of at most `chunk` bytes, which both sides stage. The list of messages
+follows from the lengths of the moves and from these two numbers alone, so sender and receiver derive the same one,
+without a header.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from ds_dynatrain.transfer.transport import Handle, Transport
 SLOTS = 4
 """Staged messages under way per direction: enough that packing, wire and unpacking overlap."""
 DIRECT_BYTES = 256 * 1024
-"""Moves from this size on are not packed: a message of its own costs less than two copies."""
+"""Size of a move from which on it is not packed: a message of its own costs less than two copies."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """Moves that travel together: the whole of each of `rows` (start is 0), or bytes start to stop of the only one."""
+    """Moves that travel together: `rows` in full, with start 0, or bytes start to stop of a single row."""
 
     rows: tuple[int, ...]
     start: int
@@ -41,7 +42,7 @@ class Message:
 
 
 def messages(lengths: Iterable[int], chunk: int, longest: int) -> list[Message]:
-    """The messages for moves of `lengths` bytes, in the order of sending."""
+    """Return the messages for moves of `lengths` bytes, in the order of sending."""
     length = np.array([*lengths], dtype=np.int64)
     direct = length >= min(DIRECT_BYTES, chunk)
     found: list[tuple[int, Message]] = []
@@ -61,27 +62,27 @@ def messages(lengths: Iterable[int], chunk: int, longest: int) -> list[Message]:
 
 @dataclass(frozen=True)
 class Parcel:
-    """A message, and where its bytes lie: in matrices, one after another."""
+    """A message and the places of its bytes: matrices, one after another."""
 
     nbytes: int
     matrices: tuple[Matrix, ...]
 
     @property
     def is_packed(self) -> bool:
-        """Whether the bytes must be put together in memory of their own."""
+        """Whether the bytes must be packed into staging memory."""
         return len(self.matrices) > 1 or self.matrices[0].number > 1
 
 
 @dataclass(frozen=True)
 class Outline:
-    """One direction of an exchange."""
+    """The messages of one direction of an exchange."""
 
     places: Places
     parcels: tuple[Parcel, ...]
 
     @staticmethod
     def of(places: Places, chunk: int, longest: int) -> Outline:
-        """The messages of moves, the same at both ends; which of them are packed is each end's own affair."""
+        """Cut moves into messages, the same at both ends; each end decides for itself which of them are packed."""
         parcels = []
         for message in messages(places.length.tolist(), chunk, longest):
             if len(message.rows) > 1:
@@ -95,19 +96,19 @@ class Outline:
 
     @property
     def longest(self) -> int:
-        """Bytes of its longest message."""
+        """Bytes of the longest message."""
         return max((parcel.nbytes for parcel in self.parcels), default=0)
 
     @property
     def slots(self) -> int:
-        """How many slots of staging it can use."""
+        """Most staging slots that this direction uses."""
         return min(SLOTS, sum(parcel.is_packed for parcel in self.parcels))
 
 
 class Staging:
-    """Slots of `chunk` bytes, 2 * SLOTS at most for each exchange under way, used again and again.
+    """Reusable slots of `chunk` bytes, at most 2 * SLOTS for each exchange under way.
 
-    chunk: bytes of a slot. is_pinned: whether they are page-locked, which lets an accelerator copy by itself, four to
+    chunk: bytes of a slot. is_pinned: whether slots are page-locked, so that an accelerator copies by itself, four to
     seven times as fast. peak: the most bytes that were in use at once.
     """
 
@@ -116,27 +117,27 @@ class Staging:
         self._free, self._used, self.peak = list[torch.Tensor](), 0, 0
 
     def reserve(self, slots: int) -> None:
-        """Have so many slots, touched."""
+        """Provide `slots` free slots whose pages are touched."""
         while len(self._free) < slots:
             slot = self._slot()
-            if not self.is_pinned:  # pages that are locked are there
+            if not self.is_pinned:  # locked pages exist already
                 prefault(slot)
             self._free.append(slot)
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """A slot's first `nbytes` bytes."""
+        """Return the first `nbytes` bytes of a free slot, or of a new one."""
         slot = self._free.pop() if self._free else self._slot()
         self._used += nbytes
         self.peak = max(self.peak, self._used)
         return slot[:nbytes]
 
     def give(self, staged: torch.Tensor) -> None:
-        """Return what `take` gave."""
+        """Give back memory that `take` returned."""
         self._used -= staged.numel()
         self._free.append(staged.as_strided((self.chunk,), (1,)))
 
     def _slot(self) -> torch.Tensor:
-        """New memory; not pinned where the system locks no more, or the accelerator has no such memory."""
+        """Return a new slot; not pinned if the system locks no more, or the accelerator has no such memory."""
         if self.is_pinned:
             with suppress(RuntimeError):
                 return torch.empty(self.chunk, dtype=torch.uint8, pin_memory=True)
@@ -155,9 +156,10 @@ class _UnderWay:
 class Stream:
     """The messages to (`is_send`) or from one member.
 
-    `advance` starts what fits; `finish` waits for the oldest. Two members that each, again and again, advance both of
-    their streams and then finish the oldest message of both never wait for each other: the oldest message of a stream
-    is always started, and each finishes message i of both streams before it needs message i + 1 of either.
+    `advance` starts messages while they fit; `finish` waits for the oldest. Two members that each, again and again,
+    advance both of their streams and then finish the oldest message of both never wait for each other: the oldest
+    message of a stream is always started, and each finishes message i of both streams before it needs message i + 1 of
+    either.
     """
 
     transport: Transport
@@ -190,7 +192,7 @@ class Stream:
             self._next += 1
 
     def finish(self, deadline: float) -> None:
-        """Wait for the oldest message and put its bytes in place; nothing when all are done."""
+        """Wait for the oldest message and put its bytes in place. Does nothing when all are done."""
         if not self._under_way:
             return
         oldest = self._under_way.popleft()
@@ -207,7 +209,7 @@ class Stream:
         staged = self.staging.take(parcel.nbytes)
         if self.is_send:
             self.regions.pack(parcel.matrices, staged)
-            self.regions.wait()  # the host sends it, and reads what is there by now
+            self.regions.wait()  # the host is about to read and send it
         self._start(parcel, staged, staged)
 
     def _start(self, parcel: Parcel, data: torch.Tensor, staged: torch.Tensor | None) -> None:

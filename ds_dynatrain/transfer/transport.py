@@ -1,4 +1,4 @@
-"""How bytes get from one member to another: the small interface, and torch.distributed's point-to-point behind it.
+"""Transport of bytes between members: a small interface, and torch.distributed's point-to-point messages behind it.
 
 Contract of every transport: `send` and `receive` return at once; messages between two members with one tag arrive in
 the order in which they were sent, and are matched by order with the receives of that tag; a message and its receive
@@ -26,25 +26,25 @@ T = TypeVar("T")
 Landing = tuple[torch.Tensor, torch.Tensor] | None
 """A tensor on an accelerator, and the host memory that it is filled from."""
 MESSAGE_BYTES = 1 << 30
-"""Longer tensors travel as several messages: some systems' calls take no more than 2^31 - 1 bytes."""
+"""Longest message; longer tensors travel as several, since some systems' calls take at most 2^31 - 1 bytes."""
 MINIMUM_WAIT_SECONDS = 0.001
-"""Gloo reads a time-out in whole milliseconds, and zero as no limit."""
+"""Shortest time-out: gloo reads one in whole milliseconds, and takes zero for no limit."""
 ROUNDING_SECONDS = 0.005
-"""How much before the deadline a failure still counts as its passing."""
+"""Span before the deadline within which a failure counts as a time-out."""
 LOOK_SECONDS = 0.25
-"""Between two looks for a reason to give a wait up."""
+"""Pause between two checks for a reason to give up a wait."""
 RELAY_TAG = 2
 RELAY_BYTES = 16 << 20
 """A longer tensor is passed on in parts of this size, so that all levels of the tree are busy at once."""
 
 
 class Handle(Protocol):
-    """One send or receive under way."""
+    """A send or receive under way."""
 
     def wait(self, deadline: float) -> None:
-        """Return when it is done; `deadline` is a `time.monotonic()` value.
+        """Wait until the message is done; `deadline` is a `time.monotonic()` value.
 
-        Raises MemberMissing when the deadline passes, TransferError when the connection fails before.
+        Raises MemberMissing when the deadline passes, TransferError if the connection fails before.
         """
 
 
@@ -59,14 +59,15 @@ class Transport(Protocol):
 
 
 class GroupTransport:
-    """Point-to-point over a process group with a gloo back-end for CPU tensors, registered or hand-made.
+    """Point-to-point messages over a process group with a gloo back-end for CPU tensors, registered or hand-made.
 
     `members[r]` is the member id of the group's rank r. Tensors on an accelerator travel through host memory. Gloo
     closes all connections of a group when one wait times out, so one missing member ends the group: build another
     without it.
 
-    stop: called in each wait that lasts, raises what ends it; given where members die and others go on. A message that
-    is just being sent when its sockets are shut down is lost to gloo, which then waits until the deadline.
+    stop: called during every wait that lasts; it raises an error to end the wait. Given in jobs whose members may die
+    while others go on. A message that is being sent when its sockets are shut down is lost to gloo, which then waits
+    until the deadline.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class GroupTransport:
 
 @dataclass
 class _GroupHandle:
-    """The works of one tensor's messages, and the copy to the accelerator that ends a staged receive."""
+    """The work of one tensor's messages, and the copy to the accelerator that ends a staged receive."""
 
     works: list[dist.Work]
     what: str
@@ -151,7 +152,7 @@ class _GroupHandle:
 
 
 def call_beside(call: Callable[[], T], name: str) -> futures.Future[T]:
-    """Make a call in a daemon thread, where it is left alone if nobody waits for it any more."""
+    """Make a call in a daemon thread, which may be abandoned."""
     ended: futures.Future[T] = futures.Future()
 
     def run() -> None:
@@ -165,7 +166,7 @@ def call_beside(call: Callable[[], T], name: str) -> futures.Future[T]:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as uint8, which every back-end can send."""
+    """Return the tensor as uint8, which every back-end can send."""
     if tensor.dim() != 1 or not tensor.is_contiguous():
         raise TransferError(f"only 1-D contiguous tensors travel, got shape {tuple(tensor.shape)}: flatten first")
     return tensor.detach().view(torch.uint8)
@@ -174,10 +175,10 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 def send_down(
     tree: Sequence[int], mine: int, tensors: Sequence[torch.Tensor], transport: Transport, deadline: float
 ) -> None:
-    """Fill `tensors` on every member of `tree` with those of its first one; each member calls it.
+    """Fill `tensors` on every member of `tree` with those of its first member; each member calls it.
 
-    tree: members; the one at place i sends to those at places 2i + 1 and 2i + 2. deadline: by `time.monotonic()`.
-    Errors are those of `Handle.wait`.
+    tree: members; the one at place i sends to those at places 2i + 1 and 2i + 2. deadline: a `time.monotonic()` value.
+    Raises as `Handle.wait` does.
     """
     place = tree.index(mine)
     below = tree[2 * place + 1 : 2 * place + 3]

@@ -14,7 +14,7 @@ from ds_dynatrain.transfer.series import rows_of
 
 try:
     import ds_dynatrain.transfer.weigh as weigh
-except ImportError:  # it was installed where there is no C compiler
+except ImportError:  # installed without a C compiler
     weigh = None  # type: ignore[assignment]
 
 UInt64s = npt.NDArray[np.uint64]
@@ -25,17 +25,19 @@ BLOCK_UNITS = 16384
 """Units of 8 bytes per block: 2 tables + scratch + data = 512 KiB, the fastest that still leaves half of a 1 MiB L2."""
 BLOCK_BYTES = BLOCK_UNITS * UNIT_BYTES
 WORD_BYTES, SLICES = 4, 16
-"""What an accelerator reads at once, half a unit; and parts of a block, each of which is a program's there."""
+"""Bytes that an accelerator reads at once, half a unit; and slices of a block, each the work of one program there."""
 SPREAD_BYTES = 8 * BLOCK_BYTES
-"""Scratch for runs that are spread out as they lie in a tensor."""
+"""Scratch bytes for runs that are spread out as they lie in a tensor."""
 
 LOW_SEED, HIGH_SEED, FACTOR_SEED = 0x243F6A8885A308D3, 0x13198A2E03707344, 0xA4093822299F31D0
 _HALF = np.uint64(32)
 
 
 class Runs(NamedTuple):
-    """`number` runs of `length` bytes. In memory the first begins at byte `first`, each other `stride` later; in the
-    logical tensor the first begins at byte `begin`, each other `step` later.
+    """`number` runs of `length` bytes.
+
+    In memory the first begins at byte `first` and each other `stride` bytes later; in the logical tensor the first
+    begins at byte `begin` and each other `step` bytes later.
     """
 
     first: int
@@ -47,17 +49,17 @@ class Runs(NamedTuple):
 
 
 def is_compiled() -> bool:
-    """Whether the compiled sum is there."""
+    """Return whether the compiled sum was built."""
     return weigh is not None
 
 
 def summer() -> Compiled | InNumpy:
-    """The fastest that this installation has."""
+    """Return the fastest sum that this installation has."""
     return InNumpy() if weigh is None else Compiled()
 
 
 class Compiled:
-    """Weighs each run as it lies."""
+    """The compiled sum, which weighs each run in place."""
 
     def sum(self, data: Bytes, runs: Runs) -> int:
         """Return the weighted sum; the caller reduces it mod 2^64. IndexError if a run leaves `data`."""
@@ -65,7 +67,7 @@ class Compiled:
 
 
 class InNumpy:
-    """Weighs blocks in scratch rows of its own, so that no temporary grows with the data."""
+    """The sum in numpy, which weighs blocks in scratch rows of its own, so that no temporary grows with the data."""
 
     def __init__(self) -> None:
         self._low, self._high = tables()
@@ -73,8 +75,9 @@ class InNumpy:
         self._padded = np.empty(BLOCK_UNITS, dtype=np.uint64)
 
     def sum(self, data: Bytes, runs: Runs) -> int:
-        """See `Compiled`. Several runs are spread out with zeros between them, as they lie in the tensor: zeros weigh
-        nothing.
+        """Return the same as `Compiled.sum`.
+
+        Several runs are spread out with zeros between them, as they lie in the tensor: zeros weigh nothing.
         """
         first, stride, count, length, begin, step = runs
         if not count * length:
@@ -95,7 +98,7 @@ class InNumpy:
         return total
 
     def _run(self, data: Bytes, begin: int) -> int:
-        """Weighted sum of bytes that start at byte `begin` of the logical tensor."""
+        """Return the weighted sum of bytes that start at byte `begin` of the logical tensor."""
         end, aligned = begin + data.size, (data.ctypes.data - begin) % UNIT_BYTES == 0
         first = begin // BLOCK_BYTES
         if end <= (first + 1) * BLOCK_BYTES:
@@ -107,9 +110,9 @@ class InNumpy:
         return total
 
     def _weigh(self, part: Bytes, begin: int, aligned: bool) -> int:
-        """Sum of `part`, which lies in one block and starts at byte `begin`, without the block's factor.
+        """Return the sum of `part`, which lies in one block and starts at byte `begin`, without the block's factor.
 
-        `aligned`: whole units of the logical tensor lie at addresses that are multiples of a unit.
+        aligned: whether whole units of the logical tensor lie at addresses that are multiples of a unit.
         """
         lead = begin % UNIT_BYTES
         if aligned and (lead | part.size) % UNIT_BYTES == 0:
@@ -125,7 +128,9 @@ class InNumpy:
         return high + int(np.add.reduce(work))
 
     def _pad(self, part: Bytes, lead: int) -> UInt64s:
-        """`part` as whole aligned units: zeros stand for the `lead` bytes before it and for what is missing behind."""
+        """Return `part` as whole aligned units; zeros stand for the `lead` bytes before it and for missing bytes at its
+        end.
+        """
         count = (lead + part.size + UNIT_BYTES - 1) // UNIT_BYTES
         units = self._padded[:count]
         units[0] = units[-1] = 0
@@ -135,7 +140,7 @@ class InNumpy:
 
 @cache
 def tables() -> tuple[UInt64s, UInt64s]:
-    """The odd multipliers a (of whole units) and b (of their high words), BLOCK_UNITS each; read-only."""
+    """Return the odd multipliers a (of whole units) and b (of their high words), BLOCK_UNITS each; read-only."""
     position = np.arange(BLOCK_UNITS, dtype=np.uint64)
     low, high = (_splitmix(position, seed) | np.uint64(1) for seed in (LOW_SEED, HIGH_SEED))
     low.flags.writeable = high.flags.writeable = False
@@ -143,7 +148,7 @@ def tables() -> tuple[UInt64s, UInt64s]:
 
 
 def factors(first: int, count: int) -> UInt64s:
-    """Odd factors of the blocks first ... first + count - 1."""
+    """Return the odd factors of the blocks first ... first + count - 1."""
     return _splitmix(np.arange(first, first + count, dtype=np.uint64), FACTOR_SEED) | np.uint64(1)
 
 
@@ -153,7 +158,9 @@ def _factor(block: int) -> int:
 
 
 def _splitmix(values: UInt64s, seed: int) -> UInt64s:
-    """splitmix64 (Steele, Lea, Flood 2014; Vigna's constants): the numbers seed + (value + 1) * gamma, mixed."""
+    """Return the numbers seed + (value + 1) * gamma, mixed by splitmix64 (Steele, Lea, Flood 2014; Vigna's
+    constants).
+    """
     mixed: UInt64s = (values + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
