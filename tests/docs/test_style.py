@@ -1,7 +1,8 @@
-"""Pages are short, and so are their sentences."""
+"""Pages are short, and so are their sentences; docstrings have a subject."""
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -41,3 +42,29 @@ def test_sentences_are_short() -> None:
     every = [(page, each) for page in READ for each in sentences(page)]
     long = [f"{page.relative_to(ROOT)}: {each}" for page, each in every if len(each.split()) > MOST_WORDS]
     assert len(every) > 2000 and len(long) <= (1 - SHARE) * len(every), "\n".join(long)
+
+
+WITHOUT_SUBJECT = frozenset(
+    "of that those these as for in on at by to with what who whoever where when which whose from into after before "
+    "between until likewise nothing nobody none so such all both each it its they theirs his".split()
+)
+FEWEST_WORDS = 4
+
+
+def docstrings(path: Path) -> list[str]:
+    """Return the docstrings of a module, its classes and its functions."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    return [text for node in nodes if isinstance(node, kinds) and (text := ast.get_docstring(node))]
+
+
+@pytest.mark.parametrize("folder", ["ds_dynatrain", "integrations"])
+def test_docstrings_have_a_subject(folder: str) -> None:
+    """A docstring begins with a verb, a noun or an article, and says more than three words."""
+    odd = []
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        for text in docstrings(path):
+            first = re.sub(r"[^a-z]", "", text.split()[0].lower())
+            if first in WITHOUT_SUBJECT or len(text.split()) < FEWEST_WORDS:
+                odd.append(f"{path.relative_to(ROOT)}: {text.splitlines()[0]}")
+    assert not odd, "\n".join(odd)
