@@ -153,7 +153,7 @@ class AutoEPShaper(Conversion, Shaper):
         leave(engine)
 
     def configure(self, config: dict[str, Any], layout: Layout) -> None:
-        """Write the sizes that DeepSpeed reads into its configuration."""
+        """Write the layout's sizes into DeepSpeed's configuration, where DeepSpeed looks them up."""
         config["expert_parallel"]["autoep_size"] = layout.expert
         self._tensor.configure(config, layout)
 

@@ -12,7 +12,6 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.utils import configure_moe_param_groups
 from deepspeed.runtime.data_pipeline.constants import RANDOM_LTD_GLOBAL_BATCH_SIZE, RANDOM_LTD_MICRO_BATCH_SIZE
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from torch import nn
 
 from ds_dynatrain.adapters import scaler
@@ -29,7 +28,6 @@ from ds_dynatrain.errors import DataError
 from ds_dynatrain.support import usage
 
 COMPILE_BACKEND: str = get_accelerator().get_compile_backend()
-TO_HOST = OffloadDeviceEnum.cpu
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 """Defaults of DeepSpeed's calls, which have them in their signatures."""
 

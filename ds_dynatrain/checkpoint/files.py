@@ -24,7 +24,7 @@ Progress = Callable[[int], object]
 WHERE_DAMAGED = "copy the checkpoint again, or take another one"
 """Advice for files that are not what was saved."""
 MOST_BYTES = 1 << 30
-"""Most bytes of a small file."""
+"""Largest size in bytes of a file that is read whole into memory."""
 MOST_VALUES = 1 << 24
 """Most values in a file that is parsed into Python objects, which take many times the memory of the file."""
 MOST_OF_NOTE = 4096

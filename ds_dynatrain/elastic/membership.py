@@ -103,7 +103,7 @@ class Membership:
         self._published: Publish | None = None
         """The newest generation, and the members that were told of it."""
         self._owed: list[Publish] = []
-        """Generations that members may have missed while they reconnected."""
+        """Publications to repeat, since members that were reconnecting may not have had them."""
         self.links = Links(settings.silent_seconds, now)
 
     @property

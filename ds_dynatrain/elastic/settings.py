@@ -16,7 +16,7 @@ class Settings:
     """How many nodes a job wants, and how long the coordinator waits for what. ConfigError for impossible numbers."""
 
     min_nodes: int
-    """The fewest nodes that start a job; a job that falls below is paused."""
+    """Fewest nodes that a job starts with (MIN of `--nnodes=MIN:MAX`); a job with fewer is paused."""
     max_nodes: int
     """The most nodes that train; further ones wait, ready to take the place of one that goes."""
     debounce_seconds: float = 0.05

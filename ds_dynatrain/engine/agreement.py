@@ -78,7 +78,10 @@ def say_prepared(control: Control, proposal: Proposal, error: str | None = None)
 
 
 def wait_until_prepared(control: Control, proposal: Proposal, stop: Callable[[], None]) -> None:
-    """Wait until all members are ready. Raise SwitchFailed if one cannot be, MemberMissing for silent ones."""
+    """Wait until all members are ready for a switch.
+
+    Raise SwitchFailed if one of them reports an error, MemberMissing if one is silent.
+    """
     key, what = f"prepared/{proposal.generation}", "preparing the switch"
     try:
         (failed,) = control.wait({proposal.union[0]: f"{key}/all"}, what, stop=stop).values()

@@ -40,7 +40,10 @@ LONGEST_SECONDS = 1800.0
 
 
 class SyncPoints:
-    """The sync points of this process. If it has several engines, the first one speaks for all."""
+    """The points between two steps at which the scripts of a process meet those of others.
+
+    If a process has several engines, the first one speaks for all of them.
+    """
 
     def __init__(self, first: Callable[[], EngineCore | None], membership: Callable[[], Membership]) -> None:
         self._first, self._membership = first, membership

@@ -72,7 +72,7 @@ def _line(name: str, rows: Sequence[Row]) -> str:
 
 
 def _names(name: str, rows: Sequence[Row]) -> Iterator[str]:
-    """Yield keys as they are shown: the first of a line in full, the others without their section."""
+    """Yield the keys of one table line: the first with its section (`zero_optimization.stage`), the others without it."""
     for place, row in enumerate(rows):
         if name not in CONFIG_TABLES:
             yield row.key

@@ -138,7 +138,7 @@ class ZeroFolder:
 
     @cached_property
     def ranks(self) -> int:
-        """Number of data ranks (with sequence parallelism, of all ranks that ZeRO cuts over)."""
+        """Number of ranks that ZeRO cuts the state over: the data ranks, times the sequence ranks if there are any."""
         if self.optimizers:
             return 1 + max(rank for _, rank in self.optimizers)
         said = int(self.model(0)["dp_world_size"])

@@ -113,7 +113,10 @@ class StateSource:
         raise NotImplementedError
 
     def rest(self, rank: int) -> dict[str, Any] | None:
-        """Return the rest of a rank's carry; None if rest and random streams stay as they are."""
+        """Return the state of one rank that is no tensor of a plan, such as buffers and objects of the user.
+
+        None if that and the rank's random streams stay as they are.
+        """
         return None
 
     def streams(self, rank: int) -> streams.Streams:

@@ -116,7 +116,7 @@ class Universal:
         return {**self.carry, "scalars": scalars}
 
     def rest(self, reader: Reader, layout: Layout, rank: int) -> dict[str, Any]:
-        """Return the rest of a rank's carry."""
+        """Return the state of one rank that is no tensor of a plan, such as buffers and objects of the user."""
         return rest_for(self.saved, reader, layout, rank)
 
     def streams(self, layout: Layout, rank: int) -> streams.Streams:

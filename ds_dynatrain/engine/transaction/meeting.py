@@ -61,7 +61,7 @@ class Outcome:
     warnings: list[str] = field(default_factory=list)
 
     def measured(self) -> dict[str, Any]:
-        """Return this member's part of `over_all`."""
+        """Return what this member measured, as one of the records that `over_all` adds up."""
         moved = [stats for stats in (self.stats, self.late_stats) if stats is not None]
         return {
             "kept": sum(stats.bytes_in_place for stats in moved),

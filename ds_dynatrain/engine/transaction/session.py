@@ -192,7 +192,7 @@ class Session:
         return self._wait({member: f"{self.key}/{step}/{member}"}, doing, self.stop)[member]
 
     def all(self, step: str, mine: Any) -> dict[int, Any]:
-        """Return what every member says, in plain JSON, by member. For short values: all members read all of them."""
+        """Gather a short value of plain JSON from every member; return all of them, by member, on every member."""
         said = self.reduce(step, {str(self.board.member): mine}, _merged)
         return {int(member): each for member, each in said.items()}
 

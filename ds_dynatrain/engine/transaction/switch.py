@@ -211,7 +211,7 @@ class Transaction:
         return self._entered is not None and self._entered.commit
 
     def settle(self) -> Outcome:
-        """Hold the second vote, and carry it out; end a switch that was not entered."""
+        """Hold the second vote of a late switch and carry its decision out; end a switch that was not entered."""
         decision = self._entered
         if decision is None:
             raise RuntimeError("enter comes first")
@@ -244,7 +244,10 @@ class Transaction:
         self.outcome.late_ms = 1e3 * (time.perf_counter() - begin)
 
     def _arrive(self) -> dict[str, Any]:
-        """Wait for the thread, whose own waits all have an end; return this member's report on all kinds."""
+        """Wait until the late kinds have moved; return this member's report on all kinds for the second vote.
+
+        Raise what the thread that moves them raised. All waits of that thread have a time-out.
+        """
         while True:
             self._final.stop()
             if self._thread is None or not self._thread.is_alive():
