@@ -73,7 +73,7 @@ class Finished(Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        """Return whether the device has done it."""
+        """Return whether the device has completed the collective."""
         return self._event is None or bool(self._event.query())
 
     def is_success(self) -> bool:
@@ -81,7 +81,7 @@ class Finished(Work):
         return True
 
     def exception(self) -> None:
-        """Return None: it has not failed."""
+        """Return None: a collective of one rank does not fail."""
 
     def result(self) -> list[torch.Tensor]:
         """Return the output tensors."""

@@ -201,7 +201,7 @@ class ManagedWork(Work):
         return done
 
     def synchronize(self) -> None:
-        """Order the present stream behind it."""
+        """Make the present stream of the device wait for the collective."""
         self._watched(self._work.synchronize)
 
     def result(self) -> list[torch.Tensor]:
@@ -213,7 +213,7 @@ class ManagedWork(Work):
         return self._work.get_future()
 
     def exception(self) -> Any:
-        """Return its error, if it has failed."""
+        """Return the error of the collective, if it has failed."""
         return self._work.exception()
 
     def is_completed(self) -> bool:
@@ -221,7 +221,7 @@ class ManagedWork(Work):
         return self._work.is_completed()
 
     def is_success(self) -> bool:
-        """Return whether it has ended well."""
+        """Return whether the collective has ended without an error."""
         return self._work.is_success()
 
     def source_rank(self) -> int:

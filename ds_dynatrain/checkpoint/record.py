@@ -64,7 +64,7 @@ class Record:
 
     @property
     def world(self) -> Layout:
-        """Layout in which it was saved."""
+        """Layout in which the checkpoint was saved."""
         return Layout.from_dict(self.layout)
 
     def logical_tensors(self) -> tuple[LogicalTensor, ...]:

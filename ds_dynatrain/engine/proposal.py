@@ -58,7 +58,7 @@ class Proposal:
 
     @property
     def union(self) -> tuple[int, ...]:
-        """Members that take part in it, ascending."""
+        """Members that take part in the switch, in either world, ascending."""
         return tuple(sorted({*self.source_members, *self.members}))
 
     def fingerprint(self) -> str:

@@ -72,7 +72,7 @@ def _line(name: str, rows: Sequence[Row]) -> str:
 
 
 def _names(name: str, rows: Sequence[Row]) -> Iterator[str]:
-    """Yield the keys of one table line: the first with its section (`zero_optimization.stage`), the others without it."""
+    """Yield the keys of one table line: the first with its section (`zero_optimization.stage`), the others alone."""
     for place, row in enumerate(rows):
         if name not in CONFIG_TABLES:
             yield row.key

@@ -109,7 +109,7 @@ class StateSource:
         raise NotImplementedError
 
     def shared(self) -> dict[str, Any]:
-        """Return the shared carry."""
+        """Return what all ranks share of the state that is no tensor: counters, schedule, hyper-parameters."""
         raise NotImplementedError
 
     def rest(self, rank: int) -> dict[str, Any] | None:
@@ -263,7 +263,7 @@ class Restoration:
         self._take()
 
     def _take(self) -> None:
-        """Take over the carry."""
+        """Put the state that is no tensor into the engine: the shared part, this rank's part, random streams."""
         if self.rest is None:
             settle_counters(self.engine, self.shared)
             return

@@ -99,7 +99,7 @@ class Universal:
 
     @cached_property
     def carry(self) -> dict[str, Any]:
-        """The shared carry as it was saved."""
+        """State that is no tensor and that all ranks share, as it was saved."""
         return shared_of(self.saved)
 
     @property

@@ -26,7 +26,7 @@ class Room:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes."""
+        """Bytes of host memory that the room takes."""
         return self._memory.numel()
 
     def fit(self, nbytes: int) -> torch.Tensor:

@@ -129,7 +129,7 @@ class Session:
 
     @property
     def is_first(self) -> bool:
-        """Whether this member answers the others."""
+        """Whether this member is the first one, which gathers what all say and answers them."""
         return self.board.member == self.members[0]
 
     # ---- verbs -------------------------------------------------------------------------------------------------------
