@@ -29,16 +29,17 @@ import numpy as np
 from figures import keep, machine, table
 from torch._C._distributed_c10d import HashStore, TCPStore
 
-from ds_dynatrain.engine import agreement, streams
-from ds_dynatrain.engine.agreement import SwitchRequest
-from ds_dynatrain.engine.control import Control, pack
-from ds_dynatrain.engine.digests import SideDigests
-from ds_dynatrain.engine.preparation import joined_readiness, why_unready
-from ds_dynatrain.engine.proposal import Proposal
-from ds_dynatrain.engine.transaction.certificate import SIDES, certify, joined_sides, shares
-from ds_dynatrain.engine.transaction.meeting import over_all
-from ds_dynatrain.engine.transaction.session import Decision, Join, Session, joined_requests
-from ds_dynatrain.engine.ways import POLL_SECONDS
+from ds_dynatrain.membership import agreement
+from ds_dynatrain.membership.agreement import SwitchRequest
+from ds_dynatrain.membership.control import Control, pack
+from ds_dynatrain.membership.proposal import Proposal
+from ds_dynatrain.membership.session import Decision, Join, Session, joined_requests
+from ds_dynatrain.reshard import streams
+from ds_dynatrain.reshard.certificate import SIDES, certify, joined_sides, shares
+from ds_dynatrain.reshard.digests import SideDigests
+from ds_dynatrain.reshard.meeting import over_all
+from ds_dynatrain.reshard.preparation import joined_readiness, why_unready
+from ds_dynatrain.reshard.ways import POLL_SECONDS
 from ds_dynatrain.space import Layout, LogicalTensor, VirtualParameterSpace, ZeroRules, standard_kinds
 
 LAYERS, WIDTH, FEED, KEYS, WORDS = 80, 8192, 28672, 1024, 32000

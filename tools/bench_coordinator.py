@@ -37,7 +37,7 @@ from ds_dynatrain.elastic.main_thread import MainThread
 from ds_dynatrain.elastic.messages import HEADER, Announce, Changed, Report, encode
 from ds_dynatrain.elastic.store import open_store
 from ds_dynatrain.elastic.world import World
-from ds_dynatrain.engine.control import Seal
+from ds_dynatrain.membership.control import Seal
 
 FILES = 1024
 BEAT_SECONDS = 0.5

@@ -39,9 +39,9 @@ from ds_dynatrain.adapters.world import World
 from ds_dynatrain.adapters.worlds import WorldSpec, build_world, drop, install
 from ds_dynatrain.elastic.abort import WorldSockets
 from ds_dynatrain.elastic.store import serve_store
-from ds_dynatrain.engine.control import Control
-from ds_dynatrain.engine.transaction.session import Session
 from ds_dynatrain.errors import WorldChanged
+from ds_dynatrain.membership.control import Control
+from ds_dynatrain.membership.session import Session
 from ds_dynatrain.space import Layout
 
 SECONDS = 60.0

@@ -57,7 +57,7 @@ class Watch:
 
     def install(self) -> None:
         """Look at the buffers where a transaction looks at them itself."""
-        from ds_dynatrain.engine.transaction.switch import Transaction
+        from ds_dynatrain.reshard.switch import Transaction
 
         watch, own = self, Transaction._measure
 

@@ -25,9 +25,9 @@ from variants import VARIANTS, allow_fp16, gpt_step, model_of, settings_of
 from workload import SIZES, Samples, config, quiet
 
 import ds_dynatrain
-from ds_dynatrain.engine.transaction.meeting import Outcome
-from ds_dynatrain.engine.transaction.switch import Transaction
 from ds_dynatrain.plan import plan_switch
+from ds_dynatrain.reshard.meeting import Outcome
+from ds_dynatrain.reshard.switch import Transaction
 
 BATCH, LENGTH = 12, 8
 

@@ -24,13 +24,13 @@ from ds_dynatrain.balance.timed_model import metered_model, timed_model
 from ds_dynatrain.balance.window import Averaged, Measured, Rows, StepSeconds, Window
 from ds_dynatrain.config import BalanceConfig
 from ds_dynatrain.engine.parts import EngineParts
-from ds_dynatrain.engine.pending import PendingSwitch
-from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.engine.switcher import Reason
-from ds_dynatrain.engine.transaction.session import Request, Session, ask_for_different_things
 from ds_dynatrain.errors import ConfigError, MemberMissing, ProfileError, SwitchRefused, WorldChanged
+from ds_dynatrain.membership.session import Request, Session, ask_for_different_things
 from ds_dynatrain.records import from_record, to_record
 from ds_dynatrain.report import SwitchEvent, logger
+from ds_dynatrain.reshard.pending import PendingSwitch
+from ds_dynatrain.reshard.process import PROCESS
 from ds_dynatrain.space import Layout
 
 CAUSE = "balance"

@@ -18,11 +18,11 @@ from ds_dynatrain.balance.deal import Deal
 from ds_dynatrain.balance.partition import PLENTY, Problem, partition
 from ds_dynatrain.balance.profile import Profile
 from ds_dynatrain.config import BalanceConfig, DynatrainConfig
-from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.parts import EngineParts
-from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.errors import ConfigError, LayoutError, ProfileError, SwitchRefused
 from ds_dynatrain.extension import Extension
+from ds_dynatrain.reshard.core import EngineCore
+from ds_dynatrain.reshard.process import PROCESS
 from ds_dynatrain.space import Layout
 
 

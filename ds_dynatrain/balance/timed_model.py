@@ -13,8 +13,8 @@ from ds_dynatrain.balance.adapters.stage_timer import StageTimer
 from ds_dynatrain.balance.adapters.timing import ModuleTimer, StageTimes, Timer, children_of
 from ds_dynatrain.balance.profile import Floats
 from ds_dynatrain.balance.window import Known, rows_of
-from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.errors import ConfigError
+from ds_dynatrain.reshard.core import EngineCore
 from ds_dynatrain.space import Layout, LogicalTensor
 from ds_dynatrain.space.kind import WEIGHT
 

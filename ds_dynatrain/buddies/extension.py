@@ -28,15 +28,15 @@ from ds_dynatrain.buddies.taking import mark_of
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.engine.copies.copy import lacks_frozen
 from ds_dynatrain.engine.copies.kept import Kept
-from ds_dynatrain.engine.core import EngineCore
-from ds_dynatrain.engine.feasible import available_bytes
 from ds_dynatrain.engine.parts import EngineParts, open_engines
-from ds_dynatrain.engine.process import PROCESS
-from ds_dynatrain.engine.transaction.session import Session
 from ds_dynatrain.errors import ConfigError, WorldChanged
 from ds_dynatrain.extension import Extension
+from ds_dynatrain.membership.session import Session
 from ds_dynatrain.plan import has_single_holders, needs_copies, outlives_a_node
 from ds_dynatrain.report import logger
+from ds_dynatrain.reshard.core import EngineCore
+from ds_dynatrain.reshard.feasible import available_bytes
+from ds_dynatrain.reshard.process import PROCESS
 from ds_dynatrain.space import Layout
 
 

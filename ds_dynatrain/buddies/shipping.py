@@ -22,12 +22,12 @@ from ds_dynatrain.adapters.world import World
 from ds_dynatrain.buddies.placement import wards_of
 from ds_dynatrain.buddies.taking import Taken, copy_of, header_of, take
 from ds_dynatrain.engine.copies.kept import Kept, Room
-from ds_dynatrain.engine.copies.whole import Mark
-from ds_dynatrain.engine.core import EngineCore
-from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.errors import DynatrainError, TransferError, WorldChanged
+from ds_dynatrain.membership.whole import Mark
 from ds_dynatrain.plan import has_single_holders
 from ds_dynatrain.report import logger
+from ds_dynatrain.reshard.core import EngineCore
+from ds_dynatrain.reshard.process import PROCESS
 from ds_dynatrain.transfer import GroupTransport, Handle, Transport
 
 TO_BUDDY, TO_WARD = 1, 2

@@ -16,16 +16,16 @@ import numpy as np
 import torch
 
 from ds_dynatrain.adapters.state import Buffers
-from ds_dynatrain.engine import streams
-from ds_dynatrain.engine.carry import rest_carry, shared_carry
 from ds_dynatrain.engine.checkpoints.extra_state import plain
 from ds_dynatrain.engine.copies.copy import Copy, copied, digest_of_said, digests_of, frozen_elsewhere
 from ds_dynatrain.engine.copies.kept import Room
-from ds_dynatrain.engine.copies.whole import Mark
-from ds_dynatrain.engine.core import EngineCore
-from ds_dynatrain.engine.encoding import announced, encode
 from ds_dynatrain.errors import DynatrainError, TransferError
+from ds_dynatrain.membership.whole import Mark
 from ds_dynatrain.records import from_record, to_record
+from ds_dynatrain.reshard import streams
+from ds_dynatrain.reshard.carry import rest_carry, shared_carry
+from ds_dynatrain.reshard.core import EngineCore
+from ds_dynatrain.reshard.encoding import announced, encode
 from ds_dynatrain.space import BufferId, VirtualParameterSpace
 
 ALIGN = 64

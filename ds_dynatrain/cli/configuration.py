@@ -165,8 +165,8 @@ def _ask_deepspeed(own: dict[str, Any], block: DynatrainConfig | None, layout: L
     from ds_dynatrain.adapters.settings import BatchSizes, layout_config
     from ds_dynatrain.adapters.versions import refuse_for_series
     from ds_dynatrain.data import BatchArithmetic
-    from ds_dynatrain.engine.feasible import check_batch
     from ds_dynatrain.extension import made
+    from ds_dynatrain.reshard.feasible import check_batch
 
     try:
         refuse_for_series(own)

@@ -1,6 +1,6 @@
-"""The engine and the switch; `ds_dynatrain/README.md` lists the files, lowest layer first.
+"""Objects that users hold, and decisions when the state is laid out anew; `ds_dynatrain.reshard` has the transaction.
 
-`core` declares what an engine holds, and knows no part. Each part is made of the core and of what else it is given
-(`parts`); the user's object (`engine`) has them on one attribute. What is there once in a process is `process`.
-`members/`: processes that come into a job, leave it, or die. `checkpoints/`: universal checkpoints of an engine.
+Each part of an engine is made of the core and of what else it is given (`parts`); the user's object (`engine`) has
+them on one attribute. `checkpoints/`: universal checkpoints of an engine. `copies/`: copies that members keep for
+each other. `ds_dynatrain/README.md` lists the files, lowest layer first.
 """

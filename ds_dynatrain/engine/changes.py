@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ds_dynatrain.engine.core import EngineCore
-from ds_dynatrain.engine.process import PROCESS
+from ds_dynatrain.reshard.core import EngineCore
+from ds_dynatrain.reshard.process import PROCESS
 from ds_dynatrain.space import Layout
 
 

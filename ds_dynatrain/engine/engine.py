@@ -18,19 +18,19 @@ from ds_dynatrain.adapters.world import World
 from ds_dynatrain.adapters.worlds import add_groups
 from ds_dynatrain.data import BatchArithmetic, Cursor, EvaluationLoader, MicroBatch, TrainLoader
 from ds_dynatrain.engine.changes import OnChange
-from ds_dynatrain.engine.checkpoints.restoration import Restored
 from ds_dynatrain.engine.checkpoints.restore import Part
 from ds_dynatrain.engine.checkpoints.saving import PendingSave
-from ds_dynatrain.engine.context import Context, Job, OwnGroup, RanksOf
+from ds_dynatrain.engine.discarded import needs_peers, plain
 from ds_dynatrain.engine.loaders import Shuffling
-from ds_dynatrain.engine.members.discarded import needs_peers, plain
 from ds_dynatrain.engine.parts import EngineParts
-from ds_dynatrain.engine.pending import PendingSwitch, SwitchEstimate
-from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.engine.switcher import OnSwitch
 from ds_dynatrain.errors import ConfigError, DataError, SwitchRefused
 from ds_dynatrain.extension import around, named
 from ds_dynatrain.report import SwitchEvent, logger
+from ds_dynatrain.reshard.context import Context, Job, OwnGroup, RanksOf
+from ds_dynatrain.reshard.pending import PendingSwitch, SwitchEstimate
+from ds_dynatrain.reshard.process import PROCESS
+from ds_dynatrain.reshard.restoration import Restored
 from ds_dynatrain.space import Layout
 from ds_dynatrain.support import usage
 

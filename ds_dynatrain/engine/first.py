@@ -12,8 +12,8 @@ from torch import nn
 from ds_dynatrain.adapters.incoming import Incoming, fill
 from ds_dynatrain.adapters.memory import provide, zeros
 from ds_dynatrain.adapters.state import Buffers
-from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.errors import ConfigError
+from ds_dynatrain.reshard.core import EngineCore
 from ds_dynatrain.space import VirtualParameterSpace, row_of
 from ds_dynatrain.transfer import digest
 

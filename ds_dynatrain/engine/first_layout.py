@@ -13,9 +13,9 @@ from ds_dynatrain.adapters.shaping import start_expert_size, start_tensor_size
 from ds_dynatrain.adapters.support import refuse_module
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.data import LeafArithmetic
-from ds_dynatrain.engine import feasible
-from ds_dynatrain.engine.context import Job
 from ds_dynatrain.errors import ConfigError, LayoutError, SwitchRefused, UnsupportedError
+from ds_dynatrain.reshard import feasible
+from ds_dynatrain.reshard.context import Job
 from ds_dynatrain.space import Layout, shared_stages
 from ds_dynatrain.support import Target, refuse_layout
 

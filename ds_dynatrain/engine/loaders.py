@@ -13,12 +13,12 @@ import torch.distributed as td
 from ds_dynatrain.adapters.curriculum import CurriculumOrder
 from ds_dynatrain.adapters.device import is_accelerated
 from ds_dynatrain.data import BatchArithmetic, EvaluationLoader, Leaf, MicroBatch, Slot, Source, TrainLoader
-from ds_dynatrain.engine import streams
-from ds_dynatrain.engine.core import EngineCore, OpenBatch
-from ds_dynatrain.engine.members.discarded import Window
-from ds_dynatrain.engine.process import PROCESS
+from ds_dynatrain.engine.discarded import Window
 from ds_dynatrain.engine.switcher import Switcher
 from ds_dynatrain.errors import ConfigError, DataError
+from ds_dynatrain.reshard import streams
+from ds_dynatrain.reshard.core import EngineCore, OpenBatch
+from ds_dynatrain.reshard.process import PROCESS
 from ds_dynatrain.space.leaves import MicroStep
 
 T = TypeVar("T")

@@ -12,21 +12,21 @@ from ds_dynatrain.adapters.compiled import compiled_by_wrapping
 from ds_dynatrain.adapters.process_groups import is_known
 from ds_dynatrain.adapters.sequence import enter as enter_sequence
 from ds_dynatrain.adapters.worlds import drop
+from ds_dynatrain.engine.calls import Checkpoints
 from ds_dynatrain.engine.changes import Changes
-from ds_dynatrain.engine.checkpoints.calls import Checkpoints
 from ds_dynatrain.engine.checkpoints.fallback import Fallback
 from ds_dynatrain.engine.checkpoints.saving import Saver
-from ds_dynatrain.engine.context import OwnGroups
 from ds_dynatrain.engine.copies.kept import Kept
-from ds_dynatrain.engine.core import EngineCore
-from ds_dynatrain.engine.liveness import Heartbeat
+from ds_dynatrain.engine.discarded import Window
 from ds_dynatrain.engine.loaders import Loaders
-from ds_dynatrain.engine.members.discarded import Window
-from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.engine.switcher import Switcher
-from ds_dynatrain.engine.targets import Targets
 from ds_dynatrain.errors import SwitchRefused
 from ds_dynatrain.extension import Extension
+from ds_dynatrain.membership.liveness import Heartbeat
+from ds_dynatrain.reshard.context import OwnGroups
+from ds_dynatrain.reshard.core import EngineCore
+from ds_dynatrain.reshard.process import PROCESS
+from ds_dynatrain.reshard.targets import Targets
 from ds_dynatrain.space import VirtualParameterSpace
 
 

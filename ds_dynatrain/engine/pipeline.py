@@ -16,11 +16,11 @@ from torch.utils.data import DataLoader
 
 from ds_dynatrain.adapters.pipeline_host import PipelineHostEngine, RepeatingLoader
 from ds_dynatrain.data import EvaluationLoader, Pass, TrainLoader
-from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.engine.engine import DynatrainEngine, in_turn
-from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.errors import DataError, WorldChanged
 from ds_dynatrain.extension import around
+from ds_dynatrain.reshard.core import EngineCore
+from ds_dynatrain.reshard.process import PROCESS
 
 WAY_OUT = (
     "give another one with set_dataiterator, in a function of engine.on_switch or after engine.boundary() "

@@ -20,27 +20,28 @@ from ds_dynatrain.adapters.memory import Untouched, provide
 from ds_dynatrain.adapters.state import Scalars
 from ds_dynatrain.adapters.worlds import installed, stand_in_world
 from ds_dynatrain.data.workers import without_collection
-from ds_dynatrain.engine import agreement, feasible, registration, regrouping, streams
-from ds_dynatrain.engine.agreement import SwitchRequest
 from ds_dynatrain.engine.changes import Changes
 from ds_dynatrain.engine.checkpoints.fallback import Fallback
+from ds_dynatrain.engine.checkpoints.lean import LeanTransaction
 from ds_dynatrain.engine.checkpoints.saving import Saver
-from ds_dynatrain.engine.context import Boards
-from ds_dynatrain.engine.core import EngineCore
-from ds_dynatrain.engine.pending import PendingSwitch, Steps, SwitchEstimate
-from ds_dynatrain.engine.preparation import Preparation
-from ds_dynatrain.engine.process import PROCESS
-from ds_dynatrain.engine.proposal import Proposal
-from ds_dynatrain.engine.targets import Targets
 from ds_dynatrain.engine.telling import event_of, tell, tell_of_switch
-from ds_dynatrain.engine.transaction.lean import LeanTransaction
-from ds_dynatrain.engine.transaction.meeting import Outcome, connect_ahead
-from ds_dynatrain.engine.transaction.switch import Transaction
 from ds_dynatrain.errors import SwitchRefused, WorldChanged
+from ds_dynatrain.membership import agreement
+from ds_dynatrain.membership.agreement import SwitchRequest
+from ds_dynatrain.membership.proposal import Proposal
 from ds_dynatrain.plan import estimate, plan_switch
 from ds_dynatrain.records import from_record
 from ds_dynatrain.report import EventWriter, SwitchEvent, log_gain, log_recompile, logger
 from ds_dynatrain.report import Outcome as HowItEnded
+from ds_dynatrain.reshard import feasible, registration, regrouping, streams
+from ds_dynatrain.reshard.context import Boards
+from ds_dynatrain.reshard.core import EngineCore
+from ds_dynatrain.reshard.meeting import Outcome, connect_ahead
+from ds_dynatrain.reshard.pending import PendingSwitch, Steps, SwitchEstimate
+from ds_dynatrain.reshard.preparation import Preparation
+from ds_dynatrain.reshard.process import PROCESS
+from ds_dynatrain.reshard.switch import Transaction
+from ds_dynatrain.reshard.targets import Targets
 from ds_dynatrain.space import Layout
 from ds_dynatrain.support.proved import warning
 

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ds_dynatrain.engine.core import EngineCore
-from ds_dynatrain.engine.preparation import Preparation
-from ds_dynatrain.engine.process import PROCESS
-from ds_dynatrain.engine.transaction.meeting import SUMS
-from ds_dynatrain.engine.transaction.meeting import Outcome as Measured
 from ds_dynatrain.report import CertificateSummary, EventWriter, Outcome, Side, SwitchEvent, log_event, logger
 from ds_dynatrain.report.monitors import rows
+from ds_dynatrain.reshard.core import EngineCore
+from ds_dynatrain.reshard.meeting import SUMS
+from ds_dynatrain.reshard.meeting import Outcome as Measured
+from ds_dynatrain.reshard.preparation import Preparation
+from ds_dynatrain.reshard.process import PROCESS
 from ds_dynatrain.space import Layout
 
 

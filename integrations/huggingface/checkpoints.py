@@ -18,10 +18,10 @@ from transformers.trainer import _is_peft_model
 from ds_dynatrain.checkpoint import Saved, record
 from ds_dynatrain.checkpoint.files import read_small
 from ds_dynatrain.checkpoint.folder import LATEST
-from ds_dynatrain.engine.encoding import decode
 from ds_dynatrain.errors import CheckpointError, ConfigError
 from ds_dynatrain.integrations.huggingface.carried import PROGRESS, callback_states, restore_callbacks
 from ds_dynatrain.integrations.shared.folders import is_ours, save
+from ds_dynatrain.reshard.encoding import decode
 
 _NAME = re.compile(r"checkpoint-(\d+)")
 __all__ = ["STATE", "check", "complete", "is_ours", "keep_fallback", "newest", "resume", "save"]

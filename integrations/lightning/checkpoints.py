@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch
 import torch
 
-from ds_dynatrain.engine.encoding import encode
 from ds_dynatrain.errors import CheckpointError, ConfigError, UnsupportedError
 from ds_dynatrain.integrations.lightning.carried import TrainerProgress
 from ds_dynatrain.integrations.lightning.refusals import refuse_other_epochs
 from ds_dynatrain.integrations.shared import folders
 from ds_dynatrain.integrations.shared.batches import GlobalBatches
 from ds_dynatrain.report import logger
+from ds_dynatrain.reshard.encoding import encode
 
 if TYPE_CHECKING:
     from typing import Any as Below

@@ -29,11 +29,11 @@ from ds_dynatrain.adapters.process_groups import make_fake_group, make_group, re
 from ds_dynatrain.adapters.watched import GroupStatus
 from ds_dynatrain.adapters.world import World
 from ds_dynatrain.adapters.worlds import WorldSpec, add_groups, build_world, drop, stand_in_world
-from ds_dynatrain.engine.control import Control
-from ds_dynatrain.engine.transaction.meeting import Outcome, over_all
-from ds_dynatrain.engine.transaction.meeting import connect as connect_members
-from ds_dynatrain.engine.transaction.session import Decision, Session
 from ds_dynatrain.errors import DynatrainError
+from ds_dynatrain.membership.control import Control
+from ds_dynatrain.membership.session import Decision, Session
+from ds_dynatrain.reshard.meeting import Outcome, over_all
+from ds_dynatrain.reshard.meeting import connect as connect_members
 from ds_dynatrain.space import Layout
 from ds_dynatrain.transfer import GroupTransport
 

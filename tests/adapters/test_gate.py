@@ -24,8 +24,8 @@ from ds_dynatrain.adapters.worlds import drop
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.elastic.address import Address
 from ds_dynatrain.elastic.environment import WorkerPlace
-from ds_dynatrain.engine.members import boundaries, elastic_membership
-from ds_dynatrain.engine.members.elastic_membership import ElasticMembership
+from ds_dynatrain.engine import boundaries, elastic_membership
+from ds_dynatrain.engine.elastic_membership import ElasticMembership
 from ds_dynatrain.errors import WorldChanged
 from ds_dynatrain.space import Layout
 from tests.adapters.test_communicators import DEVICE, Job, Log, accelerator, each, log

@@ -17,7 +17,7 @@ from ds_dynatrain.adapters import communicators
 from ds_dynatrain.adapters.communicators import CommunicatorLink
 from ds_dynatrain.adapters.device import device_backend
 from ds_dynatrain.adapters.world import World
-from ds_dynatrain.engine.transaction.switch import Transaction
+from ds_dynatrain.reshard.switch import Transaction
 from ds_dynatrain.transfer import RoutedTransport, batched
 from ds_dynatrain.transfer.batched import BatchedMoves
 from ds_dynatrain.transfer.device_memory import PROBE_BYTES

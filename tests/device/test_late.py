@@ -12,9 +12,9 @@ from unittest.mock import patch
 import pytest
 
 from ds_dynatrain.adapters.device import compute_device, training_bytes
-from ds_dynatrain.engine.targets import needs
-from ds_dynatrain.engine.transaction.switch import Transaction
 from ds_dynatrain.errors import SwitchRefused
+from ds_dynatrain.reshard.switch import Transaction
+from ds_dynatrain.reshard.targets import needs
 from ds_dynatrain.space import Layout
 from tests.device import lab
 from tests.device.test_batched import Count, counted
@@ -98,7 +98,7 @@ def crowded() -> tuple[int, str, str]:
         target, member = Layout(data=4, zero_stage=2), engine.control.member
         free = needs(engine, target, engine.members)[member, compute_device().type]
         said = []
-        with patch("ds_dynatrain.engine.feasible.free_bytes", lambda: free):
+        with patch("ds_dynatrain.reshard.feasible.free_bytes", lambda: free):
             for late in (False, True):
                 try:
                     engine.targets.members_for(target, late=late)

@@ -15,7 +15,7 @@ from pathlib import Path
 import deepspeed
 
 import ds_dynatrain
-from ds_dynatrain.engine.process import PROCESS
+from ds_dynatrain.reshard.process import PROCESS
 from tests.elastic.training import Numbered
 from tests.engine.models import small_gpt
 

@@ -30,19 +30,18 @@ from ds_dynatrain.adapters.traffic import MESSAGES
 from ds_dynatrain.adapters.watched import ManagedWork
 from ds_dynatrain.buddies.extension import Buddies
 from ds_dynatrain.buddies.shipping import Round
-from ds_dynatrain.engine import initialize
+from ds_dynatrain.engine import driver, initialize, restoring
 from ds_dynatrain.engine.checkpoints import restore, saving
 from ds_dynatrain.engine.copies.from_copies import FromCopies
+from ds_dynatrain.engine.elastic import Elastic
 from ds_dynatrain.engine.engine import DynatrainEngine
-from ds_dynatrain.engine.members import driver, restoring
-from ds_dynatrain.engine.members.elastic import Elastic
 from ds_dynatrain.engine.parts import parts_of
-from ds_dynatrain.engine.preparation import Preparation
-from ds_dynatrain.engine.process import PROCESS
-from ds_dynatrain.engine.proposal import Proposal
-from ds_dynatrain.engine.transaction.switch import Transaction
 from ds_dynatrain.exact.adapters import sums
 from ds_dynatrain.exact.adapters.sums import LeafSums
+from ds_dynatrain.membership.proposal import Proposal
+from ds_dynatrain.reshard.preparation import Preparation
+from ds_dynatrain.reshard.process import PROCESS
+from ds_dynatrain.reshard.switch import Transaction
 from tests.engine.models import Sequences
 
 PLACES: dict[str, tuple[type, str]] = {

@@ -13,7 +13,7 @@ import deepspeed
 import torch
 
 from ds_dynatrain.engine.copies.copy import Copy, copied
-from ds_dynatrain.engine.encoding import fingerprint
+from ds_dynatrain.reshard.encoding import fingerprint
 from tests.elastic.training import Script
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import ds_dynatrain
-from ds_dynatrain.engine.process import PROCESS
+from ds_dynatrain.reshard.process import PROCESS
 from tests.elastic.training import OUT, STEP_SECONDS, Numbered, Script
 
 STYLE = os.environ["STYLE"]

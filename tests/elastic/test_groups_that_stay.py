@@ -32,7 +32,7 @@ CHANGES = 20
 
 @dataclass
 class Member:
-    """One member of a job, with what `engine/members` does for it. members: who trains at present."""
+    """One member of a job, with what `engine/elastic_membership` does for it. members: who trains at present."""
 
     store: Store
     launch: LaunchWorld

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ds_dynatrain.elastic.messages import LARGEST_GREETING, LONGEST_WORDS, encode
-from ds_dynatrain.engine.members.tally import Clock, told
+from ds_dynatrain.membership.tally import Clock, told
 from ds_dynatrain.report import Side, SwitchEvent
 from ds_dynatrain.report.monitors import rows
 

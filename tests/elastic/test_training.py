@@ -10,7 +10,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from ds_dynatrain.elastic.connection import Connection
-from ds_dynatrain.engine.control import pack
+from ds_dynatrain.membership.control import pack
 from tests.elastic.agents import Job, processes
 from tests.elastic.runs import Static, check_history, finish, first_leaves, node_of, second_joins, steps_on, variables
 

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch.utils.data import default_collate
 
 import ds_dynatrain
-from ds_dynatrain.engine.process import PROCESS
+from ds_dynatrain.reshard.process import PROCESS
 from tests.elastic import faulted
 from tests.engine import ulysses
 from tests.engine.models import WORDS, Sequences, decay_groups, small_gpt

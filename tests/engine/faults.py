@@ -14,9 +14,9 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from ds_dynatrain.engine.transaction.switch import Transaction
 from ds_dynatrain.plan import MemberPlan
 from ds_dynatrain.plan.moves import Moves
+from ds_dynatrain.reshard.switch import Transaction
 from ds_dynatrain.space import BufferId
 from ds_dynatrain.transfer import ReadyPlan, Transport
 from ds_dynatrain.transfer.device_memory import DeviceMemory

@@ -18,10 +18,11 @@ from ds_dynatrain.elastic.address import Address
 from ds_dynatrain.elastic.environment import WorkerPlace
 from ds_dynatrain.elastic.settings import Settings
 from ds_dynatrain.elastic.world import World
-from ds_dynatrain.engine.copies.whole import Had, Mark, WholeCopies
-from ds_dynatrain.engine.members import change as do
-from ds_dynatrain.engine.members.change import ChangeMachine
-from ds_dynatrain.engine.members.destinations import (
+from ds_dynatrain.engine.elastic import Elastic
+from ds_dynatrain.errors import DynatrainError, SwitchRefused
+from ds_dynatrain.membership import change as do
+from ds_dynatrain.membership.change import ChangeMachine
+from ds_dynatrain.membership.destinations import (
     WITH_NEWCOMERS,
     Destination,
     Question,
@@ -31,9 +32,8 @@ from ds_dynatrain.engine.members.destinations import (
     destinations,
     rule_of,
 )
-from ds_dynatrain.engine.members.elastic import Elastic
-from ds_dynatrain.engine.proposal import Proposal
-from ds_dynatrain.errors import DynatrainError, SwitchRefused
+from ds_dynatrain.membership.proposal import Proposal
+from ds_dynatrain.membership.whole import Had, Mark, WholeCopies
 from ds_dynatrain.records import from_record, to_record
 from ds_dynatrain.space import Layout
 from tests.elastic.driver import Driver

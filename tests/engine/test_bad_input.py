@@ -13,8 +13,8 @@ import torch.distributed as td
 from torch import nn
 
 import ds_dynatrain
-from ds_dynatrain.engine import feasible
 from ds_dynatrain.errors import ConfigError, DynatrainError, SwitchRefused
+from ds_dynatrain.reshard import feasible
 from tests.engine import faults, jobs
 from tests.engine.models import Sequences, small_gpt
 from tests.engine.pool import RankPool

@@ -11,8 +11,8 @@ import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
 
-from ds_dynatrain.engine.transaction.switch import Transaction
 from ds_dynatrain.report import read_events
+from ds_dynatrain.reshard.switch import Transaction
 from tests.engine import jobs
 from tests.engine.burning import burning
 from tests.engine.clocks import CLOCKS, STEP, clock

@@ -16,10 +16,10 @@ from ds_dynatrain.buddies.placement import memory_of_copies
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.elastic.address import Address
 from ds_dynatrain.elastic.environment import WorkerPlace
-from ds_dynatrain.engine.context import Candidates
-from ds_dynatrain.engine.members.elastic_membership import ElasticMembership
+from ds_dynatrain.engine.elastic_membership import ElasticMembership
 from ds_dynatrain.errors import ConfigError, UnsupportedError
 from ds_dynatrain.extension import made
+from ds_dynatrain.reshard.context import Candidates
 from ds_dynatrain.space import Layout, LogicalTensor, VirtualParameterSpace, ZeroRules, standard_kinds
 
 

@@ -17,10 +17,10 @@ from ds_dynatrain.buddies.taking import Taken, copy_of, header_of, nbytes_of, ro
 from ds_dynatrain.engine.copies import kept as kept_module
 from ds_dynatrain.engine.copies.copy import Copy
 from ds_dynatrain.engine.copies.kept import Kept
-from ds_dynatrain.engine.copies.whole import Mark
-from ds_dynatrain.engine.encoding import encode
 from ds_dynatrain.errors import TransferError
+from ds_dynatrain.membership.whole import Mark
 from ds_dynatrain.records import from_record, to_record
+from ds_dynatrain.reshard.encoding import encode
 from ds_dynatrain.space import EXP_AVG, MASTER, BufferId, Layout
 
 SECONDS = 20.0

@@ -15,8 +15,8 @@ import torch.distributed as td
 from torch.utils.data import DataLoader
 
 from ds_dynatrain import Change
-from ds_dynatrain.engine.pending import Steps
 from ds_dynatrain.report import logger, read_events
+from ds_dynatrain.reshard.pending import Steps
 from ds_dynatrain.space import Layout
 from tests.engine import jobs
 from tests.engine.models import Sequences

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as td
 
 from ds_dynatrain.checkpoint import Saved, folder
-from ds_dynatrain.engine.checkpoints.restoration import Restoration
 from ds_dynatrain.engine.checkpoints.saving import _Saving
 from ds_dynatrain.errors import CheckpointError, MemberMissing
+from ds_dynatrain.reshard.restoration import Restoration
 from tests.engine import jobs
 from tests.engine.pool import Died, RankPool
 

@@ -16,7 +16,7 @@ from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rn
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ds_dynatrain.engine.transaction.switch import Transaction
+from ds_dynatrain.reshard.switch import Transaction
 from tests.engine import faults, jobs
 from tests.engine.models import WORDS, Block
 from tests.engine.pool import RankPool

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch._dynamo.callback import callback_handler
 
-from ds_dynatrain.engine.transaction.switch import Transaction
 from ds_dynatrain.errors import ConfigError, SwitchFailed, SwitchRefused
 from ds_dynatrain.report import read_events
+from ds_dynatrain.reshard.switch import Transaction
 from tests.engine import faults, jobs
 from tests.engine.models import small_gpt
 from tests.engine.pool import RankPool

@@ -13,8 +13,8 @@ from deepspeed.ops.random_ltd import dropping_utils
 from deepspeed.runtime.data_pipeline.data_routing.helper import convert_to_random_ltd
 from deepspeed.runtime.data_pipeline.data_sampling.utils import close_mmap_dataset_builder, create_mmap_dataset_builder
 
-from ds_dynatrain.engine.transaction.switch import Transaction
 from ds_dynatrain.errors import ConfigError
+from ds_dynatrain.reshard.switch import Transaction
 from tests.engine import faults, jobs
 from tests.engine.models import Block, Sequences, small_gpt
 from tests.engine.pool import RankPool

@@ -17,9 +17,9 @@ import torch.distributed as td
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 
 import ds_dynatrain
-from ds_dynatrain.engine.process import PROCESS
-from ds_dynatrain.engine.transaction.switch import Transaction
 from ds_dynatrain.errors import DynatrainError
+from ds_dynatrain.reshard.process import PROCESS
+from ds_dynatrain.reshard.switch import Transaction
 from tests.engine import axis_walks, jobs, oracle
 from tests.engine.axis_walks import Subject
 from tests.engine.models import Sequences, decay_groups, named_groups, small_gpt

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ds_dynatrain.cli import checkpoints
-from ds_dynatrain.engine.control import Control
+from ds_dynatrain.membership.control import Control
 from tests.engine import jobs
 from tests.engine.models import Sequences
 from tests.engine.pool import RankPool

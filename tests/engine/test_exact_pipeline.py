@@ -16,12 +16,12 @@ from torch import nn
 
 from ds_dynatrain.adapters.settings import BatchSizes
 from ds_dynatrain.config import DynatrainConfig
-from ds_dynatrain.engine import streams
 from ds_dynatrain.errors import SwitchRefused, UnsupportedError
 from ds_dynatrain.exact.adapters.pipeline import as_sent
 from ds_dynatrain.exact.adapters.refusals import refuse_inexact_job
 from ds_dynatrain.exact.adapters.tied import StageLines, Uses
 from ds_dynatrain.exact.extension import Exact
+from ds_dynatrain.reshard import streams
 from ds_dynatrain.space import Layout
 from tests.engine import exact_pipelines, jobs
 from tests.engine.exact_pipelines import LEAVES, SAMPLES

@@ -16,14 +16,14 @@ import ds_dynatrain
 from ds_dynatrain.adapters import versions
 from ds_dynatrain.adapters.settings import BatchSizes
 from ds_dynatrain.config import DynatrainConfig
-from ds_dynatrain.engine import streams
-from ds_dynatrain.engine.feasible import check_batch
 from ds_dynatrain.engine.first_layout import first_layout
 from ds_dynatrain.errors import ConfigError, SwitchRefused, UnsupportedError
 from ds_dynatrain.exact.adapters import graph, refusals
 from ds_dynatrain.exact.adapters import sums as sums_of
 from ds_dynatrain.exact.adapters.refusals import refuse_inexact_job, refuse_inexact_optimizer, unchanged_buffers
 from ds_dynatrain.exact.extension import Exact
+from ds_dynatrain.reshard import streams
+from ds_dynatrain.reshard.feasible import check_batch
 from ds_dynatrain.space import Layout
 from tests.engine import exactly, jobs
 from tests.engine.exactly import NOT_ON_DEVICE, Bits, differences, together

@@ -14,13 +14,13 @@ import torch.distributed as td
 
 from ds_dynatrain.adapters.worlds import WorldSpec, build_world, drop
 from ds_dynatrain.buddies.taking import copy_of, header_of, take
-from ds_dynatrain.engine.checkpoints.restoration import Goal, Restoration, let_go
 from ds_dynatrain.engine.copies.from_copies import FromCopies, serve
 from ds_dynatrain.engine.copies.kept import Kept, Room
-from ds_dynatrain.engine.copies.whole import Had, WholeCopies
-from ds_dynatrain.engine.members.survival import Survivor, whole_copies
-from ds_dynatrain.engine.transaction.session import Session
+from ds_dynatrain.membership.session import Session
+from ds_dynatrain.membership.survival import Survivor, whole_copies
+from ds_dynatrain.membership.whole import Had, WholeCopies
 from ds_dynatrain.records import from_record, to_record
+from ds_dynatrain.reshard.restoration import Goal, Restoration, let_go
 from ds_dynatrain.space import Layout
 from tests.engine import axis_walks, oracle
 from tests.engine.axis_walks import Subject

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 import ds_dynatrain
-from ds_dynatrain.engine.transaction.switch import Transaction
 from ds_dynatrain.errors import CheckpointError, SwitchRefused
 from ds_dynatrain.report.event import megabytes
+from ds_dynatrain.reshard.switch import Transaction
 from ds_dynatrain.space import Layout
 from ds_dynatrain.transfer import ReadyPlan, TransferStats, Transport
 from tests.engine import axis_walks, faults, jobs

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ds_dynatrain.checkpoint import Reader, Saved
-from ds_dynatrain.engine.checkpoints.restoration import Restoration
+from ds_dynatrain.reshard.restoration import Restoration
 from tests.engine import faults, jobs
 from tests.engine.models import small_gpt
 from tests.engine.pool import RankPool

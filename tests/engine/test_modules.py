@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ds_dynatrain.adapters.module_state import state_of
-from ds_dynatrain.engine import carry
+from ds_dynatrain.reshard import carry
 from tests.engine import exactly, jobs
 from tests.engine.models import WORDS, Sequences
 from tests.engine.pool import RankPool

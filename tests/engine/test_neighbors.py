@@ -8,8 +8,8 @@ from unittest.mock import patch
 import pytest
 
 from ds_dynatrain.adapters.world import World
-from ds_dynatrain.engine.ways import Ways
 from ds_dynatrain.errors import TransferError
+from ds_dynatrain.reshard.ways import Ways
 from ds_dynatrain.transfer import Transport, neighbors
 from tests.engine import jobs
 from tests.engine.pool import RankPool

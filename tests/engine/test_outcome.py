@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from ds_dynatrain.engine.control import Control
 from ds_dynatrain.errors import CheckpointError, OutcomeUnknown
+from ds_dynatrain.membership.control import Control
 from tests.engine import jobs, oracle
 from tests.engine.pool import RankPool
 

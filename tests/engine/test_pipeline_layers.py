@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_dynatrain.engine.transaction import layers
+from ds_dynatrain.reshard import layers
 from tests.engine.pipeline_walks import Path, job, layout, settings
 from tests.engine.pipelines import Pruned
 from tests.engine.pool import RankPool

@@ -14,8 +14,8 @@ import torch
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 
 import ds_dynatrain
-from ds_dynatrain.engine.transaction.switch import Transaction
 from ds_dynatrain.errors import ConfigError, SwitchRefused, UnsupportedError
+from ds_dynatrain.reshard.switch import Transaction
 from ds_dynatrain.space import Layout
 from ds_dynatrain.support import Target, refuse_layout
 from tests.engine import faults, jobs, oracle, walks

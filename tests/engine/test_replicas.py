@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from ds_dynatrain.engine.replicas import distance, furthest, judge
 from ds_dynatrain.errors import CertificateError
+from ds_dynatrain.reshard.replicas import distance, furthest, judge
 from ds_dynatrain.space import Layout
 from tests.engine import axis_walks, faults, jobs, pipeline_walks, subjects
 from tests.engine.pool import RankPool

@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from ds_dynatrain.engine.control import Control
-from ds_dynatrain.engine.transaction.session import Decision, Request, Session, ask_for_different_things
 from ds_dynatrain.errors import (
     CheckpointDamaged,
     CheckpointError,
@@ -22,6 +20,8 @@ from ds_dynatrain.errors import (
     SwitchFailed,
     SwitchRefused,
 )
+from ds_dynatrain.membership.control import Control
+from ds_dynatrain.membership.session import Decision, Request, Session, ask_for_different_things
 
 MEMBERS = (2, 5, 7)
 

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 
-from ds_dynatrain.engine import preparation
+from ds_dynatrain.reshard import preparation
 from ds_dynatrain.space import Pieces
 from ds_dynatrain.transfer import ReadyDigest
 from tests.engine import jobs

@@ -18,9 +18,9 @@ from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rn
 from torch import nn
 
 from ds_dynatrain.adapters.settings import BatchSizes
-from ds_dynatrain.engine import feasible, streams
-from ds_dynatrain.engine.encoding import blank_tensors, decode, encode, fingerprint
 from ds_dynatrain.errors import ConfigError, SwitchRefused, TransferError
+from ds_dynatrain.reshard import feasible, streams
+from ds_dynatrain.reshard.encoding import blank_tensors, decode, encode, fingerprint
 from ds_dynatrain.space import Layout
 
 

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._C._distributed_c10d import HashStore
 
-from ds_dynatrain.engine.control import Control, pack, unpack
-from ds_dynatrain.engine.digests import SideDigests
-from ds_dynatrain.engine.transaction.certificate import Shares, agreed, certify, differing, doubts, joined, shares
-from ds_dynatrain.engine.transaction.session import Session
 from ds_dynatrain.errors import CertificateError
+from ds_dynatrain.membership.control import Control, pack, unpack
+from ds_dynatrain.membership.session import Session
+from ds_dynatrain.reshard.certificate import Shares, agreed, certify, differing, doubts, joined, shares
+from ds_dynatrain.reshard.digests import SideDigests
 from ds_dynatrain.space import Layout, LogicalTensor, VirtualParameterSpace, ZeroRules, standard_kinds
 from tests.plan import test_axes as axes
 

@@ -9,8 +9,8 @@ from unittest.mock import ANY
 import pytest
 
 from ds_dynatrain.elastic.world import World
-from ds_dynatrain.engine.copies.whole import Had, Mark, WholeCopies
-from ds_dynatrain.engine.members.change import (
+from ds_dynatrain.errors import ConfigError, ElasticError
+from ds_dynatrain.membership.change import (
     Action,
     ChangeMachine,
     Enter,
@@ -32,10 +32,10 @@ from ds_dynatrain.engine.members.change import (
     Transact,
     Void,
 )
-from ds_dynatrain.engine.members.destinations import Destination, Question, Registry
-from ds_dynatrain.engine.members.survival import Survivor
-from ds_dynatrain.engine.proposal import Proposal
-from ds_dynatrain.errors import ConfigError, ElasticError
+from ds_dynatrain.membership.destinations import Destination, Question, Registry
+from ds_dynatrain.membership.proposal import Proposal
+from ds_dynatrain.membership.survival import Survivor
+from ds_dynatrain.membership.whole import Had, Mark, WholeCopies
 from ds_dynatrain.records import from_record, to_record
 from ds_dynatrain.space import Layout
 from tests.engine.simulated import Board

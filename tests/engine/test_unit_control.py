@@ -14,13 +14,13 @@ import pytest
 import torch.distributed as td
 from torch._C._distributed_c10d import HashStore
 
-from ds_dynatrain.engine import agreement, liveness
-from ds_dynatrain.engine.agreement import SwitchRequest
-from ds_dynatrain.engine.control import Control, Seal, pack
-from ds_dynatrain.engine.liveness import Heartbeat, Watch, post_end
-from ds_dynatrain.engine.proposal import Proposal
-from ds_dynatrain.engine.transaction.session import Session
 from ds_dynatrain.errors import MemberMissing, OutcomeUnknown, SwitchFailed, SwitchRefused
+from ds_dynatrain.membership import agreement, liveness
+from ds_dynatrain.membership.agreement import SwitchRequest
+from ds_dynatrain.membership.control import Control, Seal, pack
+from ds_dynatrain.membership.liveness import Heartbeat, Watch, post_end
+from ds_dynatrain.membership.proposal import Proposal
+from ds_dynatrain.membership.session import Session
 from ds_dynatrain.records import from_record
 from ds_dynatrain.space import Layout
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ds_dynatrain.elastic.world import World
-from ds_dynatrain.engine.members.destinations import (
+from ds_dynatrain.errors import SwitchRefused
+from ds_dynatrain.membership.destinations import (
     WITH_NEWCOMERS,
     Destination,
     Question,
@@ -17,7 +18,6 @@ from ds_dynatrain.engine.members.destinations import (
     destinations,
     rule_of,
 )
-from ds_dynatrain.errors import SwitchRefused
 from ds_dynatrain.space import Layout
 
 IDS = ("a/0", "b/0", "c/0", "d/0")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from ds_dynatrain.engine.members.discarded import Window
+from ds_dynatrain.engine.discarded import Window
 
 
 class Loader:

@@ -14,9 +14,9 @@ from ds_dynatrain.elastic.main_thread import OWN_WAITS
 from ds_dynatrain.elastic.member import Member
 from ds_dynatrain.elastic.store import open_store, serve_store
 from ds_dynatrain.elastic.world import World
-from ds_dynatrain.engine.members.destinations import Registry
-from ds_dynatrain.engine.members.elastic import Elastic
+from ds_dynatrain.engine.elastic import Elastic
 from ds_dynatrain.errors import WorldChanged
+from ds_dynatrain.membership.destinations import Registry
 
 MEMBERS = ("a/0", "b/0", "c/0")
 

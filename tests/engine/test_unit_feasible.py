@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ds_dynatrain.adapters.settings import BatchSizes
-from ds_dynatrain.engine import feasible
 from ds_dynatrain.errors import LayoutError, SwitchRefused
+from ds_dynatrain.reshard import feasible
 from ds_dynatrain.space import Layout
 from ds_dynatrain.support.axes import EXPERTS, NATIVE_EXPERTS, PIPELINE, ULYSSES, refusal
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from ds_dynatrain.engine.context import OwnGroups
-from ds_dynatrain.engine.members.discarded import Loss, guarded, plain
-from ds_dynatrain.engine.members.fixed_launch import FixedLaunch
+from ds_dynatrain.engine.discarded import Loss, guarded, plain
+from ds_dynatrain.engine.fixed_launch import FixedLaunch
 from ds_dynatrain.errors import ConfigError
+from ds_dynatrain.reshard.context import OwnGroups
 from ds_dynatrain.space import Layout
 
 MEMBERS = (4, 0, 7, 2)

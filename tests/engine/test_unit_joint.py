@@ -12,8 +12,8 @@ from torch._C._distributed_c10d import HashStore
 
 from ds_dynatrain.checkpoint.record import RECORD
 from ds_dynatrain.engine.checkpoints import joint
-from ds_dynatrain.engine.control import Control
 from ds_dynatrain.errors import CheckpointError
+from ds_dynatrain.membership.control import Control
 
 
 @pytest.fixture

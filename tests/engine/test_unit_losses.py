@@ -11,8 +11,8 @@ from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.elastic.address import Address
 from ds_dynatrain.elastic.environment import WorkerPlace
 from ds_dynatrain.elastic.member import Ending
-from ds_dynatrain.engine.members import elastic_membership
-from ds_dynatrain.engine.members.elastic_membership import ElasticMembership
+from ds_dynatrain.engine import elastic_membership
+from ds_dynatrain.engine.elastic_membership import ElasticMembership
 from ds_dynatrain.errors import WorldChanged
 
 

@@ -8,9 +8,9 @@ import pytest
 
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.engine.description import described, differing_key, differing_parameter
-from ds_dynatrain.engine.members.destinations import Registry, choose, rule_of
-from ds_dynatrain.engine.members.elastic_membership import plain_part
+from ds_dynatrain.engine.elastic_membership import plain_part
 from ds_dynatrain.errors import ConfigError, SwitchRefused
+from ds_dynatrain.membership.destinations import Registry, choose, rule_of
 from ds_dynatrain.records import from_record, to_record
 from ds_dynatrain.space import Layout
 

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as td
 
 from ds_dynatrain.adapters.process_groups import make_fake_group, register, unregister
-from ds_dynatrain.engine.process import Process
+from ds_dynatrain.reshard.process import Process
 
 
 class Engine:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ds_dynatrain.adapters.state import Buffers
-from ds_dynatrain.engine.digests import Side, side_digests
+from ds_dynatrain.reshard.digests import Side, side_digests
 from ds_dynatrain.space import (
     MASTER,
     WEIGHT,

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from ds_dynatrain.engine.copies.whole import Frozen, Had, Mark, WholeCopies, newest_whole
-from ds_dynatrain.engine.members.survival import Source, Survivor, joint_loss, whole_copies, whole_state
+from ds_dynatrain.membership.survival import Source, Survivor, joint_loss, whole_copies, whole_state
+from ds_dynatrain.membership.whole import Frozen, Had, Mark, WholeCopies, newest_whole
 from ds_dynatrain.records import from_record, to_record
 from ds_dynatrain.space import Layout
 

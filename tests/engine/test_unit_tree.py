@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._C._distributed_c10d import HashStore
 
-from ds_dynatrain.engine.control import Control, pack, unpack
-from ds_dynatrain.engine.transaction.session import Session, Tree
 from ds_dynatrain.errors import TransferError
+from ds_dynatrain.membership.control import Control, pack, unpack
+from ds_dynatrain.membership.session import Session, Tree
 
 
 @given(st.integers(1, 700), st.integers(2, 9), st.randoms())

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from ds_dynatrain.engine import liveness
+from ds_dynatrain.membership import liveness
 
 
 def test_it_names_whom_it_waits_for(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -20,9 +20,9 @@ from ds_dynatrain.checkpoint import Saved
 from ds_dynatrain.engine.checkpoints import fallback
 from ds_dynatrain.engine.checkpoints.restore import restore
 from ds_dynatrain.engine.checkpoints.saving import Saver
-from ds_dynatrain.engine.control import Control
-from ds_dynatrain.engine.core import OpenBatch
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
+from ds_dynatrain.membership.control import Control
+from ds_dynatrain.reshard.core import OpenBatch
 from ds_dynatrain.space import Layout
 from tests.engine import axis_walks, jobs, oracle
 from tests.engine.axis_walks import Subject

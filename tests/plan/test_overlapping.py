@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._C._distributed_c10d import HashStore
 
-from ds_dynatrain.engine.control import Control
-from ds_dynatrain.engine.digests import SideDigests
-from ds_dynatrain.engine.transaction.certificate import agreed
-from ds_dynatrain.engine.transaction.session import Session
 from ds_dynatrain.errors import CertificateError
+from ds_dynatrain.membership.control import Control
+from ds_dynatrain.membership.session import Session
 from ds_dynatrain.plan import plan_switch, slot_costs
+from ds_dynatrain.reshard.certificate import agreed
+from ds_dynatrain.reshard.digests import SideDigests
 from ds_dynatrain.space import Kind, Layout, LogicalTensor, VirtualParameterSpace, ZeroRules, standard_kinds
 from tests.plan import test_axes
 from tests.plan.simulate import coordinates, play

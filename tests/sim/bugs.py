@@ -17,9 +17,9 @@ from ds_dynatrain.elastic.membership import Membership
 from ds_dynatrain.elastic.messages import Bye, Report
 from ds_dynatrain.elastic.roster import Publish, Recovery
 from ds_dynatrain.elastic.world import World
-from ds_dynatrain.engine.members import change
-from ds_dynatrain.engine.members.change import Action, ChangeMachine, GiveUp, Open
-from ds_dynatrain.engine.members.elastic import Elastic
+from ds_dynatrain.engine.elastic import Elastic
+from ds_dynatrain.membership import change
+from ds_dynatrain.membership.change import Action, ChangeMachine, GiveUp, Open
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from ds_dynatrain.adapters.support import refuse_at_boundary, refuse_changes
 from ds_dynatrain.checkpoint import folder
-from ds_dynatrain.engine.core import EngineCore
-from ds_dynatrain.engine.transaction.session import Request, Session, ask_for_different_things
 from ds_dynatrain.errors import CheckpointError, DynatrainError, SwitchRefused
+from ds_dynatrain.membership.session import Request, Session, ask_for_different_things
+from ds_dynatrain.reshard.core import EngineCore
 
 
 def ask(session: Session, request: Request) -> None:

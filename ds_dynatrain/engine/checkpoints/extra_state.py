@@ -23,9 +23,9 @@ from ds_dynatrain.checkpoint.files import Progress, silent
 from ds_dynatrain.checkpoint.others import value_of
 from ds_dynatrain.checkpoint.others.foreign import Foreign, take
 from ds_dynatrain.checkpoint.record import RECORD, what_is_wrong
-from ds_dynatrain.engine import streams
-from ds_dynatrain.engine.encoding import announced, decode, encode
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError, ConfigError, TransferError
+from ds_dynatrain.reshard import streams
+from ds_dynatrain.reshard.encoding import announced, decode, encode
 from ds_dynatrain.space import Layout
 from ds_dynatrain.transfer import digest
 

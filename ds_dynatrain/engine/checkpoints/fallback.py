@@ -19,10 +19,10 @@ from ds_dynatrain.config import FallbackConfig
 from ds_dynatrain.elastic.process import Termination
 from ds_dynatrain.engine.checkpoints.joint import folder_of, next_tag
 from ds_dynatrain.engine.checkpoints.saving import Saver
-from ds_dynatrain.engine.core import EngineCore
-from ds_dynatrain.engine.process import PROCESS
 from ds_dynatrain.errors import CheckpointError
 from ds_dynatrain.report import logger
+from ds_dynatrain.reshard.core import EngineCore
+from ds_dynatrain.reshard.process import PROCESS
 
 TERMINATED = 143
 """Exit code after SIGTERM, as a shell has it: 128 + 15."""

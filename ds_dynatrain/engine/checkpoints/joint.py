@@ -14,12 +14,12 @@ from pathlib import Path
 from ds_dynatrain.adapters.world import World
 from ds_dynatrain.checkpoint import Saved, folder
 from ds_dynatrain.engine.checkpoints import restore
-from ds_dynatrain.engine.checkpoints.restoration import Restored
-from ds_dynatrain.engine.core import EngineCore
-from ds_dynatrain.engine.process import PROCESS
-from ds_dynatrain.engine.proposal import Proposal
-from ds_dynatrain.engine.transaction.session import Session
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
+from ds_dynatrain.membership.proposal import Proposal
+from ds_dynatrain.membership.session import Session
+from ds_dynatrain.reshard.core import EngineCore
+from ds_dynatrain.reshard.process import PROCESS
+from ds_dynatrain.reshard.restoration import Restored
 
 
 def restore_all(

@@ -10,8 +10,8 @@ from ds_dynatrain.checkpoint import Saved
 from ds_dynatrain.checkpoint.others import ZeroFolder, is_zero_folder
 from ds_dynatrain.checkpoint.record import RECORD
 from ds_dynatrain.engine.checkpoints.sources import Converted, Source, Stock, Universal
-from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.errors import CheckpointError
+from ds_dynatrain.reshard.core import EngineCore
 
 
 def opened(path: Path, engine: EngineCore, present: dict[str, Any] | None, trust_pickle: bool) -> Source:

@@ -26,21 +26,21 @@ from ds_dynatrain.checkpoint.extents import name_of
 from ds_dynatrain.checkpoint.files import naming
 from ds_dynatrain.checkpoint.others import is_zero_folder
 from ds_dynatrain.checkpoint.record import RECORD
-from ds_dynatrain.engine import streams
 from ds_dynatrain.engine.checkpoints.asking import ask, refusal_of
 from ds_dynatrain.engine.checkpoints.opening import opened
-from ds_dynatrain.engine.checkpoints.restoration import Goal, Restoration, Restored, StateSource, let_go
 from ds_dynatrain.engine.checkpoints.sources import Source, damaged_rows
-from ds_dynatrain.engine.core import EngineCore
-from ds_dynatrain.engine.digests import side_digests, state_digest
-from ds_dynatrain.engine.proposal import Proposal
-from ds_dynatrain.engine.registration import regrouping_to
-from ds_dynatrain.engine.transaction.certificate import agreed
-from ds_dynatrain.engine.transaction.session import Decision, Request, Session
-from ds_dynatrain.engine.transaction.swap import Before
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
+from ds_dynatrain.membership.proposal import Proposal
+from ds_dynatrain.membership.session import Decision, Request, Session
 from ds_dynatrain.records import to_record
 from ds_dynatrain.report import logger
+from ds_dynatrain.reshard import streams
+from ds_dynatrain.reshard.certificate import agreed
+from ds_dynatrain.reshard.core import EngineCore
+from ds_dynatrain.reshard.digests import side_digests, state_digest
+from ds_dynatrain.reshard.registration import regrouping_to
+from ds_dynatrain.reshard.restoration import Goal, Restoration, Restored, StateSource, let_go
+from ds_dynatrain.reshard.swap import Before
 from ds_dynatrain.space import WEIGHT, Layout, Pieces, VirtualParameterSpace, row_of
 
 

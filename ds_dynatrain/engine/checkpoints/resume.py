@@ -12,12 +12,12 @@ from pathlib import Path
 
 from ds_dynatrain.checkpoint import folder
 from ds_dynatrain.config import ResumeConfig
-from ds_dynatrain.engine.checkpoints.restoration import Restored
-from ds_dynatrain.engine.core import EngineCore
-from ds_dynatrain.engine.process import PROCESS
-from ds_dynatrain.engine.transaction.session import Session
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
+from ds_dynatrain.membership.session import Session
 from ds_dynatrain.report import logger
+from ds_dynatrain.reshard.core import EngineCore
+from ds_dynatrain.reshard.process import PROCESS
+from ds_dynatrain.reshard.restoration import Restored
 
 Load = Callable[[Path, str, bool], Restored]
 """Function of folder, tag, and whether pickles are trusted, as `engine.load`."""

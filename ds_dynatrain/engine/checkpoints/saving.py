@@ -22,20 +22,20 @@ from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.checkpoint import HostMemory, Manifest, Record, Share, folder, record, shares_of, write_shares
 from ds_dynatrain.checkpoint.files import dumped
 from ds_dynatrain.elastic.main_thread import OWN_WAITS
-from ds_dynatrain.engine import streams
-from ds_dynatrain.engine.carry import rest_carry, shared_carry
-from ds_dynatrain.engine.census import check_census
 from ds_dynatrain.engine.checkpoints.asking import ask, refusal_of
 from ds_dynatrain.engine.checkpoints.extra_state import packed, plain
-from ds_dynatrain.engine.control import Control
-from ds_dynatrain.engine.core import EngineCore
-from ds_dynatrain.engine.digests import SideDigests, side_digests
-from ds_dynatrain.engine.encoding import fingerprint
-from ds_dynatrain.engine.registration import registration_of
-from ds_dynatrain.engine.transaction.certificate import differing
-from ds_dynatrain.engine.transaction.session import Request, Session
 from ds_dynatrain.errors import CertificateError, CheckpointError
+from ds_dynatrain.membership.control import Control
+from ds_dynatrain.membership.session import Request, Session
 from ds_dynatrain.report import logger
+from ds_dynatrain.reshard import streams
+from ds_dynatrain.reshard.carry import rest_carry, shared_carry
+from ds_dynatrain.reshard.census import check_census
+from ds_dynatrain.reshard.certificate import differing
+from ds_dynatrain.reshard.core import EngineCore
+from ds_dynatrain.reshard.digests import SideDigests, side_digests
+from ds_dynatrain.reshard.encoding import fingerprint
+from ds_dynatrain.reshard.registration import registration_of
 from ds_dynatrain.space import Layout, VirtualParameterSpace
 
 SAVING = "saving"

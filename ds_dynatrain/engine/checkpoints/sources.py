@@ -34,11 +34,11 @@ from ds_dynatrain.checkpoint.others import (
     with_values,
 )
 from ds_dynatrain.checkpoint.others.foreign import number_of
-from ds_dynatrain.engine import streams
 from ds_dynatrain.engine.checkpoints.extra_state import rest_for, shared_of, streams_for
-from ds_dynatrain.engine.core import EngineCore
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 from ds_dynatrain.report import logger
+from ds_dynatrain.reshard import streams
+from ds_dynatrain.reshard.core import EngineCore
 from ds_dynatrain.space import MASTER, WEIGHT, Layout, LogicalTensor, VirtualParameterSpace, row_of
 
 Key = tuple[str, str]

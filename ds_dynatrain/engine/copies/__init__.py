@@ -4,6 +4,5 @@
 |---|---|
 | `copy` | what one rank of a layout held alone at one step, and whether it is still that |
 | `kept` | the copies that this process has, of itself and of others, in memory that is used again |
-| `whole` | which copies make up a whole state, of all engines at one moment |
 | `from_copies` | a restoration from copies |
 """

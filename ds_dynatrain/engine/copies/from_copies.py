@@ -16,19 +16,19 @@ import torch
 from ds_dynatrain.adapters.device import is_accelerated
 from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.adapters.world import World
-from ds_dynatrain.engine import streams
 from ds_dynatrain.engine.checkpoints.extra_state import merged_rest, rest_ranks
-from ds_dynatrain.engine.checkpoints.restoration import Goal, StateSource
 from ds_dynatrain.engine.copies.copy import Copy
 from ds_dynatrain.engine.copies.kept import Kept
-from ds_dynatrain.engine.copies.whole import Frozen, WholeCopies
-from ds_dynatrain.engine.core import EngineCore
-from ds_dynatrain.engine.digests import SideDigests, of_kind, only, side_digests
-from ds_dynatrain.engine.encoding import blank_tensors, decode
-from ds_dynatrain.engine.transaction.certificate import Shares, certify, joined, joined_sides, shares
-from ds_dynatrain.engine.transaction.session import Session
 from ds_dynatrain.errors import CheckpointDamaged, TransferError
+from ds_dynatrain.membership.session import Session
+from ds_dynatrain.membership.whole import Frozen, WholeCopies
 from ds_dynatrain.plan import SwitchPlan, has_one_holder, plan_switch, standing_in
+from ds_dynatrain.reshard import streams
+from ds_dynatrain.reshard.certificate import Shares, certify, joined, joined_sides, shares
+from ds_dynatrain.reshard.core import EngineCore
+from ds_dynatrain.reshard.digests import SideDigests, of_kind, only, side_digests
+from ds_dynatrain.reshard.encoding import blank_tensors, decode
+from ds_dynatrain.reshard.restoration import Goal, StateSource
 from ds_dynatrain.space import FROZEN, MASTER, WEIGHT, BufferId
 from ds_dynatrain.transfer import GroupTransport, digest_pieces, execute_standing_in
 

@@ -12,8 +12,8 @@ import torch
 
 from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.engine.copies.copy import Copy
-from ds_dynatrain.engine.copies.whole import Mark
-from ds_dynatrain.engine.feasible import available_bytes
+from ds_dynatrain.membership.whole import Mark
+from ds_dynatrain.reshard.feasible import available_bytes
 from ds_dynatrain.space import Layout
 from ds_dynatrain.transfer import allocate, prefault
 

@@ -25,7 +25,6 @@ from ds_dynatrain.adapters.module_state import buffers_kept, note
 from ds_dynatrain.adapters.pipeline_host import StageHost
 from ds_dynatrain.adapters.replaced import replaced
 from ds_dynatrain.data import Leaf, Pass
-from ds_dynatrain.engine import streams
 from ds_dynatrain.engine.pipeline import DynatrainPipelineEngine
 from ds_dynatrain.exact.adapters.engine import LeafEngine, LeafHost
 from ds_dynatrain.exact.adapters.refusals import unchanged_buffers
@@ -33,6 +32,7 @@ from ds_dynatrain.exact.adapters.sums import LeafSums
 from ds_dynatrain.exact.adapters.tied import StageLines, Uses
 from ds_dynatrain.exact.bits.rows import usage
 from ds_dynatrain.exact.bits.sums import pairwise_sum
+from ds_dynatrain.reshard import streams
 from ds_dynatrain.space import Columns, Layout
 from ds_dynatrain.space.leaves import MicroStep
 

@@ -1,0 +1,459 @@
+"""Boundaries of one process in a job whose members come and go, and what follows a loss.
+
+The first engine of a process speaks for all: members come and go at its boundaries, when no other engine is in a global
+batch, for all engines in one transaction.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+
+import torch.distributed as td
+
+from ds_dynatrain.adapters.watched import GroupStatus, is_lost_peer
+from ds_dynatrain.elastic.member import Ending
+from ds_dynatrain.elastic.messages import Protected
+from ds_dynatrain.engine.driver import Driver
+from ds_dynatrain.engine.elastic import Elastic
+from ds_dynatrain.engine.parts import EngineParts, open_engines
+from ds_dynatrain.engine.restoring import NOTICE_SECONDS, POLL_SECONDS
+from ds_dynatrain.errors import ConfigError, ElasticError, SwitchRefused, WorldChanged
+from ds_dynatrain.membership.liveness import Wait, Watch
+from ds_dynatrain.membership.tally import Clock
+from ds_dynatrain.plan import needs_copies
+from ds_dynatrain.report import logger
+from ds_dynatrain.reshard.context import Context
+from ds_dynatrain.reshard.core import EngineCore
+from ds_dynatrain.reshard.process import PROCESS
+
+WAIT_SECONDS = 0.02
+"""Time between two looks of a member that waits for work, or for others."""
+
+MEET_SECONDS = 1.0
+"""Time that a member of an ending job waits at a boundary for the others, which may be there, before it trains on."""
+MOST_TRIES = 3
+"""Attempts at one step in one world without a death; after these the script or the network is at fault."""
+GLOO_SOURCE = re.compile(r"\[\S+\.(?:cc|h):\d+\] ")
+"""Line of gloo's source that its errors begin with."""
+SPARE = 1000
+"""Discarded batches allowed beyond those of earlier rounds, of which there may have been none."""
+
+
+class Boundaries:
+    """Boundaries of the engines of one process, where they switch, wait for work, or form a new world."""
+
+    def __init__(self, elastic: Elastic) -> None:
+        self.elastic = elastic
+        self.driver = Driver(elastic, self._leave)
+        self.losses = Losses(elastic)
+        self._clock = Clock()
+        self._rounds = Rounds()
+        self._place = ""
+
+    @property
+    def engines(self) -> list[EngineParts]:
+        """Open engines, in the order in which they were made."""
+        return open_engines()
+
+    @property
+    def first(self) -> EngineParts:
+        """The engine that speaks for all."""
+        return self.engines[0]
+
+    def remove(self) -> None:
+        """Forget a change under way. Called when an engine has ended, on all members at the same place of their
+        scripts.
+        """
+        if len(self.engines) > 1:
+            self.driver.forget()
+
+    # ---- boundaries --------------------------------------------------------------------------------------------------
+
+    def at_boundary(self, engine: EngineParts, place: str) -> str:
+        """Do what is due at a boundary; see `Membership.at_boundary`.
+
+        Raises SystemExit(0) on a member that leaves, or that was waiting when the job ended.
+        """
+        if engine is not self.first:
+            self._at_boundary_of_another(engine, place)
+            return engine.window_in_words
+        self._place = place
+        self._clock.arrive(self.first.global_steps)
+        self._rounds.begin()
+        self.losses.close_worlds(False)
+        self.see_failure()
+        self._form_anew_if_aborted()
+        for other in self.engines[1:]:
+            if other.is_discarded:  # its batches since the world was aborted are dealt again
+                with other.turn():
+                    other.discard_window()
+                other.is_discarded = False
+        obstacle = "" if self.first.idle else self.first.window_in_words or self._busy_others()
+        if not self.first.idle and not obstacle:
+            self._work()
+        while self.first.idle:
+            self._wait_for_work()
+            self._clock.skip()
+            self.first.settle_state()
+            self._form_anew_if_aborted()  # a member may have died just when this one got its share
+            if self._is_paused:
+                self._work()
+        self._tell()
+        return obstacle
+
+    def _tell(self) -> None:
+        """Report this member's step, layout and figures to the coordinator, at the end of a boundary."""
+        first, last = self.first, self.first.last_switch
+        self._clock.depart(first.global_steps, int(first.deepspeed.global_samples))
+        pause_ms = 0.0 if last is None else last.pause_ms
+        kept: Protected = max((each.protects() for each in first.extensions), default="")
+        if not kept and not first.idle and any(map(_loses_by_a_death, self.engines)):
+            kept = "no"
+        self.elastic.member.progress(first.global_steps, str(first.layout), pause_ms, kept, self._clock.tally)
+
+    def _at_boundary_of_another(self, engine: EngineParts, place: str) -> None:
+        """Take part, at a boundary of another engine than the first, in a switch that the user asked of it.
+
+        Raises ConfigError if the script comes here before it has come to a boundary of the first: newcomers would wait
+        here. Raises WorldChanged if it comes here again and again without one.
+        """
+        if not self.first.has_stood:
+            raise ConfigError(
+                f"members come and go between two global batches of the engine that was made first, and the script "
+                f"asks engine {engine.job.number} for a batch ({place!r}) before that one: make this engine first, or "
+                "ask that one first"
+            )
+        self.see_failure()
+        self._form_anew_if_aborted()
+        self._rounds.stay(engine.job.number, self.first.is_discarded)
+        if self.first.is_discarded or engine.idle or engine.has_open_window or self.driver.machine.proposals:
+            return  # a prepared change of members begins at a boundary of the first engine
+        if self.driver.on_board(engine.switcher.is_due):
+            engine.before_leaving_world()
+            engine.switcher.transact(place)
+
+    def _busy_others(self) -> str:
+        """Return, in words, which other engine is in a global batch; the same on all members, as they run one
+        script.
+        """
+        busy = [one for one in self.engines[1:] if one.has_open_window]
+        if not busy:
+            return ""
+        return (
+            f"engine {busy[0].job.number} is in a global batch whenever the first engine begins one: members can come "
+            "and go only where none is"
+        )
+
+    def _work(self) -> None:
+        """Do all that is due on a working member. Below MIN nodes it stays here until others come, or it takes too
+        long.
+
+        Below MIN it also saves its state at once: the last nodes may go without notice, too.
+        """
+        begin, seconds, standing = time.monotonic(), self.elastic.wait_seconds, ""
+        while not self.first.idle:
+            self._save(self.first.fallback.at_boundary)
+            waits = self._all_leave and time.monotonic() - begin < MEET_SECONDS
+            self._advance(has_waited=not waits)
+            self._form_anew_if_aborted()
+            if self.first.awaits_late:  # its record comes with the next step
+                return
+            for extension in () if self.first.idle else self.first.extensions:
+                extension.at_boundary()
+            meets_at = self.driver.machine.meets_at
+            if waits and (meets_at is None or meets_at <= self.first.global_steps):
+                time.sleep(WAIT_SECONDS)
+                continue
+            if self.first.idle or not self._is_paused:
+                return
+            self.driver.say_once(
+                f"fewer nodes than MIN: training waits for others, with its state, for {seconds:g} s; start more nodes"
+            )
+            if standing != self.first.segment:  # once in each world, on all of its members
+                standing = self.first.segment
+                self._save(self.first.fallback.save_now)
+            if time.monotonic() - begin > seconds:
+                self._save(self.first.fallback.save_now)
+                logger.error(
+                    "fewer nodes than MIN for %g s: this process ends with code %d; start more nodes, or give torchrun "
+                    "--nnodes=MIN:MAX a smaller MIN",
+                    *(seconds, Ending.TOO_FEW),
+                )
+                raise SystemExit(int(Ending.TOO_FEW))
+            time.sleep(WAIT_SECONDS)
+
+    def _wait_for_work(self) -> None:
+        """Wait, as an idle member, until it works; raise SystemExit(0) if the job has ended, or it was told to
+        leave.
+        """
+        for engine in self.engines:
+            engine.close_loaders()  # their processes must not outlive the world that they fetched for
+        watch = Watch(self.first.control, by_hearts=False)
+        with self._long_wait() as wait:
+            while self.first.idle:
+                if self.driver.machine.world is None:  # without work it waits for no member
+                    wait.rest()
+                wait.look()
+                watch.control = self.first.control
+                self.first.changes.look()
+                if self.elastic.member.is_finished or self._have_ended(watch):
+                    raise SystemExit(0)
+                self._advance()
+                if self.first.idle:
+                    self.first.switcher.pass_time(WAIT_SECONDS)
+
+    def _long_wait(self) -> Wait:
+        return Wait(self.driver.waits_for, self.elastic.member.waits_for)
+
+    def _have_ended(self, watch: Watch) -> bool:
+        """Return whether the scripts of all working members have ended, as they say on this member's board."""
+        try:
+            return watch.look(self.first.members)
+        except td.DistError:
+            return False
+
+    def _advance(self, has_waited: bool = True) -> None:
+        """Take the next step of a change of members, or of a switch that the user asked for."""
+        driver, machine = self.driver, self.driver.machine
+        if self.elastic.ending:
+            raise ElasticError(self.elastic.ending)
+        driver.advance(self._place, has_waited)
+        if not self.first.idle:
+            ahead = 0 if self._is_paused or self.elastic.is_aborted else 1
+            if self.first.preparation is not None and self.first.preparation.proposal.late and not ahead:
+                return  # no member makes the step in which the late kinds would follow
+            if not machine.proposals and driver.on_board(lambda: self.first.switcher.is_due(ahead)):
+                self.first.before_leaving_world()
+                self.first.switcher.transact(self._place)
+        elif machine.world is None:
+            for engine in self.engines:
+                with engine.turn():
+                    driver.on_board(partial(engine.switcher.take_part_idle, self._place))
+
+    @property
+    def _all_leave(self) -> bool:
+        """Whether all members were told to leave, and those that train have not saved yet."""
+        newest = self.elastic.member.newest
+        return newest is not None and newest.change == "planned" and not newest.members
+
+    @property
+    def _is_paused(self) -> bool:
+        return self.elastic.world is not None and self.elastic.world.paused
+
+    # ---- after a loss ------------------------------------------------------------------------------------------------
+
+    def see_failure(self) -> None:
+        """Form a new world if a collective of the present one has failed in the script, outside of any call of an
+        engine.
+        """
+        failure = self.losses.failure
+        if failure is not None and self.losses.explains(failure):
+            self.form_anew()
+
+    def _form_anew_if_aborted(self) -> None:
+        if self.elastic.is_aborted and not self.first.idle:
+            self.form_anew()
+
+    def form_anew(self) -> None:
+        """Wait until there is a world again; open global batches are discarded, and are dealt again.
+
+        Raises ElasticError if state was lost for good, or collectives hang again and again.
+        """
+        for engine in self.engines:
+            with engine.turn():  # all hold the state of one world then, the old one or the new one
+                engine.switcher.give_up_late("the world was aborted")
+        for engine in self.engines:
+            if not engine.idle:
+                with engine.turn():
+                    engine.discard_window()
+        with self._long_wait() as wait:
+            while self.elastic.is_aborted:
+                wait.look()
+                self._advance()
+                if self.elastic.is_aborted and self.first.idle:
+                    self._wait_for_work()
+                    break
+                time.sleep(POLL_SECONDS)
+        for engine in self.engines:
+            if not engine.idle:  # discarded batches may still come, and the earlier beginning may be void
+                with engine.turn():
+                    engine.window.note()
+        self._clock.start_over(self.first.global_steps)
+
+    # ---- saving, and leaving -----------------------------------------------------------------------------------------
+
+    def _save(self, how: Callable[[], None]) -> None:
+        """Save the fallback checkpoint; put it off while there is no coordinator."""
+        try:
+            with self._clock.saving():
+                how()
+        except WorldChanged as aborted:
+            logger.warning(
+                "no fallback checkpoint of step %d (%s); the one before counts", self.first.global_steps, aborted
+            )
+        except td.DistError as lost:
+            self.first.settle_fallback()
+            try:
+                for engine in self.engines:
+                    self.reopen(engine)
+            except SwitchRefused:
+                logger.warning(
+                    "no fallback checkpoint of step %d (%s); the one before counts", self.first.global_steps, lost
+                )
+
+    def _leave(self, must_save: bool) -> None:
+        """End this process. must_save: all members were told to go, and stand at one step."""
+        name = self.elastic.member.id
+        if not must_save:
+            self.elastic.member.left()
+            logger.info("%s: its state is with others; it leaves", name)
+            raise SystemExit(0)
+        if self.first.settings.fallback is not None:
+            self._save(self.first.fallback.save_now)
+        elif self.first.rank == 0:
+            logger.error(
+                "all members were told to leave, and nobody is there to take the state over: nothing of step %d was "
+                "saved; to have it saved, configure dynatrain.fallback.path",
+                self.first.global_steps,
+            )
+        self.elastic.member.left()
+        logger.info("%s: nobody goes on; it leaves", name)
+        raise SystemExit(0)
+
+    def reopen(self, engine: EngineCore) -> None:
+        """Connect to an engine's board of the present generation again, if a coordinator was started again.
+
+        Raises SwitchRefused if no coordinator answers.
+        """
+        world = self.elastic.world
+        try:
+            for board in (engine.control, engine.context.background):
+                board.read("alive")
+        except td.DistError as lost:
+            if world is None:
+                raise SwitchRefused(
+                    f"the job's key-value store does not answer: {lost}", "training goes on; ask again later"
+                ) from lost
+            try:
+                boards = self.elastic.open_boards(world, engine.control.member, engine=engine.job.number)
+            except (td.DistError, OSError) as error:
+                raise SwitchRefused(f"no coordinator answers: {error}", "training goes on; ask again later") from error
+            engine.context = Context(engine.launch, engine.candidates, *boards)
+
+
+def _loses_by_a_death(engine: EngineParts) -> bool:
+    """Return whether the death of a node may take state away that no other node has."""
+    nodes = [engine.candidates.nodes.get(member, str(member)) for member in engine.members]  # one may be leaving
+    return needs_copies(engine.vps, engine.layout, nodes)
+
+
+class Losses:
+    """Failures of the worlds in which this process's engines train."""
+
+    def __init__(self, elastic: Elastic) -> None:
+        self._elastic = elastic
+        self._failed: tuple[tuple[tuple[int, ...], tuple[str, ...]], int] = (((), ()), 0)
+
+    @property
+    def failure(self) -> RuntimeError | None:
+        """Error of a collective of the present worlds, the library's or the script's own; None if none has failed."""
+        return next((status.failure for status in self.statuses if status.failure is not None), None)
+
+    @property
+    def statuses(self) -> list[GroupStatus]:
+        """Statuses of the groups of all present worlds."""
+        worlds = [engine.world for engine in PROCESS.engines if engine.world is not None]
+        return [world.status for world in worlds if world.status is not None]
+
+    def check(self) -> None:
+        """Raise WorldChanged if any collective has failed before, or was aborted, which itself does not show it."""
+        failure = self.failure
+        if failure is not None:
+            raise WorldChanged("a collective of this world has failed before") from failure
+        for status in self.statuses:
+            if status.gate.communicators:
+                status.gate.check()
+
+    def close_worlds(self, is_closed: bool) -> None:
+        """Refuse collectives until the next boundary, or allow them again: the others' places in their scripts are
+        unknown.
+        """
+        for status in self.statuses:
+            status.is_closed = is_closed
+
+    def explains(self, error: RuntimeError) -> bool:
+        """Return whether an error came of the world's loss, once all members know of that; other errors are the user's.
+
+        Raises ElasticError if this step has failed for the third time among the same members.
+        """
+        elastic = self._elastic
+        if not PROCESS.engines or PROCESS.engines[0].idle:
+            return False
+        if not elastic.is_aborted:
+            if not (isinstance(error, WorldChanged) or is_lost_peer(error)):
+                return False
+            self._await_failure()
+        self._count(() if elastic.world is None else elastic.world.members, error)
+        reason = GLOO_SOURCE.sub("", str(error).partition("\n")[0]).partition(". ")[0]
+        logger.warning("the world is aborted (%s); it is formed anew at the loader's next batch", reason)
+        return True
+
+    def _await_failure(self) -> None:
+        """Wait until a failure is published; tell the coordinator of one if it knows of none."""
+        end, has_told = time.monotonic() + NOTICE_SECONDS, False
+        while not self._elastic.is_aborted:
+            if time.monotonic() > end and not has_told:
+                has_told = True
+                self._elastic.breach()
+            if self._elastic.member.is_finished:
+                raise SystemExit(0)
+            time.sleep(POLL_SECONDS)
+
+    def _count(self, members: tuple[str, ...], error: RuntimeError) -> None:
+        """Raise ElasticError for a step that fails again and again, and would be tried for ever."""
+        now = tuple(engine.global_steps for engine in PROCESS.engines), members
+        tries = 1 + (self._failed[1] if self._failed[0] == now else 0)
+        self._failed = now, tries
+        if tries >= MOST_TRIES:
+            raise ElasticError(
+                f"the step after {now[0][0]} was tried {tries} times by the same {len(members)} members, and each "
+                f"time a collective of it failed although none of them had died; the last said: {error}; look for a "
+                "collective that not all ranks call alike, or for a network that fails"
+            ) from error
+
+
+class Rounds:
+    """Count of batches that a loop takes of other engines between two global batches of the first one.
+
+    After a death all of them are discarded until the first one begins its next batch. A loop that counts batches comes
+    there. A loop that ends only once another engine has made its steps never does, since a discarded batch makes none;
+    an error tells it so. Engines are known by their numbers.
+    """
+
+    def __init__(self) -> None:
+        self._now: Counter[int] = Counter()
+        self._most: Counter[int] = Counter()
+
+    def begin(self) -> None:
+        """Note that the first engine stands at a boundary."""
+        self._most |= self._now
+        self._now.clear()
+
+    def stay(self, engine: int, is_discarded: bool) -> None:
+        """Note that another engine stands at a boundary.
+
+        is_discarded: nothing is trained before the first engine's next batch. Raises WorldChanged if the loop has
+        stayed far longer than ever before, and nothing was trained.
+        """
+        self._now[engine] += 1
+        if is_discarded and self._now[engine] > 2 * self._most[engine] + SPARE:
+            raise WorldChanged(
+                f"the world was aborted and formed anew; since then the script has asked engine {engine} for "
+                f"{self._now[engine]} batches, which are discarded, and never came to the next batch of the engine "
+                f"that was made first (before, it did after {self._most[engine]} at most): a loop over another engine "
+                "has to end after a number of batches, not of steps"
+            )

@@ -1,0 +1,133 @@
+"""The calls of an engine that save and load."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ds_dynatrain.engine.checkpoints import restore, stock
+from ds_dynatrain.engine.checkpoints.restore import ALL, Part
+from ds_dynatrain.engine.checkpoints.saving import PendingSave, Saver
+from ds_dynatrain.engine.discarded import Window
+from ds_dynatrain.engine.switcher import Switcher
+from ds_dynatrain.errors import CheckpointError
+from ds_dynatrain.report import logger
+from ds_dynatrain.reshard.core import EngineCore
+from ds_dynatrain.reshard.process import PROCESS
+from ds_dynatrain.reshard.restoration import Restored
+
+ELSEWHERE = "this member came late, and the others"
+COUNT = "loop over engine.epochs(n), which counts the job's epochs"
+
+
+class Checkpoints:
+    """Checkpoints of any layout, and DeepSpeed's own; see the calls of these names of `DynatrainEngine`."""
+
+    def __init__(self, engine: EngineCore, switcher: Switcher, saver: Saver, window: Window) -> None:
+        self.engine, self._switcher, self._saver, self._window = engine, switcher, saver, window
+
+    def save(self, path: str | os.PathLike[str], tag: str | None, background: bool) -> Path | PendingSave:
+        """Save a checkpoint; see `DynatrainEngine.save`."""
+        agreed = self._arrive("save in the background" if background else "save", path, tag)
+        if agreed is None:
+            given_up = PendingSave(self.engine.global_steps)
+            given_up.run(lambda: _not_saved("save", path, tag))
+            return given_up if background else given_up.wait()
+        folder, name = agreed
+        how = self._saver.start if background else self._saver.save
+        in_the_way = self._switcher.in_the_way(of_reading=True)
+        return how(folder, name, self._key("save"), in_the_way, None)
+
+    def load(self, path: str | os.PathLike[str], tag: str | None, trust_pickle: bool, part: Part = ALL) -> Restored:
+        """Load a checkpoint; see `DynatrainEngine.load`. Uses up a generation, as a switch does.
+
+        part: see `from_checkpoint`.
+        """
+        agreed = self._arrive("load", path, tag)
+        if agreed is None:
+            raise CheckpointError(
+                f"load({path}, {tag}): {ELSEWHERE} load nothing here; loop over engine.epochs(n), which counts the "
+                "job's epochs"
+            )
+        self._saver.settle()
+        folder, name = agreed
+        engine, place, in_the_way = self.engine, self._switcher.place_in_training(), self._switcher.in_the_way()
+        engine.attempt += 1
+        engine.begin_segment()
+        found = restore.load(engine, folder, name, place, engine.attempt, in_the_way, trust_pickle, part)
+        engine.settle_fallback()
+        return found
+
+    def save_stock(self, save: Callable[..., Any], folder: Any, tag: Any) -> bool:
+        """Save with DeepSpeed; see `DynatrainEngine.save_checkpoint`. save: DeepSpeed's call, of a folder and a tag."""
+        self._refuse_late("save_checkpoint")
+        if not self.engine.is_discarded:
+            agreed = PROCESS.sync_points.arrive("save_checkpoint", os.fspath(folder), tag)
+            if agreed is None:
+                _not_saved("save_checkpoint", folder, tag)
+                return False
+
+            def call() -> Any:
+                self.engine.agree()
+                return save(*agreed)
+
+            saved = PROCESS.membership.surviving(self.engine, call, lambda: None)
+            if saved is not None:
+                return bool(saved)
+        logger.warning(
+            "save_checkpoint(%s, %s): the world was formed anew in this global batch, and nothing whole was saved; "
+            "call it again after the next engine.step()",
+            *(folder, tag),
+        )
+        return False
+
+    def load_stock(self, load: Callable[..., Any], folder: Any, tag: Any, trust_pickle: bool, part: Part) -> Any:
+        """Load a checkpoint of either format; see `DynatrainEngine.load_checkpoint`. load: DeepSpeed's call."""
+        engine = self.engine
+        known = PROCESS.membership.loaded(engine.job.number) if engine.idle else None
+        self._refuse_late("load_checkpoint")
+        if known is not None:
+            logger.info("load_checkpoint: this member joined a running job, whose state it gets in the switch")
+            return known
+        agreed = PROCESS.sync_points.arrive("load_checkpoint", os.fspath(folder), tag)
+        if agreed is None:
+            logger.warning("load_checkpoint(%s, %s): %s load nothing here; %s", folder, tag, ELSEWHERE, COUNT)
+            return None, {}
+        folder, tag = agreed
+        if not engine.idle and stock.is_for_us(engine, self._key("stock"), folder, tag, part, trust_pickle):
+            found = self.load(folder, tag, trust_pickle, part)
+            result: tuple[Any, ...] = str(found.path), found.client_state
+        else:
+            if not engine.idle:
+                engine.begin_segment()
+            result = load(folder, tag, *part)
+        PROCESS.membership.remember_load(engine.job.number, result)
+        return result
+
+    def _key(self, call: str) -> str:
+        """Return a unique key on the board."""
+        return f"{call}/{self._switcher.place_in_training()}"
+
+    def _refuse_late(self, call: str) -> None:
+        """Raise CheckpointError, on all members alike, while the state is on its way from one layout to another."""
+        if self.engine.awaits_late:
+            raise CheckpointError(f"{call}: {self._switcher.in_the_way()}; call it after that")
+
+    def _arrive(self, call: str, path: str | os.PathLike[str], tag: str | None) -> list[Any] | None:
+        """Return folder and tag to take part with; None on a member that came late, while the others are elsewhere."""
+        if self.engine.idle:
+            raise CheckpointError(
+                f"{call}: this member is idle and holds no shard; call it on the working members, where engine.idle "
+                "is false"
+            )
+        self._window.refuse_checkpoint()
+        self._refuse_late(call)
+        return PROCESS.sync_points.arrive(call, os.fspath(path), tag)
+
+
+def _not_saved(call: str, path: str | os.PathLike[str], tag: str | None) -> Path:
+    """Log that a member which came late saves nothing; return the path that its call returns."""
+    logger.warning("%s(%s, %s): %s save nothing here; %s", call, path, tag, ELSEWHERE, COUNT)
+    return Path(path) / (tag or "")

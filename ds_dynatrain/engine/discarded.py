@@ -1,0 +1,158 @@
+"""Discarded global batches: DeepSpeed's calls after the world was aborted inside of one of them.
+
+The world is formed anew there and then. The global batch that was open is discarded: its gradients are dropped, and
+`backward` and `step` do nothing until the loader deals the same batch again. Until then nothing is sent or received:
+other members may be in another line of the script, and newcomers have not started it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ds_dynatrain.errors import CheckpointError, SwitchRefused, WorldChanged
+from ds_dynatrain.reshard import streams
+from ds_dynatrain.reshard.core import EngineCore
+from ds_dynatrain.reshard.membership import Membership
+from ds_dynatrain.space import Layout
+
+DISCARDED = (
+    "the world was aborted and formed anew in this global batch, which members that have just come do not go through",
+    "ask again after the next step",
+)
+
+
+class Window:
+    """The open global batch of one engine: its beginning, so that it can be dealt again."""
+
+    def __init__(self, engine: EngineCore) -> None:
+        self._engine = engine
+        self._loaders: dict[str, dict[str, Any]] = {}
+        self._streams: streams.Streams | None = None
+        self._output: Any = None
+
+    def open(self, stays_discarded: bool = False) -> None:
+        """Note the beginning of a global batch. Called before a loader deals the first micro-batch.
+
+        stays_discarded: whether this batch is dealt again if it is discarded: the first engine of the process has not
+        finished the global batch in which the world was aborted.
+        """
+        if self._engine.is_discarded and stays_discarded:
+            return
+        self._engine.is_discarded = False
+        self.note()
+
+    def note(self) -> None:
+        """Note the present positions of the loaders and the random streams as the beginning."""
+        self._loaders = {name: loader.state_dict() for name, loader in self._engine.train_loaders.items()}
+        self._streams = streams.capture()
+
+    def discard(self, has_dealt: bool) -> None:
+        """Go back to the beginning. has_dealt: whether one of our loaders has dealt it; other positions are the
+        user's.
+        """
+        self._engine.is_discarded = True
+        if not has_dealt:
+            self.note()
+        else:
+            for name, state in self._loaders.items():
+                self._engine.train_loaders[name].load_state_dict(state)
+            if self._streams is not None:
+                streams.restore(self._streams)
+
+    def refuse_switch(self) -> None:
+        """Raise SwitchRefused in a discarded batch: newcomers do not go through it, and would not answer."""
+        if self._engine.is_discarded:
+            raise SwitchRefused(*DISCARDED)
+
+    def refuse_checkpoint(self) -> None:
+        """Raise CheckpointError in a discarded batch, for the same reason as `refuse_switch`."""
+        if self._engine.is_discarded:
+            raise CheckpointError(f"{'; '.join(DISCARDED)}")
+
+    def remember(self, output: Any) -> Any:
+        """Note the output of a forward pass, if it cannot be run again without other ranks; return it."""
+        if needs_peers(self._engine.layout) and (self._engine.host.module.training or self._output is None):
+            self._output = pytree.tree_map(_leaf, output)
+        return output
+
+    def forward_again(self, forward: Callable[[], Any], needed_peers: bool) -> Any:
+        """Return a value like a forward pass's output, after the world was formed anew; it trains nothing.
+
+        It is the output itself if no other rank is needed for it; else that of the last forward pass in training, or
+        NaN if the module evaluates. Raises WorldChanged if there was none.
+        """
+        before = streams.capture()
+        try:
+            if not needed_peers and not needs_peers(self._engine.layout):
+                return pytree.tree_map(_leaf, forward())
+        finally:
+            streams.restore(before)
+        if self._output is None:
+            raise WorldChanged(
+                "the world was formed anew, and this global batch is discarded: go on with the loader's next"
+            )
+        return pytree.tree_map(_leaf if self._engine.host.module.training else _unknown, self._output)
+
+
+def needs_peers(layout: Layout) -> bool:
+    """Return whether a forward pass sends or receives."""
+    return layout.zero_stage == 3 or layout.pipe * layout.tensor * layout.sequence * layout.expert > 1
+
+
+def _leaf(value: Any) -> Any:
+    """Return a tensor without its graph: `backward` works if it did before, and reaches no parameter."""
+    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
+
+
+def _unknown(value: Any) -> Any:
+    """Return a floating-point tensor with NaN for each number; any other value as it is."""
+    is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return torch.full_like(value, float("nan"), requires_grad=value.requires_grad) if is_float else value
+
+
+class Loss(torch.Tensor):
+    """One number with a graph. Any result computed from it is a plain tensor, whose `backward` raises WorldChanged."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    _engine: EngineCore
+    _membership: Membership
+
+    def backward(
+        self,
+        gradient: torch.Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        """Run torch's backward pass; does nothing in a discarded global batch."""
+        engine = self._engine
+        if engine.is_discarded:
+            return
+        given: Any = (gradient, retain_graph, create_graph, inputs)
+        self._membership.surviving(engine, lambda: super(Loss, self).backward(*given), lambda: None)  # type: ignore[no-untyped-call]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle a plain tensor, without the engine."""
+        return plain(self).__reduce_ex__(protocol)
+
+
+def plain(value: torch.Tensor) -> torch.Tensor:
+    """Return the tensor as torch knows it."""
+    return value.as_subclass(torch.Tensor) if isinstance(value, Loss) else value
+
+
+def guarded(output: Any, engine: EngineCore, membership: Membership) -> Any:
+    """Return a forward pass's output, with each number that has a graph as a `Loss`."""
+
+    def guard(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.grad_fn is None or value.numel() != 1:
+            return value
+        loss = value.as_subclass(Loss)
+        loss._engine, loss._membership = engine, membership
+        return loss
+
+    return pytree.tree_map(guard, output)

@@ -1,0 +1,460 @@
+"""Drives `ChangeMachine`: tells it what the engines of this process hold, and carries out what it decides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial, singledispatchmethod
+from typing import TypeVar
+
+import torch.distributed as td
+
+from ds_dynatrain.data.workers import without_collection
+from ds_dynatrain.elastic.world import World
+from ds_dynatrain.engine.copies.copy import lacks_frozen
+from ds_dynatrain.engine.elastic import Elastic, GenerationBoards
+from ds_dynatrain.engine.joint_switch import JointSwitch, NodeMemory
+from ds_dynatrain.engine.parts import EngineParts, open_engines
+from ds_dynatrain.engine.restoring import let_go, restore, serve, void_before
+from ds_dynatrain.errors import ElasticError, SwitchRefused
+from ds_dynatrain.membership import agreement
+from ds_dynatrain.membership.change import (
+    Action,
+    ChangeMachine,
+    Enter,
+    Fail,
+    GiveUp,
+    Held,
+    Hold,
+    Know,
+    Leave,
+    LetGo,
+    Open,
+    Own,
+    Post,
+    PostJob,
+    Prepare,
+    Restore,
+    Serve,
+    Spend,
+    Transact,
+    Void,
+)
+from ds_dynatrain.membership.destinations import (
+    WITH_NEWCOMERS,
+    Choice,
+    Destination,
+    Question,
+    Rules,
+    choose,
+    destinations,
+)
+from ds_dynatrain.membership.whole import Had, WholeCopies
+from ds_dynatrain.plan import assign_slots
+from ds_dynatrain.records import to_record
+from ds_dynatrain.report import logger
+from ds_dynatrain.reshard import registration
+from ds_dynatrain.reshard.context import Context
+from ds_dynatrain.reshard.meeting import Outcome
+from ds_dynatrain.reshard.targets import needs
+from ds_dynatrain.space import Layout
+
+T = TypeVar("T")
+
+
+class Driver:
+    """Driver of the machine: tells it what the engines of this process hold, and does what it wants.
+
+    leave: ends the process; see `Leave`.
+    """
+
+    def __init__(self, elastic: Elastic, leave: Callable[[bool], None]) -> None:
+        self.elastic = elastic
+        self.machine = ChangeMachine(self._destinations)
+        self._leave = leave
+        self._boards: GenerationBoards | None = None
+        self._place, self._has_waited = "", True
+        self._said = ""
+        self._own_error: BaseException | None = None
+        self._before: Context | None = None
+        """Context of the engine before a late change, during its window."""
+
+    @property
+    def engines(self) -> list[EngineParts]:
+        """Open engines of the process, in the order in which they were made."""
+        return open_engines()
+
+    def advance(self, place: str, has_waited: bool = True) -> None:
+        """Carry out all actions that are due now, at a boundary of the first engine. has_waited: see `Own`."""
+        self._place, self._has_waited = place, has_waited
+        self.elastic.member.built()
+        while actions := self.on_board(self._decided):
+            self.on_board(partial(self._carry_out, actions))
+
+    def waits_for(self) -> str:
+        """Return, in words, whom the next action waits for."""
+        boards = () if self._boards is None else self._boards.fronts
+        return self.on_board(lambda: self.machine.waits_for(boards)) or "the board"
+
+    def forget(self) -> None:
+        """Forget a change that is under way, because an engine has ended."""
+        self._give_up(GiveUp("an engine has ended"))
+        self.machine.forget()
+        self._close_boards()
+
+    def say_once(self, what: str) -> None:
+        """Warn of something that is the same at every boundary, but only once."""
+        if what != self._said:
+            self._said = what
+            logger.warning("%s", what)
+
+    def on_board(self, read: Callable[[], T]) -> T | None:
+        """Return what `read` returns; None if the board is gone, which is then opened again."""
+        try:
+            return read()
+        except td.DistError as error:
+            logger.warning("the board is gone (%s); training goes on", error)
+            self._carry_out(self.machine.board_is_lost(f"the board is gone: {error}"))
+            return None
+
+    @property
+    def trains_in(self) -> World | None:
+        """Generation that this process trains in: the next one during the window of a late change."""
+        return self.elastic.world if self._before is None else self._open_boards.world
+
+    # ---- what goes in ------------------------------------------------------------------------------------------------
+
+    def _decided(self) -> list[Action]:
+        boards = () if self._boards is None else self._boards.fronts
+        return self.machine.advance(self._own(), self.elastic.member.newest, boards)
+
+    def _own(self) -> Own:
+        elastic = self.elastic
+        held = tuple(held_by(engine, self.say_once, elastic.replaced) for engine in self.engines)
+        known = elastic.member.id, elastic.world, elastic.registry, elastic.is_aborted
+        return Own(*known, held, elastic.member.is_leaving, self._has_waited)
+
+    def _destinations(self, asked: Question) -> list[Destination] | None:
+        nodes = self.elastic.candidates(asked.world, asked.registry).nodes
+        found = destinations(asked, [_rules(engine, nodes) for engine in self.engines], self.say_once)
+        if found is None:
+            self.elastic.member.lacks(asked.world)
+        return found
+
+    # ---- what comes out ----------------------------------------------------------------------------------------------
+
+    def _carry_out(self, actions: list[Action]) -> None:
+        for action in actions:
+            self._do(action)
+
+    @singledispatchmethod
+    def _do(self, action: Action) -> None:
+        """Carry out one action: the method below that takes its type does."""
+        raise TypeError(f"no action: {action!r}")
+
+    @_do.register
+    def _give_up(self, action: GiveUp) -> None:
+        for engine in self.engines:
+            if engine.is_switching:
+                with engine.turn():
+                    engine.switcher.give_up(action.reason)
+
+    @_do.register
+    def _open(self, action: Open) -> None:
+        self._close_boards()
+        self._boards = GenerationBoards(action.world, self.elastic, [engine.job.number for engine in self.engines])
+
+    @_do.register
+    def _know(self, action: Know) -> None:
+        """Take over numbers, as an idle member may get another one. An idle member also learns what is trained."""
+        self._open_boards.know(action.registry)
+        for engine in self.engines:
+            if engine.idle:
+                engine.control.member = action.registry.numbers[self.elastic.member.id]
+        for engine, record in zip(self.engines, action.records, strict=False):
+            if engine.idle:
+                with engine.turn():
+                    engine.attempt = int(record["attempt"])
+                    engine.layout, engine.members = Layout.from_dict(record["layout"]), tuple(record["members"])
+                    registration.repeat(engine, record["registered"][len(engine.registered) :])
+                    void_before(engine, tuple(record["since"] or ()))
+
+    @_do.register
+    def _post(self, action: Post) -> None:
+        board = self._open_boards.of(action.engine)[0]
+        (board.decide if action.is_decision else board.post)(action.key, action.value)
+
+    @_do.register
+    def _post_job(self, action: PostJob) -> None:
+        """Post what a newcomer has to know to make each of the engines, as plain JSON."""
+        for place, engine in enumerate(self.engines):
+            job = engine.job
+            record = {
+                "engines": len(self.engines),
+                "attempt": engine.attempt,
+                "layout": engine.layout.to_dict(),
+                "members": engine.members,
+                "registry": to_record(action.registry),
+                "described": job.described,
+                "machine": job.machine,
+                "rows": job.rows,
+                "batch_sizes": asdict(job.batch_sizes),
+                "seed": job.job_seed,
+                "registered": engine.registered,
+                "loaded": self.elastic.loads.get(job.number),
+                "since": None if engine.kept is None else engine.kept.since,
+            }
+            self._open_boards.of(place)[0].post("job", record)
+
+    @_do.register
+    def _void(self, action: Void) -> None:
+        for engine in self.engines:
+            void_before(engine, action.before)
+
+    @_do.register
+    def _let_go(self, action: LetGo) -> None:
+        if action.lost:
+            logger.warning("%s; all goes back to the fallback checkpoint", action.lost)
+        for engine in self.engines:
+            let_go(engine)
+
+    @_do.register
+    def _hold(self, action: Hold) -> None:
+        for engine, source in zip(self.engines, action.sources, strict=True):
+            if engine.control.member not in source.members:
+                let_go(engine)
+            engine.layout, engine.members = source.layout, source.members
+
+    @_do.register
+    def _prepare(self, action: Prepare) -> None:
+        boards = self._open_boards
+        mine = boards.of()[0].member
+        nodes = self.elastic.candidates(boards.world, self.machine.registry).nodes
+        parts = [
+            (engine, proposal, boards.of(place))
+            for place, (engine, proposal) in enumerate(zip(self.engines, action.proposals, strict=True))
+            if mine in proposal.union and proposal.source_members
+        ]
+        moving = [(engine, proposal) for engine, proposal, _ in parts if not proposal.moves_nothing]
+        refusals = dict[int, SwitchRefused | None]()
+        for engine, proposal in moving:  # all before any thread begins, as the first thread asks each for its needs
+            with engine.turn():
+                engine.switcher.settle_meshes(proposal)
+                if engine.idle:
+                    rank = proposal.members.index(mine)
+                    refusals[engine.job.number] = engine.switcher.rehearse(proposal.layout, rank)
+        wanted = [
+            partial(needs, engine, proposal.layout, proposal.members, proposal.late) for engine, proposal in moving
+        ]
+        memory = NodeMemory(mine, wanted, {**self.engines[0].candidates.nodes, **nodes})
+        for engine, proposal, its in parts:
+            with engine.turn():
+                if proposal.moves_nothing:
+                    agreement.say_prepared(its[0], proposal)
+                else:
+                    engine.switcher.prepare(proposal, its, memory.check, nodes, refusals.get(engine.job.number))
+
+    @_do.register
+    def _transact(self, action: Transact) -> None:
+        first = self.machine.proposals[0]
+        for engine in self.engines:
+            engine.before_leaving_world()
+        if first.late:
+            self._transact_late(self.engines[0])
+            return
+        record = self._open_boards.of()[0], first.record_key
+        with without_collection():
+            joint = JointSwitch(self.engines, self._place, record)
+            outcome = joint.run()
+        self._own_error = joint.own_error or self._own_error
+        self.ended(joint.engines, outcome)
+        joint.end()
+
+    def _transact_late(self, engine: EngineParts) -> None:
+        """Vote for the first time. `entered` follows if it is a yes; the record, and `ended`, may come later."""
+        if engine.preparation is not None:
+            self._own_error = engine.preparation.own_error or self._own_error
+        with engine.turn():
+            engine.switcher.transact(self._place)
+
+    def entered(self, engine: EngineParts) -> None:
+        """Move to the boards of a change of members whose new world trains before its record is written."""
+        machine = self.machine
+        if engine.preparation is not None and machine.tries_now(engine.preparation.proposal):
+            self._before, boards = engine.context, self._open_boards
+            boards.adopt(engine, 0, self.elastic.candidates(boards.world, machine.registry))
+
+    def ended(self, engines: Sequence[EngineParts], outcome: Outcome) -> None:
+        """Follow the record of a change of members, or its roll-back."""
+        if outcome.is_uncertain:
+            self.elastic.abort()
+        for engine in engines:
+            (self.elastic.settle if outcome.committed else self.elastic.let_go)(engine.job.number)
+            if self._before is not None and not outcome.committed:
+                engine.context = self._before
+        self._before = None
+        self._carry_out(self.machine.transacted(self._own(), outcome.committed, outcome.reason))
+
+    @_do.register
+    def _restore(self, action: Restore) -> None:
+        where = self._open_boards, self.machine.registry, self.elastic
+        is_whole = restore(self.engines, action.proposals, action.copies, *where)
+        self._carry_out(self.machine.restored(self._own(), is_whole))
+
+    @_do.register
+    def _serve(self, action: Serve) -> None:
+        where = self._open_boards, self.machine.registry, self.elastic
+        serve(self.engines, action.proposals, action.copies, *where)
+
+    @_do.register
+    def _spend(self, action: Spend) -> None:
+        for engine, proposal in zip(self.engines, action.proposals, strict=True):
+            if engine.preparation is not None:  # the others have decided without this member
+                self._own_error = engine.preparation.own_error or self._own_error
+            with engine.turn():
+                engine.close_preparation()
+            engine.attempt = proposal.generation
+        if action.tries < WITH_NEWCOMERS:
+            return
+        generation = self._open_boards.world.generation
+        if self._own_error is not None and self.engines[0].idle:
+            raise ElasticError(
+                f"generation {generation}: this process cannot take part in the job, and ends, so that another one can "
+                f"come in its place: {self._own_error}"
+            )
+        if action.tries == WITH_NEWCOMERS and self.engines[0].rank == 0:
+            logger.warning(
+                "generation %d: %d attempts failed, the last with: %s; newcomers stay idle until that is mended",
+                *(generation, action.tries, action.reason),
+            )
+
+    @_do.register
+    def _enter(self, action: Enter) -> None:
+        self._own_error = None
+        boards, candidates = self._open_boards, self.elastic.candidates(action.world, action.registry)
+        for place, (engine, proposal) in enumerate(zip(self.engines, action.proposals, strict=True)):
+            with engine.turn():
+                engine.close_preparation()
+            engine.attempt = proposal.generation
+            engine.layout, engine.members = proposal.layout, proposal.members
+            boards.adopt(engine, place, candidates)
+        self._boards = None
+        self.elastic.enter(action.world, action.registry, action.registry.ids_of(action.proposals[0].members))
+
+    @_do.register
+    def _end(self, action: Leave) -> None:
+        self._leave(action.must_save)
+
+    @_do.register
+    def _fail(self, action: Fail) -> None:
+        raise action.error
+
+    # ---- boards of the generation to come ----------------------------------------------------------------------------
+
+    @property
+    def _open_boards(self) -> GenerationBoards:
+        if self._boards is None:
+            raise RuntimeError("no later generation's board is there")
+        return self._boards
+
+    def _close_boards(self) -> None:
+        if self._boards is not None:
+            self._boards.close()
+            self._boards = None
+
+
+def held_by(engine: EngineParts, say: Callable[[str], None], replaced: Callable[[], tuple[int, ...] | None]) -> Held:
+    """Return what one engine of this process holds just now.
+
+    say: logs a message for users. replaced: returns what others may have said of loads.
+    """
+    number = engine.control.member
+    return Held(
+        number=number,
+        layout=engine.layout,
+        members=engine.members,
+        rank=None if engine.idle else engine.members.index(number),
+        attempt=engine.attempt,
+        generation=engine.generation,
+        step=engine.global_steps,
+        is_clean=not engine.is_stepping and not engine.is_in_doubt,
+        is_switching=engine.is_switching,
+        can_restore=engine.settings.fallback is not None,
+        registered=len(engine.registered),
+        since=partial(_since, engine, replaced),
+        copies=partial(_copies, engine),
+        damaged=partial(_damaged, engine),
+        frozen=_frozen(engine),
+        goes_late=partial(_goes_late, engine, say),
+    )
+
+
+def _goes_late(engine: EngineParts, say: Callable[[str], None], layout: Layout) -> bool:
+    """Return whether the configuration asks for a late switch and the engine can make one."""
+    if not engine.settings.late:
+        return False
+    try:
+        engine.targets.check_late(layout)
+    except SwitchRefused as refusal:
+        say(f"members come and go without dynatrain.late: {refusal.reason}")
+        return False
+    return True
+
+
+def _frozen(engine: EngineParts) -> tuple[Layout, int] | None:
+    """Return the layout and rank in which this member had the frozen weights that are in no copy; see `Survivor`."""
+    kept = engine.kept
+    if kept is None or not kept.frozen or kept.frozen_of is None:
+        return None
+    return kept.frozen_of
+
+
+def _since(engine: EngineParts, replaced: Callable[[], tuple[int, ...] | None]) -> tuple[int, ...] | None:
+    """Return the start of the stretch that copies count from; see `Survivor`.
+
+    A working member has taken part in each load, unless the others have gone on without it.
+    """
+    kept = engine.kept
+    if kept is None:
+        return ()
+    said = replaced()
+    return None if said is None and engine.idle else max(kept.since, said or ())
+
+
+def _copies(engine: EngineParts) -> tuple[Had, ...]:
+    """Return the copies that this process keeps, without reading them."""
+    kept, mine = engine.kept, engine.control.member
+    rank = engine.members.index(mine) if mine in engine.members else None
+    return tuple(
+        Had(
+            copy.mark,
+            copy.rank,
+            is_own=(copy.rank, copy.mark.generation) == (rank, engine.generation),
+            lacks_frozen=lacks_frozen(engine.vps, copy.mark.layout),
+        )
+        for copy in (() if kept is None else kept.copies())
+    )
+
+
+def _damaged(engine: EngineParts, whole: WholeCopies) -> tuple[int, ...]:
+    """Return the ranks whose copies this member is to give but finds damaged."""
+    kept, mine, found = engine.kept, engine.control.member, list[int]()
+    for rank in [rank for rank, holder in enumerate(whole.holders) if holder == mine]:
+        copy = None if kept is None else kept.find(whole.mark, rank)
+        if copy is None or not copy.is_sound(engine.vps):
+            logger.error(
+                "the copy of rank %d of step %d is damaged; another one is taken, or the fallback checkpoint",
+                *(rank, whole.mark.step),
+            )
+            found.append(rank)
+    return tuple(found)
+
+
+def _rules(engine: EngineParts, nodes: Mapping[int, str]) -> Rules:
+    targets = engine.targets
+
+    def choice(members: int) -> Choice:
+        with engine.turn():
+            return choose(targets.rule, members, engine.layout, lambda layout: targets.check(layout, processes=members))
+
+    return Rules(choice, lambda layout, able: assign_slots(engine.vps, layout, able, nodes))

@@ -1,0 +1,378 @@
+"""This process as a member of a job whose members come and go: what it hears, and what it aborts at once.
+
+The coordinator says which members there are (`ds_dynatrain.elastic`); `change` decides what follows at the boundaries.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch.distributed as td
+
+from ds_dynatrain.adapters.communicators import unfinished
+from ds_dynatrain.adapters.worlds import Note
+from ds_dynatrain.config import DynatrainConfig
+from ds_dynatrain.elastic.abort import WorldSockets
+from ds_dynatrain.elastic.environment import WorkerPlace, job_token
+from ds_dynatrain.elastic.main_thread import OWN_WAITS, stands_at
+from ds_dynatrain.elastic.member import Member
+from ds_dynatrain.elastic.token import derive
+from ds_dynatrain.elastic.world import World, node_of
+from ds_dynatrain.errors import WorldChanged
+from ds_dynatrain.membership.control import Control, Seal, Teardowns
+from ds_dynatrain.membership.destinations import Registry
+from ds_dynatrain.report import logger
+from ds_dynatrain.reshard.context import Boards, Candidates, Context
+from ds_dynatrain.reshard.core import EngineCore
+from ds_dynatrain.reshard.membership import Membership
+
+CONNECT_SECONDS = 2.0
+WAITING = ("torch.distributed", "ds_dynatrain.adapters.watched", "ds_dynatrain.adapters.gate", "ds_dynatrain.transfer")
+"""Modules in which the main thread waits for other members: in a collective, at the gate, for a group, in a
+transfer.
+"""
+REOPEN_SECONDS = 0.5
+REPLACED = "replaced"
+NOBODY = -1
+"""Number of a member that does not know its own yet."""
+
+
+class Elastic(Membership):
+    """Membership that hears of generations and of lost worlds; `ElasticMembership` adds the engines.
+
+    world: the generation that this member has entered, None before the first. registry: the numbers of its members.
+    is_aborted: a member of the world that trains is dead, or a collective of it failed: nothing of it can be used any
+    more. loads: results of the job's own `load_checkpoint`, by the engine's number. is_newcomer: whether this member
+    joined a running job; engine_count: how many engines the job has then. restores: whether it starts a job whose state
+    is lost.
+    """
+
+    def __init__(self, place: WorkerPlace, settings: DynatrainConfig) -> None:
+        self._token, _ = job_token(place.coordinator)
+        self.member = Member(place, self._token, self._hear, waits_in=WAITING, hangs_in=self._hangs_in)
+        self.configure(settings)
+        self.world: World | None = None
+        self.registry = Registry()
+        self.is_aborted = False
+        self.loads: dict[int, Any] = {}
+        self.is_newcomer, self.engine_count = False, 1
+        self.restores = False
+        self.ending = ""
+        """Reason why the job ends on all its members: collectives that hang again and again."""
+        self._training: frozenset[str] = frozenset()
+        self._is_in_window = False
+        self._aborted_at = 0
+        self._blocked_seconds = 0.0
+        """Seconds for which the main thread had run no Python code when the last heartbeat was sent."""
+        self._present: dict[int, WorldSockets] = {}
+        self._coming: dict[int, WorldSockets] = {}
+        self._teardowns = Teardowns()
+        self._lock = threading.Lock()
+
+    def configure(self, settings: DynatrainConfig) -> None:
+        """Follow these settings from now on. Called before the first generation is entered."""
+        self.timeout_seconds = settings.timeout_seconds
+        self.wait_seconds = settings.elastic.wait_for_members_seconds
+        self.collective_seconds = settings.elastic.collective_seconds
+
+    # ---- worlds --------------------------------------------------------------------------------------------------
+
+    @property
+    def generation(self) -> int:
+        """Number of the generation that this member has entered; 0 before the first."""
+        return 0 if self.world is None else self.world.generation
+
+    def is_harmless(self, world: World) -> bool:
+        """Return whether a later generation has all that train at present, and their collectives can be trusted.
+
+        A planned one has them all, unless it does not know this member: its job was begun by mistake then. In the
+        window of a late switch all members of both worlds are needed, and no failure is harmless.
+        """
+        if self._is_in_window and world.change == "failure":
+            return False
+        there = {*world.members, *world.leaving}
+        if 0 < self.generation <= world.broken:
+            return False
+        is_known = self.generation == 0 or self.member.id in there
+        return is_known if world.change == "planned" else self._training <= there
+
+    def is_over(self, generation: int) -> bool:
+        """Return whether a failure was published after that generation, so that what is being built for it is in
+        vain.
+        """
+        newest = self.member.newest
+        return newest is not None and newest.generation > generation and newest.change == "failure"
+
+    def stop_if_over(self, generation: int) -> None:
+        """Raise WorldChanged if a failure was published after that generation. Cheap; polls call it, as the dead never
+        answer.
+        """
+        if self.is_over(generation):
+            newest = self.member.newest
+            raise WorldChanged("a failure came in between" if newest is None else newest.reason)
+
+    def _stop_if_aborted_after(self, generation: int) -> None:
+        if self._aborted_at > generation:
+            raise WorldChanged("a member of this world is dead, or a collective of it has failed")
+
+    def enter(self, world: World, registry: Registry, training: frozenset[str]) -> None:
+        """Enter a generation. training: the ids of the members that hold the state now."""
+        with self._lock:
+            self.world, self.registry, self._training = world, registry.only(world.members), training
+            self.is_aborted = False
+            self._see_newest(world.generation)
+        if self.member.id in world.members:
+            self.member.enter(world)
+
+    def retrain(self, members: tuple[int, ...]) -> None:
+        """Note that other members of the same generation hold the state from now on: their deaths abort the world."""
+        with self._lock:
+            self._training = self.registry.ids_of(members)
+            self._see_newest(self.generation)
+
+    def enter_window(self, generation: int) -> None:
+        """Begin the window of a late switch, which any failure after that generation ends; see `settle` and
+        `let_go`.
+        """
+        with self._lock:
+            self._is_in_window = True
+            self._see_newest(generation)
+
+    def _see_newest(self, generation: int) -> None:
+        """Abort the world if the newest generation harms it: it may have been harmless to those that trained until
+        now.
+        """
+        newest = self.member.newest
+        if newest is not None and newest.generation > generation and not self.is_harmless(newest):
+            self._lose_present(newest)
+
+    def abort(self) -> None:
+        """Abort the world because the others' state is unknown: all have to say what they hold, in a new generation."""
+        with self._lock:
+            self._lose_present(None)
+            self.member.breach()
+
+    def _lose_present(self, newest: World | None) -> None:
+        """Give up the world that trains: shut down groups in which any thread waits, or that cannot be used any more.
+
+        newest: the generation that reports the loss, with all members that are not gone; None if nothing can be
+        trusted.
+        """
+        self.is_aborted, present = True, list(self._present.values())
+        there = set() if newest is None else {*newest.members, *newest.leaving}
+        if newest is not None:
+            self._aborted_at = newest.generation
+        known = {name for sockets in present for name in sockets.groups}
+        resting = self.lose(known, {number for one, number in self.registry.numbers.items() if one in there})
+        for sockets in present:
+            sockets.abort(resting)
+
+    def breach(self) -> None:
+        """Report a failed collective of the world that trains, if no reason for it was heard yet: all have to know."""
+        with self._lock:
+            if not self.is_aborted:
+                self.member.breach()
+
+    def _hear(self, world: World) -> bool:
+        """Take in a generation, on the member's thread before any other; return whether it aborts the world that
+        trains.
+        """
+        if world.hangs:
+            self._say_where(world)
+        if world.change == "failure":
+            self.abandon()
+            for sockets in list(self._coming.values()):
+                sockets.abort()
+        with self._lock:
+            if self.is_harmless(world):
+                return False
+            self._lose_present(world)
+            return True
+
+    def _hangs_in(self, blocked_seconds: float) -> str:
+        """Return the collective that the main thread has waited in for `collective_seconds`; empty if there is none."""
+        self._blocked_seconds = blocked_seconds
+        what, seconds = self.waits(blocked_seconds)
+        if seconds < self.collective_seconds or self.is_aborted or str(OWN_WAITS):
+            return ""
+        return f"{unfinished() or what}, {seconds:.0f} s"
+
+    def _say_where(self, world: World) -> None:
+        """Log where the main thread is while a collective of the world hangs."""
+        what, seconds = self.waits(self._blocked_seconds)
+        here = [f"{what}, {seconds:.0f} s" if what else "no collective", f"at {stands_at()}", unfinished()]
+        logger.error("%s; the main thread here is in %s", world.reason, "; ".join(filter(None, here)))
+        if world.hangs > 1:
+            self.ending = (
+                f"{world.reason}, again within a few steps of the last time; the log of each member says where it was; "
+                "look for a collective that not all ranks call alike, or give dynatrain.elastic.collective_seconds "
+                f"more than {self.collective_seconds:g}, if a rank may take that long"
+            )
+
+    # ---- process groups ------------------------------------------------------------------------------------------
+
+    def lose(self, known: Collection[str], there: Collection[int]) -> Collection[str]:
+        """Forbid the worlds of this process to begin anything more; return the names of groups that may stay.
+
+        known: names of groups that could be left alone. there: numbers of members that are not gone. See
+        `adapters.World.lose`. Without engines no group may stay.
+        """
+        return ()
+
+    def abandon(self) -> None:
+        """End what is under way in a world in which an engine is being made."""
+
+    def waits(self, blocked_seconds: float) -> tuple[str, float]:
+        """Return what the main thread waits for, and for how long; see `Gate.waits`."""
+        return "", 0.0
+
+    @contextmanager
+    def building(self, generation: int, engine: int = 1) -> Iterator[Note]:
+        """Return a block for building an engine's world, which a failure after that generation aborts.
+
+        engine: its number. The block's value is called for each group that was built.
+        """
+        with self._coming.setdefault(engine, WorldSockets()).building(lambda: not self.is_over(generation)) as note:
+            yield note
+
+    @contextmanager
+    def building_first(self, generation: int, engine: int) -> Iterator[Note]:
+        """Return a block for building an engine's first world, which trains afterwards; as `building`."""
+        with self.building(generation, engine) as note:
+            yield note
+        self.settle(engine)
+
+    @contextmanager
+    def building_more(self, engine: int = 1) -> Iterator[Note]:
+        """Return a block for building further groups of the world that trains; as `building`."""
+        with self._present.setdefault(engine, WorldSockets()).building(lambda: not self.is_aborted) as note:
+            yield note
+
+    def settle(self, engine: int = 1) -> None:
+        """Make the world that was built last for an engine the one that trains."""
+        with self._lock:
+            self._is_in_window = False
+            if engine in self._coming:
+                coming = self._coming.pop(engine)
+                if engine in self._present:
+                    coming.take_over(self._present[engine])
+                self._present[engine] = coming
+
+    def let_go(self, engine: int = 1) -> None:
+        """Forget the world that was built last for an engine."""
+        with self._lock:
+            self._is_in_window = False
+        if engine in self._coming:
+            self._coming[engine].forget()
+
+    # ---- boards -------------------------------------------------------------------------------------------
+
+    def open_boards(self, world: World, number: int = NOBODY, seconds: float | None = None, engine: int = 1) -> Boards:
+        """Open an engine's board of a generation, over two connections.
+
+        Raises torch's DistError if the coordinator's store cannot be reached.
+        """
+        boards, prefix = [], "board" if engine == 1 else f"board{engine}"
+        for _ in range(2):
+            store = self.member.store(world, CONNECT_SECONDS if seconds is None else seconds)
+            store.set_timeout(timedelta(seconds=self.timeout_seconds))
+            watch = partial(self._stop_if_aborted_after, world.generation)
+            given = self.timeout_seconds, watch, self._seal(world.prefix), self._teardowns
+            boards.append(Control(store, prefix, number, *given))
+        return boards[0], boards[1]
+
+    def _seal(self, name: str) -> Seal | None:
+        """Return the seal of the boards of a prefix; None in a job without a token."""
+        return None if self._token is None else Seal(derive(self._token, f"board {name}"))
+
+    # ---- what outlives generations -------------------------------------------------------------------------------
+
+    def say_replaced(self, stretch: tuple[int, ...]) -> None:
+        """Post that a state is loaded in that stretch of training; raise torch's DistError if the store cannot be
+        reached.
+        """
+        if self.world is not None:
+            self._job_board(self.world).post(REPLACED, list(stretch))
+
+    def replaced(self) -> tuple[int, ...] | None:
+        """Return the newest stretch that `say_replaced` has posted in the coordinator's present run; None if it is
+        unknown.
+
+        It is unknown if the store cannot be reached, and if another coordinator runs than when this member entered its
+        generation: that one's store is empty.
+        """
+        newest = self.member.newest
+        if self.world is None or newest is None or newest.term != self.world.term:
+            return None
+        try:
+            return tuple(self._job_board(self.world).read(REPLACED) or ())
+        except (td.DistError, OSError):
+            return None
+
+    def _job_board(self, world: World) -> Control:
+        store = self.member.job_store(world, CONNECT_SECONDS)
+        return Control(store, "board", NOBODY, self.timeout_seconds, seal=self._seal(f"job/{world.term}"))
+
+    def candidates(self, world: World, registry: Registry) -> Candidates:
+        """Return the members of a generation as those that could work."""
+        mine = registry.numbers.get(self.member.id, NOBODY)
+        return Candidates(mine, {registry.numbers[member]: node_of(member) for member in world.members})
+
+
+class GenerationBoards:
+    """Boards of a later generation, one for each engine of this process. engines: their numbers.
+
+    They are opened in a thread, since the store may be slow or away.
+    """
+
+    def __init__(self, world: World, elastic: Elastic, engines: Sequence[int]) -> None:
+        self.world = world
+        self._elastic = elastic
+        self._engines = tuple(engines)
+        self._opened: tuple[Boards, ...] = ()
+        self._is_over = threading.Event()
+        threading.Thread(target=self._open, name=f"dynatrain-board-{world.generation}", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop trying to open the boards."""
+        self._is_over.set()
+
+    @property
+    def fronts(self) -> tuple[Control, ...]:
+        """Boards for the main thread, one for each engine; () while they are not open."""
+        return tuple(front for front, _ in self._opened)
+
+    def of(self, engine: int = 0) -> Boards:
+        """Return the boards of an engine, by its place in the process; raise RuntimeError while they are not open."""
+        if not self._opened:
+            raise RuntimeError(f"the board of generation {self.world.generation} is not open")
+        return self._opened[engine]
+
+    def know(self, registry: Registry) -> None:
+        """Take over this member's number."""
+        for boards in self._opened:
+            for board in boards:
+                board.member = registry.numbers[self._elastic.member.id]
+
+    def adopt(self, engine: EngineCore, place: int, candidates: Candidates) -> None:
+        """Make the boards an engine's present ones. place: of the engine in the process."""
+        engine.context = Context(engine.launch, candidates, *self.of(place))
+
+    def _open(self) -> None:
+        opened: list[Boards] = []
+        while not self._is_over.is_set():
+            try:
+                for engine in self._engines[len(opened) :]:
+                    opened.append(self._elastic.open_boards(self.world, engine=engine))
+            except (td.DistError, OSError) as error:
+                logging.getLogger("ds_dynatrain.elastic").info("generation %d: %s", self.world.generation, error)
+                self._is_over.wait(REOPEN_SECONDS)
+                continue
+            self._opened = tuple(opened)
+            return

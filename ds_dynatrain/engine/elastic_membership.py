@@ -1,0 +1,291 @@
+"""Membership of a job whose members come and go."""
+
+from __future__ import annotations
+
+import gc
+import json
+import threading
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeVar
+
+from torch import nn
+
+from ds_dynatrain.adapters.device import complaint
+from ds_dynatrain.adapters.gate import abort
+from ds_dynatrain.adapters.incoming import refuse_cut
+from ds_dynatrain.adapters.watched import GroupStatus
+from ds_dynatrain.config import DynatrainConfig
+from ds_dynatrain.elastic.environment import WorkerPlace
+from ds_dynatrain.elastic.member import Ending, end_process
+from ds_dynatrain.elastic.world import World
+from ds_dynatrain.engine.boundaries import Boundaries
+from ds_dynatrain.engine.discarded import guarded
+from ds_dynatrain.engine.elastic import Elastic
+from ds_dynatrain.engine.parts import parts_of
+from ds_dynatrain.membership.control import Control
+from ds_dynatrain.membership.destinations import Registry
+from ds_dynatrain.membership.liveness import Watch, ended_in_error, post_end
+from ds_dynatrain.membership.proposal import Proposal
+from ds_dynatrain.membership.tally import told
+from ds_dynatrain.report import SwitchEvent
+from ds_dynatrain.reshard.context import Job
+from ds_dynatrain.reshard.core import EngineCore
+from ds_dynatrain.reshard.meeting import Outcome
+from ds_dynatrain.reshard.preparation import Preparation
+from ds_dynatrain.reshard.process import PROCESS
+from ds_dynatrain.support import usage
+
+T = TypeVar("T")
+
+
+class ElasticMembership(Elastic):
+    """Membership of this process in a job whose members come and go, with its engines."""
+
+    takes_sigterm = saves_jointly = True
+
+    def __init__(self, place: WorkerPlace, settings: DynatrainConfig) -> None:
+        super().__init__(place, settings)
+        self._first = weakref.WeakSet[GroupStatus]()
+        """Statuses of the worlds in which engines are being made."""
+        self._abort: threading.Thread | None = None
+        self._boundaries = Boundaries(self)
+        self._jobs: list[Job] = []
+        self._is_in_call = False
+        """Whether one of DeepSpeed's calls is under way; a pipeline reads its samples in one."""
+
+    @property
+    def node(self) -> str:
+        """Name of the node, as its agent gives it."""
+        return self.member.place.node
+
+    @property
+    def formed(self) -> tuple[int, str]:
+        """Number of the generation that trains here, and the coordinator's reason for it."""
+        world = self._boundaries.driver.trains_in
+        return (0, "") if world is None else (world.generation, world.reason)
+
+    # ---- an engine is made, and ends ---------------------------------------------------------------------------------
+
+    def refuse(self, settings: DynatrainConfig, model: nn.Module) -> None:
+        """Raise UnsupportedError for a model that is cut already, and for lean switches."""
+        refuse_cut(model, beside=bool(self._jobs))
+        if settings.safety == "lean":
+            raise usage("lean switches where members come and go").error()
+
+    def new_status(self) -> GroupStatus:
+        """Return a status that turns a lost peer into WorldChanged."""
+        made = GroupStatus()
+        self._first.add(made)
+        return made
+
+    def could_not_build(self) -> None:
+        """Let the others count this member as lost."""
+        self.member.stop(has_ended=False)
+
+    def add(self, engine: EngineCore) -> None:
+        """Remember the engine's job: with the last one the member goes."""
+        self._jobs.append(engine.job)
+
+    def begin(self, world: World, members: tuple[int, ...]) -> None:
+        """Enter the generation in which the job starts: all have a number from here on."""
+        if self.world is None:
+            registry = Registry().extended(world.members)
+            self.enter(world, registry, registry.ids_of(members))
+        self._first.clear()
+
+    def say_end(self, engine: EngineCore) -> None:
+        """Post that the script has ended, unless this process leaves and the job goes on."""
+        if not self.member.is_leaving:
+            post_end(engine.control)
+
+    def remove(self, engine: EngineCore) -> None:
+        """End the member with its last engine. An engine of an earlier job of this process does not count."""
+        left = [job for job in self._jobs if job is not engine.job]
+        if len(left) == len(self._jobs):
+            return
+        self._jobs = left
+        self._boundaries.remove()
+        if not left:
+            self.member.stop(has_ended=not ended_in_error())
+
+    def end_script(self, engine: EngineCore) -> None:
+        """Spare the last garbage collection: it takes 0.8 s, and a node that was told to go has little time."""
+        gc.freeze()
+
+    def watch(self, board: Control) -> Watch:
+        """Return a watch that only looks for ended scripts: the coordinator handles deaths."""
+        return Watch(board, by_hearts=False)
+
+    def activate_between(self, engine: EngineCore) -> None:
+        """Let `torch.distributed` speak of the first engine's world."""
+        engine.activate()
+
+    # ---- a loss, in any thread ---------------------------------------------------------------------------------------
+
+    def lose(self, known: Collection[str], there: Collection[int]) -> frozenset[str]:
+        """Abort communicators of an accelerator at once, and return the groups that may stay; see `Elastic.lose`.
+
+        No group may stay while a switch is prepared or carried out, since this thread does not know then which world
+        owns it; nor with several engines, whose groups may have been built side by side.
+        """
+        engines = PROCESS.engines
+        is_clear = len(engines) == 1 and not engines[0].is_switching
+        worlds = [engine.world for engine in engines if engine.world is not None]
+        late = [world for engine in engines for world in engine.late_worlds]
+        every = {id(world): world.status for world in (*worlds, *late)}
+        self._tear([status for status in every.values() if status is not None])
+        return frozenset[str]().union(*(world.lose(known if is_clear else (), there) for world in worlds))
+
+    def abandon(self) -> None:
+        """End what is under way in worlds in which engines are being made."""
+        self._tear(list(self._first))
+
+    def waits(self, blocked_seconds: float) -> tuple[str, float]:
+        """Return what the main thread waits for in any of this process's worlds, and for how many seconds.
+
+        The longest wait counts; ("", 0.0) where it waits for nothing. blocked_seconds: see `Gate.waits`.
+        """
+        waits = [status.gate.waits(blocked_seconds) for status in self._boundaries.losses.statuses]
+        return max(waits, key=lambda wait: wait[1], default=("", 0.0))
+
+    def _tear(self, statuses: Sequence[GroupStatus]) -> None:
+        thread = abort([status.gate for status in statuses], self._give_up)
+        self._abort = thread or self._abort
+
+    def _give_up(self, reason: str) -> None:
+        end_process(Ending.DEVICE, f"its accelerator takes nothing any more: {reason}")
+
+    # ---- training ----------------------------------------------------------------------------------------------------
+
+    def at_boundary(self, engine: EngineCore, place: str) -> str:
+        """Do what is due at a boundary; see `Boundaries.at_boundary`."""
+        return self._boundaries.at_boundary(parts_of(engine), place)
+
+    def waiting_change(self, engine: EngineCore) -> str:
+        """Return the newest generation's reason, if this is the first engine and it trains in an older one."""
+        newest = self.member.newest
+        if engine is not self._boundaries.first or newest is None or newest.generation <= self.generation:
+            return ""
+        return f"generation {newest.generation}: {newest.reason}"
+
+    def open_window(self, engine: EngineCore) -> None:
+        """Remember where the global batch begins, in case it is discarded."""
+        parts_of(engine).window.open(stays_discarded=self.stays_discarded(engine))
+
+    def stays_discarded(self, engine: EngineCore) -> bool:
+        """Return whether the first engine is still in the batch in which the world was aborted."""
+        first = self._boundaries.first
+        return engine is not first and first.is_discarded
+
+    def before_micro_batch(self, engine: EngineCore) -> None:
+        """Form a new world if a collective of the script's own has failed; inside of a call `surviving` does that."""
+        if self._is_in_call:
+            self._boundaries.losses.check()
+        else:
+            self._boundaries.see_failure()
+
+    def surviving(self, engine: EngineCore, call: Callable[[], T], again: Callable[[], T]) -> T:
+        """Form the world anew if `call` has lost it, and return what `again` does then."""
+        boundaries, losses, was = self._boundaries, self._boundaries.losses, self._is_in_call
+        try:
+            self._is_in_call = True
+            losses.check()
+            return call()
+        except RuntimeError as error:
+            if not losses.explains(error):
+                if found := complaint():  # every later call would fail, too, also those that end the script
+                    self._give_up(found)
+                raise
+        finally:
+            self._is_in_call = was
+        boundaries.form_anew()
+        losses.close_worlds(True)
+        return again()
+
+    def returned(self, engine: EngineCore, output: Any) -> Any:
+        """Return the output with losses whose `backward` survives a death, too."""
+        return guarded(parts_of(engine).window.remember(output), engine, self)
+
+    # ---- switches ----------------------------------------------------------------------------------------------------
+
+    def reopen(self, engine: EngineCore) -> None:
+        """Connect to the board again if the coordinator was started again."""
+        self._boundaries.reopen(engine)
+
+    def able(self, engine: EngineCore) -> tuple[int, ...]:
+        """Return all members; of several engines only those that work, since the engines share them."""
+        return engine.members if PROCESS.is_shared else engine.candidates.members
+
+    def guard(self, preparation: Preparation) -> None:
+        """Let a failure break a preparation off, which must not wait for the dead."""
+        generation = self._generation_ahead
+        if self._abort is not None:  # no group is built during an abort
+            self._abort.join()
+            self._abort = None
+        preparation.building = lambda: self.building(generation, preparation.number)
+        preparation.stop = lambda: self.stop_if_over(generation)
+        preparation.status = GroupStatus()
+        preparation.committed = lambda: self._say_committed(preparation)
+
+    @property
+    def _generation_ahead(self) -> int:
+        """Number of the generation that this member is on its way to, or is in."""
+        machine = self._boundaries.driver.machine
+        world = self.world if machine.world is None else machine.world
+        return 0 if world is None else world.generation
+
+    def _say_committed(self, preparation: Preparation) -> None:
+        """Tell the coordinator at once which members hold the state now: others may die before all is in place."""
+        machine, member = self._boundaries.driver.machine, self.member
+        if machine.tries_now(preparation.proposal) and machine.world is not None and member.id in machine.world.members:
+            member.enter(machine.world)
+
+    def entered(self, engine: EngineCore) -> None:
+        """Treat any loss in either world as a failure until the late switch has ended."""
+        self.enter_window(self._generation_ahead)
+        self._boundaries.driver.entered(parts_of(engine))
+
+    def ended(self, engine: EngineCore, proposal: Proposal, outcome: Outcome) -> None:
+        """Follow the end of a switch. If this member cannot know how it ended, all have to say what they hold."""
+        driver = self._boundaries.driver
+        if driver.machine.tries_now(proposal):
+            driver.ended([parts_of(engine)], outcome)
+            return
+        if outcome.is_uncertain:
+            self.abort()
+        if outcome.committed:
+            self.settle(engine.job.number)
+            self.retrain(proposal.members)
+        else:
+            self.let_go(engine.job.number)
+
+    def tell(self, engine: EngineCore, event: SwitchEvent) -> None:
+        """Send the event to the coordinator, which keeps it for those that watch the job."""
+        self.member.switched(told(engine.job.number, event))
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+
+    def loaded(self, engine: int) -> tuple[Any, ...] | None:
+        """Return the result of the job's own `load_checkpoint` on a newcomer, whose state comes in the switch; else
+        None.
+        """
+        return tuple(self.loads.get(engine) or (None, {})) if self.is_newcomer else None
+
+    def remember_load(self, engine: int, result: Sequence[Any]) -> None:
+        """Keep the parts of the result that JSON can hold."""
+        self.loads[engine] = [plain_part(part) for part in result]
+
+
+def plain_part(value: Any) -> Any:
+    """Return the part of a value that JSON can hold.
+
+    Other entries of a dictionary are left out; any other value is None.
+    """
+    if isinstance(value, Mapping):
+        parts = {str(key): plain_part(part) for key, part in value.items()}
+        return {key: part for key, part in parts.items() if part is not None}
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError):
+        return None

@@ -1,0 +1,393 @@
+"""Entry of a process into a job: with its launch, with others that start an elastic job, or into a running one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch.distributed as td
+from torch._C._distributed_c10d import HashStore
+
+from ds_dynatrain.adapters.device import warm
+from ds_dynatrain.adapters.launch_world import LaunchWorld, launch_store
+from ds_dynatrain.adapters.process_groups import serve_host
+from ds_dynatrain.adapters.watched import GroupStatus
+from ds_dynatrain.adapters.worlds import Note
+from ds_dynatrain.config import DynatrainConfig
+from ds_dynatrain.elastic.connection import ask_status
+from ds_dynatrain.elastic.environment import WorkerPlace, job_token
+from ds_dynatrain.elastic.process import at_exit
+from ds_dynatrain.elastic.store import connected
+from ds_dynatrain.elastic.world import World
+from ds_dynatrain.engine.elastic import CONNECT_SECONDS, Elastic
+from ds_dynatrain.engine.elastic_membership import ElasticMembership
+from ds_dynatrain.engine.fixed_launch import FixedLaunch
+from ds_dynatrain.errors import ConfigError, ElasticError, JobFinished
+from ds_dynatrain.membership.control import Control
+from ds_dynatrain.membership.destinations import Registry
+from ds_dynatrain.membership.liveness import Wait, ended_in_error
+from ds_dynatrain.records import from_record
+from ds_dynatrain.report import logger, telling_if_long
+from ds_dynatrain.reshard.context import Boards, Candidates, Context
+from ds_dynatrain.reshard.membership import Membership
+
+START_SECONDS = 1800.0
+"""Longest wait for processes that build their models at different speeds: as long as DeepSpeed itself waits."""
+POLL_SECONDS = 0.02
+LOOK_SECONDS = 0.5
+"""Time between two looks for a running job, of a process that waits for one to start."""
+T = TypeVar("T")
+
+
+@dataclass
+class Entry:
+    """State of a process in a job before it has an engine.
+
+    launch: the group of all that start together; this process alone, if it joins a running job. mine, size: its number
+    in that group, and the group's size. record: the running job's record (`PostJob`), None if this process starts one.
+    number: of the engine among those that the process has made, from 1.
+    """
+
+    launch: LaunchWorld
+    control: Control
+    background: Control
+    mine: int
+    size: int
+    membership: Membership
+    number: int = 1
+    world: World | None = None
+    alone: LaunchWorld | None = None
+    record: dict[str, Any] | None = None
+
+    @property
+    def joins(self) -> bool:
+        """Whether the process joins a running job."""
+        return self.record is not None
+
+    def exchange(self, key: str, mine: Any) -> dict[int, Any]:
+        """Post a value under a key, and return what each starting process has posted."""
+        if self.joins:
+            return {self.mine: mine}
+        self.control.post(f"{key}/{self.mine}", mine)
+        deadline = time.monotonic() + START_SECONDS
+        what = "initialize on every process of the launch"
+        with telling_if_long(what):
+            return self.control.gather(key, range(self.size), what, deadline, self.stop)
+
+    def context(self, records: Mapping[int, Mapping[str, Any]]) -> Context:
+        """Return the context at the start. records: those that all have posted of themselves."""
+        nodes = {member: str(record["node"]) for member, record in records.items()}
+        return Context(self.launch, Candidates(self.mine, nodes), self.control, self.background)
+
+    def building(self) -> AbstractContextManager[Note]:
+        """Return the block for building the first world."""
+        return self.membership.building_first(self._generation, self.number)
+
+    @property
+    def _generation(self) -> int:
+        return 0 if self.world is None else self.world.generation
+
+    def stop(self) -> None:
+        """Raise WorldChanged if a failure has overtaken what is being made."""
+        self.membership.stop_if_over(self._generation)
+
+
+def with_launch(seconds: float, known: Membership | None) -> Entry:
+    """Enter with all processes of a launch, which make their engines in one order. known: earlier engines'
+    membership.
+    """
+    launch, store = LaunchWorld.current(), connected(launch_store, seconds)
+    serve_host(launch.group, store, seconds)
+    number = Control(store, "dynatrain", launch.member, seconds).count(f"engines/{launch.member}")
+    control = Control(store, f"dynatrain/{number}", launch.member, seconds)
+    return Entry(launch, control, control.clone(), launch.member, launch.size, known or FixedLaunch(), number)
+
+
+def with_members(place: WorkerPlace, settings: DynatrainConfig, known: ElasticMembership | None = None) -> Entry:
+    """Enter an elastic job once the coordinator lets this process in, to start it or as a newcomer.
+
+    known: the membership of this process, if the coordinator knows it. Raises SystemExit(0) if the job ends before
+    that. TimeoutError, PeerRefused: see `Member.start`.
+    """
+    elastic, alone = known or ElasticMembership(place, settings), LaunchWorld.current()
+    with _to_the_end_of_the_job(elastic):
+        if known is None:
+            elastic.member.start()
+            warm()
+        elastic.member.ready()
+        with telling_if_long(start_of_job(elastic)):
+            entry: Entry | None = None
+            generation = 0
+            while entry is None:
+                world = elastic.member.wait_for_world(generation)
+                generation = world.generation
+                entry = into(elastic, world, alone, settings.timeout_seconds)
+    return entry
+
+
+def beside(membership: Membership, settings: DynatrainConfig, number: int) -> Entry:
+    """Enter with one more engine of a process that has some in an elastic job. number: of this engine, from 1.
+
+    Raises ConfigError in a process that joins a job with fewer engines, ElasticError if a member is lost meanwhile,
+    SystemExit(0) if the job ends.
+    """
+    elastic, alone, generation = membership, LaunchWorld.current(), 0
+    if not isinstance(elastic, ElasticMembership):
+        raise ConfigError(
+            f"engine {number}: the others of this process were made in a launch of fixed size; make all engines after "
+            "the process has joined the job (ds_dynatrain.init_distributed)"
+        )
+    if elastic.is_newcomer and number > elastic.engine_count:
+        raise ConfigError(
+            f"this process cannot join the job: it makes engine {number}, and the job's processes have "
+            f"{elastic.engine_count}; start it with the script of the others, which makes {elastic.engine_count}"
+        )
+    with _to_the_end_of_the_job(elastic):
+        while True:
+            world = elastic.world or elastic.member.wait_for_world(generation)
+            generation = world.generation
+            entry = into(elastic, world, alone, settings.timeout_seconds, number)
+            if entry is not None:
+                return entry
+            if elastic.world is not None:
+                raise ElasticError(f"engine {number}: a member was lost while it was made; start the job again")
+
+
+@contextmanager
+def _to_the_end_of_the_job(elastic: Elastic) -> Iterator[None]:
+    """Raise SystemExit(0) in this block if the job ends before this process is in it."""
+    try:
+        yield
+    except JobFinished as end:
+        logger.info("%s: %s", elastic.member.id, end)
+        elastic.member.stop()
+        raise SystemExit(0) from end
+
+
+def into(elastic: ElasticMembership, world: World, alone: LaunchWorld, seconds: float, engine: int = 1) -> Entry | None:
+    """Enter one generation; return None if a later one is to be waited for. engine: the number of the engine being
+    made.
+    """
+    if elastic.member.id not in world.members:
+        _stay_outside(elastic, world, engine)
+        return None
+    registry = Registry().extended(world.members)
+    try:
+        boards = elastic.open_boards(world, seconds=seconds, engine=engine)
+        if not _all_start(elastic, world, boards, engine):
+            record = _job_record(elastic, world, boards)
+            if record is None:
+                return None
+            number = from_record(Registry, record["registry"]).numbers[elastic.member.id]
+            for board in boards:
+                board.member = number
+            elastic.member.building()
+            elastic.is_newcomer, elastic.engine_count = True, int(record["engines"])
+            elastic.loads[engine] = record["loaded"]
+            return Entry(alone, *boards, number, 1, elastic, engine, world, alone, record)
+        mine, size = registry.numbers[elastic.member.id], len(world.members)
+        for board in boards:
+            board.member = mine
+        elastic.is_newcomer, elastic.restores = False, world.begun
+        others = ", ".join(one for one in world.members if one != elastic.member.id)
+        with elastic.building_first(world.generation, engine), telling_if_long(f"a connection to {others}"):
+            launch = LaunchWorld.formed(boards[1].store, "start", mine, size, seconds, elastic.new_status())
+        return Entry(launch, *boards, mine, size, elastic, engine, world, alone)
+    except (td.DistError, RuntimeError, OSError) as error:
+        logger.warning("generation %d could not be formed (%s); another one follows", world.generation, error)
+        elastic.member.broken(world)
+        return None
+
+
+def _stay_outside(elastic: Elastic, world: World, engine: int) -> None:
+    """Stay out of a generation without this member, to join a later one; raise JobFinished if it was told to leave.
+
+    After a failure the remaining members ask all leaving ones what they hold, also one that has not come to join.
+    Raises ElasticError for a further engine: what it must be like is on the board of the generation before.
+    """
+    if world.change == "failure" and elastic.member.id in world.leaving:
+        with suppress(td.DistError, OSError):
+            _say_nothing_is_held(elastic, elastic.open_boards(world)[0])
+    if elastic.member.is_leaving or not world.members:
+        elastic.member.left()
+        raise JobFinished(f"{elastic.member.id} was told to leave")
+    if engine > 1:
+        raise ElasticError(
+            f"engine {engine}: {world.reason}; the others have gone on while this process made its engines; start "
+            "this process again"
+        )
+
+
+def _say_nothing_is_held(elastic: Elastic, board: Control) -> None:
+    board.post(f"survivor/{elastic.member.id}", {"holds": [], "released": []})
+
+
+def _all_start(elastic: Elastic, world: World, boards: Boards, engine: int) -> bool:
+    """Return whether no member of a generation has an engine yet, so that all start together; else some will lead.
+
+    Some may have one although none is known to hold the state: they leave with it, or came a moment before it was lost.
+    Raises ElasticError on a member that is about to make another engine for such a job.
+    """
+    if world.survivors:
+        return False
+    if world.generation == 1 or elastic.world is not None:
+        return True
+    if engine > 1:
+        raise ElasticError(
+            f"generation {world.generation}: {world.reason}; nobody is known to hold the state of the job, and "
+            f"engine {engine} of this process was not made yet: start the job again, from a checkpoint"
+        )
+    _say_nothing_is_held(elastic, boards[0])
+    asked = (*world.members, *world.leaving)
+    whom = f"one of {', '.join(asked)} to say what it holds"
+    if not _wait_on(elastic, world, whom, lambda: boards[0].all_posted("survivor", asked)):
+        return False
+    return not any(boards[0].value(f"survivor/{one}")["holds"] for one in asked)
+
+
+def _job_record(elastic: Elastic, world: World, boards: Boards) -> dict[str, Any] | None:
+    """Return rank 0's record of the running job; None if a later generation comes first."""
+    return _wait_on(elastic, world, "rank 0 of the running job to say what it trains", lambda: boards[0].read("job"))
+
+
+def _wait_on(elastic: Elastic, world: World, whom: str, look: Callable[[], T]) -> T | None:
+    """Return what `look` finds in the end; None if a later generation comes first. Raise JobFinished if the job
+    ends.
+    """
+    with Wait(lambda: f"{whom}, in generation {world.generation}", elastic.member.waits_for) as wait:
+        while elastic.member.is_newest(world):
+            wait.look()
+            if found := look():
+                return found
+            if elastic.member.is_finished:
+                raise JobFinished("the job has finished")
+            time.sleep(POLL_SECONDS)
+    return None
+
+
+def start_of_job(elastic: Elastic) -> str:
+    """Return what a process waits for until the coordinator has put it into a generation, as a line of the log."""
+    status = f"`ds-dynatrain status {elastic.member.place.coordinator}`"
+    return f"the job to start, or to take this process in; {status} says which nodes are ready"
+
+
+def start_alone() -> None:
+    """Install a world of this process alone, in place of the node's own world, if the script has made that one.
+
+    Any groups of the script are gone then.
+    """
+    if td.is_initialized():
+        td.destroy_process_group()
+    store = HashStore()
+    td.init_process_group("gloo", store=store, rank=0, world_size=1)
+
+
+# ---- before there is an engine ---------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Early:
+    """Member without an engine, which `PROCESS` keeps until `initialize`.
+
+    launch: the group that it stands in. entry: for a process that starts a job; None if it joins one. joins: whether a
+    job ran already when it came.
+    """
+
+    membership: ElasticMembership
+    alone: LaunchWorld
+    launch: LaunchWorld
+    entry: Entry | None
+    is_taken: bool = False
+    joins: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.joins = self.entry is None
+
+    def install(self) -> None:
+        """Let `torch.distributed`, DeepSpeed and the environment variables speak of its group."""
+        self.launch.install()
+        at_exit(self.end)
+
+    def connect(self) -> None:
+        """Let tensors of an accelerator go over the group of processes that start a job; all of them call it.
+
+        Raises WorldChanged if one of them is lost meanwhile.
+        """
+        if self.entry is not None:
+            self.launch.connect(self.membership.timeout_seconds, self.entry.stop)
+
+    def take_over(self, settings: DynatrainConfig) -> Entry:
+        """Enter the job with an engine; as `with_members`."""
+        entry, launch = self.entry, self.launch
+        self.is_taken = True
+        self.entry, self.launch = None, self.alone  # the group is to go soon, and this object lives to the end
+        elastic = self.membership
+        elastic.configure(settings)
+        if entry is not None and entry.world is not None:
+            seconds = settings.timeout_seconds
+            entry.control, entry.background = elastic.open_boards(entry.world, entry.mine, seconds)
+            return entry
+        self.alone.install()
+        launch.retire()
+        del launch
+        return with_members(elastic.member.place, settings, self.membership)
+
+    def end(self) -> None:
+        """Tell the coordinator that the script has ended, since there is no engine to do so."""
+        if not self.is_taken:
+            self.membership.member.stop(has_ended=not ended_in_error())
+
+
+def begin(place: WorkerPlace) -> Early:
+    """Enter the job of an elastic launch without an engine; raise SystemExit(0) if it ends before that."""
+    settings = DynatrainConfig()
+    elastic = ElasticMembership(place, settings)
+    start_alone()
+    alone = LaunchWorld.current()
+    with _to_the_end_of_the_job(elastic):
+        elastic.member.start()
+        with telling_if_long(start_of_job(elastic)):
+            entry = None if _is_running(elastic) else _start(elastic, alone, settings.timeout_seconds)
+    early = Early(elastic, alone, _node_of(elastic) if entry is None else entry.launch, entry)
+    early.install()
+    return early
+
+
+def _start(elastic: ElasticMembership, alone: LaunchWorld, seconds: float) -> Entry | None:
+    """Start a job with all others that do; return None if another one runs that this process has to join."""
+    member, generation = elastic.member, 0
+    warm()
+    member.ready()
+    while True:
+        try:
+            world = member.wait_for_world(generation, LOOK_SECONDS)
+        except TimeoutError:
+            if _is_running(elastic):
+                return None
+            continue
+        generation = world.generation
+        if world.survivors:
+            return None
+        entry = into(elastic, world, alone, seconds)
+        if entry is not None:
+            return None if entry.joins else entry
+
+
+def _is_running(elastic: Elastic) -> bool:
+    """Return whether the coordinator has a world already, without this process."""
+    try:
+        where = elastic.member.place.coordinator
+        status = ask_status(where, job_token(where)[0], CONNECT_SECONDS)
+    except OSError:
+        return False
+    return status.generation > 0 and elastic.member.id not in status.ranks
+
+
+def _node_of(elastic: Elastic) -> LaunchWorld:
+    """Return the world of this process's node; its workers wait for each other."""
+    place = elastic.member.place
+    store = elastic.member.node_store(START_SECONDS)
+    return LaunchWorld.formed(store, "node", place.local_rank, place.local_size, START_SECONDS, GroupStatus())

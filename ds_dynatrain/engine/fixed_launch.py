@@ -1,0 +1,82 @@
+"""Membership of a launch of fixed size: all members are there from the start, and none comes later."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from ds_dynatrain.engine.parts import EngineParts, parts_of
+from ds_dynatrain.membership.liveness import Heartbeat, ending_error, post_end, say_last_words
+from ds_dynatrain.reshard.core import EngineCore
+from ds_dynatrain.reshard.membership import Membership
+from ds_dynatrain.reshard.process import PROCESS
+
+IDLE_POLL_SECONDS = 0.02
+SEE_OFF_SECONDS = 5.0
+
+
+class FixedLaunch(Membership):
+    """Membership of a fixed launch. Heartbeats tell which members are dead, and a lost peer is the end of the job."""
+
+    def add(self, engine: EngineCore) -> None:
+        """Start the engine's heartbeat, for members that wait for work."""
+        beating = parts_of(engine).heartbeat = Heartbeat(engine.control)
+        beating.start()
+
+    def say_end(self, engine: EngineCore) -> None:
+        """Post that the script has ended, with the error that ended the job, if there was one."""
+        error = ending_error()
+        say_last_words(engine.control, error)
+        post_end(engine.control, error)
+        beating = parts_of(engine).heartbeat
+        if beating is not None:
+            beating.stop()
+
+    def end_script(self, engine: EngineCore) -> None:
+        """Wait until idle and late members have read that the job has ended, since the store may live in this
+        process.
+        """
+        board = engine.control
+        if board.member != 0:
+            return
+        waiting = [f"left/{member}" for member in engine.candidates.members if member not in engine.members]
+        waiting += [f"ended/{member}" for member in PROCESS.sync_points.late]
+        deadline = time.monotonic() + SEE_OFF_SECONDS
+        while waiting and time.monotonic() < deadline:
+            waiting = [key for key in waiting if board.read(key) is None]
+            time.sleep(IDLE_POLL_SECONDS)
+
+    def at_boundary(self, engine: EngineCore, place: str) -> str:
+        """Take part in a switch that is due."""
+        parts = parts_of(engine)
+        if not parts.idle:
+            if parts.has_open_window:
+                return parts.window_in_words
+            parts.fallback.at_boundary()
+            if parts.switcher.connects_ahead():
+                parts.switcher.connect_ahead()
+            if not parts.switcher.is_due():
+                return ""
+            parts.switcher.transact(place)
+        if parts.idle:
+            self._wait_for_work(parts, place)
+            parts.settle_fallback()
+        return ""
+
+    def _wait_for_work(self, engine: EngineParts, place: str) -> None:
+        """Poll the board until this member works; raise SystemExit(0) when the working members' scripts have ended."""
+        switcher, watch = engine.switcher, self.watch(engine.control)
+        engine.close_loaders()  # their processes must not outlive the world that they fetched for
+        while engine.idle:
+            switcher.take_part_idle(place)
+            if engine.idle:
+                engine.changes.look()
+                if watch.look(engine.members):
+                    engine.switcher.cancel()
+                    engine.control.post(f"left/{engine.control.member}", True)
+                    raise SystemExit(0)
+                switcher.pass_time(IDLE_POLL_SECONDS)
+
+    def returned(self, engine: EngineCore, output: Any) -> Any:
+        """Keep the output while the batch may become void."""
+        return parts_of(engine).window.remember(output) if engine.awaits_late else output

@@ -1,0 +1,195 @@
+"""Restoration after a failure that lost state: all engines take theirs from copies or a checkpoint, in new worlds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from ds_dynatrain.adapters.watched import GroupStatus
+from ds_dynatrain.adapters.world import World as GroupsOfWorld
+from ds_dynatrain.adapters.worlds import WorldSpec, build_world, drop
+from ds_dynatrain.elastic.world import World
+from ds_dynatrain.engine.checkpoints.joint import restore_all
+from ds_dynatrain.engine.copies.from_copies import FromCopies
+from ds_dynatrain.engine.copies.from_copies import serve as serve_from
+from ds_dynatrain.engine.elastic import Elastic, GenerationBoards
+from ds_dynatrain.engine.parts import EngineParts
+from ds_dynatrain.errors import CheckpointError, DynatrainError
+from ds_dynatrain.membership.destinations import Registry
+from ds_dynatrain.membership.proposal import Proposal
+from ds_dynatrain.membership.whole import WholeCopies
+from ds_dynatrain.report import logger
+from ds_dynatrain.reshard.restoration import Goal, Restoration
+from ds_dynatrain.reshard.restoration import let_go as empty
+
+POLL_SECONDS = 0.002
+NOTICE_SECONDS = 0.5
+"""Time that a member that has failed waits for the coordinator to notice why."""
+
+
+def restore(
+    engines: Sequence[EngineParts],
+    proposals: Sequence[Proposal],
+    copies: Sequence[WholeCopies],
+    boards: GenerationBoards,
+    registry: Registry,
+    elastic: Elastic,
+) -> bool:
+    """Take all state from copies, or else from the newest fallback checkpoint, with all members of the target.
+
+    copies: of each engine, at one moment; () if there are none. Returns False if a member has died meanwhile: the
+    engines are as before then, and a later generation will come. Raises CheckpointError if there is no whole
+    checkpoint.
+    """
+    worlds = dict[int, GroupsOfWorld]()
+    try:
+        for place, (engine, proposal) in enumerate(zip(engines, proposals, strict=True)):
+            holders = copies[place].members if copies else ()
+            with engine.turn():
+                boards.adopt(engine, place, elastic.candidates(boards.world, registry))
+                worlds[engine.job.number] = _world_of(engine, proposal, holders, boards.world, elastic)
+        if not copies or not _are_restored(engines, proposals, worlds, copies, boards.world, elastic):
+            for restored in restore_all(engines, proposals, worlds):
+                logger.warning("restored step %d from %s", restored.step, restored.path)
+    except (RuntimeError, CheckpointError) as error:
+        if isinstance(error, CheckpointError) and not _is_overtaken(boards.world, elastic):
+            raise
+        logger.warning(
+            "generation %d could not be restored (%s); the next one tries again", boards.world.generation, error
+        )
+        _give_up(engines, worlds, elastic)
+        if elastic.member.is_newest(boards.world):
+            elastic.member.broken(boards.world)
+        return False
+    for engine in engines:
+        elastic.settle(engine.job.number)
+    return True
+
+
+def _are_restored(
+    engines: Sequence[EngineParts],
+    proposals: Sequence[Proposal],
+    worlds: Mapping[int, GroupsOfWorld],
+    copies: Sequence[WholeCopies],
+    newest: World,
+    elastic: Elastic,
+) -> bool:
+    """Restore all from copies; return False if that fails without a death, and there is a checkpoint to try instead."""
+    parts = list(zip(engines, proposals, copies, strict=True))
+    try:
+        for engine, proposal, whole in parts:
+            world, where = worlds[engine.job.number], f"copies of step {whole.mark.step}"
+            with engine.turn():
+                empty(engine)
+                goal = _goal(proposal, world)
+                source = partial(FromCopies, engine, goal, whole, engine.kept)
+                Restoration(engine, goal, source, where, None).run()
+                engine.control.track_teardown(world.retire_transfer())
+    except CheckpointError as error:
+        if engines[0].settings.fallback is None or _is_overtaken(newest, elastic):
+            raise
+        logger.error("%s; all goes back to the fallback checkpoint", error)
+        return False
+    for engine, _, whole in parts:
+        _stay(engine, whole)
+        logger.warning("restored step %d from copies that members keep of each other", whole.mark.step)
+    return True
+
+
+def serve(
+    engines: Sequence[EngineParts],
+    proposals: Sequence[Proposal],
+    copies: Sequence[WholeCopies],
+    boards: GenerationBoards,
+    registry: Registry,
+    elastic: Elastic,
+) -> None:
+    """Give members that restore the copies that this member keeps. If that fails, they fail, too, or know why.
+
+    All worlds are built before anything is given, as on the members that restore.
+    """
+    mine, worlds = boards.of()[0].member, dict[int, GroupsOfWorld]()
+    parts = [
+        (place, engine, proposal, whole)
+        for place, (engine, proposal, whole) in enumerate(zip(engines, proposals, copies, strict=True))
+        if mine in whole.members
+    ]
+    try:
+        for place, engine, proposal, whole in parts:
+            with engine.turn():
+                boards.adopt(engine, place, elastic.candidates(boards.world, registry))
+                worlds[place] = _world_of(engine, proposal, whole.members, boards.world, elastic)
+        for place, engine, proposal, whole in parts:
+            with engine.turn():
+                serve_from(engine, _goal(proposal, worlds[place]), whole, engine.kept)
+        for _, engine, _, whole in parts:
+            _stay(engine, whole)
+    except (RuntimeError, DynatrainError) as error:
+        logger.warning(
+            "generation %d: copies could not be given (%s); the next one tries again", boards.world.generation, error
+        )
+    finally:
+        for place, engine, _, _ in parts:
+            if place in worlds:
+                engine.control.track_teardown(drop(worlds[place]))
+            elastic.let_go(engine.job.number)
+
+
+def _stay(engine: EngineParts, copies: WholeCopies) -> None:
+    """Keep an engine's copies of this moment until newer ones are whole: other copies are written over first."""
+    if engine.kept is not None and any(copy.mark == copies.mark for copy in engine.kept.copies()):
+        engine.kept.is_whole(copies.mark)
+
+
+def void_before(engine: EngineParts, stretch: tuple[int, ...]) -> None:
+    """Discard an engine's copies from before a stretch of training; see `Kept.void_before`."""
+    if engine.kept is not None:
+        engine.kept.void_before(stretch)
+
+
+def _goal(proposal: Proposal, world: GroupsOfWorld) -> Goal:
+    key = f"restore/{world.generation}/copies"
+    return Goal(proposal.layout, proposal.members, world, key, f"{key}/record")
+
+
+def let_go(engine: EngineParts) -> None:
+    """Let an engine give its state up."""
+    if not engine.idle:
+        with engine.turn():
+            engine.give_state_up()
+
+
+def _world_of(
+    engine: EngineParts, proposal: Proposal, holders: Sequence[int], world: World, elastic: Elastic
+) -> GroupsOfWorld:
+    """Return the groups of an engine's next world; the transfer group includes the holders of copies."""
+    number, mine = engine.job.number, engine.control.member
+    layout, members, seconds = proposal.layout, proposal.members, engine.settings.timeout_seconds
+    with elastic.building(world.generation, number) as note:
+        own = engine.own_groups.kinds(layout, members, engine.candidates.nodes, mine)
+        sides = mine, members, (*members, *holders), layout, engine.vps.ties(layout)
+        spec = WorldSpec(proposal.generation, *sides, own, number, engine.job.has_sequence)
+        made = build_world(engine.context.background.store, spec, seconds, GroupStatus(), note=note)
+        made.connect(seconds)
+        return made
+
+
+def _is_overtaken(world: World, elastic: Elastic) -> bool:
+    """Return whether a member has died since that generation; another member may have heard of it a moment earlier."""
+    end = time.monotonic() + NOTICE_SECONDS
+    while elastic.member.is_newest(world) and time.monotonic() < end:
+        time.sleep(POLL_SECONDS)
+    return not elastic.member.is_newest(world)
+
+
+def _give_up(engines: Sequence[EngineParts], worlds: Mapping[int, GroupsOfWorld], elastic: Elastic) -> None:
+    for engine in engines:
+        number = engine.job.number
+        if not engine.idle:
+            let_go(engine)
+        elif number in worlds:
+            with engine.turn():
+                engine.launch.install()
+                engine.control.track_teardown(drop(worlds[number]))
+        elastic.let_go(number)

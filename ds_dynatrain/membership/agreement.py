@@ -1,0 +1,165 @@
+"""Agreement of members on one decision: whether to switch at all, and at which step.
+
+Every working member says what it asks for. The first member judges that once for all, and a member that was late reads
+what was decided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from ds_dynatrain.errors import MemberMissing, SwitchFailed, SwitchRefused
+from ds_dynatrain.membership.control import Control
+from ds_dynatrain.membership.proposal import Board, Proposal
+from ds_dynatrain.membership.session import Request, Session
+from ds_dynatrain.records import to_record
+from ds_dynatrain.space import Layout
+
+MOST_PLACES = 4
+CONNECTING = "connecting"
+IN_THE_PAUSE = -1
+"""Value for a step: communicators are made during the switch itself."""
+
+
+@dataclass(frozen=True)
+class SwitchRequest:
+    """Request of one working member for a switch, or the reason why it cannot take part in one.
+
+    at: the step that was asked for; step: the member's own step when it asked. refusal: reason and way out.
+    """
+
+    layout: dict[str, int]
+    at: int | None
+    step: int
+    refusal: tuple[str, str] | None = None
+    late: bool = False
+
+
+def agree(control: Control, place: str, mine: SwitchRequest, working: tuple[int, ...], proposal: Proposal) -> Proposal:
+    """Return `proposal` if every working member asks for the same and none refuses; the same answer on all of them.
+
+    place: where in the training it is asked. Raises SwitchRefused if a member refuses, if requests differ, or if a
+    member did not ask within the time-out.
+    """
+    session = Session(control, f"request/{place}", working, f"switch to {proposal.layout}")
+    asked = {name: value for name, value in asdict(mine).items() if name != "refusal"}
+    request = Request({**asked, "destination": proposal.fingerprint()}, mine.refusal)
+    generation = session.agree(request, proposal.generation, SwitchRefused, _differ)
+    agreed = replace(proposal, generation=int(generation))
+    if session.is_first:  # for idle members
+        control.decide(f"proposal/{agreed.generation}", to_record(agreed))
+    return agreed
+
+
+def _differ(one: int, other: int, asked: Mapping[int, Any]) -> str:
+    both = [{name: value for name, value in asked[each].items() if name != "destination"} for each in (one, other)]
+    first, second = (_words(SwitchRequest(**each)) for each in both)
+    if first == second:
+        return f"members {one} and {other} ask for {first}, and do not give its ranks to the same members"
+    return f"members ask for different switches: member {one} for {first}, member {other} for {second}"
+
+
+def _words(request: SwitchRequest) -> str:
+    when = "" if request.at is None else f" at step {request.at}"
+    late = ", late" if request.late else ""
+    return f"{Layout.from_dict(request.layout)}{when}{late} (asked at step {request.step})"
+
+
+def say_prepared(control: Control, proposal: Proposal, error: str | None = None) -> None:
+    """Say that this member is ready for the switch, or why it cannot be; the last one says that all have said so."""
+    key = f"prepared/{proposal.generation}"
+    if error is not None:
+        control.decide(f"{key}/failed", f"it could not be prepared on member {control.member}: {error}")
+    control.post(f"{key}/{control.member}", True)
+    if control.count(f"{key}/count") == len(proposal.union):
+        control.post(f"{key}/all", control.read(f"{key}/failed") or "")
+
+
+def wait_until_prepared(control: Control, proposal: Proposal, stop: Callable[[], None]) -> None:
+    """Wait until all members are ready for a switch.
+
+    Raise SwitchFailed if one of them reports an error, MemberMissing if one is silent.
+    """
+    key, what = f"prepared/{proposal.generation}", "preparing the switch"
+    try:
+        (failed,) = control.wait({proposal.union[0]: f"{key}/all"}, what, stop=stop).values()
+    except MemberMissing as missing:
+        silent = [member for member in proposal.union if not control.all_posted(key, [member])]
+        raise MemberMissing(what, silent or missing.members, missing.seconds) from None
+    if failed:
+        raise SwitchFailed(failed)
+
+
+def meeting_step(control: Control, proposal: Proposal, rank: int, step: int, ahead: int = 1) -> int | None:
+    """Return the step at which the members meet, None while that is open.
+
+    Rank 0 sets it to its next step once all are prepared. No member can have passed that step: every step needs rank
+    0's gradients, and each member reads the board again at every boundary. ahead: 0 while no member makes steps.
+    """
+    if proposal.at is not None:
+        return proposal.at
+    key = f"meet/{proposal.generation}"
+    if rank == 0 and proposal.is_prepared(control):
+        return int(control.decide(key, step + ahead))
+    decided = control.read(key)
+    return None if decided is None else int(decided)
+
+
+def connecting_step(
+    control: Control, proposal: Proposal, rank: int, step: int, is_needed: Callable[[], bool]
+) -> int | None:
+    """Return the step before that of a switch at which its communicators are made.
+
+    `IN_THE_PAUSE` if there is none, None while that is open. Rank 0 sets it to its next step once all are prepared, as
+    in `meeting_step`. is_needed: whether the next world lacks a communicator.
+    """
+    if proposal.at is None:
+        return IN_THE_PAUSE
+    key, is_late = f"{ahead_key(proposal)}/step", step + 1 >= proposal.at
+    if rank == 0 and (is_late or proposal.is_prepared(control)):
+        return int(control.decide(key, IN_THE_PAUSE if is_late or not is_needed() else step + 1))
+    decided = control.read(key)
+    return None if decided is None else int(decided)
+
+
+def ahead_key(proposal: Proposal) -> str:
+    """Return the prefix on the board of what the members do together at a boundary before that of the switch."""
+    return f"ahead/{proposal.generation}"
+
+
+def is_connecting_ahead(board: Board, proposal: Proposal) -> bool:
+    """Return whether rank 0 stands where communicators are made. Called on idle members; polls and never blocks."""
+    return board.all_posted(f"{ahead_key(proposal)}/{CONNECTING}/0", proposal.source_members[:1])
+
+
+def meet(session: Session, proposal: Proposal, step: int, place: str) -> None:
+    """Wait at the meeting for all other members, and check that they are at the same step and in the same loader.
+
+    Raise MemberMissing for those that do not come in time, SwitchRefused if they stand elsewhere.
+    """
+    member, leader = session.board.member, proposal.source_members[0]
+    here = [member, place, step if member in proposal.source_members else None]
+    mine = {"leader": here if member == leader else None, "elsewhere": [here]}
+    said = session.reduce("meet", mine, _places, _judge_places, f"meeting of switch {proposal.generation}")
+    if said is not None:
+        raise SwitchRefused(*said)
+
+
+def _places(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Join two reports: where rank 0 stands, and a member for each place and step, of which a few are enough."""
+    stands = {(place, step): [member, place, step] for member, place, step in (*other["elsewhere"], *one["elsewhere"])}
+    return {"leader": one["leader"] or other["leader"], "elsewhere": sorted(stands.values())[:MOST_PLACES]}
+
+
+def _judge_places(found: dict[str, Any]) -> list[str] | None:
+    """Return the reason and the way out if a member stands elsewhere than rank 0; else None."""
+    _, wanted, at = found["leader"]
+    for member, place, step in found["elsewhere"]:
+        if place != wanted:
+            reason = f"member {member} waits in {place!r} and rank 0 stands in {wanted!r}"
+            return [reason, "use one train loader at the step of a switch on all members"]
+        if step is not None and step != at:
+            return [f"member {member} stands at step {step}, rank 0 at step {at}", ""]
+    return None

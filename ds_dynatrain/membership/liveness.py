@@ -1,0 +1,184 @@
+"""Liveness of members: each one's thread counts up a number on the board, so no clocks are compared."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from types import TracebackType
+
+from ds_dynatrain.adapters.watched import is_lost_peer
+from ds_dynatrain.errors import MemberMissing
+from ds_dynatrain.membership.control import Control
+from ds_dynatrain.report import logger
+
+BEAT_SECONDS = 1.0
+SILENT_BEATS = 5
+"""Fewer missing beats than this may come of a slow store or a busy machine, however short the time-out."""
+
+
+FIRST_ERROR = "first_error"
+"""Key of the error that ended a script first: [member, words]."""
+LAST_WORDS_SECONDS = 2.0
+LONG_SECONDS = 10.0
+"""Length of a wait after which it says whom it waits for."""
+
+
+class Heartbeat:
+    """A daemon thread that posts a new number once a second until `stop`."""
+
+    def __init__(self, control: Control) -> None:
+        self._control = control.clone()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="dynatrain-heartbeat", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread that beats."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop, and wait for the thread, which a slow store may hold up; if it outlived Python it would abort the
+        process.
+        """
+        self._stop.set()
+        self._thread.join(timeout=2 * BEAT_SECONDS + self._control.timeout_seconds)
+
+    def _run(self) -> None:
+        beat = 0
+        while not self._stop.wait(BEAT_SECONDS):
+            beat += 1
+            try:
+                self._control.post(f"alive/{self._control.member}", beat)
+            except RuntimeError:  # the store is gone: the job is ending
+                return
+
+
+@dataclass
+class Watch:
+    """Watch that a member with nothing to do keeps over others.
+
+    by_hearts: judge them by their heartbeats. Otherwise the coordinator handles deaths, and the watch only looks for
+    scripts that have ended.
+    """
+
+    control: Control
+    by_hearts: bool = True
+    seen: dict[int, tuple[object, float]] = field(default_factory=dict)
+    checked: float = 0.0
+
+    def look(self, members: Iterable[int]) -> bool:
+        """Return whether all `members` have ended their scripts; cheap to call often.
+
+        Raises MemberMissing for one whose heartbeat has stood still for the time-out, SystemExit(1) if a script ended
+        with an error.
+        """
+        now = time.monotonic()
+        if now - self.checked < BEAT_SECONDS / 4:
+            return False
+        self.checked, me = now, self.control.member
+        ends = {member: self.control.read(f"ended/{member}") for member in members}
+        if not self.by_hearts:
+            return all(end == "done" for end in ends.values())
+        failed = [member for member, end in ends.items() if end == "error"]
+        if failed:
+            logger.error(
+                "member %d waits for work; the script of member %s ended with an error: %s",
+                *(me, failed, first_error(self.control) or "see there"),
+            )
+            time.sleep(BEAT_SECONDS)  # let the launcher see the one that failed first
+            raise SystemExit(1)
+        if all(end is not None for end in ends.values()):
+            return True
+        silent = [member for member, end in ends.items() if end is None and self._is_silent(member, now)]
+        if silent:
+            raise MemberMissing("waiting for work: no heartbeat", silent, self.control.timeout_seconds)
+        return False
+
+    def _is_silent(self, member: int, now: float) -> bool:
+        beat = self.control.read(f"alive/{member}")
+        known, since = self.seen.get(member, (None, now))
+        if member not in self.seen or beat != known:
+            self.seen[member] = (beat, now)
+            return False
+        return now - since > max(self.control.timeout_seconds, SILENT_BEATS * BEAT_SECONDS)
+
+
+def ended_in_error() -> bool:
+    """Return whether an uncaught exception ends this script."""
+    return getattr(sys, "last_value", None) is not None
+
+
+def ending_error() -> BaseException | None:
+    """Return the exception that ends this script: an uncaught one, or one for which an engine is taken down."""
+    handled = sys.exc_info()[1]  # `initialize` raises it again
+    return getattr(sys, "last_value", None) or (handled if isinstance(handled, Exception) else None)
+
+
+def post_end(control: Control, error: BaseException | None = None) -> None:
+    """Post that this member's script has ended, and whether by an uncaught exception or by `error`."""
+    control.post(f"ended/{control.member}", "error" if error is not None or ended_in_error() else "done")
+
+
+def say_last_words(control: Control, error: BaseException | None) -> None:
+    """Log the error that ended the job, and on which member, as the last words of a script that ends in an error.
+
+    Where one member raises, the others' own errors only say that a connection was closed. Called before `post_end`.
+    """
+    if error is None:
+        return
+    if is_lost_peer(error) or isinstance(error, MemberMissing):
+        end, found = time.monotonic() + LAST_WORDS_SECONDS, control.read(FIRST_ERROR)
+        while found is None and time.monotonic() < end:
+            time.sleep(BEAT_SECONDS / 50)
+            found = control.read(FIRST_ERROR)
+    else:
+        said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        found = control.decide(FIRST_ERROR, [control.member, said])
+    if found is not None:
+        logger.error("the job has ended with an error of member %d: %s", *found)
+
+
+def first_error(control: Control) -> str:
+    """Return the error that ended the job, with its member; empty if no member has posted one."""
+    found = control.read(FIRST_ERROR)
+    return "" if found is None else f"member {found[0]}: {found[1]}"
+
+
+class Wait:
+    """A wait that tells whom it waits for: `with Wait(whom, say) as wait:`.
+
+    whom: returns the present answer in words, called every `LONG_SECONDS`. say: takes it for the status; called with ""
+    once the wait is over.
+    """
+
+    def __init__(self, whom: Callable[[], str], say: Callable[[str], None]) -> None:
+        self._whom = whom
+        self._say = say
+        self._has_told = False
+        self._next = time.monotonic() + LONG_SECONDS
+
+    def __enter__(self) -> Wait:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.rest()
+
+    def look(self) -> None:
+        """Say whom this waits for if `LONG_SECONDS` have passed. Call it in every turn of the waiting loop."""
+        if time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + LONG_SECONDS
+        whom = self._whom()
+        self._say(whom)
+        if not self._has_told:
+            self._has_told = True
+            logger.warning("waiting for %g s already, for %s; look at their logs if it goes on", LONG_SECONDS, whom)
+
+    def rest(self) -> None:
+        """End the present wait; later calls of `look` belong to another one."""
+        if self._has_told:
+            self._has_told = False
+            self._say("")
+        self._next = time.monotonic() + LONG_SECONDS

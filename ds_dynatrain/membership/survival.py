@@ -1,0 +1,184 @@
+"""Survival of the state after a death: is it whole, at one step? Arithmetic on what the survivors say of themselves.
+
+Without ZeRO every data index holds everything, in a *replica* of ranks (one for each place on the other axes; experts
+need as many replicas side by side as their axis is long). One complete, clean replica has the whole state. With ZeRO
+each element has one owner, so the state is whole only if no member has died (a collective failed, say). Otherwise there
+may be copies (`copies`) of an earlier moment that are whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ds_dynatrain.membership.whole import Frozen, Had, Mark, WholeCopies, missing, newest_whole
+from ds_dynatrain.space.layout import Layout, whole_replicas
+
+
+@dataclass(frozen=True)
+class Survivor:
+    """State that one member holds: its rank in a layout after so many steps, or nothing (rank None).
+
+    entered: the job's generation that it entered last. generation: of the engine's world that it was in; members of
+    different generations of the job may count it alike. clean: no optimizer step was under way. is_aborted: a member of
+    that world is dead, or a collective of it has failed. copies: those of itself and of others. registered: how often
+    parameters were registered anew. since: see `Kept`; None if this member cannot know it, as it was idle and another
+    coordinator runs now. frozen: the (layout, rank) in which it had the frozen weights that are in no copy, if there
+    are any.
+    """
+
+    number: int
+    rank: int | None
+    generation: int
+    step: int
+    clean: bool
+    is_aborted: bool
+    layout: Layout
+    copies: tuple[Had, ...] = ()
+    frozen: tuple[Layout, int] | None = None
+    registered: int = 0
+    since: tuple[int, ...] | None = ()
+    entered: int = 0
+
+
+@dataclass(frozen=True)
+class Source:
+    """Whole state: a layout, and the members at its ranks, which all stand at one step."""
+
+    layout: Layout
+    members: tuple[int, ...]
+    step: int
+
+
+def whole_state(survivors: Mapping[str, Survivor]) -> Source | None:
+    """Return the newest whole state among survivors, of as many ranks as possible; None if something is lost for good.
+
+    Ranks of different layouts do not go together: after several losses in a row some members may have taken the smaller
+    layout of what was left already, and others not yet.
+    """
+    holders = [one for one in survivors.values() if one.rank is not None and one.clean]
+    if not holders:
+        return None
+    newest = max((one.entered, one.generation) for one in holders)
+    holders = [one for one in holders if (one.entered, one.generation) == newest]
+    for step in sorted({one.step for one in holders}, reverse=True):
+        alive: dict[Layout, dict[int, int]] = {}
+        for one in holders:
+            if one.step == step and one.rank is not None:
+                alive.setdefault(one.layout, {})[one.rank] = one.number
+        complete = [found for each in alive.items() if (found := _complete(*each)) is not None]
+        if complete:
+            return Source(*max(complete, key=lambda found: len(found[1])), step)
+    return None
+
+
+def _complete(layout: Layout, alive: Mapping[int, int]) -> tuple[Layout, tuple[int, ...]] | None:
+    """Return the layout and members of the complete replicas; None if there are none. alive: rank -> member."""
+    replicas = whole_replicas(layout, alive)
+    if not replicas:
+        return None
+    smaller = layout.replace(data=len(replicas))
+    ranks = range(smaller.world_size)
+    return smaller, tuple(alive[_old_rank(layout, smaller, replicas, rank)] for rank in ranks)
+
+
+def replaced_before(survivors: Iterable[Survivor]) -> tuple[int, ...] | None:
+    """Return the stretch of training of the newest load that any of the survivors knows of; None if none can know."""
+    known = [tuple(one.since) for one in survivors if one.since is not None]
+    return max(known) if known else None
+
+
+def whole_copies(engines: Sequence[Mapping[str, Survivor]]) -> tuple[WholeCopies, ...]:
+    """Return the newest state in the survivors' copies that is whole in all engines, one for each; () if there is none.
+
+    engines: what survivors say of each.
+    """
+    found = newest_whole([_had(survivors) for survivors in engines])
+    complete = [_with_frozen(whole, survivors) for whole, survivors in zip(found, engines, strict=False)]
+    known = [whole for whole in complete if whole is not None]
+    return tuple(known) if len(known) == len(engines) else ()
+
+
+def _with_frozen(whole: WholeCopies, survivors: Mapping[str, Survivor]) -> WholeCopies | None:
+    """Return the copies with members that have the frozen weights in no copy; None if some of these weights are
+    gone.
+    """
+    frozen = dict[Layout, dict[int, int]]()
+    for one in survivors.values():
+        if one.frozen is not None:
+            layout, rank = one.frozen
+            frozen.setdefault(layout.replace(zero_stage=0), {})[rank] = one.number
+    had = [copy for copies in _had(survivors).values() for copy in copies if copy.mark == whole.mark]
+    is_lacking = bool(frozen) or any(copy.lacks_frozen for copy in had)
+    if not is_lacking or _has_all(whole.mark.layout):
+        return whole
+    complete = [each for each in (_complete(layout, alive) for layout, alive in frozen.items()) if each is not None]
+    return replace(whole, frozen=Frozen(*complete[0])) if complete else None
+
+
+def _has_all(layout: Layout) -> bool:
+    """Return whether copies hold frozen weights, too."""
+    return layout.zero_stage == 3 or layout.world_size == 1
+
+
+def without(
+    survivors: Mapping[str, Survivor], mark: Mark, damaged: Mapping[int, Collection[int]]
+) -> dict[str, Survivor]:
+    """Return the same survivors, less the copies of a moment that were found damaged. damaged: member -> ranks."""
+    return {
+        name: replace(
+            one,
+            copies=tuple(
+                each for each in one.copies if each.mark != mark or each.rank not in damaged.get(one.number, ())
+            ),
+        )
+        for name, one in survivors.items()
+    }
+
+
+def joint_loss(
+    engines: Sequence[Mapping[str, Survivor]], name: Callable[[int, Mark, int], str] = lambda engine, mark, rank: ""
+) -> str:
+    """Return, in words, whose copies were lost together with their holders; "" if there are no copies at all.
+
+    It tells of the first engine that lacks any. engines: see `whole_copies`. name: returns the member that had a rank
+    of an engine at that moment, if it is known.
+    """
+    found = [(each, *gone) for each, one in enumerate(engines) if (gone := missing(_had(one))) is not None]
+    if not found:
+        return _replaced(engines)
+    engine, mark, ranks = next((one for one in found if one[2]), found[0])
+    if not ranks:
+        return f"of frozen weights at step {mark.step} nobody has all any more: who had them died together"
+    named = [f"{rank} ({who})" if (who := name(engine, mark, rank)) else str(rank) for rank in ranks]
+    said = f"rank {named[0]}" if len(ranks) == 1 else f"ranks {', '.join(named)}"
+    return f"of {said} at step {mark.step} nobody has a sound copy any more: they died together with their buddies"
+
+
+def _replaced(engines: Sequence[Mapping[str, Survivor]]) -> str:
+    """Return, in words, why existing copies do not count; "" if there are none."""
+    there = [one for of_engine in engines for one in of_engine.values() if one.copies]
+    if not there:
+        return ""
+    if all(replaced_before(of_engine.values()) is None for of_engine in engines):
+        return "nobody knows whether a checkpoint was loaded after the last copies: the coordinator is another one now"
+    return "the copies that are there were taken before a checkpoint was loaded, or parameters were registered anew"
+
+
+def _had(survivors: Mapping[str, Survivor]) -> dict[int, list[Had]]:
+    """Return the copies that count: of the state that was loaded last, and of the parameters that were registered
+    last.
+    """
+    since = replaced_before(survivors.values())
+    registered = max((one.registered for one in survivors.values()), default=0)
+    if since is None:
+        return {}
+    return {
+        one.number: [each for each in one.copies if each.mark.stretch >= since and each.mark.registered == registered]
+        for one in survivors.values()
+    }
+
+
+def _old_rank(layout: Layout, smaller: Layout, replicas: list[int], rank: int) -> int:
+    place = smaller.coordinate(rank)
+    return layout.rank(**{**place, "data": replicas[place["data"]]})

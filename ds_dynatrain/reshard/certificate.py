@@ -1,0 +1,296 @@
+"""The certificate: what all members held before a change is what they hold after it, element for element.
+
+The state of all members is digested into sums: each member's digests give a share, and shares add up in any order.
+
+Three vectors of one 64-bit number per logical tensor, for each state kind (modulo 2^64):
+
+- `whole`: one holder of each element gives its digest, so that the sum is the digest of the whole tensor;
+- `copies`: the holders of one element in a ZeRO group give their digests times a weight of their own, and the one that
+  counts for `whole` gives its own times the number that brings the sum of weights to 0. So the sum is 0 if all copies
+  are equal, and otherwise 0 only with the odds that two digests are equal by chance;
+- `places`: the same for tensors that several places on the pipe and tensor axes hold.
+
+A sum that is not 0 names the tensor. Members then tell whose copies differ for these tensors alone (`explained`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
+from typing import Any, TypedDict
+
+import numpy as np
+
+from ds_dynatrain.errors import CertificateError
+from ds_dynatrain.membership.session import Session
+from ds_dynatrain.reshard.digests import Digests, SideDigests, hint, state_digest
+from ds_dynatrain.space import Layout, VirtualParameterSpace
+from ds_dynatrain.space.interval import Ints
+
+SIDES = ("source", "target")
+Doubts = dict[str, list[int]]
+"""Kind -> numbers of tensors whose copies are not equal."""
+_PLACES = 1 << 32
+"""Offset that makes the weights of places different from those of ranks."""
+
+
+class Shares(TypedDict):
+    """The sums of some members of a side, as a record that travels (see `pack`).
+
+    kinds: the state kinds of the first member, with its number, and of a member that holds others, if there is one.
+    """
+
+    kinds: Sequence[tuple[int, list[str]]]
+    whole: SideDigests
+    copies: SideDigests
+    places: SideDigests
+
+
+def joined(one: Shares, other: Shares) -> Shares:
+    """Add the shares of two parts of the members."""
+    first, *others = (*one["kinds"], *other["kinds"])
+    differing = [each for each in others if each[1] != first[1]]
+    whole, copies = _added(one["whole"], other["whole"]), _added(one["copies"], other["copies"])
+    return Shares(
+        kinds=[first, *differing[:1]], whole=whole, copies=copies, places=_added(one["places"], other["places"])
+    )
+
+
+def joined_sides(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Add two reports, each of which has shares, or None, for both sides."""
+    pairs = {side: [each[side] for each in (one, other) if each[side] is not None] for side in SIDES}
+    return {side: reduce(joined, pair) if pair else None for side, pair in pairs.items()}
+
+
+def certify(vps: VirtualParameterSpace, source: Layout, target: Layout, report: Mapping[str, Shares]) -> dict[str, Any]:
+    """Return one digest of the whole state if both sides and all copies are equal: {"digest": ...}.
+
+    Return {"doubts": ...} for copies that differ. report: the sums over all members of each side. Raise
+    CertificateError, naming the tensor and the kind, if the sides differ.
+    """
+    for side in SIDES:
+        _check_kinds(report[side], side)
+    wrong = {side: {**doubts(report[side]["places"]), **doubts(report[side]["copies"])} for side in SIDES}
+    if any(wrong.values()):
+        return {"doubts": wrong}
+    held, arrived = (filled(report[side]["whole"], vps, report[side]["kinds"][0][1]) for side in SIDES)
+    kept = SideDigests()
+    for kind in held:
+        if kind not in arrived:
+            if not vps.is_held(target, kind):
+                continue
+            raise CertificateError(f"state kind {kind!r} was there before the switch and is not after it")
+        different = np.flatnonzero(held[kind] != arrived[kind])
+        if len(different):
+            name = vps.tensors[int(different[0])].name
+            raise CertificateError(
+                f"{kind} of {name!r} is not the same after the moves ({len(different)} of {len(vps.tensors)} tensors "
+                f"differ in this kind){hint(kind)}"
+            )
+        kept[kind] = held[kind]
+    extra = sorted(kind for kind in set(arrived) - set(held) if vps.is_held(source, kind))
+    if extra:
+        raise CertificateError(f"state kinds {extra} appeared in the switch")
+    return {"digest": state_digest(kept)}
+
+
+def _check_kinds(sums: Shares, side: str) -> None:
+    """Raise CertificateError if members hold different state kinds."""
+    if len(sums["kinds"]) > 1:
+        (one, first), (other, second) = sums["kinds"]
+        only = ", ".join(sorted(set(first) ^ set(second)))
+        raise CertificateError(f"{side}: only one of members {one} and {other} holds {only}")
+
+
+def doubts(sums: Mapping[str, Digests]) -> Doubts:
+    """Return the tensors whose sums are not 0."""
+    found = {kind: np.flatnonzero(values).tolist() for kind, values in sums.items()}
+    return {kind: numbers for kind, numbers in found.items() if numbers}
+
+
+def shares(vps: VirtualParameterSpace, layout: Layout, members: tuple[int, ...], rank: int, own: SideDigests) -> Shares:
+    """Return a member's part in the sums over all ranks of a layout."""
+    whole, copies, places = SideDigests(), SideDigests(), SideDigests()
+    for kind, digests in own.items():
+        is_counted, by_copy, by_place = _weights(vps, layout, kind, rank)
+        for sums, weights in ((copies, by_copy), (places, by_place)):
+            if weights.any():
+                sums[kind] = weights * digests
+        if is_counted.any():
+            whole[kind] = np.where(is_counted, digests, np.uint64(0))
+    return Shares(kinds=[(members[rank], sorted(own))], whole=whole, copies=copies, places=places)
+
+
+def agreed(
+    session: Session, step: str, vps: VirtualParameterSpace, layout: Layout, rank: int, own: SideDigests, side: str
+) -> SideDigests:
+    """Return kind -> digests of whole tensors that all members of the session hold at the ranks of a layout.
+
+    side: a word for it. Raise CertificateError, on all alike, naming the tensor, the kind and two members whose copies
+    differ.
+    """
+    members = session.members
+
+    def judge(found: Shares) -> dict[str, Any]:
+        wrong = {**doubts(found["places"]), **doubts(found["copies"])}
+        return {"doubts": wrong, "kinds": found["kinds"], "whole": {} if wrong else found["whole"]}
+
+    found = session.reduce(step, shares(vps, layout, members, rank, own), joined, judge)
+    _check_kinds(found, side)
+    if found["doubts"]:
+        what = session, f"{step}/differing", vps, layout, members, own, found["doubts"], side
+        raise CertificateError(explained(*what))
+    return filled(found["whole"], vps, own)
+
+
+def differing(
+    session: Session, step: str, vps: VirtualParameterSpace, layout: Layout, rank: int, own: SideDigests, side: str
+) -> Doubts:
+    """Return tensors whose copies on several places of the pipe and tensor axes are not equal.
+
+    Raise CertificateError for other copies that are not equal, as `agreed` does.
+    """
+    members = session.members
+
+    def judge(found: Shares) -> dict[str, Doubts]:
+        return {"copies": doubts(found["copies"]), "places": doubts(found["places"])}
+
+    found = session.reduce(step, shares(vps, layout, members, rank, own), joined, judge)
+    if found["copies"]:
+        what = session, f"{step}/differing", vps, layout, members, own, found["copies"], side
+        raise CertificateError(explained(*what))
+    places: Doubts = found["places"]
+    return places
+
+
+def filled(whole: Mapping[str, Digests], vps: VirtualParameterSpace, kinds: Iterable[str]) -> SideDigests:
+    """Add zeros for a kind of which no member has an element."""
+    return {kind: whole.get(kind, np.zeros(len(vps.tensors), np.uint64)) for kind in kinds}
+
+
+def explained(
+    session: Session,
+    step: str,
+    vps: VirtualParameterSpace,
+    layout: Layout,
+    members: tuple[int, ...],
+    own: SideDigests | None,
+    wrong: Doubts,
+    side: str,
+) -> str:
+    """Return a message about copies that differ, with two members that hold them; all members of the session call it.
+
+    members: at each rank of the layout. own: this member's digests if it is one of them.
+    """
+    kind, (number, *_) = next(iter(wrong.items()))
+    mine = {} if own is None else {str(session.board.member): int(own[kind][number])}
+
+    def judge(found: dict[str, int]) -> str:
+        what = f"{side}: {kind} of {vps.tensors[number].name!r} differs between"
+        pair = _two_that_differ(vps, layout, kind, number, [found[str(member)] for member in members])
+        if pair is None:
+            return f"{what} its replicas{hint(kind)}"
+        return f"{what} the replicas of members {members[pair[0]]} and {members[pair[1]]}{hint(kind)}"
+
+    said: str = session.reduce(step, mine, lambda one, other: {**one, **other}, judge)
+    return said
+
+
+def _two_that_differ(
+    vps: VirtualParameterSpace, layout: Layout, kind: str, number: int, held: Sequence[int]
+) -> tuple[int, int] | None:
+    """Return two ranks whose copies of a tensor are not equal, or None. held: each rank's digest of it."""
+    mesh, together = vps.mesh(layout), list[int]()
+    for ranks, rows in _groups(vps, layout):
+        holders = _holders(vps, layout, kind, number, ranks) if rows[number] else []
+        for other in holders[1:]:
+            if held[other] != held[holders[0]]:
+                return holders[0], other
+        parts = holders[:1] if holders else ranks.tolist()
+        together.append(sum(held[rank] for rank in parts) % (1 << 64))
+    tensors, groups, firsts = (np.empty(0, np.int64),) * 3 if mesh is None else mesh.holders
+    for row in np.flatnonzero(tensors == number).tolist():
+        if mesh is not None and together[groups[row]] != together[firsts[row]]:
+            one, other = (mesh.shard_groups[index].ranks[0] for index in (firsts[row], groups[row]))
+            return int(one), int(other)
+    return None
+
+
+def _groups(vps: VirtualParameterSpace, layout: Layout) -> list[tuple[Ints, Ints]]:
+    """Return (ranks, which tensors are its own) of each ZeRO group."""
+    mesh, routed = vps.mesh(layout), np.array([tensor.expert for tensor in vps.tensors], dtype=bool)
+    if mesh is None:
+        return [(np.arange(layout.world_size), np.ones(len(routed), bool))]
+    return [(group.ranks, routed == group.experts) for group in mesh.shard_groups]
+
+
+def _holders(vps: VirtualParameterSpace, layout: Layout, kind: str, number: int, ranks: Ints) -> list[int]:
+    """Return the ranks of a group that hold a tensor whole; none if each holds a part."""
+    if vps.kind(kind).overlaps(layout):
+        return [rank for rank in ranks.tolist() if number in vps.local(layout, rank).rows(kind)[0]]
+    return ranks.tolist() if vps.is_replicated(layout, kind) else []
+
+
+def _added(one: Mapping[str, Digests], other: Mapping[str, Digests]) -> SideDigests:
+    both = {**one, **other}
+    return {kind: one[kind] + other[kind] if kind in one and kind in other else held for kind, held in both.items()}
+
+
+# ---- who counts for what ---------------------------------------------------------------------------------------------
+
+
+def _weights(vps: VirtualParameterSpace, layout: Layout, kind: str, rank: int) -> tuple[Ints, Digests, Digests]:
+    """Return, by tensor, (whether its digest counts for `whole`, its weight in `copies`, its weight in `places`)."""
+    count, mesh = len(vps.tensors), vps.mesh(layout)
+    if mesh is None:
+        ((ranks, rows),) = _groups(vps, layout)
+        return *_in_group(vps, layout, kind, rank, ranks, rows), np.zeros(count, np.uint64)
+    tensors, groups, firsts = mesh.holders
+    is_counted, copies, places = np.zeros(count, bool), np.zeros(count, np.uint64), np.zeros(count, np.uint64)
+    weights = _odd(np.arange(len(mesh.shard_groups)) + _PLACES)
+    for index, (ranks, rows) in enumerate(_groups(vps, layout)):
+        if rank not in ranks:
+            continue
+        counts, by_copy = _in_group(vps, layout, kind, rank, ranks, rows)
+        mine, first, of_first = groups == index, np.zeros(count, bool), np.zeros(count, np.uint64)
+        first[tensors[mine & (firsts == groups)]] = True
+        others = (firsts == index) & (groups != index)
+        np.subtract.at(of_first, tensors[others], weights[groups[others]])
+        later = np.zeros(count, bool)
+        later[tensors[mine & (firsts != groups)]] = True
+        is_counted |= counts & first
+        copies += by_copy
+        places += np.where(counts, np.where(later, weights[index], of_first), np.uint64(0))
+    return is_counted, copies, places
+
+
+def _in_group(
+    vps: VirtualParameterSpace, layout: Layout, kind: str, rank: int, ranks: Ints, rows: Ints
+) -> tuple[Ints, Digests]:
+    """Return, by tensor, (whether a rank gives its digests for its ZeRO group, its weight in `copies`).
+
+    rows: whether each tensor is the group's.
+    """
+    nothing, mine = np.zeros(len(rows), np.uint64), int(np.flatnonzero(ranks == rank)[0])
+    if vps.kind(kind).overlaps(layout):
+        holds = np.zeros((len(ranks), len(rows)), bool)
+        for place, other in enumerate(ranks.tolist()):
+            holds[place, np.unique(vps.local(layout, other).rows(kind)[0])] = True
+        holds &= rows
+        counts = holds[mine] & ~holds[:mine].any(axis=0)
+        weighed = np.where(holds, _odd(ranks)[:, None], np.uint64(0))
+        others = np.uint64(0) - (weighed.sum(axis=0, dtype=np.uint64) - weighed[mine])
+        return counts, np.where(counts, others, weighed[mine])
+    if not vps.is_replicated(layout, kind):
+        return rows, nothing
+    weights = _odd(ranks)
+    weight = weights[mine] if mine else np.zeros(1, np.uint64) - weights[1:].sum(dtype=np.uint64)  # arrays wrap around
+    return rows & (mine == 0), np.where(rows, weight, np.uint64(0))
+
+
+def _odd(numbers: Ints) -> Digests:
+    """Return an odd number for each number, as if drawn at random: splitmix64 (Steele, Lea and Flood, 2014)."""
+    mixed = (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (mixed ^ (mixed >> np.uint64(31))) | np.uint64(1)

@@ -1,0 +1,349 @@
+"""State of an engine on this member: the one place where it is declared, and the arithmetic on it.
+
+Every part of an engine works on an `EngineCore` and on the other arguments of its constructor. `EngineCore` knows none
+of the parts.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ds_dynatrain.adapters.host import Host, Replaced
+from ds_dynatrain.adapters.launch_world import LaunchWorld
+from ds_dynatrain.adapters.placement import Memory
+from ds_dynatrain.adapters.process_wide import ProcessWide
+from ds_dynatrain.adapters.settings import layout_config
+from ds_dynatrain.adapters.shaper import Made
+from ds_dynatrain.adapters.world import World
+from ds_dynatrain.adapters.worlds import install
+from ds_dynatrain.config import DynatrainConfig
+from ds_dynatrain.data import BatchArithmetic, TrainLoader
+from ds_dynatrain.membership.control import Control
+from ds_dynatrain.membership.proposal import Proposal
+from ds_dynatrain.report import SwitchEvent
+from ds_dynatrain.reshard.context import Candidates, Context, Job, OwnGroups
+from ds_dynatrain.reshard.feasible import dealt
+from ds_dynatrain.reshard.pending import PendingSwitch
+from ds_dynatrain.reshard.preparation import Preparation
+from ds_dynatrain.reshard.streams import Held
+from ds_dynatrain.space import Layout, VirtualParameterSpace
+
+COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+"""DeepSpeed's counters that travel."""
+
+
+@dataclass(frozen=True)
+class Own:
+    """State that an engine has put aside, apart from its world, while other engines use the process."""
+
+    streams: Held
+    wide: ProcessWide
+
+    @staticmethod
+    def now() -> Own:
+        """Return the present state of the process."""
+        return Own(Held.now(), ProcessWide.capture())
+
+    def put(self) -> None:
+        """Make this the state of the process."""
+        self.streams.put()
+        self.wide.put()
+
+
+@dataclass(frozen=True)
+class OpenBatch:
+    """The open global batch, as far as it was dealt.
+
+    is_dealt: whether one of our loaders has begun it. samples: in the whole batch, None if unknown. is_last: whether
+    the micro-batch that was dealt last closes it.
+    """
+
+    is_dealt: bool = False
+    samples: int | None = None
+    is_last: bool = True
+
+
+@dataclass(eq=False)
+class EngineCore:
+    """State of one engine on this member; see the module.
+
+    host: DeepSpeed's engine, and what can be done to it. layout, members: of the present world, also on an idle member.
+    world: this member's process groups in it, None if it is idle.
+    """
+
+    host: Host
+    job: Job
+    context: Context
+    layout: Layout
+    members: tuple[int, ...]
+    world: World | None
+    attempt: int = 1
+    """The highest generation number that was ever proposed: none is used twice."""
+    pending: PendingSwitch | None = None
+    """The switch that was asked for and has not happened yet."""
+    preparation: Preparation | None = None
+    """The switch that is being prepared."""
+    own: Own | None = None
+    """State put aside while other engines use the process; None if this engine has the process to itself."""
+    registered: list[dict[str, Any]] = field(default_factory=list)
+    """Registrations of the job since the start, in order; plain JSON."""
+    job_epoch: int = 0
+    """Epochs that the job has begun."""
+    last_switch: SwitchEvent | None = None
+    train_loaders: dict[str, TrainLoader] = field(default_factory=dict)
+    carried: dict[str, Any] = field(default_factory=dict)
+    """The user's objects that travel, by name."""
+    arrived: dict[str, dict[str, Any]] = field(default_factory=lambda: {"loaders": {}, "objects": {}})
+    """Loaded states of loaders and objects that do not exist here yet."""
+    open_batch: OpenBatch = OpenBatch()
+    is_discarded: bool = False
+    """Whether the world was formed anew in this global batch: it trains nothing, and will be dealt again."""
+    own_groups: OwnGroups = field(default_factory=OwnGroups)
+    awaits_late: bool = False
+    """Whether the optimizer's state kinds are still on their way into the present world; the record is not written."""
+    late_worlds: tuple[World, ...] = ()
+    """The worlds before and after a late switch, until its record has been followed."""
+    is_stepping: bool = False
+    """Whether an optimizer step was begun and not finished."""
+    has_stood: bool = False
+    """Whether the engine has come to a boundary yet."""
+    is_open: bool = False
+    """Whether the engine is open: from the last step of `initialize` to the end."""
+    safe_at: tuple[str, int] = ("", 0)
+    """Segment and step of the state that was saved or put together last."""
+    formed_at: tuple[str, int] = ("", 0)
+    """Segment and step of the state put together last; until the next step members need not meet at one boundary."""
+    began_from: str = ""
+    """Tag of the fallback checkpoint that the engine started from, in place of a lost state."""
+    safe_since: float = field(default_factory=time.monotonic)
+    stream_seed: int = 0
+    """Seed of the leaves' random streams: that of the job as it began, also in a job that resumes it."""
+    _loads: tuple[int, int] = (0, 0)
+    _space: VirtualParameterSpace | None = None
+    _configs: dict[Layout, tuple[dict[str, Any], Any]] = field(default_factory=dict)
+
+    # ---- what is around it -------------------------------------------------------------------------------------------
+
+    @property
+    def settings(self) -> DynatrainConfig:
+        """Settings of the `dynatrain` block."""
+        return self.job.settings
+
+    @property
+    def launch(self) -> LaunchWorld:
+        """The group that this process stands in while it is idle."""
+        return self.context.launch
+
+    @property
+    def candidates(self) -> Candidates:
+        """Members that could work at present."""
+        return self.context.candidates
+
+    @property
+    def control(self) -> Control:
+        """The board of the present generation."""
+        return self.context.control
+
+    @property
+    def deepspeed(self) -> Any:
+        """DeepSpeed's engine, which is what a user holds."""
+        return self.host.engine
+
+    def activate(self) -> None:
+        """Let `torch.distributed` and DeepSpeed speak of this engine's world."""
+        if self.world is None:
+            self.launch.install()
+        else:
+            install(self.world)
+        self.host.put_in_place()
+
+    # ---- where it is -------------------------------------------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        """Whether this member holds no state now and waits for work."""
+        return self.world is None
+
+    @property
+    def rank(self) -> int:
+        """This member's place in the world (-1 on an idle member)."""
+        return -1 if self.world is None or self.world.rank is None else self.world.rank
+
+    def place(self, axis: str) -> int:
+        """Return this member's place on an axis (-1 on an idle member)."""
+        return -1 if self.idle else self.layout.coordinate(self.rank)[axis]
+
+    @property
+    def generation(self) -> int:
+        """Number of the present world, from 1."""
+        return self.world.generation if self.world is not None else self.attempt
+
+    @property
+    def segment(self) -> str:
+        """Name of a stretch of training in which no step comes twice; keys of what working members do together begin
+        with it.
+
+        It is the same on all of them, which `attempt` is not while a change of members is being prepared.
+        """
+        generation, count = self._loads
+        return f"{self.generation}.{count if generation == self.generation else 0}"
+
+    def begin_segment(self) -> None:
+        """Begin a new segment before a load, on all working members: steps may come again from another state.
+
+        Raises CheckpointError, on all alike, if that cannot be.
+        """
+        self.repeat_places()
+
+    def repeat_places(self) -> None:
+        """Begin a new segment, since places in training come again in the same world."""
+        self._loads = self.generation, 1 + (self._loads[1] if self._loads[0] == self.generation else 0)
+
+    @property
+    def global_steps(self) -> int:
+        """Number of optimizer steps done."""
+        return int(self.deepspeed.global_steps)
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-batches done in this world, and as many before it as its accumulation would make of the steps."""
+        return int(self.deepspeed.micro_steps)
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of a global batch, on each rank; in pipelines, in the longest column."""
+        return int(self.deepspeed.gradient_accumulation_steps())
+
+    @property
+    def has_open_window(self) -> bool:
+        """Whether the engine is in a global batch; operations on the whole state run between two of them."""
+        return self.awaits_late or self.open_batch.is_dealt or self.micro_steps % self.accumulation != 0
+
+    @property
+    def window_in_words(self) -> str:
+        """Progress of the open global batch and what to do, for a boundary inside of it; "" between two."""
+        if not self.has_open_window:
+            return ""
+        trained, of = self.micro_steps % self.accumulation, self.accumulation
+        if not trained:
+            return "a global batch was drawn and not trained; make the optimizer step before the next boundary"
+        return (
+            f"an accumulation window is open, {trained} of {of} micro-batches; come to a boundary after a complete "
+            "one, and train every micro-batch: one that is left out (`continue`) shifts all that follow"
+        )
+
+    @property
+    def is_in_epoch(self) -> bool:
+        """Whether the script is iterating over a train loader."""
+        return any(loader.has_begun for loader in self.train_loaders.values())
+
+    @property
+    def is_switching(self) -> bool:
+        """Whether a switch is being prepared."""
+        return self.preparation is not None
+
+    @property
+    def is_lean(self) -> bool:
+        """Whether a switch releases the source before it takes the target."""
+        return self.settings.safety == "lean"
+
+    # ---- what it trains ----------------------------------------------------------------------------------------------
+
+    @property
+    def vps(self) -> VirtualParameterSpace:
+        """The Virtual Parameter Space of the model under the present layout and members."""
+        if self._space is None:
+            raise RuntimeError("the engine is being made: its parameters are not registered yet")
+        return self._space.with_layout(self.layout, self.members)
+
+    def adopt_space(self, space: VirtualParameterSpace) -> None:
+        """Register other logical tensors."""
+        self._space = space
+
+    def memory_in(self, layout: Layout) -> dict[str, Memory]:
+        """Return, by state kind, the memory that buffers are made of under a layout."""
+        return self.host.memory(self.vps.present_kinds(layout), layout)
+
+    def config_for(self, layout: Layout) -> tuple[dict[str, Any], Any]:
+        """Return DeepSpeed's configuration of a layout, as a dictionary and parsed; made once."""
+        if layout not in self._configs:
+            config = copy.deepcopy(self.job.user_config)
+            self.host.shaper.configure(config, layout)
+            self._configs[layout] = layout_config(config, layout, self.batch_for(layout))
+        return self._configs[layout]
+
+    def batch_for(self, layout: Layout) -> BatchArithmetic:
+        """Return how a global batch is dealt under a layout."""
+        return dealt(self.job.batch_sizes, layout, self.job.has_stages)
+
+    def agree(self, meet: Callable[[int], object] | None = None) -> None:
+        """Wait until an accelerator's collectives have given all ranks their results; see `adapters.gate`.
+
+        All ranks call it before a state made from those results is stepped, copied, saved or moved. Raises WorldChanged
+        if a rank may lack some. meet: as in `World.agree`.
+        """
+        if self.world is not None:
+            self.world.agree(meet)
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether an accelerator's collectives may have left wrong values in the state: see `Gate`."""
+        return self.world is not None and self.world.status is not None and self.world.status.gate.is_in_doubt
+
+    # ---- what happens to it ------------------------------------------------------------------------------------------
+
+    def enter(self, proposal: Proposal, world: World | None) -> None:
+        """Become part of a committed world, or idle; called by the transaction."""
+        self.world, self.layout, self.members = world, proposal.layout, proposal.members
+
+    def take_shape(
+        self, space: VirtualParameterSpace, layout: Layout, rank: int, made: Made | None = None
+    ) -> Replaced | None:
+        """Call `Host.reshape` for a rank of a layout, whose world must be installed."""
+        return self.host.reshape(layout, rank, space.local(layout, rank).tensors, made)
+
+    def keep_arrived(self, loaders: dict[str, Any], objects: dict[str, Any]) -> None:
+        """Keep states of loaders and carried objects that do not exist yet; each takes its own when it is made."""
+        self.arrived = {
+            "loaders": {name: state for name, state in loaders.items() if name not in self.train_loaders},
+            "objects": {name: state for name, state in objects.items() if name not in self.carried},
+        }
+
+    def forget_batch(self) -> None:
+        """Note that no global batch is open any more."""
+        self.open_batch = OpenBatch()
+        self.host.slot_weight, self.host.slot_is_borrowed, self.host.micro_step = 1.0, False, None
+
+    def begin_anew(self, generation: int) -> None:
+        """Drop the open batch and any pending change; generation numbers up to `generation` are used up."""
+        self.forget_batch()
+        self.host.window_tokens = None
+        self.close_preparation()
+        self.pending = None
+        self.attempt = max(self.attempt, generation)
+        self.settle_state()
+
+    def settle_state(self) -> None:
+        """Note that the state was put together just now, by a switch or a restoration."""
+        self.formed_at = self.segment, self.global_steps
+        self.settle_fallback()
+
+    def settle_fallback(self) -> None:
+        """Note that this step's state is safe, or was put together just now: no save is due before the next step."""
+        self.safe_at, self.safe_since = (self.segment, self.global_steps), time.monotonic()
+
+    def close_preparation(self) -> None:
+        """Abandon the preparation, if there is one."""
+        if self.preparation is not None:
+            self.preparation.abandon()
+            self.attempt = self.preparation.proposal.generation
+            self.preparation = None
+
+    def close_loaders(self) -> None:
+        """End the worker processes of all train loaders; their positions stay."""
+        for loader in self.train_loaders.values():
+            loader.close()

@@ -1,0 +1,124 @@
+"""State that layers keep besides parameters (`adapters.module_state`), moved between pipeline stages in a switch.
+
+The first process of the first stage that has a layer gives it to each member that gets the layer and had it not. Names,
+types and shapes are on the board; all tensors travel from member to member.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ds_dynatrain.adapters.module_state import ModuleState, state_of, take_state
+from ds_dynatrain.errors import CertificateError
+from ds_dynatrain.membership.control import Control
+from ds_dynatrain.membership.proposal import Proposal
+from ds_dynatrain.reshard.core import EngineCore
+from ds_dynatrain.reshard.encoding import blank_tensors, decode, encode, fingerprint
+from ds_dynatrain.transfer import Transport
+
+LAYER_TAG = 3
+Stages = Sequence[Sequence[str]]
+"""Names of the layers of each stage."""
+
+
+@dataclass(frozen=True)
+class LayerMove:
+    """A move of one layer's state, by members."""
+
+    layer: str
+    sender: int
+    receivers: tuple[int, ...]
+
+
+def layer_moves(before: Stages, after: Stages, proposal: Proposal) -> tuple[LayerMove, ...]:
+    """Return the moves of a switch, in the order of the layers before; none if state does not go by layers."""
+    source, had = proposal.source_layout, dict[int, Sequence[str]]()
+    for rank, member in enumerate(proposal.source_members):
+        had[member] = before[source.coordinate(rank)["pipe"]] if before else ()
+    wants = {
+        member: after[proposal.layout.coordinate(rank)["pipe"]] if after else ()
+        for rank, member in enumerate(proposal.members)
+    }
+    first = {layer: stage for stage in reversed(range(len(before))) for layer in before[stage]}
+    found = []
+    for layer in dict.fromkeys(layer for stage in before for layer in stage):
+        sender = proposal.source_members[source.rank(pipe=first[layer])]
+        receivers = tuple(each for each, layers in wants.items() if layer in layers and layer not in had.get(each, ()))
+        found += [LayerMove(layer, sender, receivers)] if receivers else []
+    return tuple(found)
+
+
+class LayerStates:
+    """The layers' states in one switch, on one member.
+
+    go_by_layers: whether each layer's state goes by itself, as in pipelines. is_resized: see `ModuleState`.
+    """
+
+    def __init__(self, engine: EngineCore, control: Control, proposal: Proposal) -> None:
+        host, layouts = engine.host, (proposal.source_layout, proposal.layout)
+        before, after = map(host.stage_layers, layouts)
+        self.go_by_layers = bool(before)
+        self._module, self._control = host.module, control
+        self.is_resized = len({(layout.expert, layout.tensor) for layout in layouts}) > 1
+        self._key, self._moves = f"layers/{proposal.generation}", layer_moves(before, after, proposal)
+        mine = control.member
+        self._given = [move for move in self._moves if move.sender == mine]
+        self._taken = [move for move in self._moves if mine in move.receivers]
+        self._states: dict[str, ModuleState] = {}
+
+    def offer(self) -> None:
+        """Note the states that this member gives, and post their types and shapes. Called before the members meet.
+
+        Raise ConfigError for an extra state that cannot be carried.
+        """
+        record = {}
+        for move in self._given:
+            state = self._states[move.layer] = state_of(self._module.get_submodule(move.layer))
+            record[move.layer] = {"state": encode(state, [], f"layer {move.layer}"), "print": fingerprint(state)}
+        if record:
+            self._control.post(f"{self._key}/{self._control.member}", record)
+
+    def exchange(self, transport: Transport, seconds: float) -> int:
+        """Send and receive the states; return the bytes that this member has sent.
+
+        Raise CertificateError if a received state is not the one that was given.
+        """
+        deadline, sent, records = time.monotonic() + seconds, 0, dict[int, Any]()
+        handles, arriving = [], dict[str, tuple[Any, list[torch.Tensor]]]()
+        for move in self._taken:
+            if move.sender not in records:
+                records[move.sender] = self._control.value(f"{self._key}/{move.sender}")
+            record = records[move.sender][move.layer]
+            arriving[move.layer] = record, blank_tensors(record["state"])
+            handles += [transport.receive(each, move.sender, LAYER_TAG) for each in _flat(arriving[move.layer][1])]
+        for move in self._given:
+            tensors: list[torch.Tensor] = []
+            encode(self._states.pop(move.layer), tensors)
+            for member in move.receivers:
+                handles += [transport.send(each, member, LAYER_TAG) for each in _flat(tensors)]
+                sent += sum(each.nbytes for each in tensors)
+        for handle in handles:
+            handle.wait(deadline)
+        for layer, (record, tensors) in arriving.items():
+            state = decode(record["state"], tensors)
+            if fingerprint(state) != record["print"]:
+                raise CertificateError(
+                    f"what layer {layer} keeps besides parameters is on member {self._control.member} not what it was"
+                )
+            self._states[layer] = state
+        return sent
+
+    def put(self) -> None:
+        """Put the received states into their layers on this member."""
+        for layer, state in self._states.items():
+            take_state(self._module.get_submodule(layer), {**state, "resized": self.is_resized})
+        self._states.clear()
+
+
+def _flat(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [each.contiguous().view(-1) for each in tensors if each.numel()]

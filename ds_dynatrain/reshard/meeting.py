@@ -1,0 +1,182 @@
+"""Meeting, connecting and ending of a switch's members, common to all switches, whichever way the state goes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch.distributed as td
+
+from ds_dynatrain.adapters.communicators import Connections
+from ds_dynatrain.adapters.device import is_accelerated, synchronize
+from ds_dynatrain.adapters.support import refuse_at_boundary, refuse_changes
+from ds_dynatrain.adapters.world import World
+from ds_dynatrain.errors import DynatrainError
+from ds_dynatrain.membership import agreement
+from ds_dynatrain.membership.proposal import Proposal
+from ds_dynatrain.membership.session import Decision, Session
+from ds_dynatrain.reshard.census import check_census
+from ds_dynatrain.reshard.core import EngineCore
+from ds_dynatrain.reshard.preparation import Preparation
+from ds_dynatrain.reshard.swap import Before
+from ds_dynatrain.space import row_of
+from ds_dynatrain.transfer import TransferStats
+
+SUMS = frozenset({"kept", "local", "sent", "late_bytes", "layers"})
+"""Measures that are added up over all members; of all others the event has the largest value."""
+
+
+@dataclass
+class Outcome:
+    """The end of a switch on this member, and its measurements. Times in milliseconds, sizes in bytes.
+
+    certificate_ms: digests and census of both sides, without waiting for others. stats, late_stats: of the moves in the
+    pause, and of those after it. late_ms: how long the latter took, digests included; late_wait_ms: how long the step
+    waited in the end. pause_ms: of a late switch. layer_bytes: sent of what layers keep besides parameters. is_rebuilt:
+    whether the optimizer was taken off, even if it was put back on. connections: to the next world's members.
+    """
+
+    committed: bool = False
+    is_rebuilt: bool = False
+    is_uncertain: bool = False
+    """The board was lost: this member rolled back, but others may have committed."""
+    reason: str = ""
+    digest: str = ""
+    kinds: tuple[str, ...] = ()
+    stats: TransferStats | None = None
+    late_stats: TransferStats | None = None
+    layer_bytes: int = 0
+    late_ms: float = 0.0
+    late_wait_ms: float = 0.0
+    pause_ms: float | None = None
+    phases_ms: dict[str, float] = field(default_factory=dict)
+    certificate_ms: float = 0.0
+    peak_memory: int = 0
+    connections: Connections = field(default_factory=Connections)
+    over_all: dict[str, Any] = field(default_factory=dict)
+    """Measures over all members: sums of the bytes kept, local and sent, and the largest value of all others."""
+    warnings: list[str] = field(default_factory=list)
+
+    def measured(self) -> dict[str, Any]:
+        """Return what this member measured, as one of the records that `over_all` adds up."""
+        moved = [stats for stats in (self.stats, self.late_stats) if stats is not None]
+        return {
+            "kept": sum(stats.bytes_in_place for stats in moved),
+            "local": sum(stats.bytes_local for stats in moved),
+            "sent": sum(stats.bytes_sent for stats in moved) + self.layer_bytes,
+            "layers": self.layer_bytes,
+            "late_bytes": self.late_stats.bytes_sent if self.late_stats else 0,
+            "late_ms": self.late_ms,
+            "certificate_ms": self.certificate_ms,
+            "peak_memory": self.peak_memory,
+            "communicators_built": self.connections.built,
+            "communicators_kept": self.connections.kept,
+            "connect_ms": self.connections.milliseconds,
+            "connect_pause_ms": 0.0 if self.connections.is_ahead else self.connections.milliseconds,
+        }
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time the block as a phase."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.phases_ms[name] = 1e3 * (time.perf_counter() - begin)
+
+    def acknowledge(self, session: Session) -> None:
+        """Wait, after the commit, until all members have read it, and learn what all have measured."""
+        try:
+            self.over_all = session.reduce("acknowledged", self.measured(), over_all, doing="acknowledging the commit")
+        except (DynatrainError, td.DistError) as missing:  # committed: no member may go back
+            self.warnings.append(str(missing))
+
+
+def over_all(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Join the measures of two parts of the members."""
+    sums = {name: one[name] + other[name] for name in SUMS}
+    return {**sums, **{name: max(one[name], other[name]) for name in one.keys() - SUMS}}
+
+
+def meet(session: Session, engine: EngineCore, preparation: Preparation, place: str) -> None:
+    """Wait until all are prepared and stand at one boundary; SwitchFailed if one could not be prepared."""
+    agreement.wait_until_prepared(preparation.board, preparation.proposal, session.stop)
+    agreement.meet(session, preparation.proposal, int(engine.global_steps), place)
+    preparation.join()
+
+
+def drain(engine: EngineCore, proposal: Proposal, rank: int, outcome: Outcome) -> Before:
+    """Return the state of a working member, after checks that it stands still and lies where it should.
+
+    Raise SwitchRefused if a window is open or the registered parameters have changed, CensusError if a part of the
+    state is not where it should be.
+    """
+    refuse_at_boundary(engine.host)
+    refuse_changes(engine.host)
+    before = Before.of(engine)
+    check_census(engine.host, engine.vps, rank, before.buffers, "before the moves")
+    outcome.warnings += last_gradients_warning(engine, proposal)
+    return before
+
+
+def last_gradients_warning(engine: EngineCore, proposal: Proposal) -> list[str]:
+    """Return a warning if parameters without a gradient are stepped differently before and after the switch.
+
+    ZeRO-3, and offload in stages 1 to 3, step such a parameter with its last gradient; other stages do not.
+    """
+    names, vps = engine.host.without_gradient, engine.vps
+    rows = [row_of(kind.name) for kind in vps.kinds]
+    offloads = any(row.is_offloaded for row in rows)
+    keeping = {stage for row in rows if row.is_gradient for stage in row.stages}
+    if not names or len({layout.zero_stage in keeping for layout in (proposal.source_layout, proposal.layout)}) == 1:
+        return []
+    where = "stages 1 to 3 re-use their last gradient under CPU offload, stage 0 does"
+    where = where if offloads else "stage 3 re-uses their last gradient, the other stages do"
+    return [
+        f"{len(names)} parameters got no gradient in the last step ({', '.join(names[:3])}): ZeRO {where} not, "
+        "so their updates change with the stage"
+    ]
+
+
+def connect(preparation: Preparation, old_world: World | None, session: Session) -> None:
+    """Connect the next world's groups over the accelerator while all members wait and nothing is under way.
+
+    Does nothing without an accelerator, or if it was done before. All members of either world call it. Raise
+    MemberMissing for one that does not come, RuntimeError if they cannot be connected within the time-out; the
+    connections made until then end with the preparation.
+    """
+    world = preparation.world
+    if not is_accelerated() or world is None or preparation.connections is not None:
+        return
+    synchronize()
+    session.reduce(agreement.CONNECTING, None, _nothing, doing="connecting the next world's members")
+    preparation.connections = world.connect(preparation.board.timeout_seconds, old_world, session.stop)
+
+
+def connect_ahead(preparation: Preparation, old_world: World | None) -> Decision:
+    """Connect at a boundary before that of the switch; return the same decision on all members.
+
+    If it is a no, the switch cannot come about, and nothing else has changed. Raise OutcomeUnknown if the board is
+    gone.
+    """
+    board, proposal = preparation.board, preparation.proposal
+    what = f"connecting for the switch to {proposal.layout}"
+    session = Session(board, agreement.ahead_key(proposal), proposal.union, what, stop=preparation.stop)
+
+    def work() -> None:
+        preparation.join()
+        connect(preparation, old_world, session)
+
+    decision = session.vote(work)
+    if decision.commit and preparation.connections is not None:
+        preparation.connections = replace(preparation.connections, is_ahead=True)
+    elif session.is_first and not decision.commit:  # for members that have no part in it
+        board.decide(f"record/{proposal.generation}", {"commit": False, "reason": decision.reason})
+    return decision
+
+
+def _nothing(one: None, other: None) -> None:
+    """Join nothing: it matters only that all members have come."""

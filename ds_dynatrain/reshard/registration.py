@@ -1,0 +1,140 @@
+"""Registration of trained parameters and optimizer groups: what the job has so far, and how an engine follows it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from ds_dynatrain.adapters.model import ModelMap
+from ds_dynatrain.adapters.regroup import Lists, NewGroup, Regrouping, follow, lists_per_group, put_lists_back
+from ds_dynatrain.errors import CheckpointError, SwitchRefused
+from ds_dynatrain.reshard.core import EngineCore
+from ds_dynatrain.reshard.space import space_of
+
+
+def catch_up(engine: EngineCore) -> None:
+    """Take over what the working members have registered meanwhile. Called on idle members."""
+    while (record := engine.control.read(f"registration/{len(engine.registered) + 1}")) is not None:
+        repeat(engine, [record])
+
+
+def repeat(engine: EngineCore, records: Sequence[dict[str, Any]]) -> None:
+    """Register what the job has registered, in its order. Called on idle members."""
+    for record in records:
+        Adoption(engine, Regrouping.from_json(record)).make()
+        engine.registered.append(record)
+
+
+def note(engine: EngineCore, asked: Regrouping) -> None:
+    """Count a registration that is committed, and post it for idle members, which read it in `catch_up`."""
+    engine.registered.append(asked.to_json())
+    engine.control.decide(f"registration/{len(engine.registered)}", asked.to_json())
+
+
+def registration_of(engine: EngineCore) -> Regrouping:
+    """Return what is trained and in which groups, as a checkpoint says it.
+
+    Origins are the numbers of the groups that `initialize` made.
+    """
+    model = engine.host.model_map
+    groups = [NewGroup(first, False, names) for first, names in zip(_origins(engine), model.group_names, strict=True)]
+    flags = zip(model.tensors, model.requires_grad, strict=True)
+    return Regrouping(tuple(groups), tuple(tensor.name for tensor, flag in flags if flag))
+
+
+def regrouping_to(engine: EngineCore, saved: Regrouping) -> Regrouping | None:
+    """Return the registration that leads from the present groups to those of a checkpoint.
+
+    None if these are the same, and for a checkpoint of another model. Raises CheckpointError, naming the parameter, if
+    there is no such registration.
+    """
+    model, present = engine.host.model_map, registration_of(engine)
+    flags = {tensor.name: flag for tensor, flag in zip(model.tensors, model.requires_grad, strict=True)}
+    wanted = {name for group in saved.groups for name in group.names}.union(saved.requires_grad)
+    listed = [group.names for group in saved.groups]
+    trained = {name for name, flag in flags.items() if flag}
+    is_same = listed == [group.names for group in present.groups] and trained == {*saved.requires_grad}
+    if is_same or not wanted <= flags.keys():
+        return None
+    try:
+        engine.host.shaper.refuse_to_train({*saved.requires_grad} - trained)
+        lists_per_group(engine.host.lr_scheduler, len(model.groups))
+    except SwitchRefused as refused:
+        changed = sorted(trained.symmetric_difference(saved.requires_grad)) or sorted(wanted)
+        raise CheckpointError(
+            f"{changed[0]!r} was registered anew by the job that saved it, and this cannot be repeated here: "
+            f"{refused.reason}; {refused.way_out}"
+        ) from None
+    origins, groups = _origins(engine), list[NewGroup]()
+    for group in saved.groups:
+        if group.origin not in origins:
+            raise CheckpointError(
+                f"{group.names[0]!r} is in an optimizer group that comes from group {group.origin} of initialize, "
+                f"which this job does not have any more; start the job anew, with dynatrain.resume"
+            )
+        at = origins.index(group.origin)
+        groups.append(NewGroup(at, any(at == each.origin for each in groups), group.names))
+    return Regrouping(tuple(groups), tuple(name for name in flags if name in saved.requires_grad))
+
+
+def _origins(engine: EngineCore) -> list[int]:
+    """Return, for each present group, the number of the group of `initialize` that it comes from."""
+    origins: list[int] | None = None
+    for record in engine.registered:
+        step = Regrouping.from_json(record).origins
+        origins = step if origins is None else [origins[each] for each in step]
+    return list(range(len(engine.host.model_map.groups))) if origins is None else origins
+
+
+class Adoption:
+    """Replacement of the optimizer groups of an engine whose optimizer is off, which can be undone.
+
+    The constructor notes the present ones: model and space, the optimizer's dictionaries with their contents, and the
+    scheduler's lists. It raises SwitchRefused for a scheduler of a class that it does not know.
+    """
+
+    def __init__(self, engine: EngineCore, asked: Regrouping) -> None:
+        self._engine, self._asked, host = engine, asked, engine.host
+        self.model, self.vps = host.model_map, engine.vps
+        self._groups = [(group, dict(group)) for group in host.basic_optimizer.param_groups]
+        self._lists: Lists = lists_per_group(host.lr_scheduler, len(self._groups))
+
+    def make(self) -> None:
+        """Make the new groups those of the optimizer; a group that lives on is the same dictionary.
+
+        `requires_grad` is also set for parameters that this member does not hold.
+        """
+        engine, asked, host = self._engine, self._asked, self._engine.host
+        model = host.model_map.regrouped([group.names for group in asked.groups], set(asked.requires_grad))
+        require_as(model)
+        present = list(host.basic_optimizer.param_groups)
+        wanted = asked.groups_of(present, model.named)
+        for group, values in zip(asked.groups, wanted, strict=True):
+            if not group.fresh:
+                present[group.origin].update(values)
+        groups = [
+            values if group.fresh else present[group.origin] for group, values in zip(asked.groups, wanted, strict=True)
+        ]
+        host.adopt(model, groups)
+        follow(self._lists, asked.origins)
+        line = self.vps.line
+        tensors = tuple(replace(self.vps.tensors[line.index(each.name)], group=each.group) for each in model.tensors)
+        engine.adopt_space(space_of(engine, engine.layout, engine.members, tensors))
+
+    def undo(self) -> None:
+        """Put the previous groups back. The optimizer must be off."""
+        engine = self._engine
+        require_as(self.model)
+        for (group, values), listed in zip(self._groups, self.model.groups, strict=True):
+            group.clear()
+            group.update({**values, "params": list(listed)})
+        engine.host.adopt(self.model, [group for group, _ in self._groups])
+        put_lists_back(self._lists)
+        engine.adopt_space(self.vps)
+
+
+def require_as(model: ModelMap) -> None:
+    """Set every parameter's `requires_grad` as it was registered."""
+    for parameter, flag in zip(model.parameters, model.requires_grad, strict=True):
+        parameter.requires_grad_(flag)

@@ -1,0 +1,304 @@
+"""Restoration of a state into living processes: new buffers, their proofs, the engine over them, one outcome.
+
+The state comes from a `StateSource`: a checkpoint (`restore`), copies that members keep of each other
+(`copies.from_copies`), or the same members under other parameter groups (`engine.regrouping`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from ds_dynatrain.adapters.memory import provide, release, zeros
+from ds_dynatrain.adapters.placement import Memory
+from ds_dynatrain.adapters.regroup import Regrouping
+from ds_dynatrain.adapters.state import Buffers
+from ds_dynatrain.adapters.world import World
+from ds_dynatrain.elastic.main_thread import OWN_WAITS
+from ds_dynatrain.errors import CheckpointError, OutcomeUnknown
+from ds_dynatrain.membership.control import Control
+from ds_dynatrain.membership.session import Decision, Session
+from ds_dynatrain.reshard import feasible, streams
+from ds_dynatrain.reshard.carry import scalars_of, settle_counters, shared_carry, take_all
+from ds_dynatrain.reshard.census import check_census
+from ds_dynatrain.reshard.core import EngineCore
+from ds_dynatrain.reshard.encoding import fingerprint
+from ds_dynatrain.reshard.registration import Adoption, note
+from ds_dynatrain.reshard.swap import Before, Swap
+from ds_dynatrain.reshard.targets import needs
+from ds_dynatrain.space import Layout, VirtualParameterSpace, row_of
+
+
+@dataclass(frozen=True)
+class Restored:
+    """The state that training goes on from. path: of the checkpoint. step: optimizer steps done there.
+
+    client_state: given to DeepSpeed's `save_checkpoint`, and its additions; empty for a checkpoint of ours. kinds:
+    state kinds that were saved. digest: of the whole state, as in a switch's certificate.
+    """
+
+    path: Path
+    step: int
+    client_state: dict[str, Any] = field(default_factory=dict)
+    kinds: tuple[str, ...] = ()
+    digest: str = ""
+
+
+@dataclass(frozen=True)
+class Goal:
+    """The layout and world to restore into, and the keys on the board for it.
+
+    record: the key of the outcome. begins_anew: whether an engine without state begins as after a failure; otherwise it
+    is in a switch. what: the call, for errors. is_patient: see `Session`.
+    """
+
+    layout: Layout
+    members: tuple[int, ...]
+    world: World
+    key: str
+    record: str
+    begins_anew: bool = True
+    what: str = "loading a checkpoint"
+    is_patient: bool = True
+
+    def session(self, board: Control) -> Session:
+        """Return the session of its members."""
+        return Session(board, self.key, self.members, self.what, record=self.record, is_patient=self.is_patient)
+
+
+class StateSource:
+    """A source of a whole state, as one member of a goal reads it.
+
+    kinds: state kinds in it. client_state: see `Restored`. compared: parts of the shared carry that must be the same in
+    the engine once they are taken over. is_proved_at_the_end: whether `prove` looks at the buffers of the rebuilt
+    engine instead of the new ones before that. After `regrouping`, which the engine then follows, `memory` is called
+    first and `prove` last.
+    """
+
+    compared: Sequence[str] = ("counters", "windows", "epoch", "groups", "scalars", "scaling", "scheduler")
+    is_proved_at_the_end = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close nothing by default."""
+
+    @property
+    def kinds(self) -> Sequence[str]:
+        raise NotImplementedError
+
+    @property
+    def client_state(self) -> dict[str, Any]:
+        return {}
+
+    @property
+    def regrouping(self) -> Regrouping | None:
+        """Change from the present parameter groups to those of the source; None if they are the same."""
+        return None
+
+    def memory(self, memory: Mapping[str, Memory]) -> dict[str, Memory]:
+        """Return the memory of each kind that there will be; CheckpointError if it is of another model or optimizer."""
+        return {kind: made_of for kind, made_of in memory.items() if kind in self.kinds or not row_of(kind).is_moment}
+
+    def fill(self, rank: int, buffers: Buffers) -> None:
+        """Fill the buffers of a rank."""
+        raise NotImplementedError
+
+    def shared(self) -> dict[str, Any]:
+        """Return what all ranks share of the state that is no tensor: counters, schedule, hyper-parameters."""
+        raise NotImplementedError
+
+    def rest(self, rank: int) -> dict[str, Any] | None:
+        """Return the state of one rank that is no tensor of a plan, such as buffers and objects of the user.
+
+        None if that and the rank's random streams stay as they are.
+        """
+        return None
+
+    def streams(self, rank: int) -> streams.Streams:
+        """Return a rank's random streams."""
+        return streams.capture()
+
+    def prove(self, rank: int, buffers: Buffers, kinds: Sequence[str]) -> str:
+        """Return one digest of the whole state, once all members together hold the state of the source.
+
+        kinds: state kinds that have buffers. Raise CheckpointDamaged or CertificateError, naming tensor and kind, if
+        members hold anything else.
+        """
+        raise NotImplementedError
+
+
+Opener = Callable[[], AbstractContextManager[StateSource]]
+"""Function that opens a source. Called within the vote, so it may fail."""
+
+
+class Restoration:
+    """The transaction on one member. where: name of the source, for messages. old: the state to go back to, if any.
+
+    kinds, digest, client_state: as in `Restored`, once it has run.
+    """
+
+    def __init__(self, engine: EngineCore, goal: Goal, opener: Opener, where: str, old: Before | None) -> None:
+        self.engine, self.goal, self.where, self.old = engine, goal, where, old
+        self._opener = opener
+        self.control = engine.control
+        self.session = goal.session(engine.control)
+        self.client_state: dict[str, Any] = {}
+        self.rank = goal.members.index(engine.control.member)
+        self.vps: VirtualParameterSpace = engine.vps.with_layout(goal.layout, goal.members)
+        self.registered: Regrouping | None = None
+        self.buffers: Buffers = {}
+        self.shared: dict[str, Any] = {}
+        self.rest: dict[str, Any] | None = None
+        self.streams: streams.Streams = {}
+        self.memory: dict[str, Memory] = {}
+        self.kinds: tuple[str, ...] = ()
+        self.digest = ""
+        self.swap = Swap(engine)
+
+    def run(self) -> None:
+        """Restore everything or nothing, on all members alike; CheckpointError says why nothing was restored."""
+        decision = self.vote()
+        if decision.commit:
+            return
+        what = "" if self.old is None else "engine.load: "
+        end = "" if self.old is None else "; training goes on as before it"
+        where = "" if self.where in decision.reason else f"{self.where}: "
+        raise decision.checkpoint_error(f"{what}{where}{decision.reason}{end}")
+
+    def vote(self) -> Decision:
+        """Return the decision of all members, after carrying it out."""
+        try:
+            decision = self.session.vote(self._carry_out)
+        except OutcomeUnknown:
+            self._undo()
+            if self.old is None:  # it holds no state: a later generation can restore
+                self.control.lost = None
+            raise
+        self._commit() if decision.commit else self._undo()
+        if self.swap.has_begun and self.engine.host.compilations.count:
+            self.engine.host.compilations.forget()
+        decision.raise_interrupt()
+        return decision
+
+    def _carry_out(self) -> None:
+        what = f"{'restoring' if self.old is None else 'loading'} {self.where}"
+        with OWN_WAITS.waiting(what), self._opener() as source:
+            self._register(source)
+            self._read(source)
+            if not source.is_proved_at_the_end:
+                self._verify_tensors(source, self.buffers)
+            self.client_state = source.client_state
+        self._swap()
+        self._verify_carry(source)
+
+    def _register(self, source: StateSource) -> None:
+        """Register the parameters and groups of the source; the optimizer is off afterwards."""
+        engine = self.engine
+        self.registered = source.regrouping
+        if self.registered is None:
+            return
+        if self.old is not None:
+            self.swap.off(self.old)
+        adoption = Adoption(engine, self.registered)
+        self.swap.on_undo(adoption.undo)
+        adoption.make()
+        self.vps = engine.vps.with_layout(self.goal.layout, self.goal.members)
+
+    def _read(self, source: StateSource) -> None:
+        """Fill new buffers, and read the carry; the engine's own buffers are not touched."""
+        engine, layout = self.engine, self.goal.layout
+        self.memory = source.memory(engine.memory_in(layout))
+        if self.old is not None:
+            room = needs(engine, layout, self.goal.members)
+            feasible.check_memory(self.control.member, room, engine.candidates.nodes)
+        self.buffers = provide(self.vps.local(layout, self.rank), self.memory, set(), {}, zeros)
+        source.fill(self.rank, self.buffers)
+        self.shared, self.rest = source.shared(), source.rest(self.rank)
+        self.streams = source.streams(self.rank)
+
+    def _verify_tensors(self, source: StateSource, held: Buffers) -> None:
+        kinds = tuple(kind for kind in self.memory if kind in source.kinds)
+        self.kinds, self.digest = tuple(source.kinds), source.prove(self.rank, held, kinds)
+
+    def _verify_carry(self, source: StateSource) -> None:
+        """Raise CensusError or CheckpointError unless the rebuilt engine has the restored state on all members."""
+        engine = self.engine
+        held, scalars = engine.host.state_buffers()
+        check_census(engine.host, self.vps, self.rank, held, "after loading")
+        shared = shared_carry(engine, scalars)
+        lost = [part for part in source.compared if fingerprint(shared[part]) != fingerprint(self.shared[part])]
+        if lost:
+            raise CheckpointError(
+                f"{', '.join(lost)}: not as saved once taken over; let load_state_dict of registered objects restore "
+                "what state_dict gave"
+            )
+        if self.rest is not None and streams.capture() != self.streams:
+            raise CheckpointError(
+                "the random streams are not those that were put in; load again while no other thread draws random "
+                "numbers"
+            )
+        prints = self.session.reduce("taken", [[self.control.member, fingerprint(shared)]], _two_that_differ)
+        if len(prints) > 1:
+            raise CheckpointError(
+                f"the carry of member {prints[1][0]} is not that of member {prints[0][0]}; let load_state_dict of "
+                "registered objects give the same on all members"
+            )
+        if source.is_proved_at_the_end:
+            self._verify_tensors(source, held)
+
+    # ---- the engine --------------------------------------------------------------------------------------------------
+
+    def _swap(self) -> None:
+        goal = self.goal
+        if self.old is None:
+            self.swap.into(goal.world)
+        else:
+            self.swap.off(self.old)
+        self.swap.over(self.vps, goal.layout, goal.world, self.rank, self.buffers, scalars_of(self.shared))
+        self._take()
+
+    def _take(self) -> None:
+        """Put the state that is no tensor into the engine: the shared part, this rank's part, random streams."""
+        if self.rest is None:
+            settle_counters(self.engine, self.shared)
+            return
+        take_all(self.engine, self.shared, self.rest)
+        streams.restore(self.streams)
+
+    def _commit(self) -> None:
+        engine, goal = self.engine, self.goal
+        if self.registered is not None:
+            note(engine, self.registered)
+        self.swap.keep()
+        if self.old is not None:
+            self.control.track_teardown(release(self.old.buffers))
+        else:
+            engine.world, engine.layout, engine.members = goal.world, goal.layout, goal.members
+            if goal.begins_anew:
+                engine.begin_anew(goal.world.generation)
+        engine.host.forget_steps()
+
+    def _undo(self) -> None:
+        """Go back to the old state, or without one to that of an idle member."""
+        self.swap.undo()
+        self.buffers = {}
+
+
+def let_go(engine: EngineCore) -> None:
+    """Make an engine as empty as an idle member's, without a message to anybody; its state is lost."""
+    engine.close_loaders()
+    if engine.world is not None:
+        engine.host.detach()
+        engine.host.leave_world()
+        engine.world = None
+
+
+def _two_that_differ(one: list[list[Any]], other: list[list[Any]]) -> list[list[Any]]:
+    """Return the first member and its value, and one with another value if there is any."""
+    first, *rest = one
+    return [first, *[each for each in (*rest, *other) if each[1] != first[1]][:1]]

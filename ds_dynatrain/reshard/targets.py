@@ -1,0 +1,160 @@
+"""Targets of an engine's switches: whether a layout is possible, which member gets which rank, and the memory it
+needs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ds_dynatrain.adapters.device import HOST, compute_device, training_bytes
+from ds_dynatrain.adapters.memory import bucket_bytes
+from ds_dynatrain.adapters.offload import refuse_moved_states, working_bytes
+from ds_dynatrain.adapters.optimizers import refuse_optimizer_layout
+from ds_dynatrain.adapters.optimizers import rule_of as optimizer_rule_of
+from ds_dynatrain.adapters.pipeline import is_pipeline
+from ds_dynatrain.adapters.support import refuse_changes, refuse_module
+from ds_dynatrain.errors import SwitchRefused
+from ds_dynatrain.membership.destinations import growing, rule_of
+from ds_dynatrain.plan import assign_slots
+from ds_dynatrain.reshard import feasible
+from ds_dynatrain.reshard.carry import refuse_tensor_settings
+from ds_dynatrain.reshard.core import EngineCore
+from ds_dynatrain.reshard.process import PROCESS, refuse_idle_target, refuse_target_beside_plain
+from ds_dynatrain.space import Layout, LocalSpace
+from ds_dynatrain.support import Target, refuse_layout, usage
+
+
+class Targets:
+    """Checks of layouts for one engine. rule: the layouts for n members, in a job whose members come and go."""
+
+    def __init__(self, engine: EngineCore) -> None:
+        self.engine = engine
+        self.rule = rule_of(engine.settings.raw_layouts, self._best)
+
+    def _best(self, members: int, present: Layout) -> Iterator[Layout]:
+        """Yield layouts for so many members, best first, as an extension ranks them; without one, the widest data
+        axes.
+        """
+        found = (extension.best_layouts(members) for extension in self.engine.job.extensions)
+        yield from next((layouts for layouts in found if layouts is not None), growing(members, present))
+
+    def step_ms(self, target: Layout, members: Sequence[int]) -> dict[str, float]:
+        """Return how long a step takes in a layout, as an extension predicts it; {} if none does. members: by rank."""
+        return next(filter(None, (each.step_ms(target, members) for each in self.engine.job.extensions)), {})
+
+    def checked(self, layout: Layout | None, changes: Mapping[str, Any]) -> Layout:
+        """Return the layout that is asked for; raise SwitchRefused if the engine cannot go there."""
+        engine = self.engine
+        refuse_moved_states(engine.host)
+        target = feasible.target_layout(engine.layout, layout, changes)
+        refuse_idle_target(target, len(PROCESS.membership.able(engine)))
+        refuse_target_beside_plain(target, engine.layout)
+        self.check(target, len(engine.candidates))
+        return target
+
+    def check(self, target: Layout, processes: int) -> None:
+        """Raise SwitchRefused if so many processes cannot train this model in a layout."""
+        engine = self.engine
+        refuse_moved_states(engine.host)
+        if not engine.idle:
+            refuse_changes(engine.host)
+            refuse_tensor_settings(engine)
+        feasible.check_combination(engine.job.features, target, processes)  # first: other refusals keep its axes
+        feasible.check_size(target, processes)
+        feasible.check_batch(
+            target, engine.job.batch_sizes, engine.host.shaper.whole(engine.host.module), engine.job.has_stages
+        )
+        for extension in engine.job.extensions:
+            extension.check_layout(target, engine.job.batch_sizes, engine.job.has_stages)
+        self.check_features(target, processes)
+
+    def check_late(self, target: Layout) -> None:
+        """Raise SwitchRefused if masters and moments cannot follow after the pause."""
+        engine = self.engine
+        if engine.is_lean:
+            raise usage("late lean switches").refused()
+        if PROCESS.is_shared:
+            raise usage("late switches beside another engine").refused()
+        wide = [layout for layout in (engine.layout, target) if layout.world_size > layout.data]
+        if wide or is_pipeline(engine.host.module):
+            raise usage("late switches of other axes").refused(f"a late switch of {wide[0] if wide else 'a pipeline'}")
+        if optimizer_rule_of(engine.host.basic_optimizer).whole_tensors:
+            raise usage("late switches with Muon").refused()
+        if not engine.train_loaders:
+            raise usage("late switches without a loader").refused()
+
+    def check_features(self, target: Layout, processes: int | None = None) -> None:
+        """Raise SwitchRefused if a layout excludes the model or a key of the configuration."""
+        engine = self.engine
+        processes = len(engine.candidates) if processes is None else processes
+        feasible.check_combination(engine.job.features, target, processes)
+        feasible.check_axes(engine.vps, target)
+        feasible.check_elements(engine.vps, target)
+        config, optimizer = engine.job.user_config, engine.host.basic_optimizer
+        refuse_module(engine.host.module, target, config)
+        refuse_layout(Target(config, target, engine.layout, type(optimizer)))
+        refuse_optimizer_layout(optimizer, config, target, engine.layout)
+        try:
+            engine.config_for(target)
+        except Exception as error:  # DeepSpeed checks some keys against the stage, with whatever exception
+            reason = f"DeepSpeed does not take this configuration in {target}: {type(error).__name__}: {error}"
+            raise SwitchRefused(reason, "choose another stage, or change the key that it names") from error
+
+    def members_for(self, target: Layout, without: tuple[int, ...] = (), late: bool = False) -> tuple[int, ...]:
+        """Return the member at each rank of a layout; raise SwitchRefused if members or this node's memory are too few.
+
+        without: members that are to have no rank. late: whether the switch is late.
+        """
+        pool, engine = self.engine.candidates, self.engine
+        able = tuple(member for member in PROCESS.membership.able(engine) if member not in without)
+        if len(able) < target.world_size:
+            raise SwitchRefused(
+                f"{target} has {target.world_size} ranks, and {len(able)} members may take one",
+                f"choose a layout of at most {len(able)} ranks",
+            )
+        members = assign_slots(engine.vps, target, able, pool.nodes)
+        feasible.check_memory(engine.control.member, needs(engine, target, members, late), pool.nodes)
+        return members
+
+
+def needs(engine: EngineCore, target: Layout, members: tuple[int, ...], late: bool = False) -> feasible.Needs:
+    """Return the bytes that each member allocates at most: the target's buffers and staging; if lean, less its source.
+
+    late: both sides are held while a global batch is trained. The memory that training has taken on this member's
+    accelerator so far is counted for every member; each one only looks at its own sum.
+    """
+    beside = Counter({compute_device().type: training_bytes()} if late else {})
+    vps, budget = engine.vps, engine.settings.memory_budget_bytes
+    differ = any(kind.overlaps(layout) for kind in vps.kinds for layout in (target, vps.layout))
+    known: dict[tuple[Layout, int, int], Counter[str]] = {}
+
+    def held(layout: Layout, rank: int) -> Counter[str]:
+        local = vps.local(layout, rank)
+        alike = layout, id(local.line), local.zero_rank if differ else 0  # ranks with one line need the same
+        if alike not in known:
+            known[alike] = _state_bytes(engine, local)
+        return known[alike]
+
+    found: dict[tuple[int, str], int] = {}
+    for rank, member in enumerate(members):
+        size = held(target, rank) + beside
+        is_freed = engine.is_lean and member in vps.members
+        freed = held(vps.layout, vps.members.index(member)) if is_freed else Counter[str]()
+        for device in {*size, HOST.type}:
+            staged = min(budget, size.total()) if device == HOST.type else 0  # messages pass through host memory
+            found[member, device] = max(0, size[device] - freed[device]) + staged
+    return found
+
+
+def _state_bytes(engine: EngineCore, local: LocalSpace) -> Counter[str]:
+    """Return the bytes of all buffers of a rank, by the type of device."""
+    memory, accumulates = engine.memory_in(local.layout), engine.batch_for(local.layout).accumulation > 1
+    state = Counter[str]()
+    for (kind, _), size in local.sizes().items():
+        state[memory[kind].place.device.type] += size * memory[kind].dtype.itemsize
+    state[compute_device().type] += bucket_bytes(engine.deepspeed, local.layout.zero_stage)
+    if engine.deepspeed.zero_use_cpu_optimizer():
+        state[HOST.type] += working_bytes(local, memory["weight"].dtype, accumulates)
+    return state

@@ -1,0 +1,169 @@
+"""Ways of bytes between any two members of a switch: found while it is prepared, the same at both ends.
+
+Members of one machine read each other's memory if that is permitted, also on their accelerators. Between other
+accelerators the library of their collectives sends, and all remaining bytes go over the transfer group, by gloo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from ds_dynatrain.adapters.communicators import Communicator, CommunicatorLink, can_send_between_devices
+from ds_dynatrain.adapters.device import HOST, compute_device, device_backend
+from ds_dynatrain.adapters.world import World
+from ds_dynatrain.errors import SwitchFailed, SwitchRefused
+from ds_dynatrain.membership.control import Control
+from ds_dynatrain.membership.proposal import Proposal
+from ds_dynatrain.membership.session import Session
+from ds_dynatrain.plan import MemberPlan
+from ds_dynatrain.transfer import (
+    Batching,
+    GroupTransport,
+    Neighbors,
+    RoutedTransport,
+    Sharing,
+    Transport,
+    device_memory,
+)
+from ds_dynatrain.transfer.apart import split
+from ds_dynatrain.transfer.neighbors import machine
+
+POLL_SECONDS = 0.05
+"""Time between two looks; it can be long, as training continues meanwhile."""
+
+
+@dataclass
+class Ways:
+    """Ways from one member to all others, and back.
+
+    way: as `dynatrain.transport`. stop: called in every wait, raises if the switch will not come about. neighbors:
+    members on this machine that may be read; batching: moves that the accelerators' library sends.
+    """
+
+    way: str
+    control: Control
+    proposal: Proposal
+    stop: Callable[[], None]
+    neighbors: Neighbors | None = None
+    batching: Batching | None = None
+
+    def announce(self) -> None:
+        """Say which machine this member is on; all do so before any of them calls `meet`."""
+        if self.way != "gloo":
+            self.control.add_to_list(self._machine, self.control.member)
+
+    def meet(self) -> None:
+        """Find the neighbors; raise SwitchRefused if all members were to be read, and some cannot be."""
+        if self.way == "gloo":
+            return
+        member, device, seconds = self.control.member, compute_device(), self.control.timeout_seconds
+        read = None if self.way == "nccl" else device
+        self.neighbors = Neighbors.meet(member, self._share, seconds, self.stop, read)
+        if self.way == "ipc" and self._far:
+            far = sorted(self._far)
+            self.end()
+            raise SwitchRefused(
+                f'dynatrain.transport is "ipc", and member {member} on {device} and members {far} cannot read each '
+                "other's accelerator memory",
+                'set it to "auto", which takes other ways between these',
+            )
+
+    def agree_on_batching(
+        self, plan: Callable[[], MemberPlan], kinds: frozenset[str], budget_bytes: int, session: Session, world: World
+    ) -> None:
+        """Agree on the moves that go by the library of the accelerators' collectives.
+
+        These are moves of all state on devices between members that do not read each other's memory; none, on all
+        members alike, if another way was asked for. plan: this member's moves. kinds: the state kinds on devices,
+        before and after. world: the next one, which is told whether it needs a communicator for that. Raises
+        SwitchRefused if this way was asked for and there is no such library.
+        """
+        if self.way == "nccl" and not can_send_between_devices():
+            device = compute_device()
+            has = "which has none" if device == HOST else f"whose library is {device_backend()}"
+            raise SwitchRefused(
+                f'dynatrain.transport is "nccl", and member {self.control.member} computes on {device}, {has}',
+                'set it to "auto", which takes what there is',
+            )
+        if self.way not in ("auto", "nccl") or not can_send_between_devices():
+            return
+        mine = len(split(plan(), self._far, kinds, kinds)[1])
+        most = session.reduce("batches", mine, max, doing="finding the way between devices")
+        world.moves_by_device = most > 0
+        self.batching = Batching(self._far, kinds, most, budget_bytes) if most else None
+
+    def sharing(self, kinds: frozenset[str]) -> Sharing | None:
+        """Return whose memory on accelerators this member reads; None if it reads none, or its neighbors are not known
+        yet.
+
+        kinds: the state kinds whose present buffers are on accelerators.
+        """
+        memory, lenders = device_memory(compute_device()), self._lenders
+        return Sharing(memory, lenders, kinds) if memory is not None and lenders else None
+
+    def transport(self, world: World | None) -> Transport:
+        """Return the transport over the host between all members of both worlds; raise SwitchFailed without a next
+        world.
+        """
+        if world is None or world.transfer is None:
+            raise SwitchFailed("the groups of the next world are not there")
+        stop = None if self.control.watch is None else self.stop
+        group = GroupTransport(world.transfer, world.transfer_members, stop)
+        if self.neighbors is None:
+            return group
+        self.neighbors.permit()
+        return RoutedTransport(self.neighbors, group)
+
+    def link(self, world: World | None, stop: Callable[[], None]) -> CommunicatorLink | None:
+        """Return the link between the devices of all members of both worlds, once connected; None if no moves go by
+        it.
+        """
+        if self.batching is None or world is None or world.moving is None:
+            return None
+        return CommunicatorLink(world.moving, self.control.member, world.transfer_members, stop)
+
+    def may_lend(self, old: World | None) -> Communicator | None:
+        """Return the old world's communicator if moves between devices go by it; else None.
+
+        All members of the old world know it alike, also those that have not come to the moves. It then serves the new
+        world, too, or connects members that leave it. None is kept in a job whose members come and go.
+        """
+        if self.way not in ("auto", "nccl") or not can_send_between_devices() or old is None or old.status is not None:
+            return None
+        return old.communicators.get(("", self.proposal.union))
+
+    def end(self) -> None:
+        """Let no neighbor read this member any more."""
+        if self.neighbors is not None:
+            self.neighbors.close()
+            self.neighbors = None
+
+    @property
+    def _lenders(self) -> frozenset[int]:
+        """Members whose devices this member reads."""
+        return frozenset() if self.neighbors is None else self.neighbors.lenders
+
+    @property
+    def _far(self) -> frozenset[int]:
+        """Other members whose devices this member does not read."""
+        return frozenset(self.proposal.union) - {self.control.member} - self._lenders
+
+    def _share(self, what: str, record: Any) -> Mapping[int, Any]:
+        """Post a record for all members on this machine, and return theirs."""
+        board, key = self.control, f"{what}/{self.proposal.generation}"
+        board.post(f"{key}/{board.member}", record)
+        keys = {member: f"{key}/{member}" for member in self._on_machine}
+        return board.wait(keys, "finding neighbors", stop=self.stop, longest=POLL_SECONDS, is_there=False)
+
+    @cached_property
+    def _on_machine(self) -> list[int]:
+        """Members on this machine, including this one."""
+        return self.control.read_list(self._machine)
+
+    @property
+    def _machine(self) -> str:
+        """Key of the list of members on this machine."""
+        return f"machine/{self.proposal.generation}/{machine()}"
