@@ -86,7 +86,7 @@ def wanted_of(model: ModelMap, module: nn.Module, groups: Sequence[Mapping[str, 
     strange = _strange(model, module)
     if strange is not None:
         raise SwitchRefused(strange, "add parameters before initialize, frozen if need be; change their data in place")
-    names = model.names
+    names = {key: model.tensors[number].name for key, number in model.numbers.items()}
     asked = []
     for group in groups:
         held = group.get("params", ())
@@ -166,21 +166,25 @@ def changes(
     if len(optimizer.param_groups) != len(model.groups):
         have = f"the optimizer has {len(optimizer.param_groups)} groups and had {len(model.groups)}"
         return "optimizer groups", have
-    known = model.names
+    known = model.numbers
     for number, (group, listed) in enumerate(zip(optimizer.param_groups, model.groups, strict=True)):
         found = {id(each) for each in group["params"]} & known.keys()
         other = found ^ ({id(each) for each in listed} if plain else set())
         if other:
-            return "optimizer groups", f"{known[min(other)]!r} was put into group {number}, or taken out"
+            return (
+                "optimizer groups",
+                f"{model.tensors[known[min(other)]].name!r} was put into group {number}, or taken out",
+            )
     return None
 
 
 def _strange(model: ModelMap, module: nn.Module) -> str | None:
     """Describe a parameter that is not the object that was registered; None if there is none."""
-    known, present = model.names, {id(parameter): name for name, parameter in module.named_parameters()}
-    for key, name in present.items():
-        if key not in known:
+    present = set()
+    for name, parameter in module.named_parameters():
+        if id(parameter) not in model.numbers:
             return f"{name!r} is new in the model, or another object than at initialize"
+        present.add(id(parameter))
     for tensor, parameter in zip(model.tensors, model.parameters, strict=True):
         if tensor.numel and id(parameter) not in present:  # an empty one is of another rank
             return f"{tensor.name!r} is no longer in the model"

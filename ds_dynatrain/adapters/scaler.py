@@ -86,7 +86,9 @@ def read(optimizer: Any, aside: State) -> State:
     """Return the whole state: fields of the optimizer, and from `aside` those that it lacks."""
     state = dict(aside)
     for holder, names in places(optimizer):
-        state.update({field: _plain(getattr(holder, name)) for field, name in names.items() if field in state})
+        for field, name in names.items():
+            if field in state:
+                state[field] = _plain(getattr(holder, name))
     return state
 
 

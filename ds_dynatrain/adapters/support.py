@@ -94,11 +94,11 @@ def refuse_at_boundary(host: Any) -> None:
     if host.engine.inside_no_sync_ctxt:
         raise usage("no_sync").refused("a no_sync window is open")
     refuse_moved_states(host)
-    if host.open_gathers:
-        have = f"a deepspeed.zero.GatheredParameters block is open ({host.open_gathers})"
+    if host.gathers.open:
+        have = f"a deepspeed.zero.GatheredParameters block is open ({len(host.gathers.open)})"
         raise usage("GatheredParameters").refused(have)
-    if host.waiting_gradients:
-        have = f"gradients of {host.waiting_gradients} parameters wait for an optimizer step"
+    if host.gradients.seen:
+        have = f"gradients of {len(host.gradients.seen)} parameters wait for an optimizer step"
         raise usage("gradients without a step").refused(have)
 
 
