@@ -168,12 +168,20 @@ class Host:
 
     def scaling_state(self) -> scaler.State:
         """Return the loss scale and its related fields, including those that the present optimizer has no place for."""
-        return scaler.read(self.optimizer, self._scaling)
+        state = dict(self._scaling)
+        for holder, names in scaler.places(self.optimizer):
+            for key, name in names.items():
+                if key in state:
+                    state[key] = scaler.plain(getattr(holder, name))
+        return state
 
     def take_scaling(self, state: scaler.State) -> None:
         """Set the fields of a `scaling_state`; those that the present optimizer has no place for are kept aside."""
         self._scaling = dict(state)
-        scaler.write(self.optimizer, state)
+        for holder, names in scaler.places(self.optimizer):
+            for key, name in names.items():
+                if key in state:
+                    setattr(holder, name, state[key])
 
     def take_grad_norm(self, norm: float | None) -> None:
         """Report the norm of the last step on a member that did not take it; as a tensor, as DeepSpeed does."""

@@ -227,16 +227,18 @@ def common_scalars(scalars: Scalars, tensors: list[int], where: str) -> dict[str
 
     SwitchRefused if they differ: a tensor that some steps did not use cannot share a step count with the others.
     """
-    first = scalars.of(tensors[0]) if tensors else {}
-    for tensor in tensors[1:]:
-        other = scalars.of(tensor)
-        if other != first:
-            raise SwitchRefused(
-                f"{where}: tensor {tensors[0]} has {first}, tensor {tensor} has {other}, and the target layout keeps "
-                "one value for both",
-                "stay in ZeRO stage 0, or give such parameters an optimizer group of their own",
-            )
-    return first
+    common: dict[str, float] = {}
+    for name, table in scalars.values.items():
+        for tensor in tensors:
+            if table.get(tensor) != table.get(tensors[0]):
+                raise SwitchRefused(
+                    f"{where}: tensor {tensors[0]} has {scalars.of(tensors[0])}, tensor {tensor} has "
+                    f"{scalars.of(tensor)}, and the target layout keeps one value for both",
+                    "stay in ZeRO stage 0, or give such parameters an optimizer group of their own",
+                )
+        if tensors and tensors[0] in table:
+            common[name] = table[tensors[0]]
+    return common
 
 
 def level_counts(optimizer: torch.optim.Optimizer, scalars: Scalars, groups: Sequence[int]) -> None:

@@ -21,7 +21,7 @@ universal checkpoint then read and write the elements of other parameters. `corr
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -128,11 +128,10 @@ class FlatGroups(Stage):
         """
 
     def stepped(self, engine: Any, model: ModelMap) -> Iterator[Stepped]:
-        held = engine.optimizer
+        held, partly = engine.optimizer, getattr(engine.optimizer, "params_in_partition", None)
         for group, pair in enumerate(zip(getattr(held, self.flats), getattr(held, self.masters), strict=True)):
             tensors = [number for number, tensor in enumerate(model.tensors) if tensor.group == group != FROZEN]
-            partly = _held_partly(held, group)
-            whole = None if partly is None else sum(map(torch.Tensor.numel, partly))
+            whole = None if partly is None else sum(map(torch.Tensor.numel, partly[group]))
             yield Stepped(BufferId("group", group), group, tensors, *pair, is_empty_group(model, group), whole)
 
     def census(self, engine: Any, model: ModelMap) -> list[Found]:
@@ -148,7 +147,7 @@ class FlatGroups(Stage):
                 continue
             low, slots = self.slots(held, model, each.group)
             rows += rows_of(MASTER, each.master, slots, low)
-            partly = _held_partly(held, each.group) or ()
+            partly = () if each.whole is None else held.params_in_partition[each.group]
             for name in rule_of(basic).whole_tensors:
                 moment = basic.state.get(each.master, {}).get(name)
                 if moment is not None:
@@ -176,12 +175,6 @@ class FlatGroups(Stage):
         correct_fragments(held)
         if all(held.optimizer.state.get(group["params"][0]) for group in held.optimizer.param_groups):
             held._lazy_init_hp_params_optimizer_state()
-
-
-def _held_partly(held: Any, group: int) -> Sequence[torch.Tensor] | None:
-    """Return the parameters of a group of which the master has a part, in ZeRO's order; None without such a list."""
-    groups = getattr(held, "params_in_partition", None)
-    return None if groups is None else groups[group]
 
 
 class FusedStage(FlatGroups):
