@@ -10,29 +10,27 @@ from ds_dynatrain.adapters.model import ModelMap
 
 
 class GradientWatch:
-    """Hooks on the trainable parameters, for the life of an engine: a set insertion per parameter and backward."""
+    """Hooks on the trainable parameters, for the life of an engine: a set insertion per parameter and backward.
+
+    seen: numbers of the parameters that got a gradient since the last call of `missing`.
+    """
 
     def __init__(self, model: ModelMap) -> None:
         pairs = zip(model.tensors, model.parameters, strict=True)
         held = [(tensor.name, parameter) for tensor, parameter in pairs if tensor.trainable and tensor.numel]
         self._names = [name for name, _ in held]
-        self._seen: set[int] = set()
+        self.seen: set[int] = set()
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(_mark(self._seen, number))
+            parameter.register_post_accumulate_grad_hook(_mark(self.seen, number))
             for number, (_, parameter) in enumerate(held)
         ]
-
-    @property
-    def waiting(self) -> int:
-        """Number of parameters that got a gradient since the last call of `missing`."""
-        return len(self._seen)
 
     def missing(self) -> tuple[str, ...]:
         """Return the names of the parameters that got no gradient since the last call."""
         names: tuple[str, ...] = ()
-        if len(self._seen) < len(self._names):
-            names = tuple(name for number, name in enumerate(self._names) if number not in self._seen)
-        self._seen.clear()
+        if len(self.seen) < len(self._names):
+            names = tuple(name for number, name in enumerate(self._names) if number not in self.seen)
+        self.seen.clear()
         return names
 
     def stop(self) -> None:

@@ -17,13 +17,13 @@ from torch import nn
 from ds_dynatrain.adapters import scaler, sequence
 from ds_dynatrain.adapters.compiled import CompileWatch, compiled_in_place
 from ds_dynatrain.adapters.curriculum import CurriculumOrder
-from ds_dynatrain.adapters.device import synchronize
+from ds_dynatrain.adapters.device import compute_device, synchronize
 from ds_dynatrain.adapters.gradients import GradientWatch
 from ds_dynatrain.adapters.model import ModelMap
 from ds_dynatrain.adapters.module_state import forget
 from ds_dynatrain.adapters.no_alloc import no_alloc, stand_in
 from ds_dynatrain.adapters.optimizers import forget_running_products, moment_types
-from ds_dynatrain.adapters.placement import ElementTypes, Memory, Placement
+from ds_dynatrain.adapters.placement import ElementTypes, Memory, place_of
 from ds_dynatrain.adapters.shaper import Made, Shaper
 from ds_dynatrain.adapters.shaping import WHOLE_SHAPE, Children, Shape
 from ds_dynatrain.adapters.stage import fill_empty_groups
@@ -32,7 +32,7 @@ from ds_dynatrain.adapters.stages import stage_of
 from ds_dynatrain.adapters.state import Buffers, Found, Scalars
 from ds_dynatrain.adapters.windows import GatherWatch
 from ds_dynatrain.adapters.world import World
-from ds_dynatrain.space import IN_EMPTY_GROUP, Layout, LogicalTensor
+from ds_dynatrain.space import IN_EMPTY_GROUP, MASTER, Layout, LogicalTensor
 from ds_dynatrain.space.leaves import MicroStep
 
 
@@ -82,8 +82,8 @@ class Host:
     model_map: ModelMap = field(init=False)
     """The tensors in their local shapes, and the parameters of this rank."""
     compilations: CompileWatch = field(init=False)
-    _gradients: GradientWatch = field(init=False)
-    _gathers: GatherWatch = field(init=False)
+    gradients: GradientWatch = field(init=False)
+    gathers: GatherWatch = field(init=False)
     _scaling: scaler.State = field(init=False)
 
     # ---- DeepSpeed's own ---------------------------------------------------------------------------------------------
@@ -114,8 +114,8 @@ class Host:
     def look(self, basic: torch.optim.Optimizer) -> None:
         """Register the parameters and groups that the engine is built over, before ZeRO replaces them."""
         self.model_map = ModelMap.of(self.module, [group["params"] for group in basic.param_groups])
-        self._gradients = GradientWatch(self.model_map)
-        self._gathers = GatherWatch(self.model_map.parameters)
+        self.gradients = GradientWatch(self.model_map)
+        self.gathers = GatherWatch(self.model_map.parameters)
         self.compilations = CompileWatch()
         self._scaling = scaler.first_state(self.engine)
 
@@ -168,12 +168,20 @@ class Host:
 
     def scaling_state(self) -> scaler.State:
         """Return the loss scale and its related fields, including those that the present optimizer has no place for."""
-        return scaler.read(self.optimizer, self._scaling)
+        state = dict(self._scaling)
+        for holder, names in scaler.places(self.optimizer):
+            for key, name in names.items():
+                if key in state:
+                    state[key] = scaler.plain(getattr(holder, name))
+        return state
 
     def take_scaling(self, state: scaler.State) -> None:
         """Set the fields of a `scaling_state`; those that the present optimizer has no place for are kept aside."""
         self._scaling = dict(state)
-        scaler.write(self.optimizer, state)
+        for holder, names in scaler.places(self.optimizer):
+            for key, name in names.items():
+                if key in state:
+                    setattr(holder, name, state[key])
 
     def take_grad_norm(self, norm: float | None) -> None:
         """Report the norm of the last step on a member that did not take it; as a tensor, as DeepSpeed does."""
@@ -192,14 +200,12 @@ class Host:
         moments = moment_types(self.basic_optimizer, weight)
         return ElementTypes(weight=weight, gradient=self.engine.get_data_types()[1], moments=moments)
 
-    @property
-    def placement(self) -> Placement:
-        """Device or host memory that each state lies in; the same in every layout of a stage."""
-        return Placement.of(self.engine._config)
-
     def memory(self, kinds: tuple[str, ...], layout: Layout) -> dict[str, Memory]:
         """Return the element type and the place of the buffers of each state kind under a layout."""
-        return self.placement.memory(self.element_types, kinds, layout.zero_stage)
+        types, memory = self.element_types, dict[str, Memory]()
+        for kind in kinds:
+            memory[kind] = Memory(types.of(kind), place_of(self.engine._config, kind, layout.zero_stage))
+        return memory
 
     def state_buffers(self) -> tuple[Buffers, Scalars]:
         """Return the live flat buffers of this rank, and the optimizer's scalars.
@@ -277,8 +283,8 @@ class Host:
         self.engine.param_names = {parameter: name for name, parameter in self.module.named_parameters()}
         for group, parameters in zip(self.basic_optimizer.param_groups, model.groups, strict=True):
             group["params"] = list(parameters)
-        self._gathers.stop()
-        self._gathers = GatherWatch(model.parameters)
+        self.gathers.stop()
+        self.gathers = GatherWatch(model.parameters)
         self.adopt(model, self.basic_optimizer.param_groups)
 
     def forget_steps(self) -> None:
@@ -287,8 +293,8 @@ class Host:
 
     def let_module_go(self) -> None:
         """Remove everything that DeepSpeed and this object keep on the module, and in torch, while the engine lives."""
-        self._gradients.stop()
-        self._gathers.stop()
+        self.gradients.stop()
+        self.gathers.stop()
         forget(self.module)
         self.compilations.stop()
         for hook in ("module_forward_pre_hook", "module_forward_post_hook"):
@@ -313,31 +319,25 @@ class Host:
         """Put a ZeRO optimizer of `layout` on the module, with `buffers` as its memory. Sends no message, allocates
         nothing.
 
-        `world` must be installed, and the old layout must be detached.
+        `world` must be installed, and the old layout must be detached. An optimizer that accumulates gradients, or that
+        offloads, keeps tensors made of zeros: its gradient buffers.
         """
         self._enter_world(world, layout, config)
-        self._give_shapes()
+        for tensor, held in zip(self.model_map.tensors, self.model_map.parameters, strict=True):
+            if held.shape != tensor.shape:  # it has no data; DeepSpeed asks for its shape alone
+                held.data = stand_in(tensor.shape, self.model_map.dtype, held.device)
         reset_counters()
         restore_linear()  # an engine of plain DeepSpeed may have set another one, on some members before they came here
         names = {held: name for held, name in self.engine.param_names.items() if not name.startswith(IN_EMPTY_GROUP)}
         self.engine.param_names = {**names, **fill_empty_groups(self.basic_optimizer, self.model_map)}
-        with no_alloc(self.basic_optimizer, keeps_zeros=self._has_gradients_of_its_own(layout)):
+        stage, (weight, gradient) = layout.zero_stage, self.engine.get_data_types()
+        is_accumulating = stage == 1 and weight != gradient  # BF16_Optimizer
+        offloads = place_of(self.engine._config, MASTER, stage).device != compute_device()
+        with no_alloc(self.basic_optimizer, keeps_zeros=stage == 0 or is_accumulating or offloads):
             self.engine._configure_zero(self.basic_optimizer)
         self.basic_optimizer.state.clear()
         stage_of(self.optimizer).refill(self.engine, self.model_map, buffers, scalars)
         self._after_attach()
-
-    def _has_gradients_of_its_own(self, layout: Layout) -> bool:
-        """Return whether DeepSpeed's optimizer of a layout keeps tensors made of zeros: its gradient buffers."""
-        weight, gradient = self.engine.get_data_types()
-        is_accumulating = layout.zero_stage == 1 and weight != gradient  # BF16_Optimizer
-        return layout.zero_stage == 0 or is_accumulating or self.placement.offloads_optimizer
-
-    def _give_shapes(self) -> None:
-        """Give parameters without data a shape; their values are never read."""
-        for tensor, held in zip(self.model_map.tensors, self.model_map.parameters, strict=True):
-            if held.shape != tensor.shape:
-                held.data = stand_in(tensor.shape, self.model_map.dtype, held.device)
 
     def _enter_world(self, world: World, layout: Layout, config: tuple[dict[str, Any], Any]) -> None:
         self.layout = layout
@@ -346,7 +346,10 @@ class Host:
         self.engine.seq_dp_world_size = layout.data * layout.sequence
         self.engine.mp_world_size = layout.pipe * layout.tensor
         self.engine.global_rank = -1 if world.rank is None else world.rank
-        self.engine.data_parallel_group, self.engine.seq_data_parallel_group = world.group("data_only"), world.data
+        self.engine.data_parallel_group, self.engine.seq_data_parallel_group = (
+            world.group("data_only"),
+            world.group("data"),
+        )
         self.engine.mpu = world.mpu
         self.engine.checkpoint_mp_rank = 0 if world.mpu is None else world.mpu.get_model_parallel_rank()
         sequence.enter(self.engine, world, layout)
@@ -364,17 +367,12 @@ class Host:
         self.engine.tput_timer.batch_size = self.engine.train_batch_size()
         self._pass_grad_norm_on()
 
-    @property
-    def open_gathers(self) -> int:
-        """Number of `GatheredParameters` blocks that the user has open over parameters of this engine."""
-        return self._gathers.count
-
     def drop_gradients(self) -> None:
         """Forget the gradients of an open window, wherever the present optimizer keeps them."""
         for parameter in self.model_map.parameters:
             parameter.grad = None
         self.optimizer.zero_grad()
-        self._gradients.missing()
+        self.gradients.missing()
 
     def optimizer_made(self) -> None:
         """Note that DeepSpeed has made an optimizer. Called before its first step."""
@@ -387,17 +385,12 @@ class Host:
             if timer.started_:
                 timer.stop()
 
-    @property
-    def waiting_gradients(self) -> int:
-        """Number of parameters with a gradient that no optimizer step has used yet."""
-        return self._gradients.waiting
-
     def adopt(self, model: ModelMap, groups: list[dict[str, Any]]) -> None:
         """Use other optimizer groups from now on; nothing may be attached."""
-        self._gradients.stop()
+        self.gradients.stop()
         self.model_map = model
         self.basic_optimizer.param_groups[:] = groups
-        self._gradients = GradientWatch(model)
+        self.gradients = GradientWatch(model)
 
     def settle_parameters(self) -> None:
         """Partition stage 3's parameters again (an evaluation may have left some gathered)."""
@@ -417,7 +410,7 @@ class Host:
         if not hasattr(self.optimizer, "_global_grad_norm"):  # torch's own at stage 0, which computes none
             self.engine._global_grad_norm = None
         self.window_tokens = None
-        self.without_gradient = self._gradients.missing()
+        self.without_gradient = self.gradients.missing()
 
     def leave_shape(self) -> None:
         """Let go of the groups of the world."""

@@ -45,22 +45,25 @@ def reusable(
     """
     if rank is None:
         return set()
-    wanted = vps.local(target, target_rank).sizes()
-    kept: set[tuple[str, BufferId]] = set()
+    sizes, present = vps.local(target, target_rank).sizes(), vps.present_kinds()
+    kept, apart = set[tuple[str, BufferId]](), set[str]()
     for kind in vps.present_kinds(target):
-        if kind not in vps.present_kinds():
+        if kind not in present:
             continue
         have = _by_buffer(vps.holding(vps.layout, rank, kind))
         want = _by_buffer(vps.holding(target, target_rank, kind))
-        names = {name for held, name in wanted if held == kind}
-        for name in names:
+        for (wanted, name), size in sizes.items():
+            if wanted != kind:
+                continue
             held = live.get((kind, name))
-            fits = held is not None and _capacity(held) >= wanted[kind, name] and memory[kind].place.holds(held)
-            if fits and have.get(name) == want.get(name):
-                kept.add((kind, name))
-        slices = {(kind, name) for name in names if name.place == "subgroup"}
-        if not slices <= kept:  # slices of one tensor: all of them or none
-            kept -= slices
+            if held is not None and memory[kind].place.holds(held) and have.get(name) == want.get(name):
+                bytes_left = held.untyped_storage().nbytes() - held.storage_offset() * held.element_size()
+                if bytes_left >= size * held.element_size():
+                    kept.add((kind, name))
+            if name.place == "subgroup" and (kind, name) not in kept:
+                apart.add(kind)
+    if apart:  # slices of one tensor: all of them or none
+        kept = {(kind, name) for kind, name in kept if kind not in apart or name.place != "subgroup"}
     return kept - _masters_apart(target, kept, live) if is_one_memory(memory, target) else kept
 
 
@@ -101,32 +104,28 @@ def provide(
 ) -> Buffers:
     """Return every buffer of a rank: kept ones in place, the others from `allocate(elements, memory)`, zeroed.
 
-    memory: element type and place of each present kind. Sub-group buffers of a kind are slices of one tensor. If weight
+    memory: element type and place of each present kind. keep: all sub-group buffers of a kind, which are slices of one
+    tensor, or none. If weight
     and master are of one type (fp32) on one device, those of ZeRO stages 0 and 3 are the same memory, as in DeepSpeed.
     """
-    wanted = {key: size for key, size in local.sizes().items() if key[0] in memory}
-    one_memory = is_one_memory(memory, local.layout)
+    one_memory, sizes = is_one_memory(memory, local.layout), local.sizes()
     buffers: Buffers = {}
     for kind, made_of in memory.items():
         if kind == MASTER and one_memory:
             continue
-        names = [(name, size) for (held, name), size in wanted.items() if held == kind]
-        slices = [(name, size) for name, size in names if name.place == "subgroup"]
-        if slices and not all((kind, name) in keep for name, _ in slices):
-            sizes = [size for _, size in slices]
-            parts = zip(slices, allocate(sum(sizes), made_of).split(sizes), strict=True)
-            buffers.update({(kind, name): part for (name, _), part in parts})
-        for name, size in names:
-            if (kind, name) in buffers:
-                continue
-            if (kind, name) in keep:
-                held = live[kind, name]
-                buffers[kind, name] = held.as_strided((size,), (1,), held.storage_offset())
-            else:
-                slack = SLACK if name.place == "group" and kind == WEIGHT else 0
-                buffers[kind, name] = allocate(size + slack, made_of)[:size]
+        wanted = [key for key in sizes if key[0] == kind]
+        slices = [key for key in wanted if key[1].place == "subgroup" and key not in keep]
+        if slices:
+            parts = [sizes[key] for key in slices]
+            buffers.update(zip(slices, allocate(sum(parts), made_of).split(parts), strict=True))
+        for key in wanted:
+            if key in keep:
+                buffers[key] = live[key].as_strided((sizes[key],), (1,), live[key].storage_offset())
+            elif key not in buffers:
+                slack = SLACK if key[1].place == "group" and kind == WEIGHT else 0
+                buffers[key] = allocate(sizes[key] + slack, made_of)[: sizes[key]]
     if one_memory:
-        buffers.update({(MASTER, name): buffers[WEIGHT, name] for kind, name in wanted if kind == MASTER})
+        buffers.update({(MASTER, name): buffers[WEIGHT, name] for kind, name in sizes if kind == MASTER})
     return buffers
 
 
@@ -149,10 +148,6 @@ def bucket_bytes(engine: Any, zero_stage: int) -> int:
     if zero_stage != 3 or not is_accelerated() or not engine.zero_contiguous_gradients():
         return 0
     return int(engine.zero_reduce_bucket_size()) * int(engine.communication_data_type.itemsize)
-
-
-def _capacity(buffer: torch.Tensor) -> int:
-    return int(buffer.untyped_storage().nbytes()) // buffer.element_size() - int(buffer.storage_offset())
 
 
 class Untouched:

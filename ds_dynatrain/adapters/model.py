@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -84,8 +85,7 @@ class ModelMap:
                 parameter.__dict__.update(_marks(before))
             parameter.requires_grad_(before.requires_grad)
             held.append(parameter)
-        number = {id(parameter): index for index, parameter in enumerate(self.parameters)}
-        groups = tuple(tuple(held[number[id(each)]] for each in group) for group in self.groups)
+        groups = tuple(tuple(held[self.numbers[id(each)]] for each in group) for group in self.groups)
         return ModelMap(tuple(tensors), tuple(held), groups, self.requires_grad, self.dtype)
 
     def regrouped(self, groups: Sequence[Sequence[str]], requires_grad: Collection[str]) -> ModelMap:
@@ -107,23 +107,22 @@ class ModelMap:
             self.dtype,
         )
 
+    @cached_property
+    def numbers(self) -> dict[int, int]:
+        """The number of each parameter's tensor, by the parameter's id."""
+        return {id(held): number for number, held in enumerate(self.parameters)}
+
     @property
     def named(self) -> dict[str, nn.Parameter]:
         """The parameters by their tensors' names."""
         return {tensor.name: held for tensor, held in zip(self.tensors, self.parameters, strict=True)}
 
     @property
-    def names(self) -> dict[int, str]:
-        """The tensors' names by the ids of their parameters."""
-        return {id(held): name for name, held in self.named.items()}
-
-    @property
     def group_names(self) -> tuple[tuple[str, ...], ...]:
         """Names of the tensors in each group."""
-        names = self.names
-        return tuple(tuple(names[id(held)] for held in group) for group in self.groups)
+        return tuple(tuple(self.tensors[self.numbers[id(held)]].name for held in group) for group in self.groups)
 
-    @property
+    @cached_property
     def trainable(self) -> int:
         """Number of trainable tensors; they come first."""
         return sum(tensor.group != FROZEN for tensor in self.tensors)

@@ -105,13 +105,17 @@ def forget(module: nn.Module) -> None:
 
 def changed_attributes(module: nn.Module) -> AttributeState:
     """Return the attributes that have changed in a module and all below it since they were noted, not copied."""
-    buffers, found = {id(held) for held in module.buffers()}, AttributeState()
+    buffers, found = {*map(id, module.buffers())}, AttributeState()
     for path, part in module.named_modules():
-        changed = {name: held for name, held in _changed(part).items() if id(held) not in buffers}
-        left = sorted(name for name, held in changed.items() if not _travels(held))
-        shared = sorted(name for name, held in part.__dict__.items() if id(held) in buffers)
-        if changed or shared:
-            found[path] = {"class": _name(part), "values": {} if left else changed, "left": left, "shared": shared}
+        values, left, shared = _changed(part), list[str](), list[str]()
+        for name, held in sorted(part.__dict__.items()) if values or buffers else ():
+            if id(held) in buffers:
+                shared.append(name)
+                values.pop(name, None)
+            elif name in values and not _travels(held):
+                left.append(name)
+        if values or shared:
+            found[path] = {"class": _name(part), "values": {} if left else values, "left": left, "shared": shared}
     return found
 
 
@@ -144,17 +148,6 @@ def take_attributes(module: nn.Module, state: Mapping[str, Any]) -> None:
             "(get_extra_state)",
             ", ".join(left),
         )
-
-
-def pass_attributes_on(old: nn.Module, new: nn.Module, is_resized: bool) -> None:
-    """Give a module, not those below it, the attributes that have changed in its predecessor.
-
-    is_resized: whether the two have different sizes, so that only numbers and texts fit.
-    """
-    note_one(new)
-    if type(old) is type(new):
-        changed = _changed(old).items()
-        new.__dict__.update({name: held for name, held in changed if type(held) in _SIMPLE or not is_resized})
 
 
 def has_extra_state(module: nn.Module) -> bool:
@@ -214,8 +207,9 @@ def _mark(value: Any, depth: int = 0) -> Any:
         return nn.Parameter
     if isinstance(value, torch.Tensor):
         return _Same(value), None if value.is_inference() else value._version
-    if _has_parts(value, depth) and len(value) <= MOST_PARTS:
-        return type(value), [_mark(part, depth + 1) for part in _parts(value)]
+    parts = _parts(value, depth)
+    if parts is not None and len(value) <= MOST_PARTS:
+        return type(value), [_mark(part, depth + 1) for part in parts]
     return _Same(value)
 
 
@@ -225,8 +219,9 @@ def _travels(value: Any, depth: int = 0) -> bool:
         return not isinstance(value, str) or len(value) <= MOST_BYTES
     if type(value) is torch.Tensor and not depth:
         return value.layout is torch.strided and value.nbytes <= MOST_BYTES and not value.requires_grad
-    if _has_parts(value, depth) and len(value) <= MOST_PARTS:
-        return all(_travels(part, depth + 1) for part in _parts(value))
+    parts = _parts(value, depth)
+    if parts is not None and len(value) <= MOST_PARTS:
+        return all(_travels(part, depth + 1) for part in parts)
     return False
 
 
@@ -234,16 +229,13 @@ def _is_output(value: Any, depth: int = 0) -> bool:
     """Return whether a value was computed by a forward pass for its backward pass, and is of no use after that."""
     if isinstance(value, torch.Tensor):
         return value.requires_grad
-    if _has_parts(value, depth):
-        return any(_is_output(part, depth + 1) for part in _parts(value))
-    return False
+    return any(_is_output(part, depth + 1) for part in _parts(value, depth) or ())
 
 
-def _has_parts(value: Any, depth: int) -> bool:
-    return type(value) in (list, tuple, dict) and depth < _MOST_DEPTH
-
-
-def _parts(value: Any) -> list[Any]:
+def _parts(value: Any, depth: int) -> list[Any] | None:
+    """Return the entries of a container, keys and values of a dictionary; None for any other value, or too deep."""
+    if type(value) not in (list, tuple, dict) or depth >= _MOST_DEPTH:
+        return None
     return [each for pair in value.items() for each in pair] if isinstance(value, dict) else list(value)
 
 
@@ -283,19 +275,19 @@ EMPTY: Mapping[str, Any] = {"buffers": {}, "transient": [], "extra": {}, "modes"
 def state_of(module: nn.Module) -> ModuleState:
     """Return the state of a module and all below it, not copied."""
     parts = dict(module.named_modules())
-    return {
-        "buffers": {name: held.detach() for name, held in module.named_buffers()},
-        "transient": sorted(
-            f"{name}.{key}".lstrip(".") for name, part in parts.items() for key in part._non_persistent_buffers_set
-        ),
-        "extra": {name: part.get_extra_state() for name, part in parts.items() if has_extra_state(part)},
-        "modes": {
-            name: part.training
-            for name, part in parts.items()
-            if not name or part.training != parts[_parent(name)].training
-        },
-        "attributes": changed_attributes(module),
-    }
+    state: ModuleState = {"buffers": {}, "transient": [], "extra": {}, "modes": {}}
+    for name, held in module.named_buffers():
+        state["buffers"][name] = held.detach()
+    for name, part in parts.items():
+        for key in part._non_persistent_buffers_set:
+            state["transient"].append(f"{name}.{key}".lstrip("."))
+        if has_extra_state(part):
+            state["extra"][name] = part.get_extra_state()
+        if not name or part.training != parts[name.rpartition(".")[0]].training:
+            state["modes"][name] = part.training
+    state["transient"].sort()
+    state["attributes"] = changed_attributes(module)
+    return state
 
 
 def take_state(module: nn.Module, state: Mapping[str, Any], casts: bool = False) -> None:
@@ -309,12 +301,13 @@ def take_state(module: nn.Module, state: Mapping[str, Any], casts: bool = False)
     transient, written = set(state.get("transient", ())), set[int]()
     with torch.no_grad():
         for name, value in state["buffers"].items():
-            key = name.rpartition(".")[2]
-            part = _part(module, _parent(name))
+            parent, _, key = name.rpartition(".")
+            part = _part(module, parent)
             held = None if part is None else part._buffers.get(key)
             if part is not None and held is not None and id(held) in written:  # one buffer here, and two there
                 held = part._buffers[key] = held.clone()
-            if held is not None and held.shape == value.shape and _fits(held, value, casts):
+            is_cast = casts and held is not None and held.is_floating_point() and value.is_floating_point()
+            if held is not None and held.shape == value.shape and (held.dtype == value.dtype or is_cast):
                 held.copy_(value)
                 written.add(id(held))
             elif part is not None and not state.get("resized", False):
@@ -325,7 +318,7 @@ def take_state(module: nn.Module, state: Mapping[str, Any], casts: bool = False)
             part.set_extra_state(value)
     modes, found = state.get("modes", {}), dict[str, bool]()
     for name, part in module.named_modules() if modes else ():  # parents first; a class may have its own `train`
-        found[name] = part.training = modes[name] if name in modes else found[_parent(name)]
+        found[name] = part.training = modes[name] if name in modes else found[name.rpartition(".")[0]]
 
 
 def merged(states: Iterable[Mapping[str, Any]]) -> ModuleState:
@@ -344,10 +337,13 @@ def merged(states: Iterable[Mapping[str, Any]]) -> ModuleState:
 def pass_on(old: nn.Module, new: nn.Module, is_resized: bool) -> None:
     """Give a module, not those below it, the mode, attributes, buffers and extra state of its predecessor.
 
-    Buffers are shared. is_resized: see `ModuleState`.
+    Buffers are shared. is_resized: see `ModuleState`; only those attributes that are numbers and texts fit then.
     """
     new.training = old.training
-    pass_attributes_on(old, new, is_resized)
+    note_one(new)
+    if type(old) is type(new):
+        changed = _changed(old).items()
+        new.__dict__.update({name: held for name, held in changed if type(held) in _SIMPLE or not is_resized})
     for key, value in old._buffers.items():
         held = new._buffers.get(key)
         is_alike = value is not None and held is not None and value.shape == held.shape
@@ -376,14 +372,6 @@ def buffers_kept(module: nn.Module) -> Iterator[None]:
         for part, key, held in places:
             if part._buffers.get(key) is copies[id(held)][1]:
                 part._buffers[key] = held
-
-
-def _fits(held: torch.Tensor, value: torch.Tensor, casts: bool) -> bool:
-    return held.dtype == value.dtype or (casts and held.is_floating_point() and value.is_floating_point())
-
-
-def _parent(name: str) -> str:
-    return name.rpartition(".")[0]
 
 
 def _part(module: nn.Module, path: str) -> nn.Module | None:

@@ -358,11 +358,10 @@ def forget_running_products(optimizer: Any) -> None:
     """
     if full_name(type(optimizer)) == MUON and optimizer.aux_optimizer is not None:
         optimizer = optimizer.aux_optimizer
-    parts = [torch.zeros(1) for _ in range(4)]
     if isinstance(optimizer, DeepSpeedCPUAdam):
-        rest = 0.0, _NO_BETA, _NO_BETA, 1.0, 0.0, False, *parts
+        rest = 0.0, _NO_BETA, _NO_BETA, 1.0, 0.0, False, *(torch.zeros(1) for _ in range(4))
         optimizer.ds_opt_adam.adam_update(optimizer.opt_id, 1, *rest)
     elif isinstance(optimizer, FusedAdam) and get_accelerator().device_name() == "cpu":
-        lists = [[part] for part in parts]
+        lists = [[torch.zeros(1)] for _ in range(4)]
         settings = 0.0, _NO_BETA, _NO_BETA, 1.0, 1, optimizer.adam_w_mode, 0, 0.0
         optimizer.multi_tensor_adam(1, optimizer._dummy_overflow_buf, lists, *settings)

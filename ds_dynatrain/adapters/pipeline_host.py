@@ -38,9 +38,8 @@ from ds_dynatrain.adapters.host_engine import COMPILE_BACKEND, NOTHING, HostEngi
 from ds_dynatrain.adapters.module_state import note
 from ds_dynatrain.adapters.pipeline import layer_of
 from ds_dynatrain.adapters.replaced import replaced
-from ds_dynatrain.adapters.stage0 import count_empty_groups
 from ds_dynatrain.adapters.stage_module import PipelineShaper, place, take_stage
-from ds_dynatrain.adapters.stages import count_empty_experts, stage_without_gradients
+from ds_dynatrain.adapters.stages import count_empty_experts, count_empty_groups, stage_without_gradients
 from ds_dynatrain.adapters.world import World
 from ds_dynatrain.data import EvaluationLoader
 from ds_dynatrain.space import Columns, Layout, LogicalTensor
@@ -378,7 +377,7 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
             super().clip_fp32_gradients()
             return
         stepped = [held for group in self.basic_optimizer.param_groups for held in group["params"]]
-        clip_grad_norm_(stepped, self.gradient_clipping(), mpu=self.mpu)  # of empty groups, see `stage0`
+        clip_grad_norm_(stepped, self.gradient_clipping(), mpu=self.mpu)  # of empty groups, see `stages`
 
     def _take_model_step(self, *arguments: Any) -> None:
         if self.using_bf16_optimizer:

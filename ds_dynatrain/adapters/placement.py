@@ -62,50 +62,19 @@ class Memory:
     place: Place = HERE
 
 
-@dataclass(frozen=True)
-class Placement:
-    """The memories in which ZeRO keeps the states of an engine: `device`, or the host for what is offloaded.
+def place_of(config: Any, kind: str, zero_stage: int) -> Place:
+    """Return the place of one state kind under a stage, by DeepSpeed's parsed configuration.
 
-    optimizer, parameters: places that `offload_optimizer` and `offload_param` choose, the device without them; pinned
-    if the configuration says so.
+    It is the device, or the host for what `offload_optimizer` and `offload_param` say; pinned if they say so. Moments,
+    which the CPU optimizer allocates itself, are not pinned, nor are stage 3's masters; its trainable weights always
+    are.
     """
-
-    device: torch.device = HOST
-    optimizer: Place = HERE
-    parameters: Place = HERE
-
-    @staticmethod
-    def of(config: Any) -> Placement:
-        """Read the placement off DeepSpeed's parsed configuration."""
-        device, zero = compute_device(), config.zero_config
-
-        def place(block: Any) -> Place:
-            is_on_device = block is None or str(getattr(block.device, "value", block.device)) == "none"
-            return Place(device) if is_on_device else Place(HOST, device != HOST and bool(block.pin_memory))
-
-        return Placement(device, place(zero.offload_optimizer), place(zero.offload_param))
-
-    @property
-    def offloads_optimizer(self) -> bool:
-        """Whether there are two memories, and the optimizer's states are in the host's."""
-        return self.optimizer.device != self.device
-
-    def place(self, kind: str, zero_stage: int) -> Place:
-        """Return the place of one state kind under a stage.
-
-        Moments, which the CPU optimizer allocates itself, are not pinned, nor are stage 3's masters; its trainable
-        weights always are.
-        """
-        if zero_stage == 0:
-            return Place(self.device)
-        if kind == WEIGHT:
-            on_host = zero_stage == 3 and self.parameters.device != self.device
-            return Place(HOST, pinned=True) if on_host else Place(self.device)
-        return self.optimizer if zero_stage in row_of(kind).pinned_in else Place(self.optimizer.device)
-
-    def memory(self, types: ElementTypes, kinds: tuple[str, ...], zero_stage: int) -> dict[str, Memory]:
-        """Return the element type and the place of the buffers of each of `kinds`."""
-        return {kind: Memory(types.of(kind), self.place(kind, zero_stage)) for kind in kinds}
+    device, is_weight = compute_device(), kind == WEIGHT
+    block = config.zero_config.offload_param if is_weight else config.zero_config.offload_optimizer
+    is_on_device = block is None or str(getattr(block.device, "value", block.device)) == "none"
+    if device == HOST or is_on_device or zero_stage == 0 or (is_weight and zero_stage < 3):
+        return Place(device)
+    return Place(HOST, pinned=is_weight or (bool(block.pin_memory) and zero_stage in row_of(kind).pinned_in))
 
 
 def is_pinned(tensor: torch.Tensor) -> bool:

@@ -58,18 +58,24 @@ _TRACKED = "checkpointing:"
 
 def further_streams() -> dict[str, np.ndarray[Any, Any]]:
     """Return the state (bytes) of every stream in use, by name."""
-    states = {f"{_TRACKED}{name}": state for name, state in get_cuda_rng_tracker().get_states().items()}
+    found: dict[str, np.ndarray[Any, Any]] = {}
+    for name, state in get_cuda_rng_tracker().get_states().items():
+        found[f"{_TRACKED}{name}"] = state.cpu().numpy()
     if is_accelerated():
-        states[_ACCELERATOR] = get_accelerator().get_rng_state()
-    return {name: state.cpu().numpy() for name, state in states.items()}
+        found[_ACCELERATOR] = get_accelerator().get_rng_state().cpu().numpy()
+    return found
 
 
 def restore_further_streams(streams: dict[str, np.ndarray[Any, Any]]) -> None:
     """Restore the states of streams; a tracked stream that has none is dropped."""
-    states = {name: torch.from_numpy(state.copy()) for name, state in streams.items()}
-    if _ACCELERATOR in states:
-        get_accelerator().set_rng_state(states.pop(_ACCELERATOR))
-    get_cuda_rng_tracker().set_states({name.removeprefix(_TRACKED): state for name, state in states.items()})
+    tracked: dict[str, torch.Tensor] = {}
+    for name, held in streams.items():
+        state = torch.from_numpy(held.copy())
+        if name == _ACCELERATOR:
+            get_accelerator().set_rng_state(state)
+        else:
+            tracked[name.removeprefix(_TRACKED)] = state
+    get_cuda_rng_tracker().set_states(tracked)
 
 
 def seed_accelerator(seed: int) -> None:

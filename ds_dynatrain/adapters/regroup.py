@@ -15,6 +15,7 @@ from torch import nn
 from ds_dynatrain.adapters.model import ModelMap
 from ds_dynatrain.errors import SwitchRefused
 from ds_dynatrain.records import from_record, to_record
+from ds_dynatrain.support import usage
 
 Group = dict[str, Any]
 LIKE = "like"
@@ -86,7 +87,7 @@ def wanted_of(model: ModelMap, module: nn.Module, groups: Sequence[Mapping[str, 
     strange = _strange(model, module)
     if strange is not None:
         raise SwitchRefused(strange, "add parameters before initialize, frozen if need be; change their data in place")
-    names = model.names
+    names = {key: model.tensors[number].name for key, number in model.numbers.items()}
     asked = []
     for group in groups:
         held = group.get("params", ())
@@ -148,39 +149,35 @@ def regroup(model: ModelMap, optimizer: torch.optim.Optimizer, wanted: Wanted) -
     return None if after == Regrouping(tuple(before), tuple(name for name in names if was[name])) else after
 
 
-def changes(
-    model: ModelMap, module: nn.Module, optimizer: torch.optim.Optimizer, plain: bool
-) -> tuple[str, str] | None:
-    """Return the first difference from what was registered, as (row of the support table, description by name), or
-    None.
-
-    plain: whether the optimizer steps the parameters themselves (ZeRO stage 0 in fp32).
-    """
-    strange = _strange(model, module)
+def refuse_changes(host: Any) -> None:
+    """Raise SwitchRefused, naming the parameter, if trained parameters or their groups differ from the registration."""
+    model, optimizer = host.model_map, host.basic_optimizer
+    strange = _strange(model, host.module)
     if strange is not None:
-        return "parameters", strange
+        raise usage("parameters").refused(strange)
     for tensor, parameter, was in zip(model.tensors, model.parameters, model.requires_grad, strict=True):
         if parameter.requires_grad != was:
             now = "requires a gradient now" if parameter.requires_grad else "is frozen now"
-            return "requires_grad", f"{tensor.name!r} {now}"
+            raise usage("requires_grad").refused(f"{tensor.name!r} {now}")
+    groups = usage("optimizer groups")
     if len(optimizer.param_groups) != len(model.groups):
-        have = f"the optimizer has {len(optimizer.param_groups)} groups and had {len(model.groups)}"
-        return "optimizer groups", have
-    known = model.names
+        raise groups.refused(f"the optimizer has {len(optimizer.param_groups)} groups and had {len(model.groups)}")
+    is_plain = host.optimizer is optimizer  # it steps the parameters themselves (ZeRO stage 0 in fp32)
     for number, (group, listed) in enumerate(zip(optimizer.param_groups, model.groups, strict=True)):
-        found = {id(each) for each in group["params"]} & known.keys()
-        other = found ^ ({id(each) for each in listed} if plain else set())
+        found = {*map(id, group["params"])} & model.numbers.keys()
+        other = found ^ {*map(id, listed if is_plain else ())}
         if other:
-            return "optimizer groups", f"{known[min(other)]!r} was put into group {number}, or taken out"
-    return None
+            name = model.tensors[model.numbers[min(other)]].name
+            raise groups.refused(f"{name!r} was put into group {number}, or taken out")
 
 
 def _strange(model: ModelMap, module: nn.Module) -> str | None:
     """Describe a parameter that is not the object that was registered; None if there is none."""
-    known, present = model.names, {id(parameter): name for name, parameter in module.named_parameters()}
-    for key, name in present.items():
-        if key not in known:
+    present = set()
+    for name, parameter in module.named_parameters():
+        if id(parameter) not in model.numbers:
             return f"{name!r} is new in the model, or another object than at initialize"
+        present.add(id(parameter))
     for tensor, parameter in zip(model.tensors, model.parameters, strict=True):
         if tensor.numel and id(parameter) not in present:  # an empty one is of another rank
             return f"{tensor.name!r} is no longer in the model"

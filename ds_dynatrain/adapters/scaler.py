@@ -82,22 +82,6 @@ def first_state(engine: Any) -> State:
     return {**fields, "overflow": False, "custom": False, "custom_scale": None}
 
 
-def read(optimizer: Any, aside: State) -> State:
-    """Return the whole state: fields of the optimizer, and from `aside` those that it lacks."""
-    state = dict(aside)
-    for holder, names in places(optimizer):
-        state.update({field: _plain(getattr(holder, name)) for field, name in names.items() if field in state})
-    return state
-
-
-def write(optimizer: Any, state: State) -> None:
-    """Give an optimizer the fields that it has a place for."""
-    for holder, names in places(optimizer):
-        for field, name in names.items():
-            if field in state:
-                setattr(holder, name, state[field])
-
-
 def taken_from(state: State, fields: Mapping[str, Any]) -> State:
     """Return a state with the fields of a checkpoint of DeepSpeed's, which has DeepSpeed's names, of any scaler.
 
@@ -108,10 +92,11 @@ def taken_from(state: State, fields: Mapping[str, Any]) -> State:
         return state
     names = DYNAMIC if was_dynamic else STATIC
     found = {field: fields[name] for field, name in names.items() if field in state and name in fields}
-    return {**state, **{field: _plain(value) for field, value in found.items()}}
+    return {**state, **{field: plain(value) for field, value in found.items()}}
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Return a field as a number, also if DeepSpeed keeps it as a tensor."""
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 

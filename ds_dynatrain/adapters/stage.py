@@ -2,25 +2,26 @@
 
 Each optimizer steps some tensors, the *masters*, by a torch optimizer, and casts weights from them: a master for each
 tensor, for each optimizer group (or a rank's part of it), or for each sub-group. A `Stage` says which tensors are
-masters and where DeepSpeed keeps them; reading and writing them is the same for all stages.
+masters and where DeepSpeed keeps them; reading and writing them is the same for all stages. Moments and scalars of one
+master are read and written by the rule of the torch optimizer's class (see `optimizers`).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
 
-from ds_dynatrain.adapters.device import compute_device
+from ds_dynatrain.adapters.device import HOST, compute_device
 from ds_dynatrain.adapters.model import ModelMap
-from ds_dynatrain.adapters.moments import common_scalars, held_moments, read_state, write_state
 from ds_dynatrain.adapters.offload import keeps_gradients
-from ds_dynatrain.adapters.optimizers import rule_of
+from ds_dynatrain.adapters.optimizers import full_name, rule_of
 from ds_dynatrain.adapters.state import Buffers, Found, Scalars
-from ds_dynatrain.space import FROZEN, HOST_GRAD, IN_EMPTY_GROUP, MASTER, WEIGHT, BufferId
+from ds_dynatrain.errors import CensusError, SwitchRefused
+from ds_dynatrain.space import HOST_GRAD, IN_EMPTY_GROUP, MASTER, WEIGHT, BufferId
 
 _PARAMETER_ATTRIBUTES = """
     _hp_mapping _dp_group get_full_hp_param get_full_hp_grad set_full_hp_param set_full_hp_grad load_hp_checkpoint_state
@@ -70,17 +71,20 @@ class Stage(ABC):
             held = {WEIGHT: each.weight.data, MASTER: each.master.data, **moments}
             if keeps_gradients(engine.optimizer) and each.master.grad is not None:  # `offload_states` drops it
                 held[HOST_GRAD] = each.master.grad.detach()
-            end = 0 if each.is_empty else None
-            buffers.update({(kind, each.name): one.view(-1)[:end] for kind, one in held.items()})
+            for kind, one in held.items():
+                buffers[kind, each.name] = one.view(-1)[: 0 if each.is_empty else None]
             for name, value in counts.items():
                 scalars.values.setdefault(name, {}).update(dict.fromkeys(each.tensors, value))
         for number, parameter in model.frozen():
-            buffers[WEIGHT, BufferId(self.alone, number)] = self.own_part(parameter).data.view(-1)
+            buffers[WEIGHT, BufferId(self.alone, number)] = getattr(parameter, "ds_tensor", parameter).data.view(-1)
         return buffers, scalars
 
     def census(self, engine: Any, model: ModelMap) -> list[Found]:
         """Return where each parameter's elements lie, by DeepSpeed's own bookkeeping; most moments are left out."""
-        return [Found(WEIGHT, number, 0, each.numel(), each.data_ptr()) for number, each in enumerate(model.parameters)]
+        rows: list[Found] = []
+        for number, parameter in enumerate(model.parameters):
+            rows += rows_of(WEIGHT, parameter, [(number, 0, parameter.numel())])
+        return rows
 
     def release(self, engine: Any, model: ModelMap) -> None:
         """Take attributes off the module, after the optimizer's own `destroy`; the buffers themselves are untouched."""
@@ -90,74 +94,51 @@ class Stage(ABC):
                 parameter.__dict__.pop(name, None)
 
     def refill(self, engine: Any, model: ModelMap, buffers: Buffers, scalars: Scalars) -> None:
-        """Put real buffers into an optimizer that was built without memory."""
+        """Put real buffers into an optimizer that was built without memory.
+
+        SwitchRefused if tensors that share a master have different scalars.
+        """
+        basic = engine.basic_optimizer
         for each in self.stepped(engine, model):
-            master, held = each.master, held_moments(engine.basic_optimizer, each.group, buffers, each.name)
-            if each.is_empty:
-                held = {moment: torch.zeros_like(master, dtype=empty.dtype) for moment, empty in held.items()}
-            else:
+            master, moments = each.master, dict[str, torch.Tensor]()
+            for name in rule_of(basic).moments_of(basic.param_groups[each.group]):
+                held = buffers.get((name, each.name))  # before the first step there is none
+                if held is not None:
+                    moments[name] = torch.zeros_like(master, dtype=held.dtype) if each.is_empty else held
+            if not each.is_empty:
                 self.put_weight(engine, model, each, buffers)
                 master.data = buffers[MASTER, each.name].view(master.shape)
             if master.numel():  # else the optimizer would not count its steps
-                write_state(engine.basic_optimizer, master, each.group, held, self.counts_of(each, scalars))
+                # ranks that have tensors of an empty group compare theirs
+                counted = each.tensors[:1] if each.is_empty else each.tensors
+                counts = common_scalars(scalars, counted, f"optimizer group {each.group}")
+                write_state(basic, master, each.group, moments, counts)
             if keeps_gradients(engine.optimizer):
                 kept = buffers[HOST_GRAD, each.name]
                 master.grad = kept.view(master.shape) if kept.numel() else torch.zeros_like(master)
         for number, parameter in model.frozen():
-            part = self.own_part(parameter)
+            part = getattr(parameter, "ds_tensor", parameter)
             part.data = buffers[WEIGHT, BufferId(self.alone, number)].view(part.shape)
 
-    def counts_of(self, each: Stepped, scalars: Scalars) -> dict[str, float]:
-        """Return the scalars of a master; SwitchRefused if those of its tensors differ."""
-        return common_scalars(scalars, each.tensors, f"optimizer group {each.group}")
 
-    def own_part(self, parameter: Any) -> torch.Tensor:
-        """Return the part of a frozen parameter that this rank holds."""
-        held: torch.Tensor = parameter
-        return held
+def rows_of(kind: str, held: torch.Tensor, slots: Slots, low: int = 0) -> list[Found]:
+    """Return census rows for tensors that lie in `slots` of a line, of which `held` has the positions from `low` on."""
+    rows, high = [], low + held.numel()
+    for number, position, numel in slots:
+        start, stop = max(position, low), min(position + numel, high)
+        if start < stop:
+            address = held.data_ptr() + (start - low) * held.element_size()
+            rows.append(Found(kind, number, start - position, stop - start, address))
+    return rows
 
 
-class FlatGroups(Stage):
-    """Stages with a flat weight buffer for each optimizer group, and a flat fp32 master: a rank's part of it, or the
-    whole.
-    """
-
-    flats: ClassVar[str]
-    masters: ClassVar[str]
-    """Attributes in which DeepSpeed's optimizer lists flat weights and masters."""
-
-    @abstractmethod
-    def slots(self, held: Any, model: ModelMap, group: int) -> tuple[int, Slots]:
-        """Return the first position that the master has, and the slots of a group's tensors by DeepSpeed's
-        bookkeeping.
-        """
-
-    def whole(self, held: Any, group: int) -> Iterable[torch.Tensor] | None:
-        """Return the parameters for which moments of whole tensors are kept; None if the stage never keeps such
-        moments.
-        """
-        return None
-
-    def stepped(self, engine: Any, model: ModelMap) -> Iterator[Stepped]:
-        held = engine.optimizer
-        for group, pair in enumerate(zip(getattr(held, self.flats), getattr(held, self.masters), strict=True)):
-            touched = self.whole(held, group)
-            numel = None if touched is None else sum(parameter.numel() for parameter in touched)
-            tensors = [number for number, tensor in enumerate(model.tensors) if tensor.group == group != FROZEN]
-            yield Stepped(BufferId("group", group), group, tensors, *pair, is_empty_group(model, group), numel)
-
-    def census(self, engine: Any, model: ModelMap) -> list[Found]:
-        """Return weights as whole tensors at the parameters' own addresses, and masters in DeepSpeed's own order of a
-        group.
-
-        Moments of whole tensors are in the order in which DeepSpeed reads them.
-        """
-        rows = super().census(engine, model)
-        for each in self.stepped(engine, model):
-            if not each.is_empty:
-                rows += _master_rows(each.master, *self.slots(engine.optimizer, model, each.group))
-                rows += _whole_rows(engine, model, each.master, self.whole(engine.optimizer, each.group) or ())
-        return rows
+def end_to_end(model: ModelMap, parameters: Iterable[torch.Tensor]) -> list[tuple[int, int, int]]:
+    """Return the slots of parameters that follow one another."""
+    slots, position = [], 0
+    for parameter in parameters:
+        slots.append((model.numbers[id(parameter)], position, parameter.numel()))
+        position += parameter.numel()
+    return slots
 
 
 def is_empty_group(model: ModelMap, group: int) -> bool:
@@ -168,7 +149,7 @@ def is_empty_group(model: ModelMap, group: int) -> bool:
 def fill_empty_groups(optimizer: torch.optim.Optimizer, model: ModelMap) -> dict[nn.Parameter, str]:
     """Give each empty group one element that belongs to no tensor: DeepSpeed accepts no group without one.
 
-    The element is stepped with the others (without ZeRO see `stage0.count_empty_groups`), so a group's counts are the
+    The element is stepped with the others (without ZeRO see `stages.count_empty_groups`), so a group's counts are the
     same on all stages. Returns the names of the elements: DeepSpeed asks for that of every parameter.
     """
     names: dict[nn.Parameter, str] = {}
@@ -185,39 +166,109 @@ def fill_empty_groups(optimizer: torch.optim.Optimizer, model: ModelMap) -> dict
     return names
 
 
-def numbers_of(model: ModelMap) -> dict[int, int]:
-    """Return the number of each parameter's tensor, by the parameter's id."""
-    return {id(parameter): number for number, parameter in enumerate(model.parameters)}
+# ---- moments and scalars of one master ---------------------------------------------------------------------------
 
 
-def end_to_end(model: ModelMap, parameters: Iterable[torch.Tensor]) -> list[tuple[int, int, int]]:
-    """Return the slots of parameters that follow one another."""
-    number, slots, position = numbers_of(model), [], 0
-    for parameter in parameters:
-        slots.append((number[id(parameter)], position, parameter.numel()))
-        position += parameter.numel()
-    return slots
+def read_state(
+    optimizer: torch.optim.Optimizer, holder: torch.Tensor, group: int, whole: int | None = None
+) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """Return (moment -> flat view, scalar -> value) that `optimizer` keeps for `holder`, which it steps in `group`.
 
-
-def _master_rows(master: torch.Tensor, low: int, slots: Slots) -> list[Found]:
-    """Return rows for the part of a flat group in `master`, which holds the group's positions from `low` on."""
-    rows, high = [], low + master.numel()
-    for number, position, numel in slots:
-        start, stop = max(position, low), min(position + numel, high)
-        if start < stop:
-            address = master.data_ptr() + (start - low) * master.element_size()
-            rows.append(Found(MASTER, number, start - position, stop - start, address))
-    return rows
-
-
-def _whole_rows(engine: Any, model: ModelMap, master: torch.Tensor, parameters: Iterable[torch.Tensor]) -> list[Found]:
-    """Return rows for moments of whole tensors.
-
-    Such a moment holds each of `parameters`, of which `master` has a part, one after another.
+    whole: elements of all tensors of which the holder has a part, if moments of whole tensors are kept for these. Both
+    results are empty before the first step. CensusError for states that its rule does not list.
     """
-    state, rows = engine.basic_optimizer.state.get(master, {}), []
-    for name in rule_of(engine.basic_optimizer).whole_tensors:
-        for number, position, numel in end_to_end(model, parameters) if name in state else ():
-            address = state[name].data_ptr() + position * state[name].element_size()
-            rows.append(Found(name, number, 0, numel, address))
-    return rows
+    state: dict[str, Any] = optimizer.state.get(holder, {})
+    rule, settings, kind = rule_of(optimizer), optimizer.param_groups[group], full_name(type(optimizer))
+    moments, scalars = dict[str, torch.Tensor](), dict[str, float]()
+    if not state:
+        return moments, scalars
+    names = rule.moments_of(settings), tuple(rule.scalars_of(settings))
+    if {*names[0], *names[1]} ^ set(state):
+        raise CensusError(f"{kind} keeps {sorted(state)} in group {group}; expected {[*names[0], *names[1]]}")
+    for name in names[0]:
+        held = state[name]
+        numel = holder.numel() if whole is None or name not in rule.whole_tensors else whole
+        if not isinstance(held, torch.Tensor) or held.numel() != numel:
+            raise CensusError(f"{kind}: {name} in group {group} is not one value per element of its tensor")
+        moments[name] = held.detach().view(-1)
+    for name in names[1]:
+        scalars[name] = float(state[name])
+    return moments, scalars
+
+
+def write_state(
+    optimizer: torch.optim.Optimizer,
+    holder: torch.Tensor,
+    group: int,
+    moments: dict[str, torch.Tensor],
+    scalars: dict[str, float],
+) -> None:
+    """Give `holder` these moments (in its shape, unless it is flat) and scalars. Does nothing if there are none yet.
+
+    Scalars get the types of their first values; torch's fused optimizers count on the stepped tensor's device.
+    """
+    if not moments and not scalars:
+        return
+    settings, state = optimizer.param_groups[group], dict[str, Any]()
+    first, device = rule_of(optimizer).scalars_of(settings), holder.device if settings.get("fused") else HOST
+    for name, value in scalars.items():
+        like = first[name]
+        if isinstance(like, torch.Tensor):
+            state[name] = torch.tensor(value, dtype=like.dtype, device=device)
+        else:
+            state[name] = type(like)(value)
+    for name, flat in moments.items():
+        state[name] = flat if holder.dim() == 1 else flat.view(holder.shape)
+    optimizer.state[holder] = state
+
+
+def common_scalars(scalars: Scalars, tensors: list[int], where: str) -> dict[str, float]:
+    """Return the scalars that all `tensors` of one flat buffer share.
+
+    SwitchRefused if they differ: a tensor that some steps did not use cannot share a step count with the others.
+    """
+    common: dict[str, float] = {}
+    for name, table in scalars.values.items():
+        for tensor in tensors:
+            if table.get(tensor) != table.get(tensors[0]):
+                raise SwitchRefused(
+                    f"{where}: tensor {tensors[0]} has {scalars.of(tensors[0])}, tensor {tensor} has "
+                    f"{scalars.of(tensor)}, and the target layout keeps one value for both",
+                    "stay in ZeRO stage 0, or give such parameters an optimizer group of their own",
+                )
+        if tensors and tensors[0] in table:
+            common[name] = table[tensors[0]]
+    return common
+
+
+def level_counts(optimizer: torch.optim.Optimizer, scalars: Scalars, groups: Sequence[int]) -> None:
+    """Give each tensor of a group the highest count in it, if the optimizer counts on one tensor of a group for all.
+
+    groups: the optimizer group of each tensor number.
+    """
+    if not rule_of(optimizer).counts_by_group:
+        return
+    for table in scalars.values.values():
+        highest: dict[int, float] = {}
+        for tensor, value in table.items():
+            highest[groups[tensor]] = max(value, highest.get(groups[tensor], value))
+        table.update({tensor: highest[groups[tensor]] for tensor in table})
+
+
+def fill_absent(optimizer: torch.optim.Optimizer, model: ModelMap, buffers: Buffers, scalars: Scalars) -> None:
+    """Add empty moments, and counts, for trained tensors that this rank has no part of (other pipeline stages do).
+
+    Their counts are those of another tensor here, if possible of the same group. If a tensor was left out of a step,
+    stages then disagree, and the certificate says so.
+    """
+    counted = {number for table in scalars.values.values() for number in table}
+    for number, tensor in enumerate(model.tensors[: model.trainable]):
+        beside = [other for other in counted if model.tensors[other].group == tensor.group] or list(counted)
+        if tensor.numel or not beside:
+            continue
+        rule, settings = rule_of(optimizer), optimizer.param_groups[tensor.group]
+        for name in rule.moments_of(settings):
+            like = next((held for (kind, _), held in buffers.items() if kind == name), torch.empty(0))
+            buffers[name, BufferId("tensor", number)] = like.new_empty(0)
+        for name in rule.scalars_of(settings):
+            scalars.values.setdefault(name, {})[number] = max(scalars.of(other).get(name, 0.0) for other in beside)

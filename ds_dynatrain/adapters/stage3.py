@@ -19,7 +19,7 @@ from torch import nn
 
 from ds_dynatrain.adapters.model import ModelMap
 from ds_dynatrain.adapters.offload import keeps_gradients
-from ds_dynatrain.adapters.stage import Stage, Stepped, numbers_of
+from ds_dynatrain.adapters.stage import Stage, Stepped
 from ds_dynatrain.adapters.state import Buffers, Found, Scalars
 from ds_dynatrain.space import HOST_GRAD, MASTER, STALE_GRAD, WEIGHT, BufferId
 
@@ -46,9 +46,9 @@ class PartitionedStage(Stage):
     alone = "partition"
 
     def stepped(self, engine: Any, model: ModelMap) -> Iterator[Stepped]:
-        zero, number = engine.optimizer, numbers_of(model)
+        zero = engine.optimizer
         for index, master in enumerate(zero.fp32_partitioned_groups_flat):
-            tensors = [number[id(parameter)] for parameter in zero.fp16_groups[index]]
+            tensors = [model.numbers[id(parameter)] for parameter in zero.fp16_groups[index]]
             weight, group = zero.fp16_partitioned_groups_flat[index], model.tensors[tensors[0]].group
             yield Stepped(BufferId("subgroup", index), group, tensors, weight, master)
 
@@ -62,10 +62,6 @@ class PartitionedStage(Stage):
             last = buffers[STALE_GRAD, each.name].narrow(0, position, size)
             getattr(zero, _GRADIENT_PARTS)[parameter.ds_id] = last
             position += size
-
-    def own_part(self, parameter: Any) -> torch.Tensor:
-        part: torch.Tensor = parameter.ds_tensor
-        return part
 
     def describe(self, engine: Any, model: ModelMap) -> tuple[Buffers, Scalars]:
         buffers, scalars = super().describe(engine, model)

@@ -1,7 +1,9 @@
-"""Choice of the `Stage` for a DeepSpeed optimizer, by its class and not by its number; and the stages over flat groups.
+"""Choice of the `Stage` for a DeepSpeed optimizer, by its class and not by its number; stages 0, 1 and 2.
 
 | class | its groups |
 |---|---|
+| a torch optimizer (stage 0, fp32) | none: it steps the parameters themselves, weight and master are the same memory |
+| `FP16_UnfusedOptimizer` (stage 0, low precision) | none: one fp32 clone of each parameter |
 | `FP16_Optimizer` (stage 0, low precision with FusedAdam) | whole on every rank, without padding |
 | `DeepSpeedZeroOptimizer` (stages 1 and 2) | weights whole, one part as fp32 master |
 | `BF16_Optimizer` (stage 1 for bf16 weights whose gradients are accumulated in fp32) | the same, in plain order |
@@ -18,9 +20,10 @@ universal checkpoint then read and write the elements of other parameters. `corr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from abc import abstractmethod
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import deepspeed.comm as dist
 import torch
@@ -34,14 +37,144 @@ from deepspeed.utils import link_hp_params
 from ds_dynatrain.adapters.device import compute_device
 from ds_dynatrain.adapters.model import ModelMap
 from ds_dynatrain.adapters.offload import keeps_gradients
+from ds_dynatrain.adapters.optimizers import rule_of
 from ds_dynatrain.adapters.replaced import replaced
-from ds_dynatrain.adapters.stage import FlatGroups, Slots, Stage, Stepped, end_to_end, is_empty_group, numbers_of
-from ds_dynatrain.adapters.stage0 import ReplicatedStage
+from ds_dynatrain.adapters.stage import (
+    Slots,
+    Stage,
+    Stepped,
+    end_to_end,
+    fill_absent,
+    is_empty_group,
+    level_counts,
+    rows_of,
+)
 from ds_dynatrain.adapters.stage3 import PartitionedStage
 from ds_dynatrain.adapters.state import Buffers, Found, Scalars
 from ds_dynatrain.adapters.versions import flat_offsets
 from ds_dynatrain.errors import UnsupportedError
-from ds_dynatrain.space import HOST_GRAD, WEIGHT
+from ds_dynatrain.space import FROZEN, HOST_GRAD, MASTER, WEIGHT, BufferId
+
+
+class ReplicatedStage(Stage):
+    """ZeRO stage 0: every rank holds every tensor whole.
+
+    An optimizer group of which a pipeline stage has no tensor has a stand-in element there (`fill_empty_groups`), which
+    counts the group's steps.
+    """
+
+    def stepped(self, engine: Any, model: ModelMap) -> Iterator[Stepped]:
+        for number, master in enumerate(_masters(engine, model)):
+            group = model.tensors[number].group
+            yield Stepped(BufferId("tensor", number), group, [number], model.parameters[number], master)
+        for group, holder in _holders_of_empty_groups(engine.basic_optimizer, model).items():
+            tensors = [number for number, tensor in enumerate(model.tensors) if tensor.group == group]
+            yield Stepped(BufferId("tensor", tensors[0]), group, tensors, holder, holder, is_empty=True)
+
+    def put_weight(self, engine: Any, model: ModelMap, each: Stepped, buffers: Buffers) -> None:
+        model.parameters[each.name.index].data = buffers[WEIGHT, each.name].view(each.weight.shape)
+
+    def describe(self, engine: Any, model: ModelMap) -> tuple[Buffers, Scalars]:
+        buffers, scalars = super().describe(engine, model)
+        level_counts(engine.basic_optimizer, scalars, [tensor.group for tensor in model.tensors])
+        fill_absent(engine.basic_optimizer, model, buffers, scalars)
+        return buffers, scalars
+
+    def census(self, engine: Any, model: ModelMap) -> list[Found]:
+        """Return whole tensors, at the parameters' and masters' own addresses."""
+        rows = super().census(engine, model)
+        for number, master in enumerate(_masters(engine, model)):
+            rows += rows_of(MASTER, master, [(number, 0, master.numel())])
+        return rows
+
+
+def count_empty_groups(optimizer: torch.optim.Optimizer, model: ModelMap) -> None:
+    """Give the stand-in elements of empty groups a gradient of zero before a step, so that they are stepped too."""
+    for holder in _holders_of_empty_groups(optimizer, model).values():
+        holder.grad = torch.zeros_like(holder)
+
+
+def _holders_of_empty_groups(optimizer: torch.optim.Optimizer, model: ModelMap) -> dict[int, torch.Tensor]:
+    """Return the stand-in elements of empty groups, by the number of their group."""
+    groups = enumerate(optimizer.param_groups)
+    return {number: group["params"][-1] for number, group in groups if is_empty_group(model, number)}
+
+
+def _masters(engine: Any, model: ModelMap) -> list[torch.Tensor]:
+    """Return the tensors that the basic optimizer steps at stage 0, in the order of registration.
+
+    FP16_UnfusedOptimizer has none for a parameter without elements, such as an expert of another rank.
+    """
+    parameters = model.parameters[: model.trainable]
+    if not isinstance(engine.optimizer, FP16_UnfusedOptimizer):
+        return list(parameters)
+    held = iter([master for group in engine.optimizer.fp32_groups for master in group])
+    return [next(held) if each.numel() else torch.empty_like(each) for each in parameters]
+
+
+class FlatGroups(Stage):
+    """Stages with a flat weight buffer for each optimizer group, and a flat fp32 master: a rank's part of it, or the
+    whole.
+    """
+
+    flats: ClassVar[str]
+    masters: ClassVar[str]
+    """Attributes in which DeepSpeed's optimizer lists flat weights and masters."""
+
+    @abstractmethod
+    def slots(self, held: Any, model: ModelMap, group: int) -> tuple[int, Slots]:
+        """Return the first position that the master has, and the slots of a group's tensors by DeepSpeed's
+        bookkeeping.
+        """
+
+    def stepped(self, engine: Any, model: ModelMap) -> Iterator[Stepped]:
+        held, partly = engine.optimizer, getattr(engine.optimizer, "params_in_partition", None)
+        for group, pair in enumerate(zip(getattr(held, self.flats), getattr(held, self.masters), strict=True)):
+            tensors = [number for number, tensor in enumerate(model.tensors) if tensor.group == group != FROZEN]
+            whole = None if partly is None else sum(map(torch.Tensor.numel, partly[group]))
+            yield Stepped(BufferId("group", group), group, tensors, *pair, is_empty_group(model, group), whole)
+
+    def census(self, engine: Any, model: ModelMap) -> list[Found]:
+        """Return weights as whole tensors at the parameters' own addresses, and masters in DeepSpeed's own order of a
+        group.
+
+        Moments of whole tensors are in the order in which DeepSpeed reads them, and offloaded gradients where the
+        reduction copies them (`grad_position`).
+        """
+        held, basic, rows = engine.optimizer, engine.basic_optimizer, super().census(engine, model)
+        for each in self.stepped(engine, model):
+            if each.is_empty:
+                continue
+            low, slots = self.slots(held, model, each.group)
+            rows += rows_of(MASTER, each.master, slots, low)
+            partly = () if each.whole is None else held.params_in_partition[each.group]
+            for name in rule_of(basic).whole_tensors:
+                moment = basic.state.get(each.master, {}).get(name)
+                if moment is not None:
+                    rows += rows_of(name, moment, end_to_end(model, partly))
+            for parameter in partly if keeps_gradients(held) else ():
+                gradient = held.single_partition_of_fp32_groups[each.group].grad
+                _, start, offset, numel = held.grad_position[held.get_param_id(parameter)]
+                address = gradient.data_ptr() + offset * gradient.element_size()
+                rows.append(Found(HOST_GRAD, model.numbers[id(parameter)], start, numel, address))
+        return rows
+
+    def refill(self, engine: Any, model: ModelMap, buffers: Buffers, scalars: Scalars) -> None:
+        """Refill as all stages do; link the parameters to their parts of the masters, and those to the moments.
+
+        `safe_get_full_optimizer_state` then finds the moments before the first step, in which DeepSpeed links them.
+        FP16_Optimizer has no such links.
+        """
+        super().refill(engine, model, buffers, scalars)
+        held = engine.optimizer
+        if isinstance(held, FP16_Optimizer):
+            return
+        held._link_all_hp_params()
+        held._hp_optimizer_states_linked = False
+        held._param_slice_mappings = held._create_param_mapping()
+        correct_fragments(held)
+        if all(held.optimizer.state.get(group["params"][0]) for group in held.optimizer.param_groups):
+            held._lazy_init_hp_params_optimizer_state()
 
 
 class FusedStage(FlatGroups):
@@ -66,39 +199,16 @@ class FlatStages(FlatGroups):
 
     def slots(self, held: Any, model: ModelMap, group: int) -> tuple[int, Slots]:
         """Read the slots off the flat order that DeepSpeed keeps for its reduction."""
-        number = numbers_of(model)
-        ordered = zip(held.round_robin_bit16_groups[group], flat_offsets(held, group), strict=True)
         size = int(held.partition_size[group])  # 0.18 has a float
         low = dist.get_rank(group=held.real_dp_process_group[group]) * size
-        return low, [(number[id(parameter)], offset, parameter.numel()) for parameter, offset in ordered]
+        ordered = zip(held.round_robin_bit16_groups[group], flat_offsets(held, group), strict=True)
+        return low, [(model.numbers[id(each)], offset, each.numel()) for each, offset in ordered]
 
     def put_weight(self, engine: Any, model: ModelMap, each: Stepped, buffers: Buffers) -> None:
         held, group, flat = engine.optimizer, each.group, buffers[WEIGHT, each.name]
         held.bit16_groups_flat[group] = flat
         held._update_model_bit16_weights(group)
         held.parallel_partitioned_bit16_groups[group] = held.get_data_parallel_partitions(flat, group)
-
-    def whole(self, held: Any, group: int) -> Iterable[torch.Tensor]:
-        """Return all parameters of which the rank has a part."""
-        parameters: Iterable[torch.Tensor] = held.params_in_partition[group]
-        return parameters
-
-    def census(self, engine: Any, model: ModelMap) -> list[Found]:
-        """Return the rows of `FlatGroups`, and offloaded gradients where the reduction copies them
-        (`grad_position`).
-        """
-        rows, held, number = super().census(engine, model), engine.optimizer, numbers_of(model)
-        for group, parameters in enumerate(held.params_in_partition if keeps_gradients(held) else ()):
-            gradient = held.single_partition_of_fp32_groups[group].grad
-            for parameter in (parameter for parameter in parameters if id(parameter) in number):
-                _, start, offset, numel = held.grad_position[held.get_param_id(parameter)]
-                address = gradient.data_ptr() + offset * gradient.element_size()
-                rows.append(Found(HOST_GRAD, number[id(parameter)], start, numel, address))
-        return rows
-
-    def refill(self, engine: Any, model: ModelMap, buffers: Buffers, scalars: Scalars) -> None:
-        super().refill(engine, model, buffers, scalars)
-        _relink(engine.optimizer)
 
 
 class AccumulatingStage(FlatGroups):
@@ -115,10 +225,6 @@ class AccumulatingStage(FlatGroups):
         held.bf16_groups_flat[group] = flat
         held._update_storage_to_flattened_tensor(held.bf16_groups[group], flat)
         held.bf16_partitioned_groups[group] = list(flat.split(each.master.numel()))
-
-    def refill(self, engine: Any, model: ModelMap, buffers: Buffers, scalars: Scalars) -> None:
-        super().refill(engine, model, buffers, scalars)
-        _relink(engine.optimizer)
 
 
 STAGES: tuple[tuple[type, Stage], ...] = (
@@ -144,20 +250,6 @@ def stage_of(optimizer: object) -> Stage:
 
 
 # ---- fragments ---------------------------------------------------------------------------------------------------
-
-
-def _relink(held: Any) -> None:
-    """Link the parameters of a refilled optimizer to their parts of it, and those parts to its moments.
-
-    `safe_get_full_optimizer_state` then finds the moments before the first step, in which DeepSpeed links them. Does
-    nothing for a group without moments.
-    """
-    held._link_all_hp_params()
-    held._hp_optimizer_states_linked = False
-    held._param_slice_mappings = held._create_param_mapping()
-    correct_fragments(held)
-    if all(held.optimizer.state.get(group["params"][0]) for group in held.optimizer.param_groups):
-        held._lazy_init_hp_params_optimizer_state()
 
 
 def correct_fragments(zero: Any) -> None:

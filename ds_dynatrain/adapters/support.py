@@ -18,7 +18,6 @@ from ds_dynatrain.adapters.experts import is_on
 from ds_dynatrain.adapters.moe import layers
 from ds_dynatrain.adapters.offload import refuse_moved_states
 from ds_dynatrain.adapters.pipeline import is_pipeline, refuse_uncuttable
-from ds_dynatrain.adapters.regroup import changes
 from ds_dynatrain.adapters.sequence import refuse_sequence
 from ds_dynatrain.adapters.versions import refuse_axes, refuse_for_series
 from ds_dynatrain.errors import SwitchRefused
@@ -94,19 +93,12 @@ def refuse_at_boundary(host: Any) -> None:
     if host.engine.inside_no_sync_ctxt:
         raise usage("no_sync").refused("a no_sync window is open")
     refuse_moved_states(host)
-    if host.open_gathers:
-        have = f"a deepspeed.zero.GatheredParameters block is open ({host.open_gathers})"
+    if host.gathers.open:
+        have = f"a deepspeed.zero.GatheredParameters block is open ({len(host.gathers.open)})"
         raise usage("GatheredParameters").refused(have)
-    if host.waiting_gradients:
-        have = f"gradients of {host.waiting_gradients} parameters wait for an optimizer step"
+    if host.gradients.seen:
+        have = f"gradients of {len(host.gradients.seen)} parameters wait for an optimizer step"
         raise usage("gradients without a step").refused(have)
-
-
-def refuse_changes(host: Any) -> None:
-    """Raise SwitchRefused, naming the parameter, if trained parameters or their groups differ from the registration."""
-    found = changes(host.model_map, host.module, host.basic_optimizer, host.optimizer is host.basic_optimizer)
-    if found is not None:
-        raise usage(found[0]).refused(found[1])
 
 
 def _refuse_beside_experts(layout: Layout, config: Mapping[str, Any]) -> None:

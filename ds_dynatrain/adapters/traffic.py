@@ -83,8 +83,10 @@ class Traffic:
 
 def joined(one: Said, other: Said) -> Said:
     """Join the reports of some members and those of others. Associative."""
-    both = {name: _joined(said, other[name]) for name, said in one.items() if name in other}
-    return {**one, **other, **both}
+    found = {**one, **other}
+    for name in one.keys() & other.keys():
+        found[name] = _joined(one[name], other[name])
+    return found
 
 
 def _joined(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,11 +109,11 @@ def unfit(found: Said) -> list[str]:
     They are the groups on which not all members have reported, and those in which a call has failed. In a lost world,
     which has ended at another place on each member, groups with calls under way are unfit, too.
     """
-    is_lost = any(said["is_lost"] for said in found.values())
-    return sorted(
-        name
-        for name, said in found.items()
-        if said["members"] < said["size"]
-        or said["has_failed"]
-        or (is_lost and (said["collectives"] is None or said["messages"]))
-    )
+    is_lost, names = False, list[str]()
+    for said in found.values():
+        is_lost |= said["is_lost"]
+    for name, said in sorted(found.items()):
+        is_open = is_lost and (said["collectives"] is None or said["messages"])
+        if said["members"] < said["size"] or said["has_failed"] or is_open:
+            names.append(name)
+    return names

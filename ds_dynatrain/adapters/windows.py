@@ -23,11 +23,14 @@ _ASKED = "_dynatrain_asked"
 
 
 class GatherWatch:
-    """The `GatheredParameters` blocks that are open over `parameters`, at whatever stage."""
+    """A watch on the `GatheredParameters` blocks over some parameters, at whatever stage.
+
+    open: ids of the open blocks.
+    """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         mine = {id(parameter) for parameter in parameters}
-        self._open: set[int] = set()
+        self.open: set[int] = set()
         self._wrapped = ExitStack()
         init, enter, leave = GatheredParameters.__init__, GatheredParameters.__enter__, GatheredParameters.__exit__
 
@@ -44,23 +47,18 @@ class GatherWatch:
         def opened(block: Any) -> Any:
             entered = enter(block)
             if block.__dict__.get(_ASKED, False):
-                self._open.add(id(block))
+                self.open.add(id(block))
             return entered
 
         @functools.wraps(leave)
         def closed(block: Any, *error: Any) -> Any:
-            self._open.discard(id(block))
+            self.open.discard(id(block))
             return leave(block, *error)
 
         for name, own in {"__init__": note, "__enter__": opened, "__exit__": closed}.items():
             self._wrapped.enter_context(replaced(GatheredParameters, name, own))
 
-    @property
-    def count(self) -> int:
-        """Number of open blocks."""
-        return len(self._open)
-
     def stop(self) -> None:
         """Put DeepSpeed's own methods back; a second call does nothing."""
         self._wrapped.close()
-        self._open.clear()
+        self.open.clear()

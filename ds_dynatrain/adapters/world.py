@@ -214,7 +214,7 @@ class World:
 
     def retire_transfer(self) -> threading.Thread:
         """Take down a group that was made for the moves alone; see `drop`."""
-        moving = [each for each in self.communicators if each == ("transfer", self.transfer_members)]
+        moving = {self.between("transfer")} & self.communicators.keys()
         self.transfer, self.transfer_members = None, ()
         return tear_down(self.give_up(["transfer"]), self.disconnect(False, moving))
 
@@ -275,7 +275,7 @@ class World:
         """Return the identity of the communicator that the group of a kind uses."""
         if kind == "transfer":
             return (kind, self.transfer_members)
-        members = tuple(self.members[rank] for rank in self.ranks(kind))
+        members = tuple(map(self.members.__getitem__, self.ranks(kind)))
         return (kind if kind in self._of_user else "", members)
 
     def lacks(self, previous: World | None) -> bool:

@@ -46,9 +46,9 @@ def check_census(host: Host, vps: VirtualParameterSpace, rank: int, buffers: Buf
 
     The error names the tensor and both places. when: the moment of the check, for the error.
     """
-    placement = host.placement
+    memory = host.memory(tuple(kind for kind, _ in buffers), vps.layout)
     for (kind, name), held in buffers.items():
-        place = placement.place(kind, vps.layout.zero_stage)
+        place = memory[kind].place
         if held.numel() and name.place == FROZEN_PARTS:  # pinned or not, as the user says
             place = place._replace(pinned=False)
         if held.numel() and not place.holds(held):

@@ -12,7 +12,8 @@ import torch.distributed as td
 
 from ds_dynatrain.adapters.communicators import Connections
 from ds_dynatrain.adapters.device import is_accelerated, synchronize
-from ds_dynatrain.adapters.support import refuse_at_boundary, refuse_changes
+from ds_dynatrain.adapters.regroup import refuse_changes
+from ds_dynatrain.adapters.support import refuse_at_boundary
 from ds_dynatrain.adapters.world import World
 from ds_dynatrain.errors import DynatrainError
 from ds_dynatrain.membership import agreement

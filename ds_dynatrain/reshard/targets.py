@@ -14,7 +14,8 @@ from ds_dynatrain.adapters.offload import refuse_moved_states, working_bytes
 from ds_dynatrain.adapters.optimizers import refuse_optimizer_layout
 from ds_dynatrain.adapters.optimizers import rule_of as optimizer_rule_of
 from ds_dynatrain.adapters.pipeline import is_pipeline
-from ds_dynatrain.adapters.support import refuse_changes, refuse_module
+from ds_dynatrain.adapters.regroup import refuse_changes
+from ds_dynatrain.adapters.support import refuse_module
 from ds_dynatrain.errors import SwitchRefused
 from ds_dynatrain.membership.destinations import growing, rule_of
 from ds_dynatrain.plan import assign_slots

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_dynatrain.adapters.no_alloc import LARGE, NoAllocMode, no_alloc, no_collection, silent_communication
+from ds_dynatrain.adapters.no_alloc import LARGE, NoAllocMode, no_alloc, silent_communication
 from ds_dynatrain.adapters.versions import collector
 
 SMALL, BIG = 100, LARGE * 4
@@ -107,7 +107,7 @@ def test_a_step_that_a_scheduler_has_wrapped_is_put_back() -> None:
 def test_deepspeed_does_not_collect_inside(monkeypatch: pytest.MonkeyPatch) -> None:
     collected: list[bool] = []
     monkeypatch.setattr(gc, "collect", lambda *_: collected.append(True))
-    with no_collection():
+    with no_alloc(torch.optim.SGD([nn.Parameter(torch.ones(2))])):
         collector().gc.collect()
         assert not collected
     assert collector().gc is gc

@@ -11,7 +11,6 @@ from torch import nn
 
 import ds_dynatrain
 from ds_dynatrain.adapters import optimizers
-from ds_dynatrain.adapters.moments import common_scalars, level_counts, read_state, write_state
 from ds_dynatrain.adapters.optimizers import (
     MUON,
     OptimizerRule,
@@ -23,6 +22,7 @@ from ds_dynatrain.adapters.optimizers import (
     rule_of,
 )
 from ds_dynatrain.adapters.placement import ElementTypes
+from ds_dynatrain.adapters.stage import common_scalars, level_counts, read_state, write_state
 from ds_dynatrain.adapters.state import Scalars
 from ds_dynatrain.errors import CensusError, ConfigError, SwitchRefused, UnsupportedError
 from ds_dynatrain.space import Layout

@@ -398,7 +398,7 @@ class Standing:
     def __init__(self, micro_steps: int = 4, **more: Any) -> None:
         self.engine, self.micro_steps = self, micro_steps
         self.inside_no_sync_ctxt = False
-        self.open_gathers = self.waiting_gradients = 0
+        self.gathers, self.gradients = SimpleNamespace(open=set()), SimpleNamespace(seen=set())
         self.optimizer = SimpleNamespace(_coalesce_grad_reduction=False)
         self.__dict__.update(more)
 
@@ -415,8 +415,8 @@ def test_what_must_not_be_open_at_a_boundary() -> None:
             Standing(optimizer=SimpleNamespace(_coalesce_grad_reduction=True)),
             "a coalesce_grad_reduction window is open",
         ),
-        (Standing(open_gathers=2), r"GatheredParameters block is open \(2\)"),
-        (Standing(waiting_gradients=3), "gradients of 3 parameters wait for an optimizer step"),
+        (Standing(gathers=SimpleNamespace(open={1, 2})), r"GatheredParameters block is open \(2\)"),
+        (Standing(gradients=SimpleNamespace(seen={1, 2, 3})), "gradients of 3 parameters wait for an optimizer step"),
         (Standing(optimizer=SimpleNamespace(offloaded_states={"lp_params"})), "has moved lp_params away"),
     ):
         with pytest.raises(SwitchRefused, match=words):
