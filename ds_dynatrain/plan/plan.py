@@ -9,9 +9,8 @@ from functools import cached_property
 import numpy as np
 
 from ds_dynatrain.errors import LayoutError
-from ds_dynatrain.plan import moves
-from ds_dynatrain.plan.moves import Moves
-from ds_dynatrain.plan.sides import AS_LAID_OUT, Sides, senders_of
+from ds_dynatrain.plan.moves import Moves, between, joined, within
+from ds_dynatrain.plan.sides import AS_LAID_OUT, Sides
 from ds_dynatrain.space import ABSENT, Layout, VirtualParameterSpace, row_of
 from ds_dynatrain.space.interval import Ints
 
@@ -53,11 +52,6 @@ class SwitchPlan:
     sides: Sides
 
     @property
-    def source_members(self) -> tuple[int, ...]:
-        """The members before the switch, in rank order."""
-        return self.sides.vps.members
-
-    @property
     def target_members(self) -> tuple[int, ...]:
         """The members after the switch, in rank order."""
         return self.sides.members
@@ -70,45 +64,55 @@ class SwitchPlan:
     @property
     def members(self) -> tuple[int, ...]:
         """Members with a part in the switch, ascending: the members of both sides."""
-        return tuple(sorted({*self.source_members, *self.target_members}))
+        return tuple(sorted({*self.sides.vps.members, *self.sides.members}))
 
     def for_member(self, member: int) -> MemberPlan:
-        """Return the member's moves and rounds; empty for a member on neither side."""
-        local, derived = moves.at_home(self.sides, member)
-        if member not in self.members:
-            return MemberPlan(member, local, derived, ())
-        sends, receives = moves.sends(self.sides, member), moves.receives(self.sides, member)
+        """Return the member's moves and rounds; empty for a member on neither side.
+
+        Bytes that the member holds are copied, or are in place already. A weight is cast from the master that the rank
+        has after the switch, and a master is never sent for that alone. The rest is received, each element once.
+        """
+        sides = self.sides
+        source_rank, rank = sides.source_rank.get(member, ABSENT), sides.target_rank.get(member, ABSENT)
+        local, derived, received, sent = list[Ints](), list[Ints](), list[Ints](), list[Ints]()
+        for kind in sides.kinds:
+            if rank != ABSENT:
+                needs = sides.needs(kind, rank, source_rank)
+                local += [within(sides, member, kind, *each) for each in needs.local]
+                derived += [within(sides, member, kind, *each) for each in needs.derived]
+                start, stop, sender = sides.senders(kind, rank, needs.remote)
+                received.append(between(sides, kind, start, stop, sender, np.full_like(sender, rank)))
+            if source_rank != ABSENT:
+                start, stop, receiver = sides.receivers(kind, source_rank)
+                sent.append(between(sides, kind, start, stop, np.full_like(receiver, source_rank), receiver))
+        sends, receives = joined(sides, sent), joined(sides, received)  # sorted by peer
         busy = {*sends.target.tolist(), *receives.source.tolist()}
-        exchanges = tuple(
-            Exchange(peer, _of(sends, sends.target, peer), _of(receives, receives.source, peer))
-            for peer in rounds(self.members, member)
-            if peer is not None and peer in busy
-        )
-        return MemberPlan(member, local, derived, exchanges)
+        exchanges = []
+        for peer in rounds(self.members, member) if busy else ():
+            if peer is not None and peer in busy:
+                mine = sends.select(slice(*np.searchsorted(sends.target, [peer, peer + 1])))
+                theirs = receives.select(slice(*np.searchsorted(receives.source, [peer, peer + 1])))
+                exchanges.append(Exchange(peer, mine, theirs))
+        return MemberPlan(member, joined(sides, local), joined(sides, derived, is_derived=True), tuple(exchanges))
 
     @cached_property
     def traffic(self) -> dict[int, tuple[int, int]]:
         """Bytes (sent, received) of each member."""
-        ranks = len(self.source_members)
-        sent, received = np.zeros(ranks, np.int64), dict.fromkeys(self.members, 0)
-        for rank, member in enumerate(self.target_members):
-            for kind in self.sides.kinds:
-                start, stop = self.sides.wanted(kind, rank, int(self.sides.source_ranks[rank]))
-                low, high, sender = senders_of(self.sides, kind, rank, start, stop)
-                received[member] += int((high - low).sum()) * kind.itemsize
-                np.add.at(sent, sender, (high - low) * kind.itemsize)
-        by_member = dict(zip(self.source_members, sent.tolist(), strict=True))
-        return {member: (by_member.get(member, 0), received[member]) for member in self.members}
+        sides = self.sides
+        sent, received = np.zeros(len(sides.vps.members), np.int64), dict.fromkeys(self.members, 0)
+        for member, rank in sides.target_rank.items():
+            for kind in sides.kinds:
+                needs = sides.needs(kind, rank, sides.source_rank.get(member, ABSENT))
+                start, stop, sender = sides.senders(kind, rank, needs.remote)
+                received[member] += int((stop - start).sum()) * kind.itemsize
+                np.add.at(sent, sender, (stop - start) * kind.itemsize)
+        by_member = dict.fromkeys(self.members, 0) | dict(zip(sides.vps.members, sent.tolist(), strict=True))
+        return {member: (by_member[member], received[member]) for member in self.members}
 
-    @cached_property
+    @property
     def bytes_sent(self) -> int:
         """Bytes that cross between members, in total."""
         return sum(sent for sent, _ in self.traffic.values())
-
-    @cached_property
-    def bytes_busiest(self) -> int:
-        """Bytes in the busiest direction of the busiest member, which all others wait for."""
-        return max((max(both) for both in self.traffic.values()), default=0)
 
 
 def plan_switch(
@@ -129,16 +133,7 @@ def plan_switch(
     return SwitchPlan(Sides(vps, target_layout, tuple(target_members), tuple(map(vps.kind, names)), held_as))
 
 
-def _of(all_moves: Moves, peers: Ints, peer: int) -> Moves:
-    """Return the moves with one peer; `peers` is sorted."""
-    first, last = np.searchsorted(peers, [peer, peer + 1])
-    return all_moves.select(slice(int(first), int(last)))
-
-
-# ---- rounds ----------------------------------------------------------------------------------------------------------
-
-
-def rounds(members: Iterable[int], me: int) -> tuple[int | None, ...]:
+def rounds(members: Iterable[int], me: int) -> list[int | None]:
     """Return the peer of `me` in every round, None where it rests; each pair meets once, and waits form no circle.
 
     The round-robin tournament by the circle method (T. P. Kirkman, 1847): one member stands still, the others step
@@ -153,21 +148,13 @@ def rounds(members: Iterable[int], me: int) -> tuple[int | None, ...]:
     if len(circle) % 2:
         circle.append(None)
     count = len(circle) - 1
-    place = circle.index(me)
-    if place == count:
-        return tuple(circle[_opposite_fixed(round_number, count)] for round_number in range(count))
-    return tuple(circle[_opponent(place, round_number, count)] for round_number in range(count))
-
-
-def _opponent(place: int, round_number: int, count: int) -> int:
-    """Return whom a moving place meets: a and b meet in round r if a + b = r modulo count; a = b meets the fixed."""
-    other = (round_number - place) % count
-    return count if other == place else other
-
-
-def _opposite_fixed(round_number: int, count: int) -> int:
-    """Return the place a with 2a = r modulo count (count is odd)."""
-    return round_number * (count + 1) // 2 % count
+    place, numbers = circle.index(me), np.arange(count)
+    if place == count:  # it stands still, and meets the place a with 2a = r modulo count (count is odd) in round r
+        opponents = numbers * (count + 1) // 2 % count
+    else:  # places a and b meet in round r if a + b = r modulo count; a = b meets the one that stands still
+        opponents = (numbers - place) % count
+        opponents[opponents == place] = count
+    return [circle[opponent] for opponent in opponents.tolist()]
 
 
 # ---- stand-ins -------------------------------------------------------------------------------------------------------
@@ -182,7 +169,7 @@ class StandInPlan:
     changes.
 
     own: its own part. absent: the part of each member that it stands in for; moves from such a member to the stand-in
-    are among its local moves, which write the stand-in's target buffers.
+    are its local moves, which write the stand-in's target buffers.
     """
 
     own: MemberPlan
@@ -201,16 +188,14 @@ def standing_in(plan: SwitchPlan, member: int, absent: Iterable[int]) -> StandIn
             f"member {wrong[0]} is in the target, so member {member} cannot stand in for it; name members that are "
             "not in the target"
         )
-    own = plan.for_member(member)
+    own, parts = plan.for_member(member), dict[int, MemberPlan]()
     own = replace(own, rounds=tuple(each for each in own.rounds if each.peer not in played))
-    return StandInPlan(own, {one: _part(plan.for_member(one), member) for one in played})
-
-
-def _part(part: MemberPlan, member: int) -> MemberPlan:
-    """Return the part with the moves to `member` as local moves."""
-    to_member = [each.sends for each in part.rounds if each.peer == member]
-    away = tuple(each for each in part.rounds if each.peer != member)
-    return replace(part, local=Moves.concatenate(to_member, part.local), rounds=away)
+    for one in played:
+        part = plan.for_member(one)  # it has no local moves, as it is not in the target
+        to_member = next((each.sends for each in part.rounds if each.peer == member), part.local)
+        away = tuple(each for each in part.rounds if each.peer != member)
+        parts[one] = replace(part, local=to_member, rounds=away)
+    return StandInPlan(own, parts)
 
 
 # ---- cost ------------------------------------------------------------------------------------------------------------
@@ -220,10 +205,12 @@ def _part(part: MemberPlan, member: int) -> MemberPlan:
 class Cost:
     """An estimate of a switch. bytes_sent: over all members. peak_bytes: by member, state of both sides and the budget.
 
-    seconds: time of the busiest direction of the busiest member at the given bandwidth.
+    bytes_busiest: in the busiest direction of the busiest member, which all others wait for. seconds: the time that
+    takes at the given bandwidth.
     """
 
     bytes_sent: int
+    bytes_busiest: int
     peak_bytes: dict[int, int]
     seconds: float
 
@@ -235,19 +222,21 @@ class Cost:
 
 def estimate(plan: SwitchPlan, budget_bytes: int, bytes_per_second: float) -> Cost:
     """Return the cost with at most `budget_bytes` packed in flight per member, at `bytes_per_second` each way."""
-    sides = plan.sides
-    fresh = {kind for kind in sides.vps.present_kinds(sides.layout) if row_of(kind).is_gradient}
-    kinds = (*plan.kinds, *sorted(fresh - set(plan.kinds)))  # allocated at the target even if none moves
+    sides, kinds = plan.sides, plan.kinds
+    after = list(kinds)
+    for kind in sides.vps.present_kinds(sides.layout):  # gradients are allocated at the target even if none moves
+        if row_of(kind).is_gradient and kind not in kinds:
+            after.append(kind)
     peak = {}
-    for member in plan.members:
-        busy = sum(plan.traffic[member])
-        before = state_bytes(sides.vps, sides.vps.layout, sides.source_rank.get(member, ABSENT), plan.kinds)
-        after = state_bytes(sides.vps, sides.layout, sides.target_rank.get(member, ABSENT), kinds)
-        peak[member] = before + after + min(budget_bytes, busy)
-    return Cost(plan.bytes_sent, peak, plan.bytes_busiest / bytes_per_second)
+    for member, busy in plan.traffic.items():
+        source = state_bytes(sides.vps, sides.vps.layout, sides.source_rank.get(member, ABSENT), kinds)
+        target = state_bytes(sides.vps, sides.layout, sides.target_rank.get(member, ABSENT), after)
+        peak[member] = source + target + min(budget_bytes, sum(busy))
+    busiest = max(map(max, plan.traffic.values()), default=0)
+    return Cost(plan.bytes_sent, busiest, peak, busiest / bytes_per_second)
 
 
-def state_bytes(vps: VirtualParameterSpace, layout: Layout, rank: int, kinds: tuple[str, ...]) -> int:
+def state_bytes(vps: VirtualParameterSpace, layout: Layout, rank: int, kinds: Collection[str]) -> int:
     """Return the bytes of the kinds on a rank (0 if ABSENT), without padding.
 
     A weight that has the bytes of its master is counted once if both have the same buffer (stages 0 and 3 in fp32).

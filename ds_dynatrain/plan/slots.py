@@ -42,7 +42,11 @@ def assign_slots(
     candidate. At equal bytes, prefer members that work already, then nodes that hold more of these, then lower numbers;
     lower ranks get lower slots. Raise LayoutError if there are fewer candidates than slots.
     """
-    order = _preference(vps, candidates, node_of or {})
+    node_of, members = node_of or {}, set(candidates)
+    working = [member for member in vps.members if member in members]
+    busy = Counter(node_of.get(member, "") for member in working)
+    idle = members.difference(working)
+    order = working + sorted(idle, key=lambda each: (-busy[node_of.get(each, "")], node_of.get(each, ""), each))
     slots = target_layout.world_size
     if len(order) < slots:
         raise LayoutError(
@@ -50,13 +54,9 @@ def assign_slots(
             f"choose a layout of at most {len(order)} ranks"
         )
     cost = slot_costs(vps, target_layout, order, kinds)
-    if vps.members[0] in order:
-        keeper = order.index(vps.members[0])
-        rest = [row for row in range(len(order)) if row != keeper]
-        chosen = [keeper, *(rest[row] for row in _cheapest(cost[rest, 1:]))]
-    else:
-        chosen = _cheapest(cost)
-    return tuple(order[row] for row in chosen)
+    if order[0] == vps.members[0]:
+        return order[0], *(order[1 + row] for row in _cheapest(cost[1:, 1:]))
+    return tuple(order[row] for row in _cheapest(cost))
 
 
 def slot_costs(
@@ -66,36 +66,30 @@ def slot_costs(
     slots = target_layout.world_size
     sides = plan_switch(vps, target_layout, range(slots), kinds).sides
     by_rank = np.zeros((vps.layout.world_size + 1, slots), dtype=np.int64)
-    alike: dict[object, list[Kind]] = {}
+    alike: dict[object, tuple[Kind, int]] = {}
     for kind in sides.kinds:
-        alike.setdefault(_cut_like(kind), []).append(kind)
-    for first, *others in alike.values():
-        by_rank += _missing_in_slots(sides, first) * sum(kind.itemsize for kind in (first, *others))
-    rows = [vps.members.index(member) if member in vps.members else ABSENT for member in candidates]
-    return by_rank[rows]
-
-
-def _cut_like(kind: Kind) -> object:
-    """Return a key that is equal for kinds that lie alike under every layout, such as a master and its moments."""
-    row = row_of(kind.name)
-    own = row.stages, row.whole_in, row.of_frozen
-    return own, kind.groups, kind.whole_tensors, kind.sources[1:], kind.derived_from
+        row = row_of(kind.name)  # kinds with one key lie alike under every layout, such as a master and its moments
+        own = kind.groups, kind.whole_tensors, kind.sources[1:], kind.derived_from
+        key = (row.stages, row.whole_in, row.of_frozen, *own)
+        first, nbytes = alike.get(key, (kind, 0))
+        alike[key] = first, nbytes + kind.itemsize
+    for kind, nbytes in alike.values():
+        by_rank += _missing_in_slots(sides, kind) * nbytes
+    return by_rank[[sides.source_rank.get(member, ABSENT) for member in candidates]]
 
 
 def _missing_in_slots(sides: Sides, kind: Kind) -> Ints:
     """Return the elements of a kind that each slot (column) lacks, in the rows of `_missing`."""
-    slots = sides.layout.world_size
-    shared = sides.target(kind.name).shared
-    if shared is None:
-        columns = [_missing(sides, kind, *sides.wanted(kind, slot, ABSENT)) for slot in range(slots)]
-        return np.stack(columns, axis=1)
+    slots, shared = sides.layout.world_size, sides.target(kind.name).shared
     result = np.zeros((sides.vps.layout.world_size + 1, slots), dtype=np.int64)
-    for ranks, start, stop in shared:  # many slots share most of it; a slot does not lack what it can cast
+    for ranks, start, stop in shared or ():  # many slots share most of it; a slot does not lack what it can cast
         result[:, ranks] += _missing(sides, kind, start, stop)[:, None]
-    origin = sides.derived_from(kind)
-    if origin is not None:
-        for slot in range(slots):
-            held = sides.target(origin).holding(slot)
+    for slot in range(slots):
+        if shared is None:
+            want = sides.needs(kind, slot, ABSENT).remote
+            result[:, slot] = _missing(sides, kind, want.start, want.stop)
+        elif kind.derived_from is not None:
+            held = sides.target(kind.derived_from).holding(slot)
             result[:, slot] -= _missing(sides, kind, held.start, held.stop)
     return result
 
@@ -104,9 +98,8 @@ def _missing(sides: Sides, kind: Kind, start: Ints, stop: Ints) -> Ints:
     """Count the elements of tidy runs that a member lacks, for each source rank and last for one without a rank."""
     ranks = sides.vps.layout.world_size
     result = np.full(ranks + 1, int((stop - start).sum()), dtype=np.int64)
-    cuts = [cut for cut in map(sides.source, sides.sources(kind)) if not cut.is_empty]
     earlier: list[Sharding] = []
-    for cut in sorted(cuts, key=lambda each: not each.replicated):
+    for cut in sorted(map(sides.source, kind.sources), key=lambda each: not each.replicated):
         if cut.replicated:
             _, start, stop = interval.subtract(start, stop, *cut.region())
             result[:ranks] = int((stop - start).sum())
@@ -125,35 +118,20 @@ def _missing(sides: Sides, kind: Kind, start: Ints, stop: Ints) -> Ints:
     return result
 
 
-def _preference(vps: VirtualParameterSpace, candidates: Iterable[int], node_of: Mapping[int, str]) -> list[int]:
-    """Sort the candidates, best first: working ones by rank, then the others by node and number."""
-    members = set(candidates)
-    working = [member for member in vps.members if member in members]
-    busy = Counter(node_of.get(member, "") for member in working)
-    idle = members.difference(working)
-    return working + sorted(idle, key=lambda member: (-busy[node_of.get(member, "")], node_of.get(member, ""), member))
-
-
 def _cheapest(cost: Ints) -> list[int]:
     """Return the row assigned to each column: least cost, and among equals the earliest rows in their order."""
     rows, columns = cost.shape
-    if not columns:
-        return []
     square = np.zeros((rows, rows), dtype=np.int64)
     square[:, :columns] = cost
-    taken = linear_sum_assignment(square)[1]
-    tight = _tight(square, taken)
+    tight = _tight(square, linear_sum_assignment(square)[1])
     place = np.arange(rows, dtype=np.int64)[:, None]
-    tie = (place - np.arange(rows, dtype=np.int64)[None, :]) ** 2
+    tie = (place - place.T) ** 2
     tie[:, columns:] = 0
     tie[:, :columns] += 2 * rows * rows * place
     forbidden = int(tie.max(initial=0)) * rows + 1
-    final = linear_sum_assignment(np.where(tight, tie, forbidden))[1]
-    answer = [0] * columns
-    for row, column in enumerate(final.tolist()):
-        if column < columns:
-            answer[column] = row
-    return answer
+    column_of = linear_sum_assignment(np.where(tight, tie, forbidden))[1]
+    row_of_column: list[int] = np.argsort(column_of)[:columns].tolist()
+    return row_of_column
 
 
 def _tight(cost: Ints, taken: Ints) -> npt.NDArray[np.bool_]:

@@ -64,7 +64,7 @@ class Figures:
     def of(plan: SwitchPlan, budget_bytes: int) -> Figures:
         """Compute the figures from the parts of all members."""
         cost = estimate(plan, budget_bytes, 1.0)
-        return Figures(plan.bytes_sent, plan.bytes_busiest, cost.highest_peak_bytes)
+        return Figures(cost.bytes_sent, cost.bytes_busiest, cost.highest_peak_bytes)
 
 
 @dataclass
