@@ -7,21 +7,20 @@ import os
 import pickle
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 from torch.distributed import TCPStore
 
+from tests.scenarios import warm
 from tests.scenarios.actions import Seen
 from tests.scenarios.row import Run
 from tests.scenarios.worker import ADDRESS
 
-ROOT = Path(__file__).parents[2]
 RANKS = 4
 START_SECONDS = 180.0
 RUN_SECONDS = 40.0
@@ -37,7 +36,7 @@ class WarmRanks:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.played = folder, 0
-        self._torchrun: subprocess.Popen[bytes] | None = None
+        self._torchrun: BaseProcess | None = None
         self._pipes: list[Connection] = []
 
     def play(self, runs: Sequence[Run], folders: Sequence[Path]) -> list[list[Seen]]:
@@ -66,29 +65,18 @@ class WarmRanks:
         for pipe in self._pipes:
             pipe.close()
         if self._torchrun is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._torchrun.wait(10)
-            self._torchrun.kill()
-            self._torchrun.wait()
+            self._torchrun.kill()  # its workers end with it
+            self._torchrun.join()
 
     def _start(self) -> None:
         address, log = str(self.folder / "socket"), self.folder / "torchrun.log"
-        names = {"OMP_NUM_THREADS": "1", "MKL_CBWR": "COMPATIBLE", "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}
-        names |= {"PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONFAULTHANDLER": "1", ADDRESS: address}
-        names |= {"HF_HUB_OFFLINE": "1"}
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-        with socket.socket(socket.AF_UNIX) as listener, log.open("wb") as output:
+        command = ["torchrun", "--standalone", f"--nproc-per-node={RANKS}"]
+        command.append(str(Path(__file__).with_name("worker.py")))
+        with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(address)
             listener.listen(RANKS)
             listener.settimeout(START_SECONDS)
-            self._torchrun = subprocess.Popen(
-                [*command, str(Path(__file__).with_name("worker.py"))],
-                cwd=ROOT,
-                env={**os.environ, **names},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
+            self._torchrun = warm.start(command, {ADDRESS: address}, log)
             found = [Connection(listener.accept()[0].detach()) for _ in range(RANKS)]
         self._pipes = [pipe for _, pipe in sorted(((pipe.recv(), pipe) for pipe in found), key=lambda pair: pair[0])]
 

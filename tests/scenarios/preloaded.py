@@ -6,7 +6,8 @@ from importlib.metadata import entry_points
 
 import deepspeed  # noqa: F401
 import torch.distributed.run  # noqa: F401
-import transformers.models.llama  # noqa: F401
+import transformers.models.llama.modeling_llama
+import transformers.models.mixtral.modeling_mixtral  # noqa: F401
 from transformers import Trainer  # noqa: F401
 
 import ds_dynatrain

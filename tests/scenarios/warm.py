@@ -30,6 +30,7 @@ from unittest import mock
 ROOT = Path(__file__).parents[2]
 PR_SET_PDEATHSIG = 1
 READ_ONCE = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "MKL_CBWR": "COMPATIBLE", "PYTHONPATH": str(ROOT)}
+READ_ONCE |= {"HF_HUB_OFFLINE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 """Variables that libraries read when they are imported."""
 
 

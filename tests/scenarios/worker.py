@@ -1,4 +1,4 @@
-"""A rank of a warm launch: `torchrun worker.py` imports once, and forks a process for each scenario.
+"""A rank of a warm launch: torchrun, forked where all is imported (warm.py), forks it, and it forks each scenario.
 
 What it has forked has the environment that torchrun gave it, but for the port of the store: each scenario has a store
 of its own, which the test process holds as torchrun does.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import gc
 import importlib
 import logging
@@ -16,16 +17,14 @@ import pickle
 import signal
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 
 import deepspeed
 import torch
-import transformers.models.llama.modeling_llama
-import transformers.models.mixtral.modeling_mixtral  # noqa: F401 - what models are made of is imported once
 
-import ds_dynatrain
 from tests.scenarios.play import play
 from tests.scenarios.row import Run
 
@@ -38,7 +37,8 @@ Task = tuple[int, Sequence[tuple[Run, Path]], Path]
 def main() -> None:
     """Serve the test process until it closes the connection."""
     end_with_parent()
-    _ = ds_dynatrain.initialize
+    faulthandler.enable()
+    warnings.simplefilter("ignore")
     deepspeed.utils.logger.setLevel(logging.ERROR)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiled at first use, for a minute
     torch.set_num_threads(1)
