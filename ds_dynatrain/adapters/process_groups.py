@@ -42,7 +42,6 @@ def make_group(store: Store, name: str, rank: int, size: int, seconds: float) ->
     prefix = PrefixStore(f"{name}/", store)
     timeout = datetime.timedelta(seconds=seconds)
     backend = td.ProcessGroupGloo(PrefixStore("cpu/", prefix), rank, size, timeout=timeout)
-    backend._set_sequence_number_for_group()
     backend._set_default_timeout(default_pg_timeout)
     return _around({HOST: backend}, td.ProcessGroup.BackendType.GLOO, prefix, name, rank, size), prefix
 
