@@ -257,10 +257,7 @@ def _backend(name: str, store: Store, where: Endpoint) -> tuple[Kind, Any]:
     options.global_ranks_in_group, size = list(where.ranks), len(where.ranks)
     if built_in is not None:
         options._timeout, options.group_name = default_pg_timeout, where.name
-        made = built_in(store, where.place, size, options)
-        if name == NCCL:  # as torch does
-            made._set_sequence_number_for_group()
-        return getattr(Kind, name.upper()), made
+        return getattr(Kind, name.upper()), built_in(store, where.place, size, options)
     plugin = td.Backend._plugins.get(name.upper())
     if plugin is None:
         known = ", ".join(sorted(each.lower() for each in td.Backend._plugins)) or "none"

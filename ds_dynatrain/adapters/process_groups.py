@@ -38,11 +38,12 @@ def make_group(store: Store, name: str, rank: int, size: int, seconds: float) ->
     evaluation, or by waiting for the request of another member.
 
     It does what `init_process_group` does for one backend, without its global state, so that it can run in a thread.
+    Torch 2.14 and newer can also give a group other members in place. That takes several times as long, because it
+    takes the old connections down first; see docs/figures/groups.md.
     """
     prefix = PrefixStore(f"{name}/", store)
     timeout = datetime.timedelta(seconds=seconds)
     backend = td.ProcessGroupGloo(PrefixStore("cpu/", prefix), rank, size, timeout=timeout)
-    backend._set_sequence_number_for_group()
     backend._set_default_timeout(default_pg_timeout)
     return _around({HOST: backend}, td.ProcessGroup.BackendType.GLOO, prefix, name, rank, size), prefix
 

@@ -634,9 +634,6 @@ def test_those_of_torch_s_own_get_their_options(accelerator: None, monkeypatch: 
             super().__init__(Log(), options.group_name, rank, size)
             seen.append((rank, size, vars(options)))
 
-        def _set_sequence_number_for_group(self) -> None:
-            seen.append("sequence")
-
         def eager_connect_single_device(self, device: torch.device) -> None:
             seen.append(device)
 
@@ -644,7 +641,7 @@ def test_those_of_torch_s_own_get_their_options(accelerator: None, monkeypatch: 
     monkeypatch.setattr(Accelerator, "communication_backend_name", lambda self: "nccl")
     made = make_communicator(Endpoint("here", (4, 6), 1, HashStore()), SECONDS)
     options = {"_timeout": communicators.default_pg_timeout, "global_ranks_in_group": [4, 6], "group_name": "here"}
-    assert seen == [(1, 2, options), "sequence", DEVICE]
+    assert seen == [(1, 2, options), DEVICE]
     assert made.kind == td.ProcessGroup.BackendType.NCCL and made.device == DEVICE
 
 

@@ -1,0 +1,259 @@
+"""Measure what a switch waits for: a gloo group that torch edits in place, or one that is built anew.
+
+python tools/bench_reconfigure.py                           # about five minutes
+python tools/bench_reconfigure.py --ranks 4 --laps 5
+python tools/bench_reconfigure.py --write docs/figures
+
+Torch 2.14 and newer can give a group other members in place (`ProcessGroup.reconfigure`); an older torch measures the
+other two ways alone. In every lap the same processes change their group in each of the ways, in turn: either the same
+members again, or one leaves and one comes. A way ends when the last member is through a collective of the new group.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+import torch._C._distributed_c10d as distributed_c
+import torch.distributed as td
+from figures import keep, machine, table
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from ds_dynatrain.adapters.device import HOST
+from ds_dynatrain.adapters.process_groups import make_group, tear_down
+from ds_dynatrain.elastic.store import serve_store
+
+SECONDS = 60.0
+LEAD_SECONDS = 0.05
+"""From the order until all begin: longer than it takes to reach them."""
+REBUILT, AHEAD, EDITED = "built anew ms", "built ahead ms", "edited ms"
+CAN_EDIT = hasattr(td.ProcessGroup, "reconfigure")
+WAYS = (REBUILT, AHEAD, EDITED) if CAN_EDIT else (REBUILT, AHEAD)
+SAME, OTHER = "the same members again", "one leaves, one comes"
+GLOO = td.ProcessGroup.BackendType.GLOO
+
+
+class Order(NamedTuple):
+    """What all processes are told: to go from the group of `before` to one of `members`, in order.
+
+    handles: torch's names of the members' groups; begin: the instant of `time.monotonic` in which all begin.
+    """
+
+    number: int
+    way: str
+    before: tuple[int, ...]
+    members: tuple[int, ...]
+    handles: list[str]
+    begin: float
+
+
+class Answer(NamedTuple):
+    """Seconds until this process could go on in the new group, and until the old one was gone, too; the handle of its
+    group that can be edited.
+    """
+
+    through: float
+    gone: float
+    handle: str
+
+
+def editable(store: Store, number: int) -> td.ProcessGroup:
+    """Return a group without peers, as `init_process_group(enable_reconfigure=True)` makes one."""
+    prefix = PrefixStore("edited/", store)
+    timeout: Any = {"timeout": timedelta(seconds=SECONDS), "enable_reconfigure": True}
+    group = td.ProcessGroup(prefix, number, number + 1)
+    group._set_default_backend(GLOO)
+    group._register_backend(HOST, GLOO, td.ProcessGroupGloo(prefix, number, number + 1, **timeout))
+    return group
+
+
+def edit(group: Any, number: int, handles: list[str]) -> None:
+    """Give a group the members with these handles, in their order."""
+    options = distributed_c.ReconfigureOptions()  # type: ignore[attr-defined]  # since torch 2.14
+    options.uuid, options.handles = number, handles
+    group.reconfigure(options).wait()
+
+
+def collective(group: td.ProcessGroup, value: float) -> float:
+    """Return the sum of all members' values."""
+    tensor = torch.tensor([value])
+    group.allreduce([tensor]).wait()
+    return tensor.item()
+
+
+@dataclass
+class Process:
+    """One process, which changes its groups as it is told. groups: the present one of each way."""
+
+    number: int
+    port: int
+    pipe: Connection
+    groups: dict[str, td.ProcessGroup] = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Follow orders until it is killed."""
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self.store = TCPStore("127.0.0.1", self.port, is_master=False, wait_for_workers=False)
+        while True:
+            order: Order = self.pipe.recv()
+            through = gone = 0.0
+            if self.number in {*order.before, *order.members}:
+                time.sleep(max(0.0, order.begin - time.monotonic()))
+                old = [group] if (group := self.groups.pop(order.way, None)) else list[td.ProcessGroup]()
+                del group  # no name may keep the last of it
+                begin = self.change(order, old)
+                through = time.monotonic() - begin
+                tear_down(old).join()
+                gone = time.monotonic() - begin
+            self.pipe.send(Answer(through, gone, self.handle() if CAN_EDIT else ""))
+
+    def handle(self) -> str:
+        """Return the handle of the group to edit; a process that has none, or has left it, comes with a new one."""
+        if EDITED not in self.groups:
+            self.groups[EDITED] = editable(self.store, self.number)
+        group: Any = self.groups[EDITED]
+        return str(group.get_reconfigure_handle())
+
+    def change(self, order: Order, old: list[td.ProcessGroup]) -> float:
+        """Go on in the next group, and leave in `old` what is to be taken down; return when the pause has begun."""
+        begin, stays = order.begin, self.number in order.members
+        if order.way == EDITED and stays:
+            edit(old[0], order.number, order.handles)
+            self.groups[EDITED] = old.pop()
+        elif order.way == AHEAD:
+            begin = self.build_beside(order, old)
+        elif order.way == REBUILT:
+            self.build(order)
+        if stays:
+            found = collective(self.groups[order.way], self.number)
+            if found != sum(order.members):
+                raise RuntimeError(f"{order.way}: a sum over {order.members} is {found}, not {sum(order.members)}")
+        return begin
+
+    def build(self, order: Order) -> None:
+        """Build the next group, as a world does, if this process is in it."""
+        if self.number not in order.members:
+            return
+        rank, name = order.members.index(self.number), f"bench_{order.number}"
+        self.groups[order.way] = make_group(self.store, name, rank, len(order.members), SECONDS)[0]
+
+    def build_beside(self, order: Order, old: list[td.ProcessGroup]) -> float:
+        """Build the next group in a thread while members go on in the old one; return when they stop for it."""
+        thread = threading.Thread(target=self.build, args=(order,))
+        thread.start()
+        if self.number in order.before:
+            while collective(old[0], float(not thread.is_alive())) < len(order.before):
+                pass
+        begin = time.monotonic()
+        thread.join()
+        return begin if self.number in order.before else time.monotonic()
+
+
+class Job:
+    """So many members, and one process more."""
+
+    def __init__(self, ranks: int) -> None:
+        self.store, context = serve_store("127.0.0.1"), get_context("fork")
+        self.pipes, self.processes = list[Connection](), list[Any]()
+        for number in range(ranks + 1):
+            here, there = context.Pipe()
+            process = context.Process(target=Process(number, self.store.port, there).run, daemon=True)
+            process.start()
+            self.pipes.append(here)
+            self.processes.append(process)
+        self.members, self.orders = tuple(range(ranks)), 0
+        self.handles = [""] * (ranks + 1)
+        for way in WAYS:
+            self.change(way, (), ())  # tells the first handles
+            self.change(way, (), self.members)
+
+    def change(self, way: str, before: tuple[int, ...], members: tuple[int, ...]) -> tuple[float, float]:
+        """Let all change their group in one way; return the seconds until all are through, and until the old is
+        gone.
+        """
+        self.orders += 1
+        handles, begin = [self.handles[member] for member in members], time.monotonic() + LEAD_SECONDS
+        for pipe in self.pipes:
+            pipe.send(Order(self.orders, way, before, members, handles, begin))
+        answers = list[Answer]()
+        for number, pipe in enumerate(self.pipes):
+            if not wait([pipe], SECONDS):
+                raise TimeoutError(f"process {number} has not answered within {SECONDS:g} s: {way}, {members}")
+            answers.append(pipe.recv())
+        self.handles = [answer.handle for answer in answers]
+        return max(answer.through for answer in answers), max(answer.gone for answer in answers)
+
+    def lap(self, kind: str, lap: int) -> dict[str, tuple[float, float]]:
+        """Change the group in every way, another one first in each lap."""
+        before, resting = self.members, next(n for n in range(len(self.pipes)) if n not in self.members)
+        if kind == OTHER:
+            self.members = tuple(resting if place == lap % len(before) else old for place, old in enumerate(before))
+        first = lap % len(WAYS)
+        return {way: self.change(way, before, self.members) for way in (*WAYS[first:], *WAYS[:first])}
+
+    def end(self) -> None:
+        """Kill all processes."""
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+def spread(seconds: list[float]) -> list[str]:
+    """Return the cells of a column: the median, and the least and the greatest."""
+    found = [1e3 * each for each in seconds]
+    return [f"{median(found):.1f}", f"{min(found):.1f} to {max(found):.1f}"]
+
+
+def rows(ranks: int, laps: int) -> list[list[object]]:
+    """Return the rows of so many members."""
+    job, found = Job(ranks), list[list[object]]()
+    try:
+        for kind in (SAME, OTHER):
+            job.lap(kind, 0)
+            all_laps = [job.lap(kind, lap) for lap in range(laps)]
+            row: list[object] = [ranks, kind, laps]
+            for way in WAYS:
+                row += spread([lap[way][0] for lap in all_laps])
+            row.append(f"{1e3 * median(lap[REBUILT][1] for lap in all_laps):.1f}")
+            if CAN_EDIT:
+                row.append(f"{median(lap[EDITED][0] / lap[REBUILT][0] for lap in all_laps):.2f}")
+            found.append(row)
+        return found
+    finally:
+        job.end()
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", nargs="+", type=int, default=[4, 8, 16])
+    parser.add_argument("--laps", type=int, default=30, help="laps of each row (default 30)")
+    parser.add_argument("--write", type=Path, help="a page, or a folder of them, for the table: docs/figures")
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    torch.set_num_threads(1)
+    head = ["ranks", "change", "laps", *(cell for way in WAYS for cell in (way, "from, to")), "old one gone ms"]
+    text = f"Measured on: {machine()}; processes of one machine, medians."
+    if CAN_EDIT:
+        head.append("edited ÷ anew")
+    else:
+        text += f" Torch {torch.__version__} cannot reconfigure a group; torch 2.14 and newer can."
+    text += f"\n\n{table(head, [row for ranks in args.ranks for row in rows(ranks, args.laps)])}"
+    print(text)
+    if args.write is not None:
+        keep(args.write, "bench_reconfigure" if CAN_EDIT else "bench_reconfigure_older", text)
+
+
+if __name__ == "__main__":
+    main()
