@@ -1,15 +1,18 @@
 """The carry: everything of a training that is not a tensor element, and how a member takes it over.
 
-*Shared* carry is equal on all working members and is compared before a commit: counters, hyper-parameters of all
-parameter groups, optimizer scalars, the loss scale, the scheduler, the loaders' positions. The *rest* (modules' state
-besides parameters, the user's own objects, the last gradient norm) may differ between members; a member that starts to
-work takes rank 0's.
+`STATES` is the table of it. A further state needs a further row: a switch, a checkpoint and members' copies go through
+the rows. *Shared* carry is equal on all working members and is compared before a commit. The *rest* may differ between
+members; a member that starts to work takes rank 0's. Two things have ways of their own. Optimizer scalars go with the
+optimizer's buffers, and are compared here. Random streams belong to a place in the layout (`streams`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import IntEnum
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -17,8 +20,212 @@ import torch
 from ds_dynatrain.adapters.module_state import EMPTY, state_of, take_state
 from ds_dynatrain.adapters.state import Scalars
 from ds_dynatrain.errors import SwitchFailed, SwitchRefused
-from ds_dynatrain.reshard.core import COUNTERS, EngineCore
+from ds_dynatrain.reshard.core import EngineCore
 from ds_dynatrain.reshard.encoding import decode, encode, fingerprint
+
+COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+"""DeepSpeed's counters that travel."""
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------
+
+
+class Taken(IntEnum):
+    """The least change after which a member loads a state: a new optimizer, a failed switch, or its start to work."""
+
+    NEW_OPTIMIZER = 1
+    FAILED_SWITCH = 2
+    START = 3
+
+
+@dataclass(frozen=True)
+class ExtraState:
+    """State that is no tensor element: one row of the table.
+
+    keys: the names of its values in the carry. is_shared: whether it is equal on all working members. taken: when it is
+    loaded. state_dict: returns the values by name, which `encoding.encode` takes. load_state_dict: gets containers of
+    its own, which it may keep and change. It is called without the values that an older checkpoint lacks, and not at
+    all if that has none of them.
+    """
+
+    keys: tuple[str, ...]
+    is_shared: bool
+    taken: Taken
+    state_dict: Callable[[EngineCore], dict[str, Any]]
+    load_state_dict: Callable[[EngineCore, dict[str, Any]], None]
+
+
+def _progress(engine: EngineCore) -> dict[str, Any]:
+    return {
+        "counters": {name: int(getattr(engine.deepspeed, name)) for name in COUNTERS},
+        "windows": engine.micro_steps // max(engine.accumulation, 1),
+        "epoch": engine.job_epoch,
+        "scaling": engine.host.scaling_state(),
+        "compiled modules": engine.host.compiled_modules,
+        "forward passes": engine.host.forward_passes,
+        "stream seed": engine.stream_seed if engine.host.in_leaves else None,
+    }
+
+
+def _load_progress(engine: EngineCore, state: dict[str, Any]) -> None:
+    """Micro-steps start anew on a multiple of the accumulation."""
+    for name in COUNTERS:
+        setattr(engine.deepspeed, name, state["counters"][name])
+    engine.deepspeed.micro_steps = state["windows"] * engine.accumulation
+    engine.job_epoch = state["epoch"]
+    engine.host.take_scaling(state["scaling"])
+    engine.host.forward_passes = state["forward passes"]
+    if state.get("stream seed") is not None:  # a checkpoint of a job without leaves has none
+        engine.stream_seed = state["stream seed"]
+
+
+def _schedule(engine: EngineCore) -> dict[str, Any]:
+    scheduler = engine.host.lr_scheduler
+    return {
+        "groups": [_hyper_parameters(group) for group in engine.host.basic_optimizer.param_groups],
+        "scheduler": None if scheduler is None else scheduler.state_dict(),
+    }
+
+
+def _hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
+    """Return a group's values without those that the layout decides: its parameters, and the name of a group of
+    experts.
+    """
+    left_out = ("params", "name") if group.get("moe") else ("params",)
+    return {name: value for name, value in group.items() if name not in left_out}
+
+
+def _load_schedule(engine: EngineCore, state: dict[str, Any]) -> None:
+    groups, scheduler = engine.host.basic_optimizer.param_groups, engine.host.lr_scheduler
+    for group, values in zip(groups, state["groups"], strict=True):
+        group.update(values)
+    if scheduler is None:
+        return
+    scheduler.load_state_dict(state["scheduler"])
+    if hasattr(scheduler, "_last_lr") and "_last_lr" not in state["scheduler"]:  # DeepSpeed's own leave it stale
+        scheduler._last_lr = [group["lr"] for group in groups]
+
+
+def _random_ltd(engine: EngineCore) -> dict[str, Any]:
+    has_schedule = engine.deepspeed.random_ltd_enabled()
+    return {"random-LTD": engine.deepspeed.random_ltd_scheduler.state_dict() if has_schedule else None}
+
+
+def _load_random_ltd(engine: EngineCore, state: dict[str, Any]) -> None:
+    if engine.deepspeed.random_ltd_enabled():
+        engine.deepspeed.random_ltd_scheduler.load_state_dict(state["random-LTD"])
+
+
+_HELD = {"loaders": attrgetter("train_loaders"), "objects": attrgetter("carried")}
+
+
+def _state_of_each(what: str, engine: EngineCore) -> dict[str, Any]:
+    return {what: {name: held.state_dict() for name, held in _HELD[what](engine).items()}}
+
+
+def _load_each(what: str, engine: EngineCore, state: dict[str, Any]) -> None:
+    """Load states by name; keep those of loaders and objects that do not exist yet until they do."""
+    held, engine.arrived[what] = _HELD[what](engine), {}
+    for name, value in state[what].items():
+        if name in held:
+            held[name].load_state_dict(value)
+        else:
+            engine.arrived[what][name] = value
+
+
+def _grad_norm(engine: EngineCore) -> dict[str, Any]:
+    norm = engine.deepspeed.get_global_grad_norm()
+    return {"grad_norm": float(norm) if norm is not None else None}
+
+
+def _load_grad_norm(engine: EngineCore, state: dict[str, Any]) -> None:
+    engine.host.take_grad_norm(state["grad_norm"])
+
+
+def _modules(engine: EngineCore) -> dict[str, Any]:
+    return state_of(engine.host.module)
+
+
+def _load_modules(engine: EngineCore, state: dict[str, Any]) -> None:
+    """Load what modules keep besides parameters. "resized" and "casts" are of this load alone: see `take_state`."""
+    module = engine.host.module
+    if "training" in state and state["training"] != module.training:  # an old checkpoint: the root's alone
+        module.train(state["training"])
+    take_state(module, state, casts=state.get("casts", False))
+
+
+_MODULES = ExtraState(
+    ("buffers", "transient", "extra", "modes", "attributes", "training", "resized", "casts"),
+    False,
+    Taken.START,
+    _modules,
+    _load_modules,
+)
+STATES = [
+    ExtraState(
+        ("counters", "windows", "epoch", "scaling", "compiled modules", "forward passes", "stream seed"),
+        True,
+        Taken.NEW_OPTIMIZER,
+        _progress,
+        _load_progress,
+    ),
+    ExtraState(("groups", "scheduler"), True, Taken.FAILED_SWITCH, _schedule, _load_schedule),
+    ExtraState(("loaders",), True, Taken.START, partial(_state_of_each, "loaders"), partial(_load_each, "loaders")),
+    ExtraState(("random-LTD",), True, Taken.START, _random_ltd, _load_random_ltd),
+    ExtraState(("grad_norm",), False, Taken.START, _grad_norm, _load_grad_norm),
+    _MODULES,
+    ExtraState(("objects",), False, Taken.START, partial(_state_of_each, "objects"), partial(_load_each, "objects")),
+]
+"""The table, in the order in which states are loaded."""
+
+
+def shared_carry(engine: EngineCore, scalars: Scalars) -> dict[str, Any]:
+    """Return the state that must be equal on all working members."""
+    found: dict[str, Any] = {
+        "scalars": {
+            name: {str(number): value for number, value in table.items()} for name, table in scalars.values.items()
+        }
+    }
+    for state in STATES:
+        if state.is_shared:
+            found |= state.state_dict(engine)
+    return found
+
+
+def rest_carry(engine: EngineCore, has_module: bool = True) -> dict[str, Any]:
+    """Return what a member that starts to work takes from rank 0 besides the shared carry.
+
+    has_module: whether to include modules' state; without it only the root's mode is included.
+    """
+    found: dict[str, Any] = {} if has_module else {**EMPTY, "modes": {"": engine.host.module.training}}
+    for state in STATES:
+        if not state.is_shared and (has_module or state is not _MODULES):
+            found |= state.state_dict(engine)
+    return found
+
+
+def take(engine: EngineCore, carry: Mapping[str, Any], after: Taken) -> None:
+    """Load the states of a carry that a change makes necessary. The optimizer of a working member must be on."""
+    for state in STATES:
+        if state.taken <= after and not carry.keys().isdisjoint(state.keys):
+            state.load_state_dict(engine, _own({key: carry[key] for key in state.keys if key in carry}))
+
+
+def _own(state: Any) -> Any:
+    """Return a state in containers of its own. Tensors are not copied."""
+    if type(state) is dict:
+        return {key: _own(value) for key, value in state.items()}
+    return type(state)(map(_own, state)) if type(state) in (list, tuple) else state
+
+
+def scalars_of(shared: dict[str, Any]) -> Scalars:
+    """Return the optimizer scalars of a shared carry."""
+    return Scalars(
+        {name: {int(key): value for key, value in table.items()} for name, table in shared["scalars"].items()}
+    )
+
+
+# ---- in a switch -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -59,13 +266,10 @@ def refuse_tensor_settings(engine: EngineCore) -> None:
 
     Called on working members where a switch is asked for.
     """
-    groups = engine.host.basic_optimizer.param_groups
-    named = [
-        (f"{key!r} of parameter group {number}", value)
-        for number, group in enumerate(groups)
-        for key, value in _hyper_parameters(group).items()
-    ]
-    named.append(("the state of the scheduler", _scheduler_state(engine.host.lr_scheduler)))
+    schedule = _schedule(engine)
+    named = [("the state of the scheduler", schedule["scheduler"])]
+    for number, group in enumerate(schedule["groups"]):
+        named += [(f"{key!r} of parameter group {number}", value) for key, value in group.items()]
     for what, value in named:
         tensors: list[torch.Tensor] = []
         encode(value, tensors)
@@ -79,117 +283,3 @@ def refuse_tensor_settings(engine: EngineCore) -> None:
 def fingerprints(shared: Mapping[str, Any]) -> dict[str, str]:
     """Return a hash of each part of the shared carry."""
     return {part: fingerprint(value) for part, value in shared.items()}
-
-
-def shared_carry(engine: EngineCore, scalars: Scalars) -> dict[str, Any]:
-    """Return the state that must be equal on all working members, as values that `encoding.encode` takes."""
-    deepspeed, steps = engine.deepspeed, max(engine.accumulation, 1)
-    return {
-        "counters": {name: int(getattr(deepspeed, name)) for name in COUNTERS},
-        "windows": engine.micro_steps // steps,
-        "epoch": engine.job_epoch,
-        "groups": [_hyper_parameters(group) for group in engine.host.basic_optimizer.param_groups],
-        "scalars": {
-            name: {str(tensor): value for tensor, value in table.items()} for name, table in scalars.values.items()
-        },
-        "scaling": engine.host.scaling_state(),
-        "scheduler": _scheduler_state(engine.host.lr_scheduler),
-        "loaders": {name: loader.state_dict() for name, loader in engine.train_loaders.items()},
-        "compiled modules": engine.host.compiled_modules,
-        "forward passes": engine.host.forward_passes,
-        "stream seed": engine.stream_seed if engine.host.in_leaves else None,
-        "random-LTD": deepspeed.random_ltd_scheduler.state_dict() if deepspeed.random_ltd_enabled() else None,
-    }
-
-
-def rest_carry(engine: EngineCore, has_module: bool = True) -> dict[str, Any]:
-    """Return what a member that starts to work takes from rank 0 besides the shared carry.
-
-    has_module: whether to include modules' state; without it only the root's mode is included.
-    """
-    norm, module = engine.deepspeed.get_global_grad_norm(), engine.host.module
-    return {
-        "grad_norm": float(norm) if norm is not None else None,
-        **(state_of(module) if has_module else {**EMPTY, "modes": {"": module.training}}),
-        "objects": {name: held.state_dict() for name, held in engine.carried.items()},
-    }
-
-
-def scalars_of(shared: dict[str, Any]) -> Scalars:
-    """Return the optimizer scalars of a shared carry."""
-    return Scalars(
-        {name: {int(key): value for key, value in table.items()} for name, table in shared["scalars"].items()}
-    )
-
-
-def settle_counters(engine: EngineCore, shared: dict[str, Any]) -> None:
-    """Set counters and loss scale of a working member in the new world.
-
-    Micro-steps start anew on a multiple of the accumulation.
-    """
-    for name in COUNTERS:
-        setattr(engine.deepspeed, name, shared["counters"][name])
-    engine.deepspeed.micro_steps = shared["windows"] * engine.accumulation
-    engine.host.take_scaling(shared["scaling"])
-    if shared.get("stream seed") is not None:  # a checkpoint of a job without leaves has none
-        engine.stream_seed = shared["stream seed"]
-    engine.host.forward_passes = shared["forward passes"]
-
-
-def put_back(engine: EngineCore, shared: dict[str, Any]) -> None:
-    """Set counters, loss scale, hyper-parameters and the scheduler as they were before a switch that failed."""
-    settle_counters(engine, shared)
-    for group, values in zip(engine.host.basic_optimizer.param_groups, shared["groups"], strict=True):
-        group.update(values)
-    if engine.host.lr_scheduler is not None:
-        engine.host.lr_scheduler.load_state_dict(_own(shared["scheduler"]))
-
-
-def take_over(engine: EngineCore, shared: dict[str, Any], rest: dict[str, Any], casts: bool = False) -> None:
-    """Take over a whole carry on a member that starts to work; its optimizer is attached already. casts: see
-    `take_state`.
-    """
-    put_back(engine, shared)
-    engine.job_epoch, scheduler = shared["epoch"], engine.host.lr_scheduler
-    if hasattr(scheduler, "_last_lr"):  # DeepSpeed's own schedulers leave it stale
-        scheduler._last_lr = [group["lr"] for group in engine.host.basic_optimizer.param_groups]
-    for name, state in shared["loaders"].items():
-        if name in engine.train_loaders:
-            engine.train_loaders[name].load_state_dict(state)
-    if engine.deepspeed.random_ltd_enabled():
-        engine.deepspeed.random_ltd_scheduler.load_state_dict(_own(shared["random-LTD"]))
-    engine.host.take_grad_norm(rest["grad_norm"])
-    if "training" in rest and rest["training"] != engine.host.module.training:  # an old checkpoint: the root's alone
-        engine.host.module.train(rest["training"])
-    take_state(engine.host.module, rest, casts=casts)
-    for name, state in rest["objects"].items():
-        engine.carried[name].load_state_dict(_own(state))
-
-
-def take_all(engine: EngineCore, shared: dict[str, Any], rest: dict[str, Any]) -> None:
-    """Take over a whole carry; keep the parts of loaders and objects that do not exist yet until they do."""
-    engine.keep_arrived({**shared["loaders"]}, {**rest["objects"]})
-    objects = {name: state for name, state in rest["objects"].items() if name in engine.carried}
-    take_over(engine, shared, {**rest, "objects": objects}, casts=True)
-
-
-def _hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a group's values without those that the layout decides: its parameters, and the name of a group of
-    experts.
-    """
-    left_out = ("params", "name") if group.get("moe") else ("params",)
-    return {name: value for name, value in group.items() if name not in left_out}
-
-
-def _own(state: Any) -> Any:
-    """Return a state in containers of its own, for a `load_state_dict` that may keep or change them.
-
-    The original is compared and put back later. Tensors are not copied.
-    """
-    if type(state) is dict:
-        return {key: _own(value) for key, value in state.items()}
-    return type(state)(map(_own, state)) if type(state) in (list, tuple) else state
-
-
-def _scheduler_state(scheduler: Any) -> Any:
-    return None if scheduler is None else scheduler.state_dict()

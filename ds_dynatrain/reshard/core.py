@@ -32,9 +32,6 @@ from ds_dynatrain.reshard.preparation import Preparation
 from ds_dynatrain.reshard.streams import Held
 from ds_dynatrain.space import Layout, VirtualParameterSpace
 
-COUNTERS = ("global_steps", "global_samples", "skipped_steps")
-"""DeepSpeed's counters that travel."""
-
 
 @dataclass(frozen=True)
 class Own:
@@ -305,13 +302,6 @@ class EngineCore:
     ) -> Replaced | None:
         """Call `Host.reshape` for a rank of a layout, whose world must be installed."""
         return self.host.reshape(layout, rank, space.local(layout, rank).tensors, made)
-
-    def keep_arrived(self, loaders: dict[str, Any], objects: dict[str, Any]) -> None:
-        """Keep states of loaders and carried objects that do not exist yet; each takes its own when it is made."""
-        self.arrived = {
-            "loaders": {name: state for name, state in loaders.items() if name not in self.train_loaders},
-            "objects": {name: state for name, state in objects.items() if name not in self.carried},
-        }
 
     def forget_batch(self) -> None:
         """Note that no global batch is open any more."""

@@ -22,7 +22,7 @@ from ds_dynatrain.errors import CheckpointError, OutcomeUnknown
 from ds_dynatrain.membership.control import Control
 from ds_dynatrain.membership.session import Decision, Session
 from ds_dynatrain.reshard import feasible, streams
-from ds_dynatrain.reshard.carry import scalars_of, settle_counters, shared_carry, take_all
+from ds_dynatrain.reshard.carry import Taken, scalars_of, shared_carry, take
 from ds_dynatrain.reshard.census import check_census
 from ds_dynatrain.reshard.core import EngineCore
 from ds_dynatrain.reshard.encoding import fingerprint
@@ -265,9 +265,9 @@ class Restoration:
     def _take(self) -> None:
         """Put the state that is no tensor into the engine: the shared part, this rank's part, random streams."""
         if self.rest is None:
-            settle_counters(self.engine, self.shared)
+            take(self.engine, self.shared, Taken.NEW_OPTIMIZER)
             return
-        take_all(self.engine, self.shared, self.rest)
+        take(self.engine, {**self.shared, **self.rest, "casts": True}, Taken.START)
         streams.restore(self.streams)
 
     def _commit(self) -> None:

@@ -36,15 +36,7 @@ from ds_dynatrain.adapters.worlds import drop
 from ds_dynatrain.errors import CensusError, CertificateError, DynatrainError, OutcomeUnknown, SwitchFailed
 from ds_dynatrain.membership.session import Decision, Session
 from ds_dynatrain.reshard import streams
-from ds_dynatrain.reshard.carry import (
-    Carried,
-    fingerprints,
-    rest_carry,
-    scalars_of,
-    settle_counters,
-    shared_carry,
-    take_over,
-)
+from ds_dynatrain.reshard.carry import Carried, Taken, fingerprints, rest_carry, scalars_of, shared_carry, take
 from ds_dynatrain.reshard.census import check_census
 from ds_dynatrain.reshard.certificate import (
     SIDES,
@@ -456,9 +448,10 @@ class Transaction:
         if self.target_rank is None:
             return
         if self.source_rank is None:
-            take_over(self.engine, self.carried.shared, {**self.rest, "resized": self.layers.is_resized})
+            whole = {**self.carried.shared, **self.rest, "resized": self.layers.is_resized}
+            take(self.engine, whole, Taken.START)
         else:
-            settle_counters(self.engine, self.carried.shared)
+            take(self.engine, self.carried.shared, Taken.NEW_OPTIMIZER)
         self.layers.put()
         self.new_streams = self._streams_of(self.target_rank)
         streams.restore(self.new_streams)
