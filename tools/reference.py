@@ -153,7 +153,7 @@ def pages() -> dict[Path, str]:
             "Public names",
             "What a script calls, from its docstrings. What it is given: [objects of the engine](api-objects.md). "
             "Errors "
-            "have [a page of their own](../errors.md).",
+            "have [a page of their own](../troubleshoot.md#exceptions).",
             CALLED,
         ),
         FOLDER / "api-objects.md": names_page(

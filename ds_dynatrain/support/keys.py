@@ -400,7 +400,7 @@ PARALLELISM = (
         "",
         "pipeline",
         "of a PipelineModule: `partition` is the partition_method of other numbers of stages than it was built with, "
-        'of all numbers if it is ["profile"](balance-job.md#boundaries-of-the-start); '
+        'of all numbers if it is ["profile"](balance.md#boundaries-of-the-start); '
         "activation_checkpoint_interval and use_reentrant are DeepSpeed's, its other keys do nothing there",
         _PIPELINE,
         below=True,
@@ -409,7 +409,7 @@ PARALLELISM = (
     *works(
         "tensor_parallel",
         "autotp_size",
-        "the tensor axis to start with, where dynatrain.layout names none; see [tensor](tensor.md)",
+        "the tensor axis to start with, where dynatrain.layout names none; see [tensor](axes.md#tensor-parallelism)",
         f"{_TENSOR}::test_a_start_from_the_size_of_deepspeed",
     ),
     *works(

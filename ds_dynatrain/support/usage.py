@@ -61,19 +61,19 @@ USAGE = (
     _works(
         "training_data of a pipeline",
         "read in its own order, as in DeepSpeed's pipeline engine; an epoch is a whole number of global batches, or "
-        "dataloader_drop_last leaves its rest out: see [pipelines](pipeline-batches.md#batches)",
+        "dataloader_drop_last leaves its rest out: see [pipelines](pipeline.md#batches)",
         "tests/engine/test_pipeline_data.py::test_training_data_is_what_deepspeed_trains_on",
     ),
     _works(
         "train_batch, set_dataiterator, set_dataloader of a pipeline with an iterator of one's own",
         "it serves until a switch changes pipe, data, shares or the members, then train_batch asks for another one: "
-        "see [pipelines](pipeline-batches.md#batches)",
+        "see [pipelines](pipeline.md#batches)",
         "tests/engine/test_pipeline_data.py::test_iterators_of_ones_own_across_changes",
     ),
     _works(
         "pipelines side by side with different numbers of micro-batches",
         "by layout.shares, or where data does not divide them; refused with BatchNorm, with experts that drop tokens "
-        "and with an expert axis: see [pipelines](pipeline-batches.md#batches)",
+        "and with an expert axis: see [pipelines](pipeline.md#batches)",
         "tests/engine/test_columns.py::test_walks",
     ),
     _works(
@@ -282,7 +282,7 @@ USAGE = (
     ),
     _works(
         "late switches",
-        "masters and moments move during the first global batch; see [late switches](late.md)",
+        "masters and moments move during the first global batch; see [late switches](switching.md)",
         f"{_LATE}::test_changes_train_as_without_it",
     ),
     _works(
@@ -423,12 +423,12 @@ USAGE = (
     ),
     _works(
         "several engines in one process",
-        "each with a layout over all processes, and random streams of its own; see [several engines](engines.md)",
+        "each with a layout over all processes, and random streams of its own; see [engines](idle.md#several-engines)",
         f"{_ENGINES}::test_each_trains_as_if_alone",
     ),
     _works(
         "several engines where members come and go",
-        "all of them in one transaction, at the boundaries of the first; see [several engines](engines.md)",
+        "all of them in one transaction, at the boundaries of the first; see [engines](idle.md#several-engines)",
         "tests/elastic/test_together.py::test_nodes_join_and_leave",
     ),
     _works("an optimizer or scheduler of your own", "", f"{_USAGE}::test_an_optimizer_of_the_users"),

@@ -111,7 +111,7 @@ TRAINER = (
         "StochasticWeightAveraging and WeightAveraging",
         _has_callback("StochasticWeightAveraging", "WeightAveraging"),
         "they keep a copy of the whole model, which no world holds",
-        "average by engine.register_for_checkpointing, see docs/carry.md",
+        "average by engine.register_for_checkpointing, see docs/models.md",
     ),
     Refusal(
         "BatchSizeFinder and LearningRateFinder",

@@ -64,7 +64,7 @@ def test_every_key_has_its_default() -> None:
 
 
 def test_every_error_is_described() -> None:
-    page = text_of(ROOT / "docs" / "errors.md")
+    page = text_of(ROOT / "docs" / "troubleshoot.md")
     classes = [
         name for name, found in vars(errors).items() if isinstance(found, type) and found.__module__ == errors.__name__
     ]

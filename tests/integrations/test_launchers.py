@@ -25,7 +25,7 @@ from ds_dynatrain.elastic.address import read_endpoint
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "examples" / "slurm").glob("*.sbatch"))
 MANIFESTS = sorted((ROOT / "examples" / "kubernetes").glob("*.yaml"))
-PAGES = [ROOT / "docs" / name for name in ("launchers.md", "kubernetes.md")]
+PAGES = [ROOT / "docs" / "launchers.md"]
 KUBERNETES = ("1.31", "1.37")
 """The oldest and the newest that manifests are held against; in the older one all fields are stable."""
 

@@ -23,7 +23,7 @@ from tests.docs.pages import ROOT, blocks
 from tests.engine.pool import RankPool
 from tests.integrations import trainers
 
-PAGE = ROOT / "docs" / "carry.md"
+PAGE = ROOT / "docs" / "models.md"
 BATCH = 12
 SCHEDULE = {3: {"data": 4, "zero_stage": 3}, 6: {"data": 3, "zero_stage": 2}}
 EACH = {"eval_strategy": "steps", "eval_steps": 3, "ragged": True}
