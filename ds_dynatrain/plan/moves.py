@@ -69,6 +69,13 @@ class Moves:
         is_one = np.array([kind.name in kinds for kind in self.kinds], dtype=bool)
         return self.select(np.flatnonzero(is_one[self.kind]))
 
+    def split(self, kinds: Collection[str], into: Collection[str] | None) -> tuple[Moves, Moves]:
+        """Return all other moves, and those from buffers of `kinds` into buffers of `into` (None: of any kind)."""
+        is_apart = np.array([kind.name in kinds for kind in self.kinds], dtype=bool)[self.source_kind]
+        if into is not None:
+            is_apart &= np.array([kind.name in into for kind in self.kinds], dtype=bool)[self.kind]
+        return self.select(np.flatnonzero(~is_apart)), self.select(np.flatnonzero(is_apart))
+
     def canonical(self) -> Moves:
         """Return the same elements sorted by (target, source, kind, target buffer, start), in the fewest runs.
 

@@ -44,6 +44,26 @@ class MemberPlan:
         busy = tuple(each for each in exchanges if len(each.sends) or len(each.receives))
         return MemberPlan(self.member, self.local.only(kinds), self.derived.only(kinds), busy)
 
+    def split(
+        self, members: Collection[int], kinds: Collection[str], into: Collection[str] | None = None
+    ) -> tuple[MemberPlan, list[Exchange]]:
+        """Return the rest of the part, and the moves between this member and `members` from buffers of `kinds`.
+
+        They go another way than by messages over the host. into: kinds of the target buffers; None for all. Both ends
+        of a pair split their parts alike if each has the other among its `members`, and the kinds are the same.
+        """
+        rest, apart = [], []
+        for each in self.rounds:
+            if each.peer not in members:
+                rest.append(each)
+                continue
+            (sent, sends), (received, receives) = each.sends.split(kinds, into), each.receives.split(kinds, into)
+            if len(sent) or len(received):
+                rest.append(Exchange(each.peer, sent, received))
+            if len(sends) or len(receives):
+                apart.append(Exchange(each.peer, sends, receives))
+        return replace(self, rounds=tuple(rest)), apart
+
 
 @dataclass(frozen=True, eq=False)
 class SwitchPlan:

@@ -28,8 +28,7 @@ from ds_dynatrain.transfer import (
     Transport,
     device_memory,
 )
-from ds_dynatrain.transfer.apart import split
-from ds_dynatrain.transfer.neighbors import machine
+from ds_dynatrain.transfer.neighbors import machine, permit_readers
 
 POLL_SECONDS = 0.05
 """Time between two looks; it can be long, as training continues meanwhile."""
@@ -90,7 +89,7 @@ class Ways:
             )
         if self.way not in ("auto", "nccl") or not can_send_between_devices():
             return
-        mine = len(split(plan(), self._far, kinds, kinds)[1])
+        mine = len(plan().split(self._far, kinds, kinds)[1])
         most = session.reduce("batches", mine, max, doing="finding the way between devices")
         world.moves_by_device = most > 0
         self.batching = Batching(self._far, kinds, most, budget_bytes) if most else None
@@ -114,7 +113,7 @@ class Ways:
         group = GroupTransport(world.transfer, world.transfer_members, stop)
         if self.neighbors is None:
             return group
-        self.neighbors.permit()
+        permit_readers()
         return RoutedTransport(self.neighbors, group)
 
     def link(self, world: World | None, stop: Callable[[], None]) -> CommunicatorLink | None:

@@ -25,7 +25,7 @@ def ints(values: object) -> Ints:
 
 def join(parts: Sequence[AnyRows]) -> AnyRows:
     """Concatenate several parts, each a tuple of columns, column by column; at least one part is needed."""
-    return cast("AnyRows", tuple(np.concatenate(column) for column in zip(*parts, strict=True)))
+    return cast("AnyRows", tuple(map(np.concatenate, zip(*parts, strict=True))))
 
 
 def expand(counts: Ints) -> tuple[Ints, Ints]:

@@ -8,7 +8,7 @@ each element are *moments*: one row serves them all, and their names come from t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -108,12 +108,12 @@ class Kind:
         return self.whole_tensors and layout.zero_stage in (1, 2)
 
 
-def kind_of(kinds: Iterable[Kind], name: str) -> Kind:
+def kind_of(kinds: Sequence[Kind], name: str) -> Kind:
     """Return the kind of that name; LayoutError if there is none."""
-    known = {kind.name: kind for kind in kinds}
-    if name not in known:
-        raise LayoutError(f"there is no state kind {name!r}; give one of {', '.join(known)}")
-    return known[name]
+    for kind in kinds:
+        if kind.name == name:
+            return kind
+    raise LayoutError(f"there is no state kind {name!r}; give one of {', '.join(kind.name for kind in kinds)}")
 
 
 def standard_kinds(

@@ -132,8 +132,11 @@ class Layout:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all sizes, the stage, and the boundaries and shares if given, by name, as plain JSON."""
-        given = {name: list(getattr(self, name)) for name in OF_AXES.values() if getattr(self, name) is not None}
-        return {**self.axes(), "zero_stage": self.zero_stage, **given}
+        found: dict[str, Any] = {**self.axes(), "zero_stage": self.zero_stage}
+        for name in OF_AXES.values():
+            if (numbers := getattr(self, name)) is not None:
+                found[name] = list(numbers)
+        return found
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Layout:
@@ -147,10 +150,14 @@ class Layout:
 
     def __str__(self) -> str:
         """Return a short form for people, such as "data=4 zero_stage=2"; other axes of size 1 are left out."""
-        parts = [f"{name}={size}" for name, size in self.axes().items() if size != 1 or name == "data"]
-        numbers = {name: getattr(self, name) for name in OF_AXES.values() if getattr(self, name) is not None}
-        given = [f"{name}={','.join(map(str, each))}" for name, each in numbers.items()]
-        return " ".join([*parts, *given, f"zero_stage={self.zero_stage}"])
+        parts = []
+        for name, size in self.axes().items():
+            if size != 1 or name == "data":
+                parts.append(f"{name}={size}")
+        for name in OF_AXES.values():
+            if (numbers := getattr(self, name)) is not None:
+                parts.append(f"{name}={','.join(map(str, numbers))}")
+        return " ".join([*parts, f"zero_stage={self.zero_stage}"])
 
 
 def _is_whole(value: object) -> bool:

@@ -9,9 +9,9 @@ row.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -60,11 +60,6 @@ class EvenSharding:
     ranks: int
     replicated: bool
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no rank holds an element."""
-        return not len(self.start)
-
     def holding(self, rank: int) -> Pieces:
         """Return the pieces that a rank holds; LayoutError for a rank outside the world."""
         if not 0 <= rank < self.ranks:
@@ -89,9 +84,17 @@ class EvenSharding:
 
     def only(self, rows: npt.NDArray[np.bool_]) -> EvenSharding:
         """Keep some of the segments; the owners of a replicated kind then split the remaining segments evenly."""
-        columns = {column.name: getattr(self, column.name) for column in fields(self)}
-        cut: dict[str, Any] = {name: held[rows] for name, held in columns.items() if isinstance(held, np.ndarray)}
-        return replace(self, **cut)
+        return EvenSharding(
+            self.start[rows],
+            self.stop[rows],
+            self.width[rows],
+            self.buffer[rows],
+            self.at[rows],
+            self.lead[rows],
+            self.buffers,
+            self.ranks,
+            self.replicated,
+        )
 
     def region(self) -> tuple[Ints, Ints]:
         """Return the runs that the ranks hold together, touching ones joined."""
@@ -108,9 +111,9 @@ class EvenSharding:
         Every rank holds a replicated kind; its owners split the segments' span evenly.
         """
         row, segment, low, high = interval.intersect(start, stop, self.start, self.stop)
-        if self.replicated:
-            base = np.zeros(len(low), np.int64) + (self.start[0] if len(self.start) else 0)
-            width = np.full(len(low), self._even_width())
+        if self.replicated and len(self.start):
+            span = int(self.stop[-1] - self.start[0])
+            base, width = np.full(len(low), self.start[0]), np.full(len(low), max(1, -(-span // self.ranks)))
         else:
             base, width = (self.start - self.lead)[segment], self.width[segment]
         part, low, high, rank = interval.cut_every(low - base, high - base, width)
@@ -135,10 +138,6 @@ class EvenSharding:
             others = ~absent[row] & (owner != holder[row])
             parts.append((row[others], low[others], high[others]))
         return join(parts)
-
-    def _even_width(self) -> int:
-        span = int(self.stop[-1] - self.start[0]) if len(self.start) else 0
-        return max(1, -(-span // self.ranks))
 
     def place(self, start: Ints, stop: Ints, rank: Ints) -> Placed:
         """Return where runs lie in the buffers of the given ranks: (row, start, stop, buffer, offset).
@@ -205,11 +204,6 @@ class OverlappingSharding:
     def ranks(self) -> int:
         """Number of ranks in the world."""
         return self.part.ranks
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no rank holds an element."""
-        return not len(self.start)
 
     def holding(self, rank: int) -> Pieces:
         """Return the pieces that a rank holds."""
@@ -282,44 +276,36 @@ class GroupedSharding:
         """Number of ranks in the world."""
         return self.mesh.layout.world_size
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no rank holds an element."""
-        return all(cut.is_empty for cut in self.cuts)
-
     def holding(self, rank: int) -> Pieces:
         """Return the pieces that a rank holds."""
-        return self._pieces(rank, lambda cut, index: cut.holding(index), lambda group: group.index_map)
+        return self._pieces(rank, is_owned=False)
 
     def owned(self, rank: int) -> Pieces:
         """Return the part of `holding` that the rank owns: over all ranks these tile the kind."""
-        return self._pieces(rank, lambda cut, index: cut.owned(index), lambda group: group.primary)
+        return self._pieces(rank, is_owned=True)
 
     def region(self) -> tuple[Ints, Ints]:
         """Return the runs that the ranks hold together, touching ones joined."""
-        found = [group.index_map.to_line(*cut.region())[2:] for group, cut in self._pairs()]
-        return interval.union(*join(found))
+        return interval.union(*join(self._regions()))
 
     @cached_property
     def shared(self) -> list[Rows] | None:
         """(ranks, start, stop), group by group, of runs that all its ranks hold alike; None if they hold parts."""
         if not all(cut.replicated for cut in self.cuts):
             return None
-        runs = [group.index_map.to_line(*cut.region())[2:] for group, cut in self._pairs()]
-        return [(group.ranks, *interval.union(*each)) for group, each in zip(self.mesh.shard_groups, runs, strict=True)]
+        pairs = zip(self.mesh.shard_groups, self._regions(), strict=True)
+        return [(group.ranks, *interval.union(*runs)) for group, runs in pairs]
 
     def owners(self, start: Ints, stop: Ints) -> Owned:
         """Cut runs by the one rank that owns each element: (row, start, stop, rank), in the order of the rows.
 
         If several shard groups hold an element, the first one owns it; its own sharding names the rank.
         """
-        parts = [self._over(group, group.primary, cut.owners, start, stop) for group, cut in self._pairs()]
-        return _in_order(parts)
+        return self._ranks(start, stop, is_owned=True)
 
     def holders(self, start: Ints, stop: Ints) -> Owned:
         """Return every rank that holds a part of a run: (row, start, stop, rank), in the order of the rows."""
-        parts = [self._over(group, group.index_map, cut.holders, start, stop) for group, cut in self._pairs()]
-        return _in_order(parts)
+        return self._ranks(start, stop, is_owned=False)
 
     def lacking(self, start: Ints, stop: Ints, holder: Ints) -> Rows:
         """Return the parts of each row that its `holder`, a rank or `ABSENT`, does not hold: (row, start, stop)."""
@@ -353,7 +339,7 @@ class GroupedSharding:
             row, line, low, high = group.index_map.to_local(start[rows], stop[rows])
             part, first, last, buffer, offset = cut.place(low, high, index[rows][row])
             begin = line[part] + first - low[part]
-            parts.append((rows[row][part], begin, begin + last - first, self._code(cut)[buffer], offset))
+            parts.append((rows[row][part], begin, begin + last - first, self._codes[id(cut.buffers)][buffer], offset))
         return _in_order(parts)
 
     @cached_property
@@ -363,39 +349,42 @@ class GroupedSharding:
         tables = {id(cut.buffers): cut.buffers for cut in self.cuts}
         return {key: np.array([number[name] for name in names] or [0], np.int64) for key, names in tables.items()}
 
-    def _code(self, cut: Sharding) -> Ints:
-        return self._codes[id(cut.buffers)]
-
     def _pairs(self) -> Iterator[tuple[ShardGroup, Sharding]]:
         return zip(self.mesh.shard_groups, self.cuts, strict=True)
 
-    def _pieces(
-        self, rank: int, held: Callable[[Sharding, int], Pieces], index_map: Callable[[ShardGroup], Pieces]
-    ) -> Pieces:
+    def _regions(self) -> list[tuple[Ints, Ints]]:
+        """Return the runs on the logical line that each shard group holds."""
+        found = []
+        for group, cut in self._pairs():
+            _, _, start, stop = group.index_map.to_line(*cut.region())
+            found.append((start, stop))
+        return found
+
+    def _pieces(self, rank: int, is_owned: bool) -> Pieces:
+        """Return the pieces that a rank holds, or owns."""
         parts = [Pieces.empty(self.buffers)]
         for group, cut in self._pairs():
             index = np.flatnonzero(group.ranks == rank)
             if not len(index):
                 continue
-            local = held(cut, int(index[0]))
-            row, first, start, stop = index_map(group).to_line(local.start, local.stop)
+            local = cut.owned(int(index[0])) if is_owned else cut.holding(int(index[0]))
+            index_map = group.primary if is_owned else group.index_map
+            row, first, start, stop = index_map.to_line(local.start, local.stop)
             offset = local.offset[row] + first - local.start[row]
-            parts.append(Pieces(start, stop, self._code(cut)[local.buffer[row]], offset, self.buffers))
+            code = self._codes[id(cut.buffers)][local.buffer[row]]
+            parts.append(Pieces(start, stop, code, offset, self.buffers))
         return Pieces(*join([part.columns for part in parts]), self.buffers).tidy()
 
-    @staticmethod
-    def _over(
-        group: ShardGroup,
-        index_map: Pieces,
-        ask: Callable[[Ints, Ints], Owned],
-        start: Ints,
-        stop: Ints,
-    ) -> Owned:
-        """Ask a shard group's sharding about runs; answer in the logical line's coordinates and the layout's ranks."""
-        row, line, low, high = index_map.to_local(start, stop)
-        part, first, last, index = ask(low, high)
-        begin = line[part] + first - low[part]
-        return row[part], begin, begin + last - first, group.ranks[index]
+    def _ranks(self, start: Ints, stop: Ints, is_owned: bool) -> Owned:
+        """Return the owner of each part of a run, or all of its holders, by the shardings of the shard groups."""
+        parts = []
+        for group, cut in self._pairs():
+            index_map, ask = (group.primary, cut.owners) if is_owned else (group.index_map, cut.holders)
+            row, line, low, high = index_map.to_local(start, stop)
+            part, first, last, index = ask(low, high)
+            begin = line[part] + first - low[part]
+            parts.append((row[part], begin, begin + last - first, group.ranks[index]))
+        return _in_order(parts)
 
 
 Sharding = EvenSharding | OverlappingSharding | GroupedSharding

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -68,19 +68,46 @@ class LogicalTensor:
 
 @dataclass(frozen=True, eq=False)
 class Line:
-    """The coordinates of all tensors: element i (row-major) of tensor t is coordinate `bases[t] + i`."""
+    """The coordinates of all tensors: element i (row-major) of tensor t is coordinate `bases[t] + i`.
+
+    numels, groups, experts: the elements of each tensor, its optimizer group or FROZEN, and whether it belongs to an
+    expert. bases: the coordinate of each tensor's first element, followed by the length of the line. trainable_count:
+    number of trainable tensors; they come first.
+    """
 
     tensors: tuple[LogicalTensor, ...]
+    numels: Ints = field(init=False, repr=False)
+    groups: Ints = field(init=False, repr=False)
+    experts: npt.NDArray[np.bool_] = field(init=False, repr=False)
+    bases: Ints = field(init=False, repr=False)
+    trainable_count: int = field(init=False, repr=False)
+    _index: dict[str, int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Raise LayoutError for a name used twice or an order that splits a group."""
-        if len(self._index) != len(self.tensors):
-            names = [tensor.name for tensor in self.tensors]
+        names, numels, groups, experts = list[str](), list[int](), list[int](), list[bool]()
+        for tensor in self.tensors:
+            names.append(tensor.name)
+            numels.append(tensor.numel)
+            groups.append(tensor.group)
+            experts.append(tensor.expert)
+        index = dict(zip(names, range(len(names)), strict=True))
+        if len(index) != len(names):
             twice = sorted({name for name in names if names.count(name) > 1})
             raise LayoutError(
-                f"{len(names)} tensors have {len(self._index)} names; used twice: {', '.join(twice)}; give each "
+                f"{len(names)} tensors have {len(index)} names; used twice: {', '.join(twice)}; give each "
                 "tensor a name of its own"
             )
+        values = {
+            "numels": interval.ints(numels),
+            "groups": interval.ints(groups),
+            "experts": np.array(experts, dtype=bool),
+            "bases": np.cumsum([0, *numels], dtype=np.int64),
+            "trainable_count": len(groups) - groups.count(FROZEN),
+            "_index": index,
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
         order = np.where(self.groups == FROZEN, np.iinfo(np.int64).max, self.groups)
         wrong = np.flatnonzero(np.diff(order) < 0)
         if len(wrong):
@@ -90,38 +117,9 @@ class Line:
                 f"{before.group}; register group 0, 1, ... in order and frozen tensors last"
             )
 
-    @cached_property
-    def numels(self) -> Ints:
-        """Elements of each tensor."""
-        return interval.ints([tensor.numel for tensor in self.tensors])
-
-    @cached_property
-    def groups(self) -> Ints:
-        """The optimizer group of each tensor, or FROZEN."""
-        return interval.ints([tensor.group for tensor in self.tensors])
-
-    @cached_property
-    def experts(self) -> npt.NDArray[np.bool_]:
-        """Whether each tensor belongs to an expert."""
-        return np.array([tensor.expert for tensor in self.tensors], dtype=bool)
-
-    @cached_property
-    def bases(self) -> Ints:
-        """Coordinate of each tensor's first element, followed by the length of the line."""
-        return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.numels)])
-
-    @cached_property
-    def _index(self) -> dict[str, int]:
-        return {tensor.name: index for index, tensor in enumerate(self.tensors)}
-
     def __len__(self) -> int:
         """Return the number of coordinates."""
         return int(self.bases[-1])
-
-    @property
-    def trainable_count(self) -> int:
-        """Number of trainable tensors; they come first."""
-        return int(np.count_nonzero(self.groups != FROZEN))
 
     def groups_at(self, coordinates: Ints) -> Ints:
         """Return the optimizer group of the tensor at each coordinate, or FROZEN."""

@@ -15,7 +15,7 @@ from ds_dynatrain.space.layout import Layout
 from ds_dynatrain.space.mesh import Mesh
 from ds_dynatrain.space.sharding import GroupedSharding, Sharding
 from ds_dynatrain.space.tensor import BufferId, Line, LogicalTensor, Pieces, split_by_tensor
-from ds_dynatrain.space.zero import LocalSpace, cut_kind
+from ds_dynatrain.space.zero import LocalSpace
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +23,8 @@ class VirtualParameterSpace:
     """Tensors, the rules that cut them, their state kinds, and the present (layout, members).
 
     members: the member at each rank. partitioner: how a layout's pipe, expert and tensor axes deal the tensors out, or
-    None if these always have size 1. Cached results do not depend on the members, so `with_layout` hands them on.
+    None if these always have size 1. tensors, bases: those of the line. Cached results do not depend on the members, so
+    `with_layout` hands them on.
     """
 
     line: Line
@@ -32,6 +33,8 @@ class VirtualParameterSpace:
     layout: Layout
     members: tuple[int, ...]
     partitioner: Partitioner | None = None
+    tensors: tuple[LogicalTensor, ...] = field(init=False, repr=False)
+    bases: Ints = field(init=False, repr=False)
     _meshes: dict[Layout, Mesh] = field(default_factory=dict, repr=False)
     _shardings: dict[tuple[Layout, str], Sharding] = field(default_factory=dict, repr=False)
     _tables: dict[Layout, tuple[BufferId, ...]] = field(default_factory=dict, repr=False)
@@ -51,9 +54,6 @@ class VirtualParameterSpace:
     def __post_init__(self) -> None:
         """Raise LayoutError if the members do not fill the world, or if kinds that share bytes differ in size."""
         check_members(self.layout, self.members)
-        self._check_kinds()
-
-    def _check_kinds(self) -> None:
         sizes = {kind.name: kind.itemsize for kind in self.kinds}
         for kind in self.kinds:
             wrong = [name for name in kind.sources if sizes.get(name, kind.itemsize) != kind.itemsize]
@@ -62,16 +62,8 @@ class VirtualParameterSpace:
                     f"kind {kind.name!r} of {kind.itemsize} bytes reads {wrong[0]!r} of {sizes[wrong[0]]}; "
                     "give both one type"
                 )
-
-    @property
-    def tensors(self) -> tuple[LogicalTensor, ...]:
-        """The logical tensors in the order of registration."""
-        return self.line.tensors
-
-    @property
-    def bases(self) -> Ints:
-        """Coordinate of each tensor's first element, and the length of the line."""
-        return self.line.bases
+        object.__setattr__(self, "tensors", self.line.tensors)
+        object.__setattr__(self, "bases", self.line.bases)
 
     def kind(self, name: str) -> Kind:
         """Return the kind of that name; LayoutError if there is none."""
@@ -79,8 +71,11 @@ class VirtualParameterSpace:
 
     def present_kinds(self, layout: Layout | None = None) -> tuple[str, ...]:
         """Return the names of the kinds that a layout (the present one if None) holds at all."""
-        present = layout or self.layout
-        return tuple(kind.name for kind in self.kinds if zero.is_held(present, kind.name))
+        found = []
+        for kind in self.kinds:
+            if zero.is_held(layout or self.layout, kind.name):
+                found.append(kind.name)
+        return tuple(found)
 
     def mesh(self, layout: Layout) -> Mesh | None:
         """Return which rank holds what before ZeRO cuts the tensors; None if every rank has all of them. Computed once.
@@ -133,9 +128,9 @@ class VirtualParameterSpace:
         if key not in self._shardings:
             mesh, held = self.mesh(layout), self.kind(kind)
             if mesh is None:
-                self._shardings[key] = cut_kind(self.line, self.rules, layout, held)
-            else:
-                cut = cache(lambda line, experts: cut_kind(line, self.rules, layout, held, experts))  # few lines differ
+                self._shardings[key] = zero.sharding(self.line, self.rules, layout, held)
+            else:  # few lines differ
+                cut = cache(lambda line, experts: zero.sharding(line, self.rules, layout, held, experts))
                 self._shardings[key] = GroupedSharding.of(mesh, lambda group: cut(group.line, group.experts))
         return self._shardings[key]
 
@@ -146,11 +141,12 @@ class VirtualParameterSpace:
     def buffers(self, layout: Layout) -> tuple[BufferId, ...]:
         """Return the buffers that a rank may have under a layout; all pieces number them alike. Computed once."""
         if layout not in self._tables:
-            mesh = self.mesh(layout)
+            mesh, cut = self.mesh(layout), zero.as_cut(self.rules, layout)
+            names: dict[BufferId, None] = {}
             lines = [self.line] if mesh is None else [group.line for group in mesh.shard_groups]
-            cut = zero.as_cut(self.rules, layout)
-            tables = {id(line): zero.buffer_table(line, self.rules, cut) for line in lines}.values()
-            self._tables[layout] = tuple(dict.fromkeys(name for table in tables for name in table))
+            for line in dict.fromkeys(lines):
+                names.update(dict.fromkeys(zero.buffer_table(line, self.rules, cut)))
+            self._tables[layout] = tuple(names)
         return self._tables[layout]
 
     def holding(self, layout: Layout, rank: int, kind: str) -> Pieces:

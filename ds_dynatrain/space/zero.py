@@ -24,6 +24,7 @@ tensor begins at a multiple of `weight_alignment`. A tensor of no element takes 
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -97,21 +98,26 @@ def buffer_table(line: Line, rules: ZeroRules, layout: Layout) -> Table:
 @lru_cache(maxsize=32)
 def _numbered(*sorts: tuple[str, int]) -> Table:
     """Name buffers 0 to `count` - 1 of each (sort, count); cached, so that many shard groups share one object."""
-    return tuple(BufferId(place, number) for place, count in sorts for number in range(count))
+    found = list[BufferId]()
+    for place, count in sorts:
+        found += map(BufferId, itertools.repeat(place, count), range(count))
+    return tuple(found)
 
 
-def sharding(line: Line, rules: ZeroRules, layout: Layout, kind: str, experts: bool = False) -> EvenSharding:
-    """Return how the layout holds the kind; each element has one owner unless the kind is replicated.
+def sharding(line: Line, rules: ZeroRules, layout: Layout, kind: Kind, experts: bool = False) -> Sharding:
+    """Return how ZeRO cuts a kind of local tensors, of all groups that have it.
+
+    Each element has one owner unless the kind is replicated.
 
     experts: whether to cut the expert tensors, over the ranks of their group, or all others.
     """
     table = buffer_table(line, rules, layout)
-    count = len(line.tensors) if is_held(layout, kind) else 0
-    if not row_of(kind).of_frozen:
+    count = len(line.tensors) if is_held(layout, kind.name) else 0
+    if not row_of(kind.name).of_frozen:
         count = min(count, line.trainable_count)
     ranks = group_size(layout, experts)
     if has_flat_groups(rules, layout):
-        cut = _flat_groups(line, rules, layout, kind, count, table, ranks)
+        cut = _flat_groups(line, rules, layout, kind.name, count, table, ranks)
     elif layout.zero_stage == 3:
         cut = _parts(line, rules, layout, count, table, ranks)
     else:
@@ -119,7 +125,10 @@ def sharding(line: Line, rules: ZeroRules, layout: Layout, kind: str, experts: b
     filled = cut.start < cut.stop
     if line.experts.any():
         filled &= line.experts[np.searchsorted(line.bases[:-1], cut.start, side="right") - 1] == experts
-    return cut.only(filled)
+    if kind.groups is not None:
+        filled &= np.isin(line.groups_at(cut.start), sorted(kind.groups))
+    cut = cut.only(filled)
+    return OverlappingSharding.of(line, cut) if kind.overlaps(layout) else cut
 
 
 def group_size(layout: Layout, experts: bool = False) -> int:
@@ -270,17 +279,12 @@ def buffers_of(line: Line, rules: ZeroRules, layout: Layout) -> list[Buffer]:
             ranks = int(group_sizes(line, layout)[np.argmax(line.groups == group)]) if layout.zero_stage else 1
             together.append(Buffer(BufferId("group", group), group, numel, numel * ranks))
     place, numels = ("partition", parts) if layout.zero_stage == 3 else ("tensor", line.numels)
-    rows = zip(line.groups.tolist(), numels.tolist(), strict=True)
-    alone = [Buffer(BufferId(place, number), group, numel, numel) for number, (group, numel) in enumerate(rows)]
-    return [*alone[trainable if together else 0 :], *together]
-
-
-def cut_kind(line: Line, rules: ZeroRules, layout: Layout, kind: Kind, experts: bool = False) -> Sharding:
-    """Return how ZeRO cuts a kind of local tensors, of all groups that have it; `experts` as in `sharding`."""
-    cut = sharding(line, rules, layout, kind.name, experts)
-    if kind.groups is not None:
-        cut = cut.only(np.isin(line.groups_at(cut.start), sorted(kind.groups)))
-    return OverlappingSharding.of(line, cut) if kind.overlaps(layout) else cut
+    alone = list[Buffer]()
+    for number in range(trainable if together else 0, len(line.tensors)):
+        alone.append(
+            Buffer(BufferId(place, number), int(line.groups[number]), int(numels[number]), int(numels[number]))
+        )
+    return [*alone, *together]
 
 
 @dataclass(frozen=True, eq=False)
@@ -306,9 +310,9 @@ class LocalSpace:
     def holding(self, kind: str) -> list[Pieces]:
         """Return the disjoint pieces of a kind on this rank: dense tensors first, then those of experts if any."""
         held = kind_of(self.kinds, kind)
-        found = [cut_kind(self.line, self.rules, self.layout, held).holding(self.zero_rank)]
+        found = [sharding(self.line, self.rules, self.layout, held).holding(self.zero_rank)]
         if self.line.experts.any():
-            found.append(cut_kind(self.line, self.rules, self.layout, held, experts=True).holding(self.expert_rank))
+            found.append(sharding(self.line, self.rules, self.layout, held, experts=True).holding(self.expert_rank))
         return found
 
     def sizes(self) -> dict[tuple[str, BufferId], int]:
@@ -338,6 +342,9 @@ class LocalSpace:
 
     def rows(self, kind: str) -> tuple[Ints, Pieces]:
         """Return (tensor number, piece) of everything that `holding` gives, cut at the ends of tensors."""
-        parts = [split_by_tensor(self.line, pieces) for pieces in self.holding(kind)]
-        numbers = np.concatenate([number for number, _ in parts])
-        return numbers, Pieces(*join([part.columns for _, part in parts]), parts[0][1].buffers)
+        columns = []
+        for pieces in self.holding(kind):
+            number, part = split_by_tensor(self.line, pieces)
+            columns.append((number, *part.columns))
+        number, start, stop, buffer, offset = join(columns)
+        return number, Pieces(start, stop, buffer, offset, part.buffers)

@@ -14,9 +14,7 @@ from typing import Protocol
 
 import torch
 
-from ds_dynatrain.errors import TransferError
-from ds_dynatrain.plan import Exchange, MemberPlan
-from ds_dynatrain.transfer.apart import split
+from ds_dynatrain.plan import Exchange
 from ds_dynatrain.transfer.regions import Buffers, Places, Regions
 from ds_dynatrain.transfer.stream import Outline, Parcel
 from ds_dynatrain.transfer.transport import Handle, Transport
@@ -25,7 +23,6 @@ BUNDLE_BYTES = 64 * 1024 * 1024
 """Most bytes that one member sends another in a batch: enough that starting a batch costs next to nothing."""
 READY = 4
 """Tag of the message that says a member has come to its batches."""
-
 
 Message = tuple[torch.Tensor, int]
 """Bytes on the device (uint8, 1-D, contiguous), and the member that they go to or come from."""
@@ -64,11 +61,6 @@ class Batching:
     def bundle_bytes(self) -> int:
         """Most bytes that one member sends another in a batch, chosen so that staging stays within the budget."""
         return max(1, min(BUNDLE_BYTES, self.budget_bytes // (2 * max(1, self.most_peers))))
-
-    def split(self, plan: MemberPlan) -> tuple[MemberPlan, Batches]:
-        """Return the rest of the plan, for other messages, and the batches."""
-        rest, apart = split(plan, self.members, self.kinds, self.kinds)
-        return rest, Batches.of(Bundles.of(each, self.bundle_bytes) for each in apart)
 
 
 @dataclass(frozen=True)
@@ -134,7 +126,7 @@ def bundled(parcels: Sequence[Parcel], most: int) -> tuple[tuple[Parcel, ...], .
 
 @dataclass
 class BatchedMoves:
-    """This member's side of all its batches; there are none without a peer.
+    """This member's side of all its batches, with one peer at least.
 
     lent, into: the regions that it sends from, and those that it receives into.
     """
@@ -143,7 +135,7 @@ class BatchedMoves:
     source: Buffers
     target: Buffers
     transport: Transport
-    link: DeviceLink | None
+    link: DeviceLink
     lent: list[Regions] = field(init=False)
     into: list[Regions] = field(init=False)
     _hellos: list[Handle] = field(default_factory=list)
@@ -152,9 +144,6 @@ class BatchedMoves:
     def __post_init__(self) -> None:
         self.lent = [each.sends.places.among(self.source) for each in self.batches.exchanges]
         self.into = [each.receives.places.among(self.target) for each in self.batches.exchanges]
-        if self.batches.exchanges and self.link is None:
-            peers = [each.peer for each in self.batches.exchanges]
-            raise TransferError(f"moves from and to members {peers} go by a link between devices, and there is none")
 
     def start(self) -> None:
         """Tell each peer that this member has arrived, and begin to listen for theirs."""
@@ -166,9 +155,8 @@ class BatchedMoves:
         """Wait for each peer, and run all batches. Raises as `Handle` and `DeviceLink.run` do."""
         for hello in self._hellos:
             hello.wait(deadline)
-        if self.link is not None and self.batches.exchanges:
-            peers = [each.peer for each in self.batches.exchanges]
-            self.link.run(self._queue, deadline, f"{self.batches.count} batches between devices", peers)
+        peers = [each.peer for each in self.batches.exchanges]
+        self.link.run(self._queue, deadline, f"{self.batches.count} batches between devices", peers)
 
     def _queue(self) -> None:
         device = next(data.device for regions in (*self.lent, *self.into) for data in regions.data)
@@ -191,8 +179,7 @@ class BatchedMoves:
                 receives.append((data, each.peer))
                 if parcel.is_packed:
                     landing.append((into, parcel, data))
-        if self.link is not None:
-            self.link.exchange(sends, receives)
+        self.link.exchange(sends, receives)
         for regions, parcel, data in landing:
             regions.unpack(parcel.matrices, data)
 

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ds_dynatrain.space.interval import expand
 from ds_dynatrain.transfer.weighing import BLOCK_BYTES, BLOCK_UNITS, SLICES, WORD_BYTES, UInt64s, factors, tables
 
 Int64s = npt.NDArray[np.int64]
@@ -63,13 +64,13 @@ def programs(runs: Runs) -> Programs:
     """
     end = runs.begin + runs.length
     first, last = runs.begin // BLOCK_BYTES, (end - 1) // BLOCK_BYTES
-    run, nth = _expand(np.where(runs.length > 0, (last - first) // WALK + 1, 0))
+    run, nth = expand(np.where(runs.length > 0, (last - first) // WALK + 1, 0))
     begin = first[run] + WALK * nth
     number = np.minimum(WALK, last[run] + 1 - begin)
     alone = number == 1
     low = np.where(alone, _slice_of(np.maximum(runs.begin[run], begin * BLOCK_BYTES)), 0)
     high = np.where(alone, _slice_of(np.minimum(end[run], (begin + 1) * BLOCK_BYTES) - 1), SLICES - 1)
-    row, nth = _expand(high - low + 1)
+    row, nth = expand(high - low + 1)
     return Programs(run[row], low[row] + nth, begin[row], number[row])
 
 
@@ -171,9 +172,3 @@ def _slice_of(byte: Int64s) -> Int64s:
 def _width(*columns: Int64s) -> int:
     """Return the largest of 4, 2 and 1 that divides all numbers."""
     return gcd(WORD_BYTES, *(int(np.bitwise_or.reduce(column)) for column in columns))
-
-
-def _expand(numbers: Int64s) -> tuple[Int64s, Int64s]:
-    """Repeat each row `numbers` times; return (row, index of the repetition, from 0)."""
-    row = np.repeat(np.arange(len(numbers)), numbers)
-    return row, np.arange(len(row)) - np.repeat(np.cumsum(numbers) - numbers, numbers)

@@ -44,9 +44,6 @@ AT_ONCE = 1 << 16
 """Rows of a table that are converted to Python's numbers at a time."""
 _MASK = (1 << 64) - 1
 
-Columns = tuple[Int64s, ...]
-"""Runs, each within a tensor: (tensor, flat index, length, buffer, offset), in elements."""
-
 
 def digest(values: torch.Tensor, start: int = 0) -> int:
     """Return the digest, in [0, 2^64), of elements start ... start + len(values) - 1 of one logical tensor.
@@ -93,14 +90,13 @@ class Form(NamedTuple):
     device: torch.device
 
     @staticmethod
-    def of(buffer: torch.Tensor) -> Form:
-        """Return the form of an existing buffer."""
-        return Form(buffer.element_size(), buffer.device)
-
-    @staticmethod
     def all_of(buffers: Mapping[BufferId, torch.Tensor], names: Iterable[BufferId]) -> tuple[Form, ...]:
         """Return the forms of the named buffers; TransferError if one is missing."""
-        return tuple(Form.of(_named(buffers, name)) for name in names)
+        found = []
+        for name in names:
+            values = _named(buffers, name)
+            found.append(Form(values.element_size(), values.device))
+        return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -122,23 +118,25 @@ class Rows:
         kernel.
         """
         sums, found = [0] * tensors, summer()
-        on_host = {at: bytes_of(data[at]) for at in np.unique(self.table[1]).tolist() if data[at].device.type == "cpu"}
+        on_host = [bytes_of(values) if values.device.type == "cpu" else None for values in data]
         for begin in range(0, self.table.shape[1], AT_ONCE):
             for tensor, source, *numbers in zip(*self.table[:, begin : begin + AT_ONCE].tolist(), strict=True):
-                runs = Runs(*numbers)
-                if source in on_host:
-                    sums[tensor] += found.sum(on_host[source], runs)
+                runs, there = Runs(*numbers), on_host[source]
+                if there is not None:
+                    added = found.sum(there, runs)
                 else:
                     held = data[source].detach().view(torch.uint8)[runs.first : runs.first + runs.length]
-                    sums[tensor] += by_arithmetic(held, runs.begin)
-        return np.array([value & _MASK for value in sums], dtype=np.uint64)
+                    added = by_arithmetic(held, runs.begin)
+                sums[tensor] = (sums[tensor] + added) & _MASK
+        return np.array(sums, dtype=np.uint64)
 
 
 @dataclass(frozen=True)
 class ReadyDigest:
     """A digest prepared for some buffers of one state kind.
 
-    reach: elements that each buffer must have. tensors: number of tensors that digests are returned for.
+    reach: elements that each buffer must have. tensors: number of tensors that digests are returned for. nbytes: bytes
+    of memory that it takes on all devices.
     """
 
     buffers: tuple[BufferId, ...]
@@ -146,48 +144,41 @@ class ReadyDigest:
     reach: tuple[int, ...]
     tensors: int
     parts: tuple[Rows | DeviceTable, ...]
+    nbytes: int
 
     @staticmethod
     def of(pieces: Pieces, forms: Sequence[Form], bases: Int64s) -> ReadyDigest:
         """Prepare a digest for buffers of these forms, one for each buffer of `pieces`; `bases` as in
         `digest_pieces`.
         """
-        reach = _reach(pieces, bases)
-        columns, sizes = _cut_at_tensors(pieces, bases), np.array([form.itemsize for form in forms], dtype=np.int64)
-        parts = list[Rows | DeviceTable]()
-        devices = {form.device for form in forms}
-        for device in devices:
-            mine = columns if len(devices) == 1 else _only(columns, np.array([form.device == device for form in forms]))
-            parts.append((_table if has_kernel(device) else _rows)(mine, sizes, device))
-        return ReadyDigest(pieces.buffers, tuple(forms), reach, len(bases) - 1, tuple(parts))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory that it takes on all devices."""
-        return sum(part.nbytes for part in self.parts)
+        reach, columns = _reach(pieces, bases), _cut_at_tensors(pieces, bases)
+        parts, nbytes = list[Rows | DeviceTable](), 0
+        sizes, devices = np.array([form.itemsize for form in forms], dtype=np.int64), [form.device for form in forms]
+        for device in set(devices):
+            is_there = np.array([each == device for each in devices])[columns[3]]
+            parts.append((_table if has_kernel(device) else _rows)(columns[:, is_there], sizes, device))
+            nbytes += parts[-1].nbytes
+        return ReadyDigest(pieces.buffers, tuple(forms), reach, len(bases) - 1, tuple(parts), nbytes)
 
     def digests(self, buffers: Mapping[BufferId, torch.Tensor]) -> UInt64s:
         """Return one digest per tensor; TransferError for other buffers than those it was prepared for."""
-        data = [self._checked(buffers, number) for number in range(len(self.buffers))]
-        sums = np.zeros(self.tensors, dtype=np.uint64)
+        data, sums = [], np.zeros(self.tensors, dtype=np.uint64)
+        for name, form, reach in zip(self.buffers, self.forms, self.reach, strict=True):
+            values = _named(buffers, name)
+            check_flat(values)
+            if (found := Form(values.element_size(), values.device)) != form:
+                raise TransferError(
+                    f"buffer {tuple(name)} has elements of {found.itemsize} bytes on {found.device}, and the digest "
+                    f"was made for {form.itemsize} bytes on {form.device}: make it ready for this buffer"
+                )
+            if reach > values.numel():
+                raise TransferError(
+                    f"a piece that ends at element {reach} leaves buffer {tuple(name)} of {values.numel()} elements"
+                )
+            data.append(values)
         for part in self.parts:
             sums += part.digests(data, self.tensors)
         return sums
-
-    def _checked(self, buffers: Mapping[BufferId, torch.Tensor], number: int) -> torch.Tensor:
-        name, form, reach = self.buffers[number], self.forms[number], self.reach[number]
-        values = _named(buffers, name)
-        check_flat(values)
-        if (found := Form.of(values)) != form:
-            raise TransferError(
-                f"buffer {tuple(name)} has elements of {found.itemsize} bytes on {found.device}, and the digest "
-                f"was made for {form.itemsize} bytes on {form.device}: make it ready for this buffer"
-            )
-        if reach > values.numel():
-            raise TransferError(
-                f"a piece that ends at element {reach} leaves buffer {tuple(name)} of {values.numel()} elements"
-            )
-        return values
 
 
 def digest_pieces(pieces: Pieces, buffers: Mapping[BufferId, torch.Tensor], bases: Int64s) -> UInt64s:
@@ -224,48 +215,34 @@ def _reach(pieces: Pieces, bases: Int64s) -> tuple[int, ...]:
     return tuple(reach.tolist())
 
 
-def _cut_at_tensors(pieces: Pieces, bases: Int64s) -> Columns:
+def _cut_at_tensors(pieces: Pieces, bases: Int64s) -> Int64s:
     """Cut the pieces where a tensor ends; return (tensor, flat index, length, buffer, offset) of each part."""
     filled = np.flatnonzero(np.diff(bases))
     row, nth, start, stop = interval.intersect(pieces.start, pieces.stop, bases[filled], bases[filled + 1])
     tensor, part = filled[nth], pieces.take(row, start, stop)
-    return tensor, start - bases[tensor], stop - start, part.buffer, part.offset
+    return np.stack([tensor, start - bases[tensor], stop - start, part.buffer, part.offset])
 
 
-def _only(columns: Columns, wanted: npt.NDArray[np.bool_]) -> Columns:
-    """Return the runs that lie in the wanted buffers."""
-    there = wanted[columns[3]]
-    return tuple(column[there] for column in columns)
-
-
-def _table(columns: Columns, sizes: Int64s, device: torch.device) -> DeviceTable:
+def _table(columns: Int64s, sizes: Int64s, device: torch.device) -> DeviceTable:
     tensor, begin, count, source, at = columns
     size = sizes[source]
     return DeviceTable.of(device_digest.Runs(at * size, begin * size, count * size, tensor), source, device)
 
 
-def _rows(columns: Columns, sizes: Int64s, device: torch.device) -> Rows:
+def _rows(columns: Int64s, sizes: Int64s, device: torch.device) -> Rows:
+    """Return rows of runs that are weighed together; in numpy only if spreading them is no waste."""
     tensor, begin, count, source, at = columns
     first, number = np.arange(len(tensor)), np.ones(len(tensor), dtype=np.int64)
     if device.type == "cpu":
-        first, number = _series(columns)
+        same = (tensor * (int(source.max(initial=0)) + 1) + source) * (int(count.max(initial=0)) + 1) + count
+        gap = np.diff(begin, append=0)
+        apart = gap <= 0
+        if not is_compiled():
+            apart |= (gap > SPARSEST * count) | (count * UNIT_BYTES > SPREAD_BYTES)
+        same[apart] = -1 - np.flatnonzero(apart)
+        first, number = series(same, begin, at)
     second = np.minimum(first + 1, len(tensor) - 1)
     step, stride = (np.where(number > 1, column[second] - column[first], 0) for column in (begin, at))
     size = sizes[source[first]]
     found = (at[first] * size, stride * size, number, count[first] * size, begin[first] * size, step * size)
     return Rows(np.stack([tensor[first], source[first], *found]))
-
-
-def _series(columns: Columns) -> tuple[Int64s, Int64s]:
-    """Return (first row, number of rows) of runs that are weighed together; in numpy only if spreading them is no
-    waste.
-    """
-    tensor, begin, count, source, at = columns
-    longest = int(count.max(initial=0)) + 1
-    same = (tensor * (int(source.max(initial=0)) + 1) + source) * longest + count
-    gap = np.diff(begin, append=0)
-    apart = gap <= 0
-    if not is_compiled():
-        apart |= (gap > SPARSEST * count) | (count * UNIT_BYTES > SPREAD_BYTES)
-    same[apart] = -1 - np.flatnonzero(apart)
-    return series(same, begin, at)

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
-import torch
 
 from ds_dynatrain.errors import TransferError
-from ds_dynatrain.space import BufferId
 from ds_dynatrain.transfer.batched import BatchedMoves, DeviceLink
 from ds_dynatrain.transfer.pulling import Pulling
-from ds_dynatrain.transfer.ready import Cast, ReadyPlan, copies
-from ds_dynatrain.transfer.regions import Buffers, check_disjoint
+from ds_dynatrain.transfer.ready import ReadyPlan, copies
+from ds_dynatrain.transfer.regions import Buffers, Regions, check_disjoint, copy_matrix
 from ds_dynatrain.transfer.stream import Stream
 from ds_dynatrain.transfer.transport import Transport
 
@@ -64,39 +61,47 @@ def execute(
     """
     begin = time.monotonic()
     deadline = begin + deadline_seconds
-    _check_devices(ready, chain(source.items(), target.items()))
+    for (kind, name), held in chain(source.items(), target.items()) if ready.on_host else ():
+        if held.device.type != "cpu":
+            raise TransferError(
+                f"{kind} in {tuple(name)} lies on {held.device}, and the plan was made for members with host memory "
+                "alone: make it with on_host=False on all of them"
+            )
     read, written = ready.local[0].among(source), ready.local[1].among(target)
-    exchanges = [(sends.places.among(source), got.places.among(target)) for _, sends, got in ready.exchanges]
-    memory = None if ready.sharing is None else ready.sharing.memory
-    pulling = Pulling(memory, ready.pulls, source, target, transport)
-    batched = BatchedMoves(ready.batches, source, target, transport, link)
+    lent, into, streams = [read], list[Regions](), list[tuple[Stream, Stream]]()
+    for peer, sends, receives in ready.exchanges:
+        lent.append(sends.places.among(source))
+        into.append(receives.places.among(target))
+        incoming = Stream(transport, peer, TAG, False, into[-1], receives.parcels, ready.staging)
+        streams.append((incoming, Stream(transport, peer, TAG, True, lent[-1], sends.parcels, ready.staging)))
+    others = list[Pulling | BatchedMoves]()
+    if ready.sharing is not None and ready.pulls:
+        others.append(Pulling(ready.sharing.memory, ready.pulls, source, target, transport))
+    if ready.batches.exchanges:
+        if link is None:
+            peers = [each.peer for each in ready.batches.exchanges]
+            raise TransferError(f"moves from and to members {peers} go by a link between devices, and there is none")
+        others.append(BatchedMoves(ready.batches, source, target, transport, link))
+    for other in others:
+        lent, into = lent + other.lent, into + other.into
     for places in ready.derived:
         places.among(target)
     moved = np.flatnonzero(read.addresses() != written.addresses())
-    check_disjoint(
-        [read, *(sends for sends, _ in exchanges), *pulling.lent, *batched.lent],
-        [written.rows(moved), *(receives for _, receives in exchanges), *pulling.into, *batched.into],
-    )
-    pulling.start()
-    batched.start()
-    streams = [
-        (
-            Stream(transport, peer, TAG, False, receives, into.parcels, ready.staging),
-            Stream(transport, peer, TAG, True, sends, out.parcels, ready.staging),
-        )
-        for (peer, out, into), (sends, receives) in zip(ready.exchanges, exchanges, strict=True)
-    ]
+    check_disjoint(lent, [written.rows(moved), *into])
+    for other in others:
+        other.start()
     for stream in chain.from_iterable(streams[: ready.at_once]):  # the wire works while this member copies
         stream.advance()
     is_all = len(moved) == len(read.begin)
     read.copy_to(written, ready.copies if is_all else copies(*ready.local, moved))
     local_done = time.monotonic()
-    pulling.run(deadline)
-    batched.run(deadline)
+    for other in others:
+        other.run(deadline)
     _exchange(streams, ready.at_once, deadline)
     exchange_done = time.monotonic()
-    for cast in ready.casts:
-        _cast(target[cast.source].detach(), target[cast.target].detach(), cast)
+    for out_of, to in ready.casts:
+        origin, place = ready.derived[0].keys[out_of.which], ready.derived[1].keys[to.which]
+        copy_matrix(target[origin[:2]].detach(), out_of, target[place[:2]].detach(), to)
     derived_done = time.monotonic()
     bytes_moved = int(read.length[moved].sum())
     return TransferStats(
@@ -108,16 +113,6 @@ def execute(
         seconds_exchange=exchange_done - local_done,
         seconds_derived=derived_done - exchange_done,
     )
-
-
-def _check_devices(ready: ReadyPlan, buffers: Iterable[tuple[tuple[str, BufferId], torch.Tensor]]) -> None:
-    """Raise TransferError for a buffer on a device that the plan, and so the other members, does not know of."""
-    for (kind, name), held in buffers:
-        if ready.on_host and held.device.type != "cpu":
-            raise TransferError(
-                f"{kind} in {tuple(name)} lies on {held.device}, and the plan was made for members with host memory "
-                "alone: make it with on_host=False on all of them"
-            )
 
 
 def _exchange(streams: list[tuple[Stream, Stream]], at_once: int, deadline: float) -> None:
@@ -133,19 +128,3 @@ def _exchange(streams: list[tuple[Stream, Stream]], at_once: int, deadline: floa
             outgoing.finish(deadline)
         for stream in chain.from_iterable(streams[number + at_once : number + at_once + 1]):
             stream.advance()
-
-
-def _cast(origin: torch.Tensor, into: torch.Tensor, cast: Cast) -> None:
-    """Copy runs of one length at equal steps, as matrices, or one by one if steps go back.
-
-    Rounding is torch's (to nearest, ties to even).
-    """
-    length, sides = cast.length, ((origin, cast.read), (into, cast.written))
-    if len(cast.read) == 1 or any(at[1] - at[0] < length for _, at in sides):
-        for begin, at in zip(cast.read, cast.written, strict=True):
-            into[at : at + length].copy_(origin[begin : begin + length])
-        return
-    read, written = (
-        held.as_strided((len(at), length), (at[1] - at[0], 1), held.storage_offset() + at[0]) for held, at in sides
-    )
-    written.copy_(read)

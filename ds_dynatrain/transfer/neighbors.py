@@ -76,7 +76,10 @@ def machine() -> str:
 
 
 def permit_readers(who: int = ANYBODY) -> None:
-    """Let other processes of this user read this one's memory where Yama would forbid it. Does nothing if it cannot."""
+    """Let other processes of this user read this one's memory where Yama would forbid it. Does nothing if it cannot.
+
+    Call it again after `Neighbors` of this process were closed: the permission is one for the whole process.
+    """
     ctypes.CDLL(None).prctl(PR_SET_PTRACER, ctypes.c_ulong(who & (1 << 64) - 1), 0, 0, 0)
 
 
@@ -243,35 +246,39 @@ class Neighbors:
             here = {"machine": machine(), "process": os.getpid(), "socket": name}
             lent = Probe(device)
             cards = share("cards", {**here, "probe": [probe.data_ptr(), probe.tolist()], "device": lent.record})
-            able = sorted(other for other, card in cards.items() if other != member and _can_read(card, here))
-            found = share("readable", [able, [other for other in able if lent.can_read(cards[other]["device"])]])
-            near, lenders = (  # the same on both sides
-                {other for other in found[member][kind] if member in found[other][kind]} for kind in (0, 1)
-            )
+            able, lending = list[int](), list[int]()
+            for other, card in sorted(cards.items()):
+                if other != member and _can_read(card, here):
+                    able.append(other)
+                    if lent.can_read(card["device"]):
+                        lending.append(other)
+            near, lenders, missing = list[int](), set[int](), dict[int, int]()
+            for other, (reads, borrows) in share("readable", [able, lending]).items():  # near: the same on both sides
+                if member in reads and other in able:
+                    near.append(other)
+                    if member in borrows and other in lending:
+                        lenders.add(other)
             lines: dict[int, Line] = {}
             try:
-                for other in [each for each in sorted(near) if each > member]:
-                    lines[other] = Line(other, *_call(other, cards[other], deadline))
-                while len(lines) < len(near):
-                    missing = {int(cards[each]["process"]): each for each in near - set(lines)}
-                    other, process, link = _answer(listener, missing, deadline, stop)
+                for other in sorted(near):
+                    if other > member:
+                        lines[other] = Line(other, *_call(other, cards[other], deadline))
+                    else:
+                        missing[int(cards[other]["process"])] = other
+                while missing:
+                    process, link = _answer(listener, missing, deadline, stop)
+                    other = missing.pop(process)
                     lines[other] = Line(other, process, link)
             except BaseException:
                 for line in lines.values():
                     line.close()
                 raise
-        return cls(lines, frozenset(lenders & near))
+        return cls(lines, frozenset(lenders))
 
     @property
     def members(self) -> frozenset[int]:
         """Numbers of the neighbors."""
         return frozenset(self._lines)
-
-    def permit(self) -> None:
-        """Let the neighbors read this process's memory. Call it again after other `Neighbors` of this process were
-        closed: the permission is one for the whole process.
-        """
-        permit_readers()
 
     def send(self, tensor: torch.Tensor, member: int, tag: int) -> Handle:
         """Offer the tensor's bytes; an accelerator's are copied to the host first."""
@@ -368,9 +375,8 @@ def _call(other: int, card: Mapping[str, Any], deadline: float) -> tuple[int, so
 
 def _answer(
     listener: socket.socket, missing: Mapping[int, int], deadline: float, stop: Callable[[], None]
-) -> tuple[int, int, socket.socket]:
-    """Accept the next neighbor with a lower number; return its number, its process and the socket. Others are sent
-    away.
+) -> tuple[int, socket.socket]:
+    """Accept the next neighbor with a lower number; return its process and the socket. Others are sent away.
 
     missing: members by their processes. The kernel says which process connects, and nothing is read from the socket, so
     a silent process holds nobody up.
@@ -386,7 +392,7 @@ def _answer(
         process = _process(link)
         if process in missing:
             link.setblocking(False)
-            return missing[process], process, link
+            return process, link
         link.close()
     raise MemberMissing("connecting on this machine", sorted(missing.values()), time.monotonic() - since)
 

@@ -15,8 +15,7 @@ from itertools import chain
 import torch
 
 from ds_dynatrain.errors import TransferError
-from ds_dynatrain.plan import MemberPlan, Moves
-from ds_dynatrain.transfer.apart import split
+from ds_dynatrain.plan import Exchange
 from ds_dynatrain.transfer.device_memory import HANDLE_BYTES, DeviceMemory
 from ds_dynatrain.transfer.regions import Buffers, Key, Places, Regions
 from ds_dynatrain.transfer.series import Matrix, pairs
@@ -40,11 +39,6 @@ class Sharing:
     members: frozenset[int]
     kinds: frozenset[str]
 
-    def split(self, plan: MemberPlan) -> tuple[MemberPlan, tuple[Pull, ...]]:
-        """Return the part of a plan that is left for messages, and the pulls."""
-        rest, apart = split(plan, self.members, self.kinds)
-        return rest, tuple(Pull.of(each.peer, each.sends, each.receives) for each in apart)
-
 
 @dataclass(frozen=True)
 class Pull:
@@ -61,21 +55,21 @@ class Pull:
     copies: list[tuple[Matrix, Matrix]]
 
     @staticmethod
-    def of(peer: int, lent: Moves, read: Moves) -> Pull:
-        """Make a pull from the moves that the peer makes, and those that this member makes."""
-        theirs, mine = Places.of(read, "source"), Places.of(read, "target")
+    def of(exchange: Exchange) -> Pull:
+        """Make a pull from the moves of both directions; each is made by its receiver."""
+        theirs, mine = Places.of(exchange.receives, "source"), Places.of(exchange.receives, "target")
         both = pairs((theirs.which, theirs.begin), (mine.which, mine.begin), theirs.length)
-        return Pull(peer, Places.of(lent, "source"), theirs, mine, both)
+        return Pull(exchange.peer, Places.of(exchange.sends, "source"), theirs, mine, both)
 
 
 @dataclass
 class Pulling:
-    """This member's side of all its pulls; there are none without `memory`.
+    """This member's side of all its pulls.
 
     lent, into: the regions that others read, and those that this member fills.
     """
 
-    memory: DeviceMemory | None
+    memory: DeviceMemory
     pulls: Sequence[Pull]
     source: Buffers
     target: Buffers
@@ -92,8 +86,6 @@ class Pulling:
 
     def start(self) -> None:
         """Tell each peer where this member's buffers are, and begin to listen for theirs."""
-        if self.memory is None:
-            return
         self.memory.synchronize()  # others do not wait for what is queued here
         for pull, lent in zip(self.pulls, self.lent, strict=True):
             if lent.data:
@@ -107,8 +99,6 @@ class Pulling:
 
     def run(self, deadline: float) -> None:
         """Make all reads, then say so. Raises as a `Handle` does, and TransferError for a buffer that is too short."""
-        if self.memory is None:
-            return
         with ExitStack() as opened:
             begins = dict[bytes, int]()  # of allocations, each of which is opened once
             for pull, into, (table, handle) in zip(self.pulls, self.into, self._places, strict=True):

@@ -7,8 +7,7 @@ that the buffers have when the bytes move.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -18,7 +17,7 @@ from ds_dynatrain.errors import TransferError
 from ds_dynatrain.plan.moves import Moves
 from ds_dynatrain.space import BufferId, interval
 from ds_dynatrain.space.interval import Ints
-from ds_dynatrain.transfer.series import Bytes, Matrix, matrices, rows_of
+from ds_dynatrain.transfer.series import Bytes, Matrix, rows_of
 
 Buffers = Mapping[tuple[str, BufferId], torch.Tensor]
 """Every local 1-D contiguous buffer, by the name of its state kind and its id."""
@@ -31,12 +30,14 @@ Key = tuple[str, BufferId, int]
 class Places:
     """One region of bytes per move, on one side of a switch, in buffers given by name.
 
-    keys: the buffers. which, begin, length: per move, the index into `keys`, the first byte and the number of bytes.
+    keys: the buffers. reach: the bytes that each of them must have. which, begin, length: per move, the index into
+    `keys`, the first byte and the number of bytes.
     """
 
     moves: Moves
     side: Side
     keys: tuple[Key, ...]
+    reach: Ints
     which: Ints
     begin: Ints
     length: Ints
@@ -44,46 +45,46 @@ class Places:
     @staticmethod
     def of(moves: Moves, side: Side) -> Places:
         """Find the places that moves read (side "source") or write (side "target")."""
-        is_source = side == "source"
-        kind = moves.source_kind if is_source else moves.kind
-        buffer = moves.source_buffer if is_source else moves.target_buffer
-        offset = moves.source_offset if is_source else moves.target_offset
-        names = moves.source_buffers if is_source else moves.target_buffers
+        if side == "source":
+            kind, buffer, names = moves.source_kind, moves.source_buffer, moves.source_buffers
+        else:
+            kind, buffer, names = moves.kind, moves.target_buffer, moves.target_buffers
+        itemsize = np.array([each.itemsize for each in moves.kinds], dtype=np.int64)[kind]
+        begin = itemsize * (moves.source_offset if side == "source" else moves.target_offset)
+        length = itemsize * (moves.stop - moves.start)
         codes, which = np.unique(kind * max(1, len(names)) + buffer, return_inverse=True)
-        numbers = [divmod(code, len(names)) for code in codes.tolist()]
-        keys = tuple((moves.kinds[one].name, names[other], moves.kinds[one].itemsize) for one, other in numbers)
-        itemsize = np.array([size for _, _, size in keys], dtype=np.int64)[which] if keys else offset
-        length = (moves.stop - moves.start) * itemsize
-        return Places(moves, side, keys, which.reshape(-1), offset * itemsize, length)
-
-    def matrices(self, rows: Sequence[int]) -> list[Matrix]:
-        """Return the regions of `rows`, one after another, as matrices."""
-        chosen = list(rows)
-        return matrices(self.which[chosen], self.begin[chosen], self.length[chosen])
+        keys, reach = [], np.zeros(len(codes), dtype=np.int64)
+        for number, place in zip(*divmod(codes, max(1, len(names))), strict=True):
+            keys.append((moves.kinds[number].name, names[place], moves.kinds[number].itemsize))
+        np.maximum.at(reach, which, begin + length)
+        return Places(moves, side, tuple(keys), reach, which.reshape(-1), begin, length)
 
     def among(self, buffers: Buffers) -> Regions:
         """Return the regions in the memory of `buffers`.
 
         TransferError, naming kind and buffer, for one that is missing, has another item size or shape, or is too short.
         """
-        data = tuple(_bytes_of(buffers, *key, self.side) for key in self.keys)
-        room = np.array([held.numel() for held in data], dtype=np.int64)
-        short = np.flatnonzero(self.reach > room)
-        if len(short):
-            moves, row = self.moves, int(np.flatnonzero(self.begin + self.length > room[self.which])[0])
-            kind = moves.kinds[int(moves.kind[row])].name
-            raise TransferError(
-                f"{self.side} of {kind} [{moves.start[row]}, {moves.stop[row]}): bytes {self.begin[row]} to "
-                f"{self.begin[row] + self.length[row]} leave a buffer of {room[self.which[row]]} bytes"
-            )
-        return Regions(data, self.which, self.begin, self.length)
-
-    @cached_property
-    def reach(self) -> Ints:
-        """Bytes that each buffer must have."""
-        reach = np.zeros(len(self.keys), dtype=np.int64)
-        np.maximum.at(reach, self.which, self.begin + self.length)
-        return reach
+        data = []
+        for number, (kind, name, itemsize) in enumerate(self.keys):
+            where, tensor = f"{self.side} buffer {tuple(name)} of {kind}", buffers.get((kind, name))
+            if tensor is None:
+                raise TransferError(f"{where}: the plan needs it and it is not among the {len(buffers)} given")
+            if tensor.dim() != 1 or not tensor.is_contiguous():
+                raise TransferError(f"{where}: must be 1-D and contiguous, has shape {tuple(tensor.shape)}")
+            if tensor.element_size() != itemsize:
+                has = f"{tensor.dtype} has {tensor.element_size()} bytes"
+                raise TransferError(f"{where}: {has}, the kind has {itemsize}")
+            held = tensor.detach().view(torch.uint8)
+            if self.reach[number] > held.numel():
+                is_beyond = (self.which == number) & (self.begin + self.length > held.numel())
+                moves, row = self.moves, int(np.flatnonzero(is_beyond)[0])
+                raise TransferError(
+                    f"{self.side} of {moves.kinds[int(moves.kind[row])].name} [{moves.start[row]}, {moves.stop[row]}): "
+                    f"bytes {self.begin[row]} to {self.begin[row] + self.length[row]} leave a buffer of "
+                    f"{held.numel()} bytes"
+                )
+            data.append(held)
+        return Regions(tuple(data), self.which, self.begin, self.length)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,13 +92,30 @@ class Regions:
     """One region of bytes per move, on one side of a switch.
 
     data: the buffers as bytes (uint8). which, begin, length: per move, the index into `data`, the first byte and the
-    number of bytes.
+    number of bytes. bases, sizes: the address of each buffer and its length. is_on_host: whether all are in host
+    memory.
     """
 
     data: tuple[torch.Tensor, ...]
     which: Ints
     begin: Ints
     length: Ints
+    bases: Ints = field(init=False)
+    sizes: Ints = field(init=False)
+    is_on_host: bool = field(init=False)
+    _flat: list[Bytes] = field(init=False)
+
+    def __post_init__(self) -> None:
+        bases, sizes, flat = list[int](), list[int](), list[Bytes]()
+        for held in self.data:
+            bases.append(held.data_ptr())
+            sizes.append(held.numel())
+            if held.device.type == "cpu":
+                flat.append(held.numpy())
+        object.__setattr__(self, "bases", np.array(bases, dtype=np.int64))
+        object.__setattr__(self, "sizes", np.array(sizes, dtype=np.int64))
+        object.__setattr__(self, "is_on_host", len(flat) == len(self.data))
+        object.__setattr__(self, "_flat", flat)
 
     def pack(self, found: Sequence[Matrix], staged: torch.Tensor) -> None:
         """Copy matrices of bytes, one after another, into `staged`; only queued on an accelerator."""
@@ -117,24 +135,15 @@ class Regions:
 
         is_queued: whether the host may go on before an accelerator has done it.
         """
-        if self.is_on_host and other.is_on_host:
-            for mine, theirs in both:
-                other._runs(theirs)[:] = self._runs(mine)
-            return
         for mine, theirs in both:
-            is_matrix = min(mine.step - mine.length, theirs.step - theirs.length) >= 0  # torch has no steps back
-            parts = [(mine, theirs)] if is_matrix else zip(_one_by_one(mine), _one_by_one(theirs), strict=True)
-            for one, another in parts:
-                other.runs_of(another).copy_(self.runs_of(one), non_blocking=is_queued)
+            if self.is_on_host and other.is_on_host:
+                rows_of(other._flat[theirs.which], *theirs[1:])[:] = rows_of(self._flat[mine.which], *mine[1:])
+            else:
+                copy_matrix(self.data[mine.which], mine, other.data[theirs.which], theirs, is_queued)
 
     def view(self, matrix: Matrix) -> torch.Tensor:
         """Return a matrix of one run as a view of its buffer."""
         return self.data[matrix.which].narrow(0, matrix.begin, matrix.length)
-
-    def runs_of(self, matrix: Matrix) -> torch.Tensor:
-        """Return a matrix as a tensor with a row per run; its runs must not step back."""
-        data = self.data[matrix.which]
-        return data.as_strided((matrix.number, matrix.length), (matrix.step, 1), data.storage_offset() + matrix.begin)
 
     def rows(self, rows: Ints) -> Regions:
         """Return the regions of some moves."""
@@ -144,32 +153,38 @@ class Regions:
         """Address of the first byte of each region."""
         return self.bases[self.which] + self.begin if len(self.data) else self.begin
 
-    @cached_property
-    def bases(self) -> Ints:
-        """Address of each buffer."""
-        return np.array([data.data_ptr() for data in self.data], dtype=np.int64)
 
-    @cached_property
-    def is_on_host(self) -> bool:
-        """Whether all buffers are in host memory."""
-        return all(data.device.type == "cpu" for data in self.data)
+def copy_matrix(
+    origin: torch.Tensor, read: Matrix, into: torch.Tensor, written: Matrix, is_queued: bool = False
+) -> None:
+    """Copy runs of elements of one 1-D tensor into another, at once, or one by one if they step back.
 
-    @cached_property
-    def _flat(self) -> list[Bytes]:
-        return [data.numpy() for data in self.data]
-
-    def _runs(self, matrix: Matrix) -> Bytes:
-        return rows_of(self._flat[matrix.which], matrix.begin, matrix.step, matrix.number, matrix.length)
+    A cast rounds as torch does (to nearest, ties to even). is_queued: as in `Regions.copy_to`.
+    """
+    number, length = read.number, read.length
+    if number == 1 or min(read.step, written.step) >= length:  # torch has no steps back
+        out_of = origin.as_strided((number, length), (read.step, 1), origin.storage_offset() + read.begin)
+        to = into.as_strided((number, length), (written.step, 1), into.storage_offset() + written.begin)
+        to.copy_(out_of, non_blocking=is_queued)
+        return
+    for row in range(number):
+        run = origin.narrow(0, read.begin + row * read.step, length)
+        into.narrow(0, written.begin + row * written.step, length).copy_(run, non_blocking=is_queued)
 
 
 def check_disjoint(read: list[Regions], written: list[Regions]) -> None:
     """Raise TransferError if a byte that is still needed would be overwritten: a buffer that moves within its own
     storage.
     """
-    start, stop = _shared(read, written)
-    read, written = ([_within(part, start, stop) for part in parts] for parts in (read, written))
-    start, stop = interval.union(*_all(read))
-    _, _, low, high = interval.intersect(*_all(written), start, stop)
+    memory = []
+    for parts in (read, written):
+        base, size = (np.concatenate([getattr(part, name) for part in parts]) for name in ("bases", "sizes"))
+        memory.append(interval.union(base, base + size))
+    _, _, start, stop = interval.intersect(*memory[0], *memory[1])  # of buffers that are both read and written
+    if not len(start):
+        return
+    needed = interval.union(*_touching(read, start, stop))
+    _, _, low, high = interval.intersect(*_touching(written, start, stop), *needed)
     if len(low):
         raise TransferError(
             f"{int((high - low).sum())} bytes from address {int(low[0]):#x} on are needed and would be lost: source "
@@ -177,28 +192,14 @@ def check_disjoint(read: list[Regions], written: list[Regions]) -> None:
         )
 
 
-def _shared(read: list[Regions], written: list[Regions]) -> tuple[Ints, Ints]:
-    """Return the memory of buffers that are both read and written, as sorted, disjoint runs of addresses."""
-    sides = []
-    for parts in (read, written):
-        base = np.concatenate([part.bases for part in parts])
-        size = np.array([data.numel() for part in parts for data in part.data], dtype=np.int64)
-        sides.append(interval.union(base, base + size))
-    _, _, start, stop = interval.intersect(*sides[0], *sides[1])
-    return start, stop
-
-
-def _within(part: Regions, start: Ints, stop: Ints) -> Regions:
-    """Return the regions in buffers that touch sorted, disjoint runs of addresses."""
-    size = np.array([data.numel() for data in part.data], dtype=np.int64)
-    row, _, _, _ = interval.intersect(part.bases, part.bases + size, start, stop)
-    return part.rows(np.flatnonzero(np.isin(part.which, row)))
-
-
-def _all(parts: list[Regions]) -> tuple[Ints, Ints]:
-    """Return first and last addresses of all regions."""
-    start = np.concatenate([part.addresses() for part in parts])
-    return start, start + np.concatenate([part.length for part in parts])
+def _touching(parts: list[Regions], start: Ints, stop: Ints) -> tuple[Ints, Ints]:
+    """Return first and last addresses of the regions in buffers that touch sorted, disjoint runs of addresses."""
+    found = []
+    for part in parts:
+        touched, _, _, _ = interval.intersect(part.bases, part.bases + part.sizes, start, stop)
+        inside = part.rows(np.flatnonzero(np.isin(part.which, touched)))
+        found.append((inside.addresses(), inside.addresses() + inside.length))
+    return interval.join(found)
 
 
 def _all_of(staged: torch.Tensor) -> Regions:
@@ -213,21 +214,3 @@ def _placed(found: Sequence[Matrix]) -> Iterator[tuple[Matrix, Matrix]]:
     for matrix in found:
         yield matrix, Matrix(0, at, matrix.length, matrix.number, matrix.length)
         at += matrix.nbytes
-
-
-def _one_by_one(matrix: Matrix) -> list[Matrix]:
-    """Return each run of a matrix as a matrix of its own."""
-    which, begin, step, number, length = matrix
-    return [Matrix(which, begin + row * step, length, 1, length) for row in range(number)]
-
-
-def _bytes_of(buffers: Buffers, kind: str, name: BufferId, itemsize: int, side: str) -> torch.Tensor:
-    where = f"{side} buffer {tuple(name)} of {kind}"
-    tensor = buffers.get((kind, name))
-    if tensor is None:
-        raise TransferError(f"{where}: the plan needs it and it is not among the {len(buffers)} given")
-    if tensor.dim() != 1 or not tensor.is_contiguous():
-        raise TransferError(f"{where}: must be 1-D and contiguous, has shape {tuple(tensor.shape)}")
-    if tensor.element_size() != itemsize:
-        raise TransferError(f"{where}: {tensor.dtype} has {tensor.element_size()} bytes, the kind has {itemsize}")
-    return tensor.detach().view(torch.uint8)

@@ -34,9 +34,11 @@ class Matrix(NamedTuple):
 def matrices(which: Ints, begin: Ints, length: Ints) -> list[Matrix]:
     """Return the runs, in order, as few matrices; runs that touch are joined."""
     first, count = series(which * (int(length.max(initial=0)) + 1) + length, begin)
-    step = np.append(begin[1:], 0)[first] - begin[first]
-    rows = zip(*(column.tolist() for column in (which[first], begin[first], step, count, length[first])), strict=True)
-    return [_matrix(*row) for row in rows]
+    found = _matrices(which, begin, length, first, count)
+    for at, each in enumerate(found):
+        if each.number > 1 and each.step == each.length:
+            found[at] = Matrix(each.which, each.begin, 0, 1, each.nbytes)
+    return found
 
 
 def pairs(mine: tuple[Ints, Ints], others: tuple[Ints, Ints], length: Ints) -> list[tuple[Matrix, Matrix]]:
@@ -44,21 +46,15 @@ def pairs(mine: tuple[Ints, Ints], others: tuple[Ints, Ints], length: Ints) -> l
     (which, begin), (into, at) = mine, others
     same = (which * (int(into.max(initial=0)) + 1) + into) * (int(length.max(initial=0)) + 1) + length
     first, count = series(same, begin, at)
-    columns = [count.tolist(), length[first].tolist()]
-    for buffer, start in (mine, others):
-        step = np.append(start[1:], 0)[first] - start[first]
-        columns += [column.tolist() for column in (buffer[first], start[first], step)]
-    return [
-        (Matrix(*one, *shape), Matrix(*other, *shape))
-        for *shape, a, b, c, d, e, f in zip(*columns, strict=True)
-        for one, other in [((a, b, c), (d, e, f))]
-    ]
+    sides = _matrices(which, begin, length, first, count), _matrices(into, at, length, first, count)
+    return list(zip(*sides, strict=True))
 
 
-def _matrix(which: int, begin: int, step: int, count: int, length: int) -> Matrix:
-    if count > 1 and step == length:
-        return Matrix(which, begin, 0, 1, count * length)
-    return Matrix(which, begin, step, count, length)
+def _matrices(which: Ints, begin: Ints, length: Ints, first: Ints, count: Ints) -> list[Matrix]:
+    """Return the series of `count` rows from each `first` on as matrices; a single run has no step."""
+    step = np.where(count > 1, np.append(begin[1:], 0)[first] - begin[first], 0)
+    columns = np.stack((which[first], begin[first], step, count, length[first]), axis=1)
+    return list(map(Matrix._make, columns.tolist()))
 
 
 def series(same: Ints, *begins: Ints) -> tuple[Ints, Ints]:

@@ -18,7 +18,7 @@ import torch
 
 from ds_dynatrain.transfer.prefault import allocate, prefault
 from ds_dynatrain.transfer.regions import Places, Regions
-from ds_dynatrain.transfer.series import Matrix
+from ds_dynatrain.transfer.series import Matrix, matrices
 from ds_dynatrain.transfer.transport import Handle, Transport
 
 SLOTS = 4
@@ -75,34 +75,30 @@ class Parcel:
 
 @dataclass(frozen=True)
 class Outline:
-    """The messages of one direction of an exchange."""
+    """The messages of one direction of an exchange.
+
+    longest: bytes of the longest message. slots: most staging slots that this direction uses.
+    """
 
     places: Places
     parcels: tuple[Parcel, ...]
+    longest: int
+    slots: int
 
     @staticmethod
     def of(places: Places, chunk: int, longest: int) -> Outline:
         """Cut moves into messages, the same at both ends; each end decides for itself which of them are packed."""
-        parcels = []
+        parcels, reach, slots = list[Parcel](), 0, 0
         for message in messages(places.length.tolist(), chunk, longest):
-            if len(message.rows) > 1:
-                parcels.append(Parcel(message.nbytes, tuple(places.matrices(message.rows))))
+            rows, nbytes = [*message.rows], message.nbytes
+            if len(rows) > 1:
+                found = matrices(places.which[rows], places.begin[rows], places.length[rows])
             else:
-                (row,) = message.rows
-                begin = int(places.begin[row]) + message.start
-                part = Matrix(int(places.which[row]), begin, message.nbytes, 1, message.nbytes)
-                parcels.append(Parcel(message.nbytes, (part,)))
-        return Outline(places, tuple(parcels))
-
-    @property
-    def longest(self) -> int:
-        """Bytes of the longest message."""
-        return max((parcel.nbytes for parcel in self.parcels), default=0)
-
-    @property
-    def slots(self) -> int:
-        """Most staging slots that this direction uses."""
-        return min(SLOTS, sum(parcel.is_packed for parcel in self.parcels))
+                begin = int(places.begin[rows[0]]) + message.start
+                found = [Matrix(int(places.which[rows[0]]), begin, 0, 1, nbytes)]
+            parcels.append(Parcel(nbytes, tuple(found)))
+            reach, slots = max(reach, nbytes), slots + parcels[-1].is_packed
+        return Outline(places, tuple(parcels), reach, min(SLOTS, slots))
 
 
 class Staging:

@@ -81,7 +81,7 @@ class GroupTransport:
                 f'the transfer group has the CPU back-end {backend!r}, and bytes travel by gloo; give it backend="gloo"'
             )
         self._group, self._stop = group, stop
-        self._rank_of = {member: rank for rank, member in enumerate(members)}
+        self._rank_of = dict(zip(members, range(len(members)), strict=True))
 
     def send(self, tensor: torch.Tensor, member: int, tag: int) -> Handle:
         """Start to send; an accelerator's tensor is copied to the host first, and may be changed when this returns."""
@@ -182,7 +182,10 @@ def send_down(
     """
     place = tree.index(mine)
     below = tree[2 * place + 1 : 2 * place + 3]
-    parts = [part for tensor in tensors if tensor.numel() for part in _relayed(tensor)]
+    parts = list[torch.Tensor]()
+    for tensor in tensors:
+        if tensor.numel():
+            parts += torch.split(tensor.contiguous().view(-1), max(1, RELAY_BYTES // tensor.element_size()))
     coming = [transport.receive(part, tree[(place - 1) // 2], RELAY_TAG) for part in parts] if place else []
     sent = []
     for number, part in enumerate(parts):
@@ -191,7 +194,3 @@ def send_down(
         sent += [transport.send(part, member, RELAY_TAG) for member in below]
     for handle in sent:
         handle.wait(deadline)
-
-
-def _relayed(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return torch.split(tensor.contiguous().view(-1), max(1, RELAY_BYTES // tensor.element_size()))

@@ -142,7 +142,7 @@ class InNumpy:
 def tables() -> tuple[UInt64s, UInt64s]:
     """Return the odd multipliers a (of whole units) and b (of their high words), BLOCK_UNITS each; read-only."""
     position = np.arange(BLOCK_UNITS, dtype=np.uint64)
-    low, high = (_splitmix(position, seed) | np.uint64(1) for seed in (LOW_SEED, HIGH_SEED))
+    low, high = _splitmix(position, LOW_SEED) | np.uint64(1), _splitmix(position, HIGH_SEED) | np.uint64(1)
     low.flags.writeable = high.flags.writeable = False
     return low, high
 
