@@ -37,8 +37,10 @@ RESOLVER = "timeout:1 attempts:1"
 """torch's stores ask a name server at each connection who that is, for their log; a lost answer is worth no 5 s."""
 BUILDS = pytest.StashKey[Builds]()
 SLOWEST = 10
-SHARED = "tests/elastic/", "tests/integrations/", "tests/engine/test_endings.py"
+SHARED = "tests/elastic/", "tests/integrations/", "tests/engine/test_endings.py", "tests/device/test_elastic.py"
 """All of one worker: what has static runs, jobs that are forked, and ranks that have imported Trainer."""
+LONG = "tests/scenarios/", *SHARED
+"""What takes a worker minutes begins first: nobody waits for it in the end."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -66,11 +68,11 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What runs on the device without hardware comes last: until it is compiled nobody need wait for it.
+    """The longest files come first, and what runs on the device without hardware last: it is compiled until then.
 
     Where all ranks are on it, what makes no sense there is left out, by name.
     """
-    items.sort(key=lambda item: "/device/" in item.path.as_posix())
+    items.sort(key=lambda item: (not item.nodeid.startswith(LONG), "/device/" in item.path.as_posix()))
     for item in items if config.option.on_device else ():
         if (mark := item.get_closest_marker("not_on_device")) is not None:
             item.add_marker(pytest.mark.skip(reason=mark.args[0]))

@@ -44,7 +44,7 @@ def serve(pipe: Connection) -> None:
     pipe.recv()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def hanging() -> Iterator[tuple[int, int]]:
     """The port of a store, and its process."""
     context = multiprocessing.get_context("spawn")

@@ -168,7 +168,7 @@ def losses(block: bool, name: str, interval: int = 0) -> list[float]:
         return found
 
 
-@pytest.mark.parametrize(("name", "interval"), [("tied", 0), ("uneven", 2)])
+@pytest.mark.parametrize(("name", "interval"), [("tied", 0), pytest.param("uneven", 2, marks=pytest.mark.full)])
 def test_losses_are_bit_equal_with_and_without_it(pool: RankPool, name: str, interval: int) -> None:
     plain = pool.run(losses, block=False, name=name, interval=interval)
     assert pool.run(losses, block=True, name=name, interval=interval) == plain
@@ -256,7 +256,14 @@ def coming(dtype: str, stage: int) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize(("dtype", "stage"), [("fp32", 0), ("bf16", 1), ("fp16", 1), ("bf16 in fp32", 1), ("bf16", 0)])
+@pytest.mark.parametrize(
+    ("dtype", "stage"),
+    [
+        ("fp32", 0),
+        ("bf16", 1),
+        *(pytest.param(*each, marks=pytest.mark.full) for each in (("fp16", 1), ("bf16 in fp32", 1), ("bf16", 0))),
+    ],
+)
 def test_who_comes_has_it_too(pool: RankPool, dtype: str, stage: int) -> None:
     ranks = pool.run(coming, dtype=dtype, stage=stage)
     steps = [dict(each) for each in ranks]

@@ -49,7 +49,7 @@ WITH_ZERO = tuple(sizes for sizes in CHANGES if sizes[1])
 FULL = pytest.mark.full
 KINDS = [
     pytest.param("bf16", CHANGES, {}, id="bf16", marks=FULL),
-    pytest.param("fp32", CHANGES, ACCUMULATING, id="fp32 in micro-batches"),
+    pytest.param("fp32", CHANGES, ACCUMULATING, id="fp32 in micro-batches", marks=FULL),
     pytest.param("fp32", CHANGES, {}, id="fp32", marks=FULL),
     pytest.param("fp16", CHANGES, ACCUMULATING, id="fp16", marks=FULL),
     pytest.param("bf16 in fp32", WITH_ZERO, ACCUMULATING, id="bf16 in fp32", marks=FULL),
@@ -190,7 +190,7 @@ def faulty_case(
     ("dtype", "start", "target", "more"),
     [
         ("bf16", (2, 1), (4, 2), {}),
-        ("fp32", (3, 3), (2, 1), ACCUMULATING),
+        pytest.param("fp32", (3, 3), (2, 1), ACCUMULATING, marks=FULL),
         ("fp32", (2, 2), (2, 0), {}),
         pytest.param("fp16", (4, 1), (2, 3), ACCUMULATING, marks=FULL),
         pytest.param("bf16", (2, 3), (3, 3), ACCUMULATING, marks=FULL),

@@ -39,7 +39,8 @@ def walk_case(dtype: str, safety: str, folder: Path) -> Any:
     return record
 
 
-@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_walk_as_with_a_live_switch(pool: RankPool, tmp_path: Path, dtype: str) -> None:
     expected = pool.run(walk_case, dtype=dtype, safety="rollback", folder=tmp_path / "live", seconds=120)
     found = pool.run(walk_case, dtype=dtype, safety="lean", folder=tmp_path / "lean", seconds=120)

@@ -35,7 +35,9 @@ def rates(records: list[jobs.Record | None]) -> dict[int, list[float]]:
     return dict(sorted(found.items()))
 
 
-@pytest.mark.parametrize("scheduler", [WARM_UP, DECAY], ids=lambda given: given["type"])
+@pytest.mark.parametrize(
+    "scheduler", [WARM_UP, pytest.param(DECAY, marks=pytest.mark.full)], ids=lambda given: given["type"]
+)
 def test_scheduler_in_its_warm_up(pool: RankPool, scheduler: dict[str, Any]) -> None:
     switched = pool.run(configured_case, more={"scheduler": scheduler}, schedule=SCHEDULE)
     static = pool.run(configured_case, more={"scheduler": scheduler}, schedule={})
@@ -299,7 +301,7 @@ def torch_style_case(start: jobs.Sizes, style: str, schedule: jobs.Schedule) -> 
     return record
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(each, marks=pytest.mark.full) for each in (1, 2)), 3])
 def test_backward_of_the_loss_itself(pool: RankPool, stage: int) -> None:
     schedule = {2: (3, stage), 4: (4, 1 + stage % 3)}
     runs = [
@@ -340,7 +342,13 @@ def token_case(start: jobs.Sizes, micro: int, schedule: jobs.Schedule) -> jobs.R
 
 @pytest.mark.parametrize(
     ("start", "schedule"),
-    [((2, 0), {}), ((3, 1), {}), ((4, 2), {}), ((3, 3), {}), ((2, 1), {2: (3, 3), 4: (4, 0), 6: (1, 2)})],
+    [
+        ((2, 0), {}),
+        pytest.param((3, 1), {}, marks=pytest.mark.full),
+        pytest.param((4, 2), {}, marks=pytest.mark.full),
+        pytest.param((3, 3), {}, marks=pytest.mark.full),
+        ((2, 1), {2: (3, 3), 4: (4, 0), 6: (1, 2)}),
+    ],
 )
 def test_gradients_by_token_counts(pool: RankPool, start: jobs.Sizes, schedule: jobs.Schedule) -> None:
     """Against all 8 samples in one micro-batch, where the mean over tokens is the loss itself."""

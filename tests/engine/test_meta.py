@@ -87,10 +87,10 @@ def td_broadcast(value: Any) -> Any:
     return box[0]
 
 
-CASES: list[tuple[str, jobs.Sizes, jobs.Sizes]] = [
+CASES: list[Any] = [
     ("fp32", (2, 0), (4, 3)),
-    ("fp32", (3, 3), (2, 1)),
-    ("bf16", (2, 1), (4, 2)),
+    pytest.param("fp32", (3, 3), (2, 1), marks=pytest.mark.full),
+    pytest.param("bf16", (2, 1), (4, 2), marks=pytest.mark.full),
     ("bf16", (4, 3), (1, 0)),
 ]
 

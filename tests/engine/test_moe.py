@@ -53,10 +53,11 @@ def test_a_model_that_is_built_in_parts(pool: RankPool) -> None:
         assert losses == others
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("dtype", "path"),
     [
-        pytest.param("bf16", [at(2, 2, 1), at(4, 4, 2), at(2, 1, 0), at(4, 2, 1)], marks=pytest.mark.full),
+        ("bf16", [at(2, 2, 1), at(4, 4, 2), at(2, 1, 0), at(4, 2, 1)]),
         ("bf16 in fp32", [at(2, 2, 1), at(4, 4, 1), at(4, 2, 1)]),
     ],
 )
@@ -178,7 +179,7 @@ def listed(how: str) -> list[dict[str, Any]]:
         return [{key: group[key] for key in ("name", "weight_decay")} for group in groups]
 
 
-@pytest.mark.parametrize("how", ["groups", "client"])
+@pytest.mark.parametrize("how", ["groups", pytest.param("client", marks=pytest.mark.full)])
 def test_lists_of_the_user(pool: RankPool, how: str) -> None:
     """Each group has one behind all for its experts, those of all ranks."""
     decays = [("vectors", 0.0), ("matrices", 0.1), ("ep_size_4", 0.0), ("ep_size_4", 0.1)]

@@ -93,15 +93,17 @@ def losses(
     return jobs.global_losses(records)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("dtype", "start", "target"),
-    [("fp32", (2, 3), (4, 2)), pytest.param("bf16", (4, 1), (3, 3), marks=pytest.mark.full)],
+    [("fp32", (2, 3), (4, 2)), ("bf16", (4, 1), (3, 3))],
 )
 def test_before_the_first_step(pool: RankPool, dtype: str, start: jobs.Sizes, target: jobs.Sizes) -> None:
     switched = losses(pool, dtype, start, {0: target}, 4, param=True)
     assert switched == losses(pool, dtype, target, {}, 4, param=True)
 
 
+@pytest.mark.full
 def test_with_accumulation(pool: RankPool) -> None:
     static = losses(pool, "fp32", (1, 1), {}, **ACCUMULATING)
     switched = losses(pool, "fp32", (2, 2), {2: (3, 2), 4: (1, 3), 6: (4, 1)}, **ACCUMULATING)

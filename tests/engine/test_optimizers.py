@@ -218,6 +218,9 @@ CASES: dict[str, Case] = {
 
 
 FULL = (
+    "lion of the user's",
+    "muon in turns",
+    "muon on few ranks",
     "fused adam in bf16",
     "nadam",
     "momentum in one group",
@@ -456,7 +459,7 @@ def roll_back_case(name: str) -> tuple[list[str], list[str], list[float]] | None
         )
 
 
-@pytest.mark.parametrize("name", ["momentum in one group", "fused adam in bf16"])
+@pytest.mark.parametrize("name", ["momentum in one group", pytest.param("fused adam in bf16", marks=pytest.mark.full)])
 def test_a_roll_back_leaves_the_state(pool: RankPool, name: str, request: pytest.FixtureRequest) -> None:
     if CASES[name].compiled:
         request.getfixturevalue(CASES[name].compiled)

@@ -119,7 +119,7 @@ WALKS: dict[str, tuple[str, str, Path, Changes]] = {
     ),
     "a stage of a function": ("uneven", "fp32", [*UNEVEN[:2], layout(4, 1, 0, (0, 1, 5, 6, 7)), layout(2, 1, 0)], FEW),
 }
-DEFAULT = ("2 stages x 2, ZeRO 1", "2 stages x 2, ZeRO 0", "bf16", "stages without anything to train, ZeRO 1")
+DEFAULT = ("2 stages x 2, ZeRO 1", "stages without anything to train, ZeRO 1")
 
 
 @pytest.mark.parametrize(

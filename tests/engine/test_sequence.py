@@ -232,7 +232,7 @@ def coming_in(stage: int) -> list[oracle.State | None]:
     return found
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_a_model_of_zero_init(pool: RankPool, stage: int) -> None:
     states = pool.run(coming_in, stage=stage)[0]
     assert len(states) == 4
@@ -256,7 +256,7 @@ def registering(stage: int) -> tuple[oracle.State, oracle.State]:
     return before, after
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(each, marks=pytest.mark.full) for each in (0, 1)), 3])
 def test_registering(pool: RankPool, stage: int) -> None:
     for before, after in pool.run(registering, stage=stage):
         gone = {key for key in before.tensors if key not in after.tensors}

@@ -41,6 +41,7 @@ def static(pool: RankPool) -> list[float]:
     return jobs.global_losses(pool.run(job, changes=False))
 
 
+@pytest.mark.full
 def test_the_losses_are_those_of_equal_shares(pool: RankPool, static: list[float]) -> None:
     records = pool.run(job, changes=True)
     losses = jobs.global_losses(records)

@@ -12,7 +12,7 @@ def training(dtype: str, start: jobs.Sizes, steps: int, schedule: jobs.Schedule)
     return jobs.run(jobs.config(dtype, start), steps, schedule)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(each, marks=pytest.mark.full) for each in (0, 1, 2)), 3])
 def test_a_part_of_the_processes_trains(pool: RankPool, stage: int) -> None:
     records = pool.run(training, dtype="fp32", start=(2, stage), steps=10, schedule={})
     losses = jobs.global_losses(records)

@@ -192,7 +192,12 @@ IN_TURN = {"round_robin_gradients": True}
 
 
 @pytest.mark.parametrize(
-    ("stage", "saved", "loaded"), [(2, IN_TURN, {}), (1, {}, IN_TURN), (3, {}, {"sub_group_size": 60})]
+    ("stage", "saved", "loaded"),
+    [
+        pytest.param(2, IN_TURN, {}, marks=pytest.mark.full),
+        (1, {}, IN_TURN),
+        (3, {}, {"sub_group_size": 60}),
+    ],
 )
 def test_cut_in_another_way(pool: RankPool, tmp_path: Path, stage: int, saved: Any, loaded: Any) -> None:
     """In the same layout; DeepSpeed permutes the weights without a word, or fails."""
@@ -286,7 +291,7 @@ def listening(lines: list[str]) -> Iterator[None]:
         logger.removeHandler(handler)
 
 
-@pytest.mark.parametrize("saved", [1, 3])
+@pytest.mark.parametrize("saved", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_frozen_weights_that_are_not_in_it_stay(pool: RankPool, tmp_path: Path, saved: int) -> None:
     """Four ranks of stock DeepSpeed, read on two: what is trained is as it was saved, the rest as the script has it."""
     there = pool.run(adapters_case, folder=tmp_path, stage=saved)[0]

@@ -160,7 +160,8 @@ def test_rules_in_the_configuration_hold_in_every_layout(pool: RankPool) -> None
 CHANGES = {2: at(2, 2, 3), 4: at(1, 4, 1), 6: at(1, 3, 0), 8: at(4, 1, 2), 10: at(1, 2, 1), 12: at(1, 1, 0)}
 
 
-@pytest.mark.parametrize("name", ["llama of 4 kv", pytest.param("qwen3", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["llama of 4 kv", "qwen3"])
 def test_a_run_has_the_losses_of_one_without_changes(pool: RankPool, name: str) -> None:
     static = losses(pool.run(told, name=name, start=at(2, 1, 1), schedule={}, steps=14))
     stories = pool.run(told, name=name, start=at(2, 1, 1), schedule=CHANGES, steps=14)

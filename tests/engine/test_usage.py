@@ -79,7 +79,7 @@ def with_optimizer(schedule: jobs.Schedule, how: str) -> jobs.Record:
     return jobs.run(config, STEPS, schedule, model=model, **more)
 
 
-@pytest.mark.parametrize("how", ["object", "function"])
+@pytest.mark.parametrize("how", ["object", pytest.param("function", marks=pytest.mark.full)])
 def test_an_optimizer_of_the_users(pool: RankPool, how: str) -> None:
     compared(pool, with_optimizer, how=how)
 

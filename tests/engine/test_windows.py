@@ -140,7 +140,14 @@ def _refused(engine: Any, window: Window, reason: str, target: jobs.Sizes) -> st
     return str(engine.last_switch.reason)
 
 
-@pytest.mark.parametrize(("stage", "target"), [(0, (4, 1)), (1, (3, 3)), (2, (4, 0)), (3, (4, 1))])
+@pytest.mark.parametrize(
+    ("stage", "target"),
+    [
+        (0, (4, 1)),
+        *(pytest.param(*each, marks=pytest.mark.full) for each in ((1, (3, 3)), (2, (4, 0)))),
+        (3, (4, 1)),
+    ],
+)
 def test_an_open_window_is_named_and_stays_as_it_is(pool: RankPool, stage: int, target: jobs.Sizes) -> None:
     told = pool.run(windows_case, stage=stage, target=target)
     assert len(told[0]) == sum(stage in stages for stages, _, _ in WINDOWS.values())

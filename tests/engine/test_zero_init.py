@@ -174,7 +174,7 @@ def peak_case(start: jobs.Sizes) -> tuple[bool, int, dict[str, int], int]:
         return made.engine.idle, peak - before, holdings(made.engine, 100_000), parts
 
 
-@pytest.mark.parametrize("start", [(2, 1), (3, 3)])
+@pytest.mark.parametrize("start", [pytest.param((2, 1), marks=pytest.mark.full), (3, 3)])
 def test_no_more_than_the_shard_and_one_parameter(pool: RankPool, start: jobs.Sizes) -> None:
     one = 4 * 1536 * 1536
     shard = {1: 8 * one + 4 * one, 3: 2 * 8 * one // 3}[start[1]]  # weights and masters; weights and last gradients

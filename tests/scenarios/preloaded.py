@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import entry_points
 
-import deepspeed  # noqa: F401
+import deepspeed.runtime.zero.muon.original_muon  # noqa: F401 - slow, and imported late by DeepSpeed
 import torch.distributed.run  # noqa: F401
 import transformers.models.llama.modeling_llama
 import transformers.models.mixtral.modeling_mixtral  # noqa: F401

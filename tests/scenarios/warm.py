@@ -59,6 +59,7 @@ def become(command: list[str], env: dict[str, str], log: str) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.environ.clear()
     os.environ.update(env)
+    multiprocessing.set_start_method(None, force=True)  # its own processes begin as those of any other
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for output in (1, 2):
         os.dup2(file, output)
