@@ -208,7 +208,7 @@ class Run:
         return float(loads[stage]), float(error / np.sqrt(windows))
 
 
-@pytest.mark.parametrize("layers", [24, 48, 128])
+@pytest.mark.parametrize("layers", [24, 48, pytest.param(128, marks=pytest.mark.full)])
 @pytest.mark.parametrize(("noise", "member_noise"), [(0.1, 0.0), (0.0, 0.1), (0.1, 0.1)])
 def test_noise_moves_nothing(layers: int, noise: float, member_noise: float) -> None:
     """10 % on every layer or every member, 2,000 steps, a move that costs nothing at all."""

@@ -50,8 +50,9 @@ def test_without_it_they_have_not(pool: RankPool) -> None:
 SWITCHES: dict[int, jobs.Sizes] = {1: (4, 2), 2: (3, 3), 3: (1, 1), 4: (4, 3), 5: (2, 1)}
 
 
+@pytest.mark.full
 @NOT_ON_DEVICE
-@pytest.mark.parametrize("late", [False, pytest.param(True, marks=FULL)])
+@pytest.mark.parametrize("late", [False, True])
 def test_live_switches_change_no_bit(pool: RankPool, late: bool) -> None:
     found = together(pool.run(exactly.run, start=(2, 1), schedule=SWITCHES, dynatrain={"late": late}))
     assert differences(alone(pool), found) == []

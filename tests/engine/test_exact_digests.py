@@ -54,6 +54,7 @@ def identical(one: ExactRun, other: ExactRun, steps: int = STEPS) -> bool:
     return found == Comparison(tuple(range(1, steps + 1)), tuple(range(1, steps + 1)))
 
 
+@pytest.mark.full
 @NOT_ON_DEVICE
 def test_every_world_has_the_same_digests(pool: RankPool, tmp_path: Path) -> None:
     first = reported(pool, tmp_path / "first", start=(1, 1))

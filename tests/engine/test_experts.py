@@ -35,11 +35,12 @@ CROSSING = [at(4, 2, 3), at(2, 2, 1), at(3, 1, 2), at(4, 4, 3), at(1, 1, 0), at(
 UNALIGNED = "DeepSpeed fails there: torch's grouped_mm wants weights at multiples of 16 bytes (docs/gpu.md)"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "dtype", "path"),
     [
-        pytest.param("qwen3", "fp32", CROSSING, marks=pytest.mark.full),
-        pytest.param("qwen2", "bf16", CROSSING, marks=pytest.mark.full),
+        ("qwen3", "fp32", CROSSING),
+        ("qwen2", "bf16", CROSSING),
         pytest.param("mixtral", "bf16 in fp32", CROSSING[1:4], marks=pytest.mark.not_on_device(UNALIGNED)),
     ],
 )

@@ -126,9 +126,10 @@ def saved(folder: str, sides: list[Layout]) -> tuple[oracle.State, oracle.State]
     return None
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "sides",
-    [pytest.param([at(4, 2, 1, 1), at(2, 2, 2, 1)], marks=pytest.mark.full), [at(2, 4, 2, 3), at(2, 2, 2, 3)]],
+    [[at(4, 2, 1, 1), at(2, 2, 2, 1)], [at(2, 4, 2, 3), at(2, 2, 2, 3)]],
 )
 def test_checkpoints_after_a_switch(pool: RankPool, tmp_path: Path, sides: list[Layout]) -> None:
     for before, after in pool.run(saved, folder=str(tmp_path), sides=sides):

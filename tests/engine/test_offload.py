@@ -139,6 +139,7 @@ def client_case(schedule: jobs.Schedule) -> jobs.Record:
     return jobs.run(config, 8, schedule, model=model, optimizer=optimizer)
 
 
+@pytest.mark.full
 def test_an_optimizer_of_the_users_own(pool: RankPool) -> None:
     static = jobs.global_losses(pool.run(client_case, schedule={}))
     assert jobs.furthest(jobs.global_losses(pool.run(client_case, schedule={3: (4, 3), 6: (2, 1)})), static) <= 1e-6
@@ -171,6 +172,7 @@ def unused_case(start: jobs.Sizes, schedule: jobs.Schedule, tokens: int | None =
     return None
 
 
+@pytest.mark.full
 def test_last_gradients_move_between_stages_1_to_3(pool: RankPool) -> None:
     """DeepSpeed goes on stepping the parameter with what is left of its last gradient."""
     static = pool.run(unused_case, start=(2, 1), schedule={})[0][0]

@@ -44,6 +44,7 @@ def test_tensor_sizes(pool: RankPool, dtype: str, param: bool) -> None:
     axis_walks.compare(pool, find, path, dtype, 1e-6 if dtype == "fp32" else 1e-4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("find", "path"),
     [

@@ -35,7 +35,8 @@ def case(dtype: str, path: list[jobs.Sizes]) -> Any:
     return jobs.run(jobs.config(dtype, path[0]), len(path), schedule, each=compare)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_oracle_is_what_deepspeed_says(pool: RankPool, dtype: str) -> None:
     pool.run(case, dtype=dtype, path=[(2, 1), *LAYOUTS], seconds=90)
 

@@ -58,6 +58,7 @@ def furthest(seen: Sequence[list[float] | None], expected: list[float]) -> float
     return max(jobs.furthest(losses, expected) for losses in seen if losses)
 
 
+@pytest.mark.full
 def test_every_layout_computes_the_same(pool: RankPool) -> None:
     """Also from a module that was built in stages, of which a process has the values of its own layers."""
     expected = pool.run(trained, layout=at(1, 1, 1, 0))[0]
