@@ -96,9 +96,17 @@ class Moves:
 def within(sides: Sides, member: int, kind: Kind, source_kind: str, wanted: Pieces, held: Pieces) -> Ints:
     """Return the columns of moves within one member, of the coordinates that `wanted` and `held` share."""
     to, out_of = wanted.intersect(held)
-    codes = _code(sides, kind.name), _code(sides, source_kind)
     return _table(
-        codes[0], to.start, to.stop, member, member, codes[1], out_of.buffer, out_of.offset, to.buffer, to.offset
+        sides.code[kind.name],
+        to.start,
+        to.stop,
+        member,
+        member,
+        sides.code[source_kind],
+        out_of.buffer,
+        out_of.offset,
+        to.buffer,
+        to.offset,
     )
 
 
@@ -110,12 +118,12 @@ def between(sides: Sides, kind: Kind, start: Ints, stop: Ints, sender: Ints, rec
     row, start, stop, target_buffer, target_offset = sides.target(kind.name).place(begin, stop, receiver)
     members, target_members = np.array(sides.vps.members), np.array(sides.members)
     return _table(
-        _code(sides, kind.name),
+        sides.code[kind.name],
         start,
         stop,
         members[sender[row]],
         target_members[receiver[row]],
-        _code(sides, source_kind),
+        sides.code[source_kind],
         buffer[row],
         offset[row] + start - begin[row],
         target_buffer,
@@ -135,7 +143,3 @@ def joined(sides: Sides, tables: Sequence[Ints], is_derived: bool = False) -> Mo
 def _table(*columns: Ints | int) -> Ints:
     """Stack columns; a number stands for all rows."""
     return np.stack(np.broadcast_arrays(*columns))
-
-
-def _code(sides: Sides, kind: str) -> int:
-    return sides.vps.kinds.index(sides.vps.kind(kind))

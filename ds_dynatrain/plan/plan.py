@@ -98,8 +98,9 @@ class SwitchPlan:
         for kind in sides.kinds:
             if rank != ABSENT:
                 needs = sides.needs(kind, rank, source_rank)
-                local += [within(sides, member, kind, *each) for each in needs.local]
-                derived += [within(sides, member, kind, *each) for each in needs.derived]
+                for found, into in ((needs.local, local), (needs.derived, derived)):
+                    for each in found:
+                        into.append(within(sides, member, kind, *each))
                 start, stop, sender = sides.senders(kind, rank, needs.remote)
                 received.append(between(sides, kind, start, stop, sender, np.full_like(sender, rank)))
             if source_rank != ABSENT:
@@ -118,16 +119,19 @@ class SwitchPlan:
     @cached_property
     def traffic(self) -> dict[int, tuple[int, int]]:
         """Bytes (sent, received) of each member."""
-        sides = self.sides
-        sent, received = np.zeros(len(sides.vps.members), np.int64), dict.fromkeys(self.members, 0)
-        for member, rank in sides.target_rank.items():
+        sides, found = self.sides, dict[int, tuple[int, int]]()
+        sent, received = np.zeros(len(sides.vps.members), np.int64), np.zeros(len(sides.members), np.int64)
+        for rank in range(len(sides.members)):
             for kind in sides.kinds:
-                needs = sides.needs(kind, rank, sides.source_rank.get(member, ABSENT))
+                needs = sides.needs(kind, rank, int(sides.source_ranks[rank]))
                 start, stop, sender = sides.senders(kind, rank, needs.remote)
-                received[member] += int((stop - start).sum()) * kind.itemsize
+                received[rank] += (stop - start).sum() * kind.itemsize
                 np.add.at(sent, sender, (stop - start) * kind.itemsize)
-        by_member = dict.fromkeys(self.members, 0) | dict(zip(sides.vps.members, sent.tolist(), strict=True))
-        return {member: (by_member[member], received[member]) for member in self.members}
+        for member in self.members:
+            source_rank, rank = sides.source_rank.get(member, ABSENT), sides.target_rank.get(member, ABSENT)
+            gives = int(sent[source_rank]) if source_rank != ABSENT else 0
+            found[member] = gives, int(received[rank]) if rank != ABSENT else 0
+        return found
 
     @property
     def bytes_sent(self) -> int:
@@ -247,13 +251,13 @@ def estimate(plan: SwitchPlan, budget_bytes: int, bytes_per_second: float) -> Co
     for kind in sides.vps.present_kinds(sides.layout):  # gradients are allocated at the target even if none moves
         if row_of(kind).is_gradient and kind not in kinds:
             after.append(kind)
-    peak = {}
-    for member, busy in plan.traffic.items():
+    peak, bytes_sent, busiest = {}, 0, 0
+    for member, (sent, received) in plan.traffic.items():
+        bytes_sent, busiest = bytes_sent + sent, max(busiest, sent, received)
         source = state_bytes(sides.vps, sides.vps.layout, sides.source_rank.get(member, ABSENT), kinds)
         target = state_bytes(sides.vps, sides.layout, sides.target_rank.get(member, ABSENT), after)
-        peak[member] = source + target + min(budget_bytes, sum(busy))
-    busiest = max(map(max, plan.traffic.values()), default=0)
-    return Cost(plan.bytes_sent, busiest, peak, busiest / bytes_per_second)
+        peak[member] = source + target + min(budget_bytes, sent + received)
+    return Cost(bytes_sent, busiest, peak, busiest / bytes_per_second)
 
 
 def state_bytes(vps: VirtualParameterSpace, layout: Layout, rank: int, kinds: Collection[str]) -> int:

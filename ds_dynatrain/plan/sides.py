@@ -42,8 +42,8 @@ class Sides:
 
     kinds: the kinds that are present at the source and move; every other one is absent on both sides, and they name
     only each other. held_as: kinds that the source does not hold as its layout would, but cut as another kind is.
-    source_rank, target_rank: the rank of each member. source_ranks: the source rank of each target rank's member, or
-    ABSENT.
+    code: the number of each kind of the space. source_rank, target_rank: the rank of each member. source_ranks: the
+    source rank of each target rank's member, or ABSENT.
     """
 
     vps: VirtualParameterSpace
@@ -51,6 +51,7 @@ class Sides:
     members: tuple[int, ...]
     kinds: tuple[Kind, ...]
     held_as: Mapping[str, str]
+    code: dict[str, int] = field(init=False)
     source_rank: dict[int, int] = field(init=False)
     target_rank: dict[int, int] = field(init=False)
     source_ranks: Ints = field(init=False)
@@ -73,6 +74,7 @@ class Sides:
         source_rank = dict(zip(self.vps.members, range(len(self.vps.members)), strict=True))
         ranks = [source_rank.get(member, ABSENT) for member in self.members]
         object.__setattr__(self, "kinds", tuple(kinds))
+        object.__setattr__(self, "code", {kind.name: number for number, kind in enumerate(self.vps.kinds)})
         object.__setattr__(self, "source_rank", source_rank)
         object.__setattr__(self, "target_rank", dict(zip(self.members, range(len(self.members)), strict=True)))
         object.__setattr__(self, "source_ranks", np.array(ranks, dtype=np.int64))

@@ -54,9 +54,8 @@ def assign_slots(
             f"choose a layout of at most {len(order)} ranks"
         )
     cost = slot_costs(vps, target_layout, order, kinds)
-    if order[0] == vps.members[0]:
-        return order[0], *(order[1 + row] for row in _cheapest(cost[1:, 1:]))
-    return tuple(order[row] for row in _cheapest(cost))
+    rows = np.append(0, 1 + _cheapest(cost[1:, 1:])) if order[0] == vps.members[0] else _cheapest(cost)
+    return tuple(np.array(order)[rows].tolist())
 
 
 def slot_costs(
@@ -118,7 +117,7 @@ def _missing(sides: Sides, kind: Kind, start: Ints, stop: Ints) -> Ints:
     return result
 
 
-def _cheapest(cost: Ints) -> list[int]:
+def _cheapest(cost: Ints) -> Ints:
     """Return the row assigned to each column: least cost, and among equals the earliest rows in their order."""
     rows, columns = cost.shape
     square = np.zeros((rows, rows), dtype=np.int64)
@@ -130,7 +129,7 @@ def _cheapest(cost: Ints) -> list[int]:
     tie[:, :columns] += 2 * rows * rows * place
     forbidden = int(tie.max(initial=0)) * rows + 1
     column_of = linear_sum_assignment(np.where(tight, tie, forbidden))[1]
-    row_of_column: list[int] = np.argsort(column_of)[:columns].tolist()
+    row_of_column: Ints = np.argsort(column_of)[:columns]
     return row_of_column
 
 

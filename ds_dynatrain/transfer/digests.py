@@ -152,11 +152,13 @@ class ReadyDigest:
         `digest_pieces`.
         """
         reach, columns = _reach(pieces, bases), _cut_at_tensors(pieces, bases)
-        parts, nbytes = list[Rows | DeviceTable](), 0
-        sizes, devices = np.array([form.itemsize for form in forms], dtype=np.int64), [form.device for form in forms]
-        for device in set(devices):
-            is_there = np.array([each == device for each in devices])[columns[3]]
-            parts.append((_table if has_kernel(device) else _rows)(columns[:, is_there], sizes, device))
+        parts, nbytes, buffers_on = list[Rows | DeviceTable](), 0, dict[torch.device, list[int]]()
+        for number, form in enumerate(forms):
+            buffers_on.setdefault(form.device, []).append(number)
+        sizes = np.array([form.itemsize for form in forms], dtype=np.int64)
+        for device, numbers in buffers_on.items():
+            mine = columns[:, np.isin(columns[3], numbers)] if len(buffers_on) > 1 else columns
+            parts.append((_table if has_kernel(device) else _rows)(mine, sizes, device))
             nbytes += parts[-1].nbytes
         return ReadyDigest(pieces.buffers, tuple(forms), reach, len(bases) - 1, tuple(parts), nbytes)
 
@@ -242,7 +244,8 @@ def _rows(columns: Int64s, sizes: Int64s, device: torch.device) -> Rows:
         same[apart] = -1 - np.flatnonzero(apart)
         first, number = series(same, begin, at)
     second = np.minimum(first + 1, len(tensor) - 1)
-    step, stride = (np.where(number > 1, column[second] - column[first], 0) for column in (begin, at))
+    step = np.where(number > 1, begin[second] - begin[first], 0)
+    stride = np.where(number > 1, at[second] - at[first], 0)
     size = sizes[source[first]]
     found = (at[first] * size, stride * size, number, count[first] * size, begin[first] * size, step * size)
     return Rows(np.stack([tensor[first], source[first], *found]))

@@ -178,7 +178,7 @@ def check_disjoint(read: list[Regions], written: list[Regions]) -> None:
     """
     memory = []
     for parts in (read, written):
-        base, size = (np.concatenate([getattr(part, name) for part in parts]) for name in ("bases", "sizes"))
+        base, size = interval.join([(part.bases, part.sizes) for part in parts])
         memory.append(interval.union(base, base + size))
     _, _, start, stop = interval.intersect(*memory[0], *memory[1])  # of buffers that are both read and written
     if not len(start):
