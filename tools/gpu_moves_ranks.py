@@ -62,8 +62,8 @@ def connected(device: str, way: str) -> Tools:
 
     from ds_dynatrain.adapters.communicators import CommunicatorLink, Endpoint, go_on, make_communicator
     from ds_dynatrain.adapters.device import compute_device
-    from ds_dynatrain.adapters.launch_world import launch_store
     from ds_dynatrain.adapters.process_groups import make_group
+    from ds_dynatrain.adapters.worlds import launch_store
     from ds_dynatrain.transfer import GroupTransport, device_memory
     from tests.gpu.staging import be_a_host
 

@@ -95,7 +95,7 @@ class Communicator:
     """The back-end of some members, in their order, on `device`.
 
     users: number of worlds that have it; two while it is handed on. since: when it was made. Any two communicators are
-    made in the same order on all members that have both.
+    made in the same order on all members that have both. ending: held by the first caller, in any thread, that ends it.
     """
 
     device: torch.device
@@ -103,16 +103,12 @@ class Communicator:
     backend: Backend
     users: int = 0
     since: int = field(default_factory=time.monotonic_ns)
-    _ending: threading.Lock = field(default_factory=threading.Lock)
+    ending: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def is_ended(self) -> bool:
         """Whether it was ended, or is about to be."""
-        return self._ending.locked()
-
-    def is_first_to_end(self) -> bool:
-        """Return whether no other caller, in any thread, has ended it yet."""
-        return self._ending.acquire(blocking=False)
+        return self.ending.locked()
 
     def serve(self, group: td.ProcessGroup) -> None:
         """Let a group of these members send the device's tensors through it."""
@@ -144,7 +140,8 @@ def end(communicators: Sequence[Communicator], is_broken: bool = False) -> None:
 
     is_broken: whether a member is gone or may not have one of them, or a collective has failed.
     """
-    living = [each for each in sorted(communicators, key=lambda each: each.since) if each.is_first_to_end()]
+    ordered = sorted(communicators, key=lambda each: each.since)
+    living = [each for each in ordered if each.ending.acquire(blocking=False)]
     if is_broken:
         _abort_together([each.backend for each in living])
     else:

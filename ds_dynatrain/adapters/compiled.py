@@ -27,7 +27,8 @@ class CompileWatch:
         self.count = 0
         self.seconds = 0.0
         self._begin = 0.0
-        self._register()
+        for callbacks, mine in self._lists():
+            callbacks.append(mine)
 
     def begin(self) -> None:
         """Reset `seconds` to 0."""
@@ -52,10 +53,6 @@ class CompileWatch:
         for callbacks, mine in self._lists():
             if mine in callbacks:
                 callbacks.remove(mine)
-
-    def _register(self) -> None:
-        for callbacks, mine in self._lists():
-            callbacks.append(mine)
 
     def _lists(self) -> list[tuple[list[Any], Any]]:
         return [(callback_handler.start_callbacks, self._started), (callback_handler.end_callbacks, self._ended)]

@@ -37,7 +37,7 @@ from ds_dynatrain.adapters.moe import (
     leave_groups,
     refuse_other_axes,
 )
-from ds_dynatrain.adapters.shaper import Made, ModelFactory, Shaper, Template
+from ds_dynatrain.adapters.shaper import Made, ModelFactory, Shaper, copied, template_of
 from ds_dynatrain.errors import ConfigError, LayoutError, UnsupportedError
 from ds_dynatrain.space import AxisCuts, Layout, uneven
 
@@ -111,13 +111,13 @@ class AutoEPShaper(Conversion, Shaper):
 
         super().__init__(model, config)
         self.autoep = self
-        self._template = Template.of(model, factory)
-        self._tensor = TensorShaper(Template(self.dealt(1, 0)), config)
+        self._template = template_of(model, factory)
+        self._tensor = TensorShaper(self.dealt(1, 0), config)
         self._replaced = replace_layers(model, self._block, 1, 0, listed)
 
     def dealt(self, size: int, index: int) -> nn.Module:
         """Return a copy of the template, converted."""
-        return convert(self._template.copy(), self._block, size, index)
+        return convert(copied(self._template), self._block, size, index)
 
     def cuts(self, layout: Layout) -> Mapping[str, AxisCuts]:
         """Return cuts by whole experts for the stacks, and AutoTP's for other tensors.

@@ -7,6 +7,7 @@ would train on uninitialized memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -100,13 +101,19 @@ def _keep(tensors: Tensors, opts: Any = None, *_: Any, **__: Any) -> Work:
     return Finished(tensors)
 
 
-def _copy(output: torch.Tensor, given: torch.Tensor, opts: Any = None, *_: Any, **__: Any) -> Work:
-    return _copy_each([output], [given], opts)
+def _copy(
+    outputs: Any, inputs: Any, opts: Any = None, *_: Any, to_ranks: bool = False, from_ranks: bool = False, **__: Any
+) -> Work:
+    """Copy each input to its output; all are compared before the first is written.
 
-
-def _copy_each(outputs: Tensors, inputs: Tensors, opts: Any = None, *_: Any, **__: Any) -> Work:
-    """Copy each input to its output; all are compared before the first is written."""
+    outputs, inputs: a tensor, or a list of tensors. to_ranks: whether `outputs` lists what each rank gets. from_ranks:
+    whether `inputs` lists what each rank gives. (For `gather` on its root `outputs` lists places for each input, which
+    is the same with one of each.)
+    """
     _check(opts)
+    outputs, inputs = _only(outputs) if to_ranks else outputs, _only(inputs) if from_ranks else inputs
+    outputs = [outputs] if isinstance(outputs, torch.Tensor) else outputs
+    inputs = [inputs] if isinstance(inputs, torch.Tensor) else inputs
     if len(outputs) != len(inputs):
         raise _wrong(f"{len(inputs)} input tensors for {len(outputs)} output tensors")
     for output, given in zip(outputs, inputs, strict=True):
@@ -117,27 +124,6 @@ def _copy_each(outputs: Tensors, inputs: Tensors, opts: Any = None, *_: Any, **_
         for output, given in zip(outputs, inputs, strict=True):
             output.copy_(given.reshape(output.shape))
     return Finished(outputs)
-
-
-def _from_ranks(outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None, *_: Any, **__: Any) -> Work:
-    """Copy inputs to the place of each rank in `outputs`.
-
-    outputs: for each rank a list with a place for each input; for `gather` on its root the other way round, which is
-    the same with one of each.
-    """
-    return _copy_each(_only(outputs), inputs, opts)
-
-
-def _to_ranks(outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None, *_: Any, **__: Any) -> Work:
-    """Copy the input of each rank to an output.
-
-    inputs: for the one output, a list with a tensor from each rank, or for each rank.
-    """
-    return _copy_each([_only(outputs)], _only(inputs), opts)
-
-
-def _exchange(outputs: Tensors, inputs: Tensors, *_: Any, **__: Any) -> Work:
-    return _copy(_only(outputs), _only(inputs))
 
 
 def _exchange_rows(
@@ -197,11 +183,10 @@ MEANINGS: Mapping[str, Callable[..., Any]] = {
     **dict.fromkeys(("allreduce", "allreduce_coalesced", "broadcast", "reduce"), _keep),
     **dict.fromkeys(("_allgather_base", "all_gather_single", "gather_into_tensor", "gather_single"), _copy),
     **dict.fromkeys(("_reduce_scatter_base", "reduce_scatter_single"), _copy),
-    **dict.fromkeys(("allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced"), _copy_each),
-    **dict.fromkeys(("all_gather_single_coalesced", "reduce_scatter_single_coalesced"), _copy_each),
-    **dict.fromkeys(("allgather", "allgather_coalesced", "gather"), _from_ranks),
-    **dict.fromkeys(("scatter", "reduce_scatter"), _to_ranks),
-    "alltoall": _exchange,
+    **dict.fromkeys(("allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced"), _copy),
+    **dict.fromkeys(("all_gather_single_coalesced", "reduce_scatter_single_coalesced"), _copy),
+    **dict.fromkeys(("allgather", "allgather_coalesced", "gather"), partial(_copy, to_ranks=True)),
+    **dict.fromkeys(("scatter", "reduce_scatter", "alltoall"), partial(_copy, to_ranks=True, from_ranks=True)),
     **dict.fromkeys(("alltoall_base", "all_to_all_single"), _exchange_rows),
     **dict.fromkeys(("barrier", "_start_coalescing", "_end_coalescing"), _meet),
     "monitored_barrier": _meet_here,

@@ -18,7 +18,6 @@ from ds_dynatrain.adapters import scaler, sequence
 from ds_dynatrain.adapters.compiled import CompileWatch, compiled_in_place
 from ds_dynatrain.adapters.curriculum import CurriculumOrder
 from ds_dynatrain.adapters.device import compute_device, synchronize
-from ds_dynatrain.adapters.gradients import GradientWatch
 from ds_dynatrain.adapters.model import ModelMap
 from ds_dynatrain.adapters.module_state import forget
 from ds_dynatrain.adapters.no_alloc import no_alloc, stand_in
@@ -30,7 +29,7 @@ from ds_dynatrain.adapters.stage import fill_empty_groups
 from ds_dynatrain.adapters.stage3 import forget_traces, reset_counters, restore_linear
 from ds_dynatrain.adapters.stages import stage_of
 from ds_dynatrain.adapters.state import Buffers, Found, Scalars
-from ds_dynatrain.adapters.windows import GatherWatch
+from ds_dynatrain.adapters.windows import GatherWatch, GradientWatch
 from ds_dynatrain.adapters.world import World
 from ds_dynatrain.space import IN_EMPTY_GROUP, MASTER, Layout, LogicalTensor
 from ds_dynatrain.space.leaves import MicroStep
@@ -254,7 +253,9 @@ class Host:
         before = Replaced(self.shape, Children.of(self.module), self.model_map, self.engine.param_names)
         try:
             self.shaper.reshape(self.module, layout, made)
-            self._mark_for_autocast()
+            if self.engine.torch_autocast_enabled():  # new parameters are marked as DeepSpeed did the former ones
+                modules = self.engine.torch_autocast_lower_precision_safe_modules()
+                init_autocast_params(self.engine, self.engine.torch_autocast_dtype(), modules)
             before.children.pass_on(self.module, shape.resizes(before.shape))
             parameters = self.shaper.parameters(self.module, layout)
             self._take(shape, self.model_map.reshaped(parameters, tensors))
@@ -262,14 +263,6 @@ class Host:
             self.undo_reshape(before)
             raise
         return before
-
-    def _mark_for_autocast(self) -> None:
-        """Note on new parameters, as DeepSpeed did on the former ones, the type in which ranks add their
-        gradients up.
-        """
-        if self.engine.torch_autocast_enabled():
-            modules = self.engine.torch_autocast_lower_precision_safe_modules()
-            init_autocast_params(self.engine, self.engine.torch_autocast_dtype(), modules)
 
     def undo_reshape(self, before: Replaced) -> None:
         """Restore what `reshape` replaced; nothing may be attached."""
@@ -323,48 +316,47 @@ class Host:
         offloads, keeps tensors made of zeros: its gradient buffers.
         """
         self._enter_world(world, layout, config)
-        for tensor, held in zip(self.model_map.tensors, self.model_map.parameters, strict=True):
+        engine, basic, model = self.engine, self.basic_optimizer, self.model_map
+        for tensor, held in zip(model.tensors, model.parameters, strict=True):
             if held.shape != tensor.shape:  # it has no data; DeepSpeed asks for its shape alone
-                held.data = stand_in(tensor.shape, self.model_map.dtype, held.device)
+                held.data = stand_in(tensor.shape, model.dtype, held.device)
         reset_counters()
         restore_linear()  # an engine of plain DeepSpeed may have set another one, on some members before they came here
-        names = {held: name for held, name in self.engine.param_names.items() if not name.startswith(IN_EMPTY_GROUP)}
-        self.engine.param_names = {**names, **fill_empty_groups(self.basic_optimizer, self.model_map)}
-        stage, (weight, gradient) = layout.zero_stage, self.engine.get_data_types()
+        names = {held: name for held, name in engine.param_names.items() if not name.startswith(IN_EMPTY_GROUP)}
+        engine.param_names = {**names, **fill_empty_groups(basic, model)}
+        stage, (weight, gradient) = layout.zero_stage, engine.get_data_types()
         is_accumulating = stage == 1 and weight != gradient  # BF16_Optimizer
-        offloads = place_of(self.engine._config, MASTER, stage).device != compute_device()
-        with no_alloc(self.basic_optimizer, keeps_zeros=stage == 0 or is_accumulating or offloads):
-            self.engine._configure_zero(self.basic_optimizer)
-        self.basic_optimizer.state.clear()
-        stage_of(self.optimizer).refill(self.engine, self.model_map, buffers, scalars)
+        offloads = place_of(engine._config, MASTER, stage).device != compute_device()
+        with no_alloc(basic, keeps_zeros=stage == 0 or is_accumulating or offloads):
+            engine._configure_zero(basic)
+        basic.state.clear()
+        stage_of(self.optimizer).refill(engine, model, buffers, scalars)
         self._after_attach()
 
     def _enter_world(self, world: World, layout: Layout, config: tuple[dict[str, Any], Any]) -> None:
-        self.layout = layout
-        self.engine.config, self.engine._config = config
-        self.engine.world_size, self.engine.dp_world_size = layout.world_size, layout.data
-        self.engine.seq_dp_world_size = layout.data * layout.sequence
-        self.engine.mp_world_size = layout.pipe * layout.tensor
-        self.engine.global_rank = -1 if world.rank is None else world.rank
-        self.engine.data_parallel_group, self.engine.seq_data_parallel_group = (
-            world.group("data_only"),
-            world.group("data"),
-        )
-        self.engine.mpu = world.mpu
-        self.engine.checkpoint_mp_rank = 0 if world.mpu is None else world.mpu.get_model_parallel_rank()
-        sequence.enter(self.engine, world, layout)
-        self.shaper.enter(self.engine, layout)
+        engine, self.layout = self.engine, layout
+        engine.config, engine._config = config
+        engine.world_size, engine.dp_world_size = layout.world_size, layout.data
+        engine.seq_dp_world_size = layout.data * layout.sequence
+        engine.mp_world_size = layout.pipe * layout.tensor
+        engine.global_rank = -1 if world.rank is None else world.rank
+        engine.data_parallel_group = world.group("data_only")
+        engine.seq_data_parallel_group = world.group("data")
+        engine.mpu = world.mpu
+        engine.checkpoint_mp_rank = 0 if world.mpu is None else world.mpu.get_model_parallel_rank()
+        sequence.enter(engine, world, layout)
+        self.shaper.enter(engine, layout)
 
     def _after_attach(self) -> None:
         """Repeat what DeepSpeed's constructor does once its optimizer is built."""
-        self.engine._support_torch_style_backward = (
-            isinstance(self.optimizer, ZeROOptimizer) and check_internal_apis_for_count_used_parameters()
-        )
-        if self.engine._support_torch_style_backward:
-            self.optimizer.register_grad_acc_post_hook(self.engine._backward_post_hook)
-        self.engine.save_non_zero_checkpoint = self.engine.save_zero_checkpoint = False
-        self.engine._configure_checkpointing()
-        self.engine.tput_timer.batch_size = self.engine.train_batch_size()
+        engine = self.engine
+        is_zero = isinstance(self.optimizer, ZeROOptimizer)
+        engine._support_torch_style_backward = is_zero and check_internal_apis_for_count_used_parameters()
+        if engine._support_torch_style_backward:
+            self.optimizer.register_grad_acc_post_hook(engine._backward_post_hook)
+        engine.save_non_zero_checkpoint = engine.save_zero_checkpoint = False
+        engine._configure_checkpointing()
+        engine.tput_timer.batch_size = engine.train_batch_size()
         self._pass_grad_norm_on()
 
     def drop_gradients(self) -> None:

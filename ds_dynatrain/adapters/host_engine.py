@@ -22,7 +22,6 @@ from ds_dynatrain.adapters.optimizers import check_optimizer
 from ds_dynatrain.adapters.replaced import replaced
 from ds_dynatrain.adapters.stage3 import reset_counters
 from ds_dynatrain.adapters.stages import correct_fragments
-from ds_dynatrain.adapters.tokens import divided_by_tokens
 from ds_dynatrain.adapters.versions import refuse_groups, refuse_optimizer, settle_flat_groups
 from ds_dynatrain.errors import DataError
 from ds_dynatrain.support import usage
@@ -175,7 +174,7 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
     def _take_model_step(self, *arguments: Any) -> None:
         """Make DeepSpeed's optimizer step, with gradients divided by tokens if the window was weighted by them."""
         counted = all_counted(self.module, self._host.layout)
-        with divided_by_tokens(self, self._host.window_tokens, self._token_slots), self._norm_said(), counted:
+        with scaler.divided_by_tokens(self, self._host.window_tokens, self._token_slots), self._norm_said(), counted:
             super()._take_model_step(*arguments)
         self._host.end_step()
 

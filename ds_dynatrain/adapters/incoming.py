@@ -40,7 +40,6 @@ from deepspeed.runtime.zero.partition_parameters import Init, ZeroParamStatus
 from torch import nn
 
 from ds_dynatrain.adapters.device import HOST, compute_device
-from ds_dynatrain.adapters.launch_world import LaunchWorld
 from ds_dynatrain.adapters.no_alloc import stand_in
 from ds_dynatrain.adapters.process_groups import is_known, is_ours
 from ds_dynatrain.adapters.process_wide import further_streams, restore_further_streams, seed_accelerator
@@ -48,6 +47,7 @@ from ds_dynatrain.adapters.replaced import replaced
 from ds_dynatrain.adapters.settings import SIZES
 from ds_dynatrain.adapters.stage3 import forget_module, forget_parameter, reset_counters
 from ds_dynatrain.adapters.state import Buffers
+from ds_dynatrain.adapters.worlds import LaunchWorld
 from ds_dynatrain.errors import ConfigError, UnsupportedError
 from ds_dynatrain.space import MASTER, WEIGHT, BufferId, Layout, VirtualParameterSpace
 

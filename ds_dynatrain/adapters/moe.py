@@ -58,7 +58,16 @@ from deepspeed.utils import groups
 from torch import nn
 
 from ds_dynatrain.adapters.device import compute_device
-from ds_dynatrain.adapters.shaper import Made, ModelFactory, Shaper, Template, adopt, with_memory, without_memory
+from ds_dynatrain.adapters.shaper import (
+    Made,
+    ModelFactory,
+    Shaper,
+    adopt,
+    copied,
+    template_of,
+    with_memory,
+    without_memory,
+)
 from ds_dynatrain.errors import LayoutError, UnsupportedError
 from ds_dynatrain.space import AxisCuts, Layout, Pick
 
@@ -242,7 +251,7 @@ class NativeShaper(Shaper):
         factory: ModelFactory | None = None,
     ) -> None:
         """Take a user's model over; see `complete`."""
-        self._template = Template.of(model, factory)
+        self._template = template_of(model, factory)
         self._cuts: dict[int, dict[str, AxisCuts]] = {}
         self.owners = complete(model, member, lists)
 
@@ -250,12 +259,12 @@ class NativeShaper(Shaper):
         """Return which expert index holds each tensor of an expert; raises LayoutError as `convert` does."""
         refuse_other_axes(layout)
         if layout.expert not in self._cuts:
-            self._cuts[layout.expert] = cuts_of(convert(self._template.copy(), 1), layout.expert)
+            self._cuts[layout.expert] = cuts_of(convert(copied(self._template), 1), layout.expert)
         return self._cuts[layout.expert]
 
     def make(self, layout: Layout, rank: int) -> Made:
         """Return the template's children, with as many experts as a rank has."""
-        return Made(convert(self._template.copy(), layout.expert))
+        return Made(convert(copied(self._template), layout.expert))
 
     def reshape(self, root: nn.Module, layout: Layout, made: Made | None = None) -> None:
         """Do as `Shaper.reshape` says; new parameters have memory not written yet, buffers are the template's."""
@@ -290,7 +299,7 @@ def complete(model: nn.Module, member: int, lists: Sequence[list[nn.Parameter]] 
         pattern, mine, whole = _pattern(path, held.deepspeed_experts), list(held.deepspeed_experts), []
         for number in range(layer.num_experts):
             index, local = divmod(number, len(mine))
-            whole.append(mine[local] if index == member % size else without_memory(pattern.copy()))
+            whole.append(mine[local] if index == member % size else without_memory(copied(pattern)))
             if size > 1:
                 owners.update(dict.fromkeys(map(id, whole[-1].parameters()), index))
         held.deepspeed_experts = nn.ModuleList(whole)
@@ -318,7 +327,7 @@ def resize(module: nn.Module, size: int) -> None:
     for path, layer in layers(module):
         held, count = layer.deepspeed_moe.experts, layer.num_experts // size
         pattern, there = _pattern(path, held.deepspeed_experts), list(held.deepspeed_experts)[:count]
-        held.deepspeed_experts = nn.ModuleList([*there, *(pattern.copy() for _ in range(count - len(there)))])
+        held.deepspeed_experts = nn.ModuleList([*there, *(copied(pattern) for _ in range(count - len(there)))])
         _mark(layer, size)
 
 
@@ -393,7 +402,7 @@ def _mark(layer: Any, size: int) -> None:
     layer.expert_group_name = routed.ep_group_name = name
 
 
-def _pattern(path: str, experts: nn.ModuleList) -> Template:
+def _pattern(path: str, experts: nn.ModuleList) -> nn.Module:
     """Return the module that all experts of a layer copy. UnsupportedError if they differ by now, or hold buffers."""
     if next(experts.buffers(), None) is not None:
         raise UnsupportedError(
@@ -406,4 +415,4 @@ def _pattern(path: str, experts: nn.ModuleList) -> Template:
             f"the experts of {path!r} are not alike: parameters, shapes or requires_grad differ between them, and they "
             "could not change places; give all experts of a layer the same"
         )
-    return Template.of(experts[0])
+    return template_of(experts[0])

@@ -12,6 +12,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from deepspeed.moe.layer import MoE
@@ -20,7 +21,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.utils import partition_balanced, partition_uniform
 from torch import nn
 
-from ds_dynatrain.adapters.shaper import Template
+from ds_dynatrain.adapters.shaper import copied, template_of
 from ds_dynatrain.errors import LayoutError, UnsupportedError
 from ds_dynatrain.space import Layout
 
@@ -47,7 +48,7 @@ class PipelineTemplate:
     those of a rank.
     """
 
-    layers: tuple[Template | None, ...]
+    layers: tuple[nn.Module | None, ...]
     keys: tuple[str | None, ...]
     names: tuple[str | None, ...]
     tied: Mapping[str, tuple[str, ...]]
@@ -66,7 +67,7 @@ class PipelineTemplate:
         refuse_shared(model)
         specs: Sequence[Any] = model._layer_specs
         built = [_built(model, number, spec) for number, spec in enumerate(specs)]
-        kept = {id(module): Template.of(module) for module in built if module is not None}
+        kept = {id(module): template_of(module) for module in built if module is not None}
         template = PipelineTemplate(
             tuple(None if module is None else kept[id(module)] for module in built),
             tuple(spec.key if isinstance(spec, TiedLayerSpec) else None for spec in specs),
@@ -77,7 +78,7 @@ class PipelineTemplate:
             cut,
         )
         model._layer_specs = [
-            spec if layer is None else giving(spec, layer.copy)
+            spec if layer is None else giving(spec, partial(copied, layer))
             for spec, layer in zip(specs, template.layers, strict=True)
         ]
         return template
@@ -110,7 +111,7 @@ class PipelineTemplate:
             if layer is None:
                 continue
             held = self._holders(parts, prefix)
-            for name, parameter in layer.module.named_parameters():
+            for name, parameter in layer.named_parameters():
                 is_tied = key is None or name in self.tied[key] or not parameter.requires_grad
                 if len(held) > 1 and not is_tied:
                     raise UnsupportedError(
@@ -141,16 +142,16 @@ class PipelineTemplate:
         made, tied = nn.Module(), nn.ModuleDict()
         for layer, key, prefix in zip(self.layers, self.keys, self.prefixes(), strict=True):
             if layer is not None:
-                (made if key is None else tied).add_module(key or prefix, layer.module)
+                (made if key is None else tied).add_module(key or prefix, layer)
         made.add_module("tied_modules", tied)
         return made
 
     def converted(self, convert: Callable[[nn.Module], None]) -> PipelineTemplate:
         """Return the same stages with other layers: `convert` alters copies of them all, in a module like `whole`."""
-        copies = {id(layer): Template(layer.copy()) for layer in self.layers if layer is not None}
+        copies = {id(layer): copied(layer) for layer in self.layers if layer is not None}
         made = replace(self, layers=tuple(None if each is None else copies[id(each)] for each in self.layers)).whole
         convert(made)
-        found = (None if each is None else Template(self.layer_in(made, at)) for at, each in enumerate(self.layers))
+        found = (None if each is None else self.layer_in(made, at) for at, each in enumerate(self.layers))
         return replace(self, layers=tuple(found), counts_all=True)
 
     def layer_in(self, whole: nn.Module, number: int) -> nn.Module:
@@ -208,9 +209,9 @@ def _stage(parts: Sequence[int], number: int) -> int:
     return next(stage for stage, (start, stop) in enumerate(itertools.pairwise(parts)) if start <= number < stop)
 
 
-def _trained(layer: Template | None, expert: int = 1) -> int:
+def _trained(layer: nn.Module | None, expert: int = 1) -> int:
     """Return the elements that a rank trains of a layer, at an expert size that divides its experts."""
-    held = [] if layer is None else [each for each in layer.module.parameters() if each.requires_grad]
+    held = [] if layer is None else [each for each in layer.parameters() if each.requires_grad]
     routed = sum(each.numel() for each in held if is_moe_param(each))
     return sum(each.numel() for each in held) - routed + routed // expert
 

@@ -32,13 +32,12 @@ from deepspeed.utils import RepeatingLoader as RepeatingLoader
 from torch import nn
 
 from ds_dynatrain.adapters.compiled import compile_layers
-from ds_dynatrain.adapters.grid import StageGrid
 from ds_dynatrain.adapters.host import Host
 from ds_dynatrain.adapters.host_engine import COMPILE_BACKEND, NOTHING, HostEngine
 from ds_dynatrain.adapters.module_state import note
 from ds_dynatrain.adapters.pipeline import layer_of
 from ds_dynatrain.adapters.replaced import replaced
-from ds_dynatrain.adapters.stage_module import PipelineShaper, place, take_stage
+from ds_dynatrain.adapters.stage_module import PipelineShaper, StageGrid, place, take_stage
 from ds_dynatrain.adapters.stages import count_empty_experts, count_empty_groups, stage_without_gradients
 from ds_dynatrain.adapters.world import World
 from ds_dynatrain.data import EvaluationLoader

@@ -10,7 +10,6 @@ import ctypes
 import datetime
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 import torch
 import torch.distributed as td
@@ -136,16 +135,16 @@ def tear_down(groups: list[td.ProcessGroup], first: Callable[[], None] | None = 
     Gloo takes 20 to 40 ms to take a group down, longer if a peer is gone; that happens in the returned thread. Join it
     before the process ends. Memory that the groups' threads have freed goes back to the system.
     """
-    return start_thread(partial(_take_down, groups, first), "dynatrain-teardown")
 
+    def take_down() -> None:
+        try:
+            if first is not None:
+                first()
+        finally:
+            groups.clear()
+            give_back_memory()
 
-def _take_down(groups: list[td.ProcessGroup], first: Callable[[], None] | None) -> None:
-    try:
-        if first is not None:
-            first()
-    finally:
-        groups.clear()
-        give_back_memory()
+    return start_thread(take_down, "dynatrain-teardown")
 
 
 def give_back_memory() -> None:

@@ -1,4 +1,4 @@
-"""State that DeepSpeed keeps once per process and not per engine, apart from groups (`parallel_state`).
+"""State that DeepSpeed keeps once per process and not per engine, apart from groups (`worlds`).
 
 It consists of globals that DeepSpeed sets, and of random streams beside torch's: those of the tracker of activation
 checkpointing, and the accelerator's own. Code that runs under `get_cuda_rng_tracker().fork(name)` draws from the

@@ -2,6 +2,11 @@
 
 A field that the present optimizer has no place for (stage 0 has no hysteresis, a plain torch optimizer no scaler) is
 kept aside on the engine and put back when a later layout has it.
+
+Gradients by token counts are divided where DeepSpeed divides by its loss scale, before clipping. A mean over
+micro-batches of unequal token counts is not the mean over the tokens: so each micro-batch's mean loss is multiplied by
+its own count, and at the boundary the accumulated gradient, which DeepSpeed has divided by the number of micro-batches,
+is divided by tokens per micro-batch.
 """
 
 from __future__ import annotations
@@ -10,12 +15,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import deepspeed.comm as dist
 import torch
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, DynamicLossScaler, LossScaleConfig, LossScaler
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+from ds_dynatrain.adapters.offload import old_gradients_kept
 
 State = dict[str, Any]
 """Field -> a number, a boolean or None."""
@@ -150,6 +158,37 @@ def norm_before_growth(engine: Any) -> Iterator[None]:
 
 
 # ---- token weights -----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def divided_by_tokens(engine: Any, own: int | None, slots: int) -> Iterator[None]:
+    """Make the optimizer's step inside the block divide its gradients by the mean number of tokens of a micro-batch.
+
+    own: tokens of this rank in the window; None (on all ranks) if none were given, and then gradients are not divided.
+    Otherwise a collective over the data and sequence axes: DeepSpeed takes means over the first and sums over the
+    second. slots: the number of micro-batches that gradients were divided by already.
+    """
+    if own is None:
+        yield
+        return
+    total = torch.tensor([float(own)], dtype=torch.float64)
+    if engine.seq_dp_world_size > 1:
+        dist.all_reduce(total, group=engine.seq_data_parallel_group)
+    divisor = float(total) / slots or 1.0  # no token at all: every gradient is zero already
+    optimizer = engine.optimizer
+    if optimizer is engine.basic_optimizer:
+        for parameter in engine.module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.div_(divisor)
+        yield
+        return
+    if isinstance(optimizer, BF16_Optimizer):  # it has no loss scale; its gradients are reduced already
+        for gradients in optimizer.fp32_groups_gradients_flat:
+            gradients.div_(divisor)
+        yield
+        return
+    with old_gradients_kept(optimizer, divisor), multiplied(optimizer, divisor):
+        yield
 
 
 @contextmanager

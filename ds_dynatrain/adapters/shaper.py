@@ -31,46 +31,34 @@ HOOKS = (
 """Hooks that a module calls in a step. A template leaves them out, because they may hold any object, even an engine."""
 
 
-@dataclass(frozen=True, eq=False)
-class Template:
-    """A module as it was before DeepSpeed altered it; it is never trained, and no other object holds it.
+def template_of(module: nn.Module, factory: ModelFactory | None = None) -> nn.Module:
+    """Return the template of a module that only `zero.Init`, if any part of DeepSpeed, has altered.
 
-    Tied parameters are tied, modules in two places are one object, and the parameters' own attributes (such as
-    DeepSpeed's flags for optimizers) are kept. Hooks that a step calls are left out.
+    It is never trained, and no other object holds it. Tied parameters are tied, modules in two places are one object,
+    and the parameters' own attributes (such as DeepSpeed's flags for optimizers) are kept. Hooks that a step calls are
+    left out. factory: builds the module anew, for one that cannot be copied. UnsupportedError, naming the part, for a
+    module that cannot be copied or a factory of another one.
     """
-
-    module: nn.Module
-
-    @classmethod
-    def of(cls, module: nn.Module, factory: ModelFactory | None = None) -> Template:
-        """Make the template of a module that only `zero.Init`, if any part of DeepSpeed, has altered.
-
-        factory: builds the module anew, for one that cannot be copied. UnsupportedError, naming the part, for a module
-        that cannot be copied or a factory of another one.
-        """
-        if factory is None:
-            return cls(_copied(module))
-        made = factory()
-        wanted, found = _shapes(module), _shapes(made)
-        different = sorted(name for name in {*wanted, *found} if wanted.get(name) != found.get(name))
-        if different:
-            name = different[0]
-            raise UnsupportedError(
-                f"initialize(model_factory=...) builds another model: {name!r} is {found.get(name)} in it and "
-                f"{wanted.get(name)} in the one that initialize was given; build the same model in both"
-            )
-        return cls(_copied(made))
-
-    def copy(self) -> nn.Module:
-        """Return a module of its own: parameters on the meta device, buffers real."""
-        return _copied(self.module)
+    if factory is None:
+        return copied(module)
+    made = factory()
+    wanted, found = _shapes(module), _shapes(made)
+    different = sorted(name for name in {*wanted, *found} if wanted.get(name) != found.get(name))
+    if different:
+        name = different[0]
+        raise UnsupportedError(
+            f"initialize(model_factory=...) builds another model: {name!r} is {found.get(name)} in it and "
+            f"{wanted.get(name)} in the one that initialize was given; build the same model in both"
+        )
+    return copied(made)
 
 
 def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(getattr(held, "ds_shape", held.shape)) for name, held in module.named_parameters()}
 
 
-def _copied(module: nn.Module) -> nn.Module:
+def copied(module: nn.Module) -> nn.Module:
+    """Return a module of its own: parameters on the meta device, buffers real. See `template_of`."""
     memo: dict[int, Any] = {}
     for name, held in module.named_parameters():
         memo[id(held)] = _meta(name, held)

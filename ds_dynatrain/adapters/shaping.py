@@ -21,11 +21,13 @@ from ds_dynatrain.adapters.module_state import note_one, pass_on
 from ds_dynatrain.adapters.moe import layers_with_experts
 from ds_dynatrain.adapters.optimizers import holds_flat_groups
 from ds_dynatrain.adapters.pipeline import Cut, is_pipeline
+from ds_dynatrain.adapters.sequence import spread_layers
 from ds_dynatrain.adapters.shaper import ModelFactory, Shaper, pass_hooks_on
 from ds_dynatrain.adapters.stage_module import PipelineShaper
 from ds_dynatrain.adapters.versions import aligns_parameters, present
 from ds_dynatrain.errors import ConfigError, LayoutError
 from ds_dynatrain.space import Layout, Partition, ZeroRules
+from ds_dynatrain.support.axes import EXPERTS, NATIVE_EXPERTS, PIPELINE, ULYSSES, Features
 
 _STRUCTURE = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
 
@@ -181,13 +183,16 @@ ALIGNED_BYTES = 16
 def rules_of(host: Any) -> ZeroRules:
     """Return the rules of all layouts, from DeepSpeed's own reading of the configuration.
 
-    ZeRO-3's persistent parameters are parts like any others: they are gathered again at their first use.
+    ZeRO-3's persistent parameters are parts like any others: they are gathered again at their first use. Without ZeRO
+    DeepSpeed uses its BF16_Optimizer, as at stage 1, for a pipeline in bf16.
     """
     itemsize = int(host.model_map.dtype.itemsize)
-    flat = _stages_with_options(host)
+    types, is_apart = host.engine.get_data_types(), host.in_leaves or host.engine.zero_cpu_offload()
+    accumulates = types == (torch.bfloat16, torch.float32) and not is_apart  # in BF16_Optimizer
+    flat = frozenset({2} if accumulates else {1, 2})
     return ZeroRules(
         flat_without_zero=holds_flat_groups(host.basic_optimizer, host.element_types),
-        parts_without_zero=parts_without_zero(host),
+        parts_without_zero=is_pipeline(host.module) and host.model_map.dtype == torch.bfloat16,
         sub_group_size=int(host.engine.zero_sub_group_size()),
         round_robin_stages=flat if host.engine.zero_round_robin_gradients() else frozenset(),
         aligned_stages=flat if aligns_parameters(host.engine) else frozenset(),
@@ -195,14 +200,12 @@ def rules_of(host: Any) -> ZeroRules:
     )
 
 
-def parts_without_zero(host: Any) -> bool:
-    """Return whether DeepSpeed uses its BF16_Optimizer at stage 0, as it does for a pipeline in bf16."""
-    return is_pipeline(host.module) and host.model_map.dtype == torch.bfloat16
-
-
-def _stages_with_options(host: Any) -> frozenset[int]:
-    """Return the stages whose optimizer has the two options; stage 1 does not if it is BF16_Optimizer."""
-    types, is_apart = host.engine.get_data_types(), host.in_leaves or host.engine.zero_cpu_offload()
-    if types == (torch.bfloat16, torch.float32) and not is_apart:
-        return frozenset({2})
-    return frozenset({1, 2})
+def features_of(model: nn.Module, config: Mapping[str, Any], mpu: Any) -> Features:
+    """Return what decides in which layouts DeepSpeed trains a model that it has not altered yet; see `support/axes`."""
+    found = {
+        PIPELINE: is_pipeline(model),
+        EXPERTS: experts.is_on(config),
+        NATIVE_EXPERTS: any(moe.layers(model)),
+        ULYSSES: mpu is not None or any(spread_layers(model)),
+    }
+    return frozenset(feature for feature, is_there in found.items() if is_there)

@@ -107,7 +107,9 @@ class PartitionedStage(Stage):
             offload.__dict__.clear()
         for parameter in model.parameters:
             parameter.grad = None
-            forget_cutter(parameter)
+            for cell in getattr(getattr(parameter, "partition", None), "__closure__", None) or ():
+                if isinstance(cell.cell_contents, Init):  # its methods keep it in cycles, and it keeps groups
+                    cell.cell_contents.__dict__.clear()
             forget_parameter(parameter)
             parameter.data = torch.empty(0, dtype=model.dtype, device=parameter.device)
         for module in engine.module.modules():
@@ -176,15 +178,6 @@ def reset_counters() -> None:
     Init.num_persisted_parameters = Init.num_persisted_elements = 0
     Init.apply_param_persistence = False
     DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
-
-
-def forget_cutter(parameter: nn.Parameter) -> None:
-    """Empty the `Init` that has cut a parameter: attributes that it has put onto the parameter keep it in cycles, and
-    it keeps groups.
-    """
-    for cell in getattr(getattr(parameter, "partition", None), "__closure__", None) or ():
-        if isinstance(cell.cell_contents, Init):
-            cell.cell_contents.__dict__.clear()
 
 
 def forget_module(module: nn.Module) -> None:

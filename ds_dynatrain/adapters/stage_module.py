@@ -27,12 +27,12 @@ import torch
 import torch.distributed as td
 from deepspeed.moe.layer import MoE
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid
 from torch import nn
 
 from ds_dynatrain.adapters import experts, moe
 from ds_dynatrain.adapters.device import HOST, compute_device
 from ds_dynatrain.adapters.experts import Conversion
-from ds_dynatrain.adapters.grid import StageGrid
 from ds_dynatrain.adapters.incoming import seeded
 from ds_dynatrain.adapters.moe import enter_layers, layers_with_experts, leave_groups
 from ds_dynatrain.adapters.no_alloc import is_stand_in, stand_in
@@ -40,8 +40,40 @@ from ds_dynatrain.adapters.pipeline import PARAMETERS, Cut, PipelineTemplate, gi
 from ds_dynatrain.adapters.process_groups import is_known
 from ds_dynatrain.adapters.replaced import replaced
 from ds_dynatrain.adapters.shaper import Made, Shaper, with_memory, without_memory
+from ds_dynatrain.adapters.world import World
 from ds_dynatrain.errors import ConfigError, LayoutError, SwitchRefused, UnsupportedError
 from ds_dynatrain.space import AxisCuts, Layout
+
+
+class StageGrid(PipelineParallelGrid):  # type: ignore[misc]
+    """DeepSpeed's grid for one rank of a world, over groups that exist; building it is no collective.
+
+    Ranks count pipe first, then data, as in DeepSpeed's.
+    """
+
+    def __init__(self, world: World, rank: int) -> None:
+        layout = world.layout
+        self._topo = PipeDataParallelTopology(num_pp=layout.pipe, num_dp=layout.data)
+        self._world = world
+        self.global_rank, self.world_size = rank, layout.world_size
+        self.data_parallel_size, self.pipe_parallel_size = layout.data, layout.pipe
+        self.model_parallel_size = self.slice_parallel_size = 1
+        self.stage_id, self.data_parallel_id = self.get_stage_id(), self.get_data_parallel_id()
+        self.is_first_stage, self.is_last_stage = self.stage_id == 0, self.stage_id == layout.pipe - 1
+        self.dp_groups = self._topo.get_axis_comm_lists("data")
+        self.dp_group = self.dp_groups[self.stage_id]
+        self.dp_proc_group = world.group("data")
+        self.pipe_groups = self._topo.get_axis_comm_lists("pipe")
+        self.pp_group = self.pipe_groups[self.data_parallel_id]
+        self.pp_proc_group = world.group("pipe")
+        self.ds_model_proc_group = self.pp_proc_group
+        self.ds_model_world_size, self.ds_model_rank = layout.pipe, self.stage_id
+        self.slice_group, self.slice_proc_group = [rank], None
+        self.p2p_groups = self._build_p2p_groups()
+
+    def tied_group(self, stages: tuple[int, ...]) -> td.ProcessGroup:
+        """Return the group of the stages that share a tie, in this rank's pipeline."""
+        return self._world.tie(stages)
 
 
 class PipelineShaper(Shaper):

@@ -33,7 +33,7 @@ from torch import nn
 
 from ds_dynatrain.adapters.process_groups import make_fake_group, register, unregister
 from ds_dynatrain.adapters.replaced import replaced
-from ds_dynatrain.adapters.shaper import Made, ModelFactory, Shaper, Template, adopt, with_memory
+from ds_dynatrain.adapters.shaper import Made, ModelFactory, Shaper, adopt, copied, template_of, with_memory
 from ds_dynatrain.adapters.torch_versions import attends_without_heads
 from ds_dynatrain.errors import LayoutError, UnsupportedError
 from ds_dynatrain.space import WHOLE, AxisCuts, DimCut, Layout
@@ -90,15 +90,15 @@ def partition(model: nn.Module, config: Mapping[str, Any], size: int, place: int
                 module._buffers[key] = real[f"{prefix}.{key}"]
 
 
-def describe(template: Template, config: Mapping[str, Any], size: int) -> Cuts:
+def describe(template: nn.Module, config: Mapping[str, Any], size: int) -> Cuts:
     """Return the cuts that AutoTP would write on the parameters of a model in `size` parts; works without peers.
 
     Raises UnsupportedError, naming the parameter, for one that AutoTP does not describe or would get wrong. Errors that
     AutoTP itself raises for a model or a size pass through.
     """
-    made = template.copy()
+    made = copied(template)
     partition(made, config, size, 0)
-    before = dict(template.module.named_parameters())
+    before = dict(template.named_parameters())
     after = dict(made.named_parameters())
     if set(before) != set(after):
         raise UnsupportedError(
@@ -106,7 +106,7 @@ def describe(template: Template, config: Mapping[str, Any], size: int) -> Cuts:
             "before initialize"
         )
     for name, module in made.named_modules():
-        origin = template.module.get_submodule(name) if isinstance(module, TensorParallel_Layer) else None
+        origin = template.get_submodule(name) if isinstance(module, TensorParallel_Layer) else None
         if origin is not None and not isinstance(origin, nn.Linear | nn.Embedding):
             raise UnsupportedError(
                 f"{name!r} is a {type(origin).__name__}, which AutoTP takes for an nn.Linear; name it otherwise, or "
@@ -199,7 +199,7 @@ _REFUSALS = (AssertionError, ValueError, NotImplementedError, RuntimeError, Unsu
 class TensorShaper(Shaper):
     """Shaper of a model that AutoTP deals out, or of one that it cannot."""
 
-    def __init__(self, template: Template | None, config: Mapping[str, Any], reason: str = "") -> None:
+    def __init__(self, template: nn.Module | None, config: Mapping[str, Any], reason: str = "") -> None:
         """Keep the template of a model; None, with the `reason`, for a model that cannot have one."""
         self._template, self._config, self._reason = template, config, reason
         self._cuts: dict[int, Cuts] = {}
@@ -209,7 +209,7 @@ class TensorShaper(Shaper):
     def of(model: nn.Module, config: Mapping[str, Any], factory: ModelFactory | None = None) -> TensorShaper:
         """Make the shaper of a user's model that DeepSpeed has not altered."""
         try:
-            return TensorShaper(Template.of(model, factory), config)
+            return TensorShaper(template_of(model, factory), config)
         except UnsupportedError as error:
             return TensorShaper(None, config, str(error))
 
@@ -223,8 +223,8 @@ class TensorShaper(Shaper):
             raise LayoutError(f"{layout}: this model has no pipeline stages and no experts; leave pipe and expert at 1")
         template, size = self._known, layout.tensor
         if size == 1:
-            return dict.fromkeys((name for name, _ in template.module.named_parameters()), WHOLE)
-        refuse_model(template.module)
+            return dict.fromkeys((name for name, _ in template.named_parameters()), WHOLE)
+        refuse_model(template)
         try:
             found = self._described(size)
             refuse_empty(found, self._config, layout)
@@ -232,15 +232,14 @@ class TensorShaper(Shaper):
             nearest = self._nearest(layout)
             if nearest == 1 and not isinstance(error, LayoutError):
                 raise UnsupportedError(
-                    f"tensor={size}: AutoTP cannot cut {type(template.module).__name__}: {error}; or leave "
-                    "layout.tensor at 1"
+                    f"tensor={size}: AutoTP cannot cut {type(template).__name__}: {error}; or leave layout.tensor at 1"
                 ) from error
             raise LayoutError(f"tensor={size}: {error}; nearest: tensor={nearest}") from error
         return found
 
     def make(self, layout: Layout, rank: int) -> Made:
         """Return the template's children, cut by AutoTP."""
-        return self.cut(self._known.copy(), layout, rank)
+        return self.cut(copied(self._known), layout, rank)
 
     def cut(self, module: nn.Module, layout: Layout, rank: int) -> Made:
         """Make children out of `module`, a copy of the template, as a rank of `layout` has them."""
@@ -260,7 +259,7 @@ class TensorShaper(Shaper):
                 setattr(held, name, _loosely(getattr(held, name)))
             if getattr(held, _PARTIAL, False):
                 held.register_hook(_sum_over_ranks)
-        _take_off(root, self._known.module)
+        _take_off(root, self._known)
         adopt(root, made.module)
         root.__dict__.update(made.on_root)
         if layout.tensor > 1:
@@ -295,7 +294,7 @@ class TensorShaper(Shaper):
             config["tensor_parallel"] = settings(config, layout.tensor)
 
     @property
-    def _known(self) -> Template:
+    def _known(self) -> nn.Module:
         if self._template is None:
             raise UnsupportedError(self._reason)
         return self._template

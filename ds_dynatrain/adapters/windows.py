@@ -1,4 +1,6 @@
-"""A watch on open `deepspeed.zero.GatheredParameters` blocks: a switch must not happen inside one.
+"""Watches on what is open at a boundary: gradients without a step, and `deepspeed.zero.GatheredParameters` blocks.
+
+ZeRO-3 steps parameters that got no gradient with the last gradient they had, so the others are recorded.
 
 An evaluation may leave ZeRO-3's parameters gathered by DeepSpeed's own hooks: no code relies on them, and a switch puts
 them back. A user's own `GatheredParameters` block is different: the values that it reads would vanish during a switch,
@@ -9,7 +11,7 @@ and its end would partition into memory that is gone. DeepSpeed keeps no list of
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from torch import nn
 
+from ds_dynatrain.adapters.model import ModelMap
 from ds_dynatrain.adapters.replaced import replaced
 
 _ASKED = "_dynatrain_asked"
@@ -62,3 +65,41 @@ class GatherWatch:
         """Put DeepSpeed's own methods back; a second call does nothing."""
         self._wrapped.close()
         self.open.clear()
+
+
+class GradientWatch:
+    """Hooks on the trainable parameters, for the life of an engine: a set insertion per parameter and backward.
+
+    seen: numbers of the parameters that got a gradient since the last call of `missing`.
+    """
+
+    def __init__(self, model: ModelMap) -> None:
+        pairs = zip(model.tensors, model.parameters, strict=True)
+        held = [(tensor.name, parameter) for tensor, parameter in pairs if tensor.trainable and tensor.numel]
+        self._names = [name for name, _ in held]
+        self.seen: set[int] = set()
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(_mark(self.seen, number))
+            for number, (_, parameter) in enumerate(held)
+        ]
+
+    def missing(self) -> tuple[str, ...]:
+        """Return the names of the parameters that got no gradient since the last call."""
+        names: tuple[str, ...] = ()
+        if len(self.seen) < len(self._names):
+            names = tuple(name for number, name in enumerate(self._names) if number not in self.seen)
+        self.seen.clear()
+        return names
+
+    def stop(self) -> None:
+        """Remove the hooks from the parameters."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+def _mark(seen: set[int], number: int) -> Callable[[torch.Tensor], None]:
+    def mark(_: torch.Tensor) -> None:
+        seen.add(number)
+
+    return mark

@@ -1,7 +1,8 @@
 """The process groups of a world: built beside a running one, put in place of it, and taken away again.
 
 `torch.distributed` and DeepSpeed both keep "the" world in private fields. Building happens in any thread and touches
-none of them; `install` and `drop` do, and belong on the main thread between two steps.
+none of them; `install` and `drop` do, and belong on the main thread between two steps. A `LaunchWorld` is the group
+that processes belong to before a world of ours exists, and while they are idle.
 """
 
 from __future__ import annotations
@@ -13,17 +14,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
+import torch.distributed as td
+from deepspeed.runtime.sequence_parallel import parallel_state_sp
+from deepspeed.utils import groups
 from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d as c10d
 
-from ds_dynatrain.adapters import parallel_state
 from ds_dynatrain.adapters.device import is_accelerated
-from ds_dynatrain.adapters.launch_world import LaunchWorld
-from ds_dynatrain.adapters.peers import KINDS, SAME_AS, peers, tied_peers
 from ds_dynatrain.adapters.process_groups import OURS, is_ours, make_fake_group, make_group, tear_down, unregister
 from ds_dynatrain.adapters.watched import GroupStatus, ManagedProcessGroup
-from ds_dynatrain.adapters.world import ForwardedStore, HeldGroup, World
+from ds_dynatrain.adapters.world import KINDS, SAME_AS, ForwardedStore, HeldGroup, World, peers, tied_peers
 from ds_dynatrain.space import Layout
 
 Note = Callable[[str], None]
@@ -180,7 +182,7 @@ def install(world: World) -> None:
     c10d._update_default_pg(world.default)
     world.register()
     c10d._world.group_count = max(c10d._world.group_count, GROUP_COUNT)
-    parallel_state.point_at(world)
+    _point_at(world)
     os.environ.update(RANK=str(world.rank), WORLD_SIZE=str(len(world.members)))
 
 
@@ -203,10 +205,119 @@ def drop(world: World, is_broken: bool = False) -> threading.Thread:
     if world.status is not None:
         world.status.is_closed = True
     gone, disconnected = world.give_up(world.kinds), world.disconnect(is_broken)
-    parallel_state.let_go(gone)
+    if groups._WORLD_GROUP in gone:
+        _forget_groups()
+    if parallel_state_sp._SEQUENCE_PARALLEL_GROUP in gone:
+        parallel_state_sp._SEQUENCE_PARALLEL_GROUP = parallel_state_sp._SEQUENCE_DATA_PARALLEL_GROUP = None
     for number in range(len(gone)):  # no name here may keep the last of them
         unregister(gone[number])
     return tear_down(gone, disconnected)
+
+
+_EXPERT_TABLES = (
+    ("expert", groups._EXPERT_PARALLEL_GROUP, groups._EXPERT_PARALLEL_GROUP_RANKS),
+    ("expert_data", groups._EXPERT_DATA_PARALLEL_GROUP, groups._EXPERT_DATA_PARALLEL_GROUP_RANKS),
+)
+"""Kind of group -> DeepSpeed's tables of it, by "ep_size_N"; an engine keeps references to them."""
+
+
+def _point_at(world: World) -> None:
+    """Make DeepSpeed's modules speak of `world`, by axis.
+
+    Under a layout of data (and expert) alone they then have what DeepSpeed itself has without an `mpu`.
+    """
+    _forget_groups()
+    layout, mpu = world.layout, world.mpu
+    spans = len(world.ranks("data")) == layout.world_size
+    groups._WORLD_GROUP = world.group("data" if spans else "default")
+    name = f"ep_size_{layout.expert}"
+    for kind, table, ranks in _EXPERT_TABLES:
+        table[name] = world.group(kind)
+        ranks[name] = list(world.ranks(kind))
+    if world.has_sequence or layout.sequence > 1:
+        parallel_state_sp._SEQUENCE_PARALLEL_GROUP = world.group("sequence")
+        parallel_state_sp._SEQUENCE_DATA_PARALLEL_GROUP = world.group("data")
+    if mpu is not None:
+        groups.mpu = mpu
+        groups._TENSOR_MODEL_PARALLEL_GROUP = world.group("tensor")
+        groups._MODEL_PARALLEL_GROUP = world.group("model")
+        groups._DATA_PARALLEL_GROUP = world.group("data")
+
+
+def _forget_groups() -> None:
+    """Clear everything that `_point_at` sets, and what DeepSpeed sets beside it. The tables stay the same objects.
+
+    The content of `parallel_state_sp` stays: scripts use it between the calls of several engines, too. See `drop`.
+    """
+    for _, *tables in _EXPERT_TABLES:
+        for table in tables:
+            table.clear()
+    groups._WORLD_GROUP = None
+    groups._TENSOR_MODEL_PARALLEL_GROUP = groups._MODEL_PARALLEL_GROUP = groups._DATA_PARALLEL_GROUP = None
+    groups._MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE = groups._MPU_TENSOR_MODEL_PARALLEL_RANK = None
+    groups.mpu = groups.mesh_device = None
+    groups.expert_tensor_parallel_world_size = 1
+
+
+@dataclass(frozen=True)
+class LaunchWorld:
+    """The group that the launcher's processes formed, to which idle members belong. own: the group as a world, if we
+    made it.
+    """
+
+    group: Any
+    member: int
+    size: int
+    own: World | None = None
+
+    @staticmethod
+    def current() -> LaunchWorld:
+        """Return the present default group. Called before any world of ours is installed."""
+        return LaunchWorld(c10d._get_default_group(), td.get_rank(), td.get_world_size())
+
+    @staticmethod
+    def formed(store: Store, name: str, member: int, size: int, seconds: float, status: GroupStatus) -> LaunchWorld:
+        """Make a group by `make_group`, watched, and known to `torch.distributed` from here on."""
+        if size == 1 and is_accelerated():  # as in a world: one that needs nothing to serve both devices
+            group, made_over = make_fake_group(name, 0, 1)
+        else:
+            gloo, made_over = make_group(store, name, member, size, seconds)
+            group = ManagedProcessGroup(gloo, status)
+        world = World(0, tuple(range(size)), member, Layout(zero_stage=0, data=size), status=status)
+        world.hold("default", world.members, HeldGroup(group, made_over))
+        world.register()
+        return LaunchWorld(group, member, size, world)
+
+    def connect(self, seconds: float, stop: Callable[[], None]) -> None:
+        """Let a group of `formed` serve the accelerator's device, too. All its processes call it, for code that needs
+        the device's collectives before a world exists. Does nothing without an accelerator, and in a second call.
+
+        seconds, stop: see `World.connect`, which also lists the errors.
+        """
+        if self.own is not None and self.own.lacks(None):
+            self.own.connect(seconds, stop=stop)
+            unregister(self.group)  # torch notes by what a group communicates
+            self.own.register()
+
+    def retire(self) -> threading.Thread:
+        """Take down a group of `formed` that no process uses any more; all its processes call it. See `drop`."""
+        unregister(self.group)
+        if self.own is None:
+            return tear_down([self.group])
+        return tear_down(self.own.give_up(["default"]), self.own.disconnect(False))
+
+    def install(self) -> None:
+        """Make `torch.distributed` use the launch group again, on a member that trains in no world."""
+        c10d._update_default_pg(self.group)
+        _forget_groups()
+        os.environ.update(RANK=str(self.member), WORLD_SIZE=str(self.size))
+
+
+def launch_store() -> Store:
+    """Return a new client of the key-value store that the launch group was formed over."""
+    store: Any = c10d._get_default_store()
+    own: Store = store.clone()
+    return own
 
 
 @contextmanager

@@ -12,10 +12,9 @@ import torch.distributed as td
 from torch._C._distributed_c10d import HashStore
 
 from ds_dynatrain.adapters.device import warm
-from ds_dynatrain.adapters.launch_world import LaunchWorld, launch_store
 from ds_dynatrain.adapters.process_groups import serve_host
 from ds_dynatrain.adapters.watched import GroupStatus
-from ds_dynatrain.adapters.worlds import Note
+from ds_dynatrain.adapters.worlds import LaunchWorld, Note, launch_store
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.elastic.connection import ask_status
 from ds_dynatrain.elastic.environment import WorkerPlace, job_token

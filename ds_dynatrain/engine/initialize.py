@@ -18,11 +18,10 @@ from torch import nn
 from ds_dynatrain.adapters.communicators import is_watched
 from ds_dynatrain.adapters.device import take_own
 from ds_dynatrain.adapters.incoming import Incoming, ParamInit, Row, install_zero_init
-from ds_dynatrain.adapters.kinds import features_of
 from ds_dynatrain.adapters.pipeline import is_pipeline, refuse_stage_of_another
 from ds_dynatrain.adapters.settings import BatchSizes, layout_config
 from ds_dynatrain.adapters.shaper import ModelFactory, Shaper
-from ds_dynatrain.adapters.shaping import shaper_of
+from ds_dynatrain.adapters.shaping import features_of, shaper_of
 from ds_dynatrain.adapters.stage_module import put_together, start_stages
 from ds_dynatrain.adapters.start import (
     OptimizerForwarder,

@@ -13,13 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ds_dynatrain.adapters.host import Host, Replaced
-from ds_dynatrain.adapters.launch_world import LaunchWorld
 from ds_dynatrain.adapters.placement import Memory
 from ds_dynatrain.adapters.process_wide import ProcessWide
 from ds_dynatrain.adapters.settings import layout_config
 from ds_dynatrain.adapters.shaper import Made
 from ds_dynatrain.adapters.world import World
-from ds_dynatrain.adapters.worlds import install
+from ds_dynatrain.adapters.worlds import LaunchWorld, install
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.data import BatchArithmetic, TrainLoader
 from ds_dynatrain.membership.control import Control

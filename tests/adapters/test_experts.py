@@ -13,7 +13,7 @@ import torch.distributed as td
 from deepspeed.utils import groups
 
 from ds_dynatrain.adapters import experts
-from ds_dynatrain.adapters.peers import peers
+from ds_dynatrain.adapters.world import peers
 from ds_dynatrain.errors import ConfigError, LayoutError, UnsupportedError
 from ds_dynatrain.space import Layout
 from tests.adapters import expert_checks as checks

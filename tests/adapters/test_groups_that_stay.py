@@ -9,10 +9,9 @@ import pytest
 import torch.distributed as td
 from torch._C._distributed_c10d import Store
 
-from ds_dynatrain.adapters.launch_world import LaunchWorld, launch_store
 from ds_dynatrain.adapters.process_groups import is_known
 from ds_dynatrain.adapters.world import World
-from ds_dynatrain.adapters.worlds import WorldSpec, build_world, drop, install
+from ds_dynatrain.adapters.worlds import LaunchWorld, WorldSpec, build_world, drop, install, launch_store
 from ds_dynatrain.space import Layout
 from tests.adapters.test_worlds import (
     ALONE,

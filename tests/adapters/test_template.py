@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_dynatrain.adapters.shaper import Template
+from ds_dynatrain.adapters.shaper import copied, template_of
 from ds_dynatrain.errors import UnsupportedError
 from tests.engine.models import SmallGPT
 
@@ -25,8 +25,8 @@ class Rotary(nn.Module):
 def test_a_template_has_no_memory_for_parameters() -> None:
     """Names, shapes, flags, ties and classes are those of the model; copies have parameters of their own."""
     model = SmallGPT()
-    template = Template.of(model)
-    made = template.copy()
+    template = template_of(model)
+    made = copied(template)
     assert [*made.state_dict()] == [*model.state_dict()]
     for (name, held), (other, theirs) in zip(model.named_parameters(), made.named_parameters(), strict=True):
         assert (name, held.shape, held.dtype) == (other, theirs.shape, theirs.dtype)
@@ -34,17 +34,17 @@ def test_a_template_has_no_memory_for_parameters() -> None:
         assert theirs.is_meta
     assert made.out.weight is made.words.weight
     assert type(made.blocks[0]) is type(model.blocks[0])
-    assert made.words.weight is not template.module.words.weight
+    assert made.words.weight is not template.words.weight
 
 
 def test_buffers_are_real_and_no_view_of_the_models() -> None:
     """A buffer outside of the state_dict keeps its values, also after the model's change."""
     model = nn.Sequential(Rotary(), nn.Linear(2, 2))
-    template = Template.of(model)
+    template = template_of(model)
     model[0].table.zero_()
-    made = template.copy()
+    made = copied(template)
     made[0].table.add_(1)
-    assert template.copy()[0].table.tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert copied(template)[0].table.tolist() == [0.0, 1.0, 2.0, 3.0]
     assert made[0].table.tolist() == [1.0, 2.0, 3.0, 4.0]
     assert "table" in made[0]._non_persistent_buffers_set
     assert made[0].plain.tolist() == [1.0, 1.0]
@@ -55,7 +55,7 @@ def test_hooks_stay_with_the_model() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     model[0].register_forward_hook(Held().hook)
     model.register_forward_pre_hook(Held().hook)
-    made = Template.of(model).copy()
+    made = copied(template_of(model))
     assert not made._forward_pre_hooks
     assert not made[0]._forward_hooks
     assert len(model._forward_pre_hooks) == len(model[0]._forward_hooks) == 1
@@ -79,13 +79,13 @@ def test_flags_of_parameters_are_kept() -> None:
     model.weight.ds_id = 7
     model.weight.ds_shape = torch.Size([3, 2])
     model.weight.data = torch.empty(0)
-    made = Template.of(model).copy()
+    made = copied(template_of(model))
     assert made.weight.use_muon
     assert not hasattr(made.weight, "all_gather")
     assert not hasattr(made.weight, "ds_id")
     assert tuple(made.weight.shape) == (3, 2)
     with pytest.raises(UnsupportedError, match=r"'bias' is \(4,\) in it and \(3,\) in the one"):
-        Template.of(nn.Linear(2, 3), lambda: nn.Linear(2, 4))
+        template_of(nn.Linear(2, 3), lambda: nn.Linear(2, 4))
 
 
 def test_what_cannot_be_copied_is_named() -> None:
@@ -93,17 +93,17 @@ def test_what_cannot_be_copied_is_named() -> None:
     model = nn.Sequential(nn.Linear(2, 2), Rotary())
     model[1].lock = threading.Lock()
     with pytest.raises(UnsupportedError, match=r"'lock' of '1' \(Rotary\) .*model_factory="):
-        Template.of(model)
+        template_of(model)
 
 
 def test_parameters_of_other_classes_are_refused() -> None:
     """A quantized or lazy parameter has no shape to cut."""
     with pytest.raises(UnsupportedError, match="'weight' is a UninitializedParameter"):
-        Template.of(nn.LazyLinear(3))
+        template_of(nn.LazyLinear(3))
 
 
 def test_a_factory_takes_the_place_of_the_copy() -> None:
     """What the factory builds is the template."""
-    made = Template.of(nn.Linear(2, 3), lambda: nn.Linear(2, 3)).copy()
+    made = copied(template_of(nn.Linear(2, 3), lambda: nn.Linear(2, 3)))
     assert made.weight.is_meta
     assert tuple(made.weight.shape) == (3, 2)

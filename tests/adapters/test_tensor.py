@@ -27,12 +27,20 @@ from torch import nn
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d as c10d
 
-from ds_dynatrain.adapters.launch_world import LaunchWorld, launch_store
-from ds_dynatrain.adapters.shaper import Template
+from ds_dynatrain.adapters.shaper import copied, template_of
 from ds_dynatrain.adapters.shaping import Children
 from ds_dynatrain.adapters.tensor import TensorShaper, partition
 from ds_dynatrain.adapters.torch_versions import attends_without_heads
-from ds_dynatrain.adapters.worlds import WorldSpec, build_world, drop, install, installed, stand_in_world
+from ds_dynatrain.adapters.worlds import (
+    LaunchWorld,
+    WorldSpec,
+    build_world,
+    drop,
+    install,
+    installed,
+    launch_store,
+    stand_in_world,
+)
 from ds_dynatrain.errors import LayoutError, UnsupportedError
 from ds_dynatrain.space import WHOLE, AxisCuts, DimCut, Layout
 from tests.engine.language_models import MODELS, tokens, transformers
@@ -179,12 +187,12 @@ def as_described() -> None:
     before = (set(c10d._world.pg_map), groups._TENSOR_MODEL_PARALLEL_GROUP, is_autotp_training_mode())
     for name in NAMES[td.get_rank() :: td.get_world_size()]:
         model = MODELS[name]()
-        template, shaper = Template.of(model), TensorShaper.of(model, {})
+        template, shaper = template_of(model), TensorShaper.of(model, {})
         full = {key: held.detach() for key, held in model.named_parameters()}
         assert set(shaper.cuts(layout(1)).values()) == {WHOLE}
         for size in (2, 3, 5, 8):
             found = cuts_of(shaper, size)
-            made = template.copy()
+            made = copied(template)
             partition(made, {}, size, size - 1)
             for key, held in made.named_parameters():
                 written = getattr(held, DS_AUTOTP_UC_META, None)

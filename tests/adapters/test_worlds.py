@@ -16,12 +16,18 @@ import torch.distributed as td
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.utils import groups
 
-from ds_dynatrain.adapters.launch_world import LaunchWorld, launch_store
-from ds_dynatrain.adapters.peers import KINDS
 from ds_dynatrain.adapters.process_groups import make_fake_group, register, unregister
 from ds_dynatrain.adapters.watched import GroupStatus
-from ds_dynatrain.adapters.world import World
-from ds_dynatrain.adapters.worlds import WorldSpec, build_world, drop, install, stand_in_world
+from ds_dynatrain.adapters.world import KINDS, World
+from ds_dynatrain.adapters.worlds import (
+    LaunchWorld,
+    WorldSpec,
+    build_world,
+    drop,
+    install,
+    launch_store,
+    stand_in_world,
+)
 from ds_dynatrain.space import Layout
 from tests.engine.pool import RankPool
 

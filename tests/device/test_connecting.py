@@ -17,8 +17,8 @@ import torch.distributed as td
 from ds_dynatrain.adapters import communicators
 from ds_dynatrain.adapters.communicators import go_on
 from ds_dynatrain.adapters.device import compute_device
-from ds_dynatrain.adapters.launch_world import LaunchWorld, launch_store
 from ds_dynatrain.adapters.watched import GroupStatus
+from ds_dynatrain.adapters.worlds import LaunchWorld, launch_store
 from ds_dynatrain.engine.switcher import Switcher
 from tests.engine import jobs
 from tests.engine.pool import RankPool

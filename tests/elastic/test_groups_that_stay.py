@@ -14,11 +14,10 @@ import torch
 import torch.distributed as td
 from torch._C._distributed_c10d import Store
 
-from ds_dynatrain.adapters.launch_world import LaunchWorld, launch_store
 from ds_dynatrain.adapters.traffic import Said, joined, unfit
 from ds_dynatrain.adapters.watched import GroupStatus, ManagedProcessGroup
 from ds_dynatrain.adapters.world import World
-from ds_dynatrain.adapters.worlds import WorldSpec, build_world, drop, install
+from ds_dynatrain.adapters.worlds import LaunchWorld, WorldSpec, build_world, drop, install, launch_store
 from ds_dynatrain.elastic.abort import WorldSockets
 from ds_dynatrain.errors import WorldChanged
 from ds_dynatrain.space import Layout
