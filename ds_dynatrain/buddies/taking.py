@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from ds_dynatrain.adapters.state import Buffers
-from ds_dynatrain.engine.checkpoints.extra_state import plain
 from ds_dynatrain.engine.copies.copy import Copy, copied, digest_of_said, digests_of, frozen_elsewhere
 from ds_dynatrain.engine.copies.kept import Room
 from ds_dynatrain.errors import DynatrainError, TransferError
@@ -138,12 +137,12 @@ def take(engine: EngineCore, room: Room, mark: Mark | None = None, everything: b
     Parameters that stage 3 has gathered stay gathered: their parts are the state. mark: the present moment, if it is
     not that of this engine alone. everything: see `is_copied`.
 
-    ConfigError or CheckpointError for carried objects or hyper-parameters that cannot be copied.
+    ConfigError for carried objects or hyper-parameters that cannot be copied.
     """
     state, scalars = engine.host.state_buffers()
     held, tensors = copied(engine.vps, engine.layout, state, everything), list[torch.Tensor]()
     said = {
-        "shared": plain(shared_carry(engine, scalars)),
+        "shared": encode(shared_carry(engine, scalars), None),
         "kinds": sorted({kind for kind, _ in state}),
         "seed": engine.job.job_seed,
         "rest": encode(rest_carry(engine), tensors),

@@ -20,7 +20,7 @@ import torch
 from ds_dynatrain.checkpoint.extents import WORD, Extent, digest_of, named, placed
 from ds_dynatrain.checkpoint.files import open_regular
 from ds_dynatrain.checkpoint.manifest import Manifest, Row
-from ds_dynatrain.checkpoint.writing import Buffers, of_kind
+from ds_dynatrain.checkpoint.writing import Buffers
 from ds_dynatrain.errors import CheckpointDamaged
 from ds_dynatrain.space import (
     MASTER,
@@ -33,6 +33,7 @@ from ds_dynatrain.space import (
     VirtualParameterSpace,
     ZeroRules,
     interval,
+    of_kind,
     standard_kinds,
 )
 from ds_dynatrain.space.interval import Ints

@@ -23,7 +23,7 @@ import torch
 
 from ds_dynatrain.checkpoint.extents import WORD, Extent, chunks, digest_of, name_of, placed
 from ds_dynatrain.checkpoint.manifest import Row
-from ds_dynatrain.space import FROZEN, MASTER, WEIGHT, BufferId, Layout, Pieces, VirtualParameterSpace
+from ds_dynatrain.space import FROZEN, MASTER, WEIGHT, BufferId, Layout, Pieces, VirtualParameterSpace, of_kind
 from ds_dynatrain.transfer import allocate
 
 CHUNK_BYTES = 1 << 20
@@ -98,11 +98,6 @@ def _shares(
     """Yield the fewest shares of these pieces; the second side, if there is one, holds masters."""
     for number, extent, matrices in placed(vps.line, sides, memory):
         yield Share(vps.tensors[number].name, kind, vps.tensors[number].shape, extent, *matrices)
-
-
-def of_kind(buffers: Buffers, kind: str) -> dict[BufferId, torch.Tensor]:
-    """Return the buffers of one kind."""
-    return {name: held for (held_kind, name), held in buffers.items() if held_kind == kind}
 
 
 class HostMemory:

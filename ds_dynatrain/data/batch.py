@@ -128,6 +128,16 @@ class BatchArithmetic:
             )
         return SlotTable(self, samples)
 
+    def row(self, rank: int, samples: int) -> tuple[Slot, ...]:
+        """Return the slots of a rank in a global batch that can be dealt; see `deal`."""
+        mine, count, found = self.positions(rank, samples), self.micro_batches(rank), list[Slot]()
+        small, larger = divmod(len(mine), count)
+        starts = [index * small + min(index, larger) for index in range(count + 1)]
+        for start, stop in itertools.pairwise(starts):
+            own = tuple(mine[start:stop])
+            found.append(Slot(own, len(own), len(own) * self.slots / samples) if own else Slot((0,), 0, 0.0))
+        return tuple(found)
+
 
 @dataclass(frozen=True)
 class SlotTable:
@@ -138,22 +148,11 @@ class SlotTable:
 
     def rank(self, rank: int) -> tuple[Slot, ...]:
         """Return the slots of one rank of the data axis, in the order in which they are trained."""
-        self._check(rank)
-        mine, count = self.batch.positions(rank, self.samples), self.batch.micro_batches(rank)
-        small, larger = divmod(len(mine), count)
-        starts = [index * small + min(index, larger) for index in range(count + 1)]
-        return tuple(self._slot(mine[start:stop]) for start, stop in itertools.pairwise(starts))
-
-    def _check(self, rank: int) -> None:
         if not 0 <= rank < self.batch.data:
             raise DataError(
                 f"rank {rank} is outside the data axis of size {self.batch.data}; give 0 to {self.batch.data - 1}"
             )
-
-    def _slot(self, positions: Sequence[int]) -> Slot:
-        if not positions:
-            return Slot((0,), 0, 0.0)
-        return Slot(tuple(positions), len(positions), len(positions) * self.batch.slots / self.samples)
+        return self.batch.row(rank, self.samples)
 
 
 @dataclass(frozen=True)
@@ -328,34 +327,14 @@ class LeafArithmetic(BatchArithmetic):
         start = number * self.micro_batch_limit
         return range(start, min(start + self.micro_batch_limit, samples))
 
-    def deal(self, samples: int) -> LeafTable:
-        """Return the leaves of a global batch of `samples` samples. DataError unless they are 1 to train_batch_size."""
-        super().deal(samples)
-        return LeafTable(self, samples)
-
-
-@dataclass(frozen=True)
-class LeafTable(SlotTable):
-    """Assignment of the leaves of one global batch to ranks and micro-steps."""
-
-    batch: LeafArithmetic
-
-    def rank(self, rank: int) -> tuple[Leaf, ...]:
+    def row(self, rank: int, samples: int) -> tuple[Leaf, ...]:
         """Return the leaves that one rank trains, by micro-step; borrowed ones included."""
-        self._check(rank)
-        return tuple(self._leaf(step, rank) for step in range(self.batch.accumulation))
-
-    def _leaf(self, step: int, rank: int) -> Leaf:
-        count, number = self.batch.leaves_of(self.samples), step * self.batch.data + rank
-        is_own = number < count
-        places = self.batch.places(number if is_own else 0, self.samples)
-        own = len(places) if is_own else 0
-        return Leaf(
-            tuple(places),
-            own,
-            own / self.samples,
-            number if is_own else 0,
-            step,
-            leaves=count,
-            batch_samples=self.samples,
-        )
+        count, found = self.leaves_of(samples), list[Leaf]()
+        for step in range(self.accumulation):
+            number = step * self.data + rank
+            is_own = number < count
+            number = number if is_own else 0
+            places = self.places(number, samples)
+            own = len(places) if is_own else 0
+            found.append(Leaf(tuple(places), own, own / samples, number, step, leaves=count, batch_samples=samples))
+        return tuple(found)

@@ -132,4 +132,6 @@ class EpochOrder:
 
     def describe(self) -> dict[str, Any]:
         """Return all fields but `follows_sampler`: a position itself records the epoch that a sampler was set to."""
-        return {name: value for name, value in asdict(self).items() if name != "follows_sampler"}
+        described = asdict(self)
+        del described["follows_sampler"]
+        return described

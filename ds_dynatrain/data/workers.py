@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import ctypes
 import gc
-import hashlib
 import mmap
 import os
 import signal
@@ -20,6 +19,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+
+from ds_dynatrain.space.leaves import seed_of
 
 PR_SET_PDEATHSIG = 1
 """Request number in <sys/prctl.h>: send this process a signal when the thread that started it ends."""
@@ -105,7 +106,4 @@ def like_stock() -> torch.Generator:
 
 def apart(*place: int) -> torch.Generator:
     """Return a generator for a place in training (seed, epoch, step, ...); no other random stream is drawn from."""
-    digest = hashlib.blake2b(repr(place).encode(), digest_size=8).digest()
-    generator = torch.Generator(device="cpu")
-    generator.manual_seed(int.from_bytes(digest, "little") >> 1)
-    return generator
+    return torch.Generator(device="cpu").manual_seed(seed_of(*place))

@@ -1,4 +1,6 @@
-"""The first layout of a model whose parameters come in one by one."""
+"""The first layout of a launch, from the `dynatrain` block or DeepSpeed's configuration, and the state in it of a model
+whose parameters come in one by one.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,95 @@ from torch import nn
 
 from ds_dynatrain.adapters.incoming import Incoming, fill
 from ds_dynatrain.adapters.memory import provide, zeros
+from ds_dynatrain.adapters.sequence import first_size
+from ds_dynatrain.adapters.settings import BatchSizes
+from ds_dynatrain.adapters.shaper import Shaper
+from ds_dynatrain.adapters.shaping import start_expert_size, start_tensor_size
 from ds_dynatrain.adapters.state import Buffers
-from ds_dynatrain.errors import ConfigError
+from ds_dynatrain.adapters.support import refuse_module
+from ds_dynatrain.config import DynatrainConfig
+from ds_dynatrain.data import LeafArithmetic
+from ds_dynatrain.errors import ConfigError, LayoutError, SwitchRefused, UnsupportedError
+from ds_dynatrain.reshard import feasible
+from ds_dynatrain.reshard.context import Job
 from ds_dynatrain.reshard.core import EngineCore
-from ds_dynatrain.space import VirtualParameterSpace, row_of
+from ds_dynatrain.space import Layout, VirtualParameterSpace, row_of, shared_stages
+from ds_dynatrain.support import Target, refuse_layout
 from ds_dynatrain.transfer import digest
 
 DRAW_SECONDS = 1800.0
 """Longest wait for members that draw a large model's parameters: as long as DeepSpeed waits for a collective."""
+
+
+def first_layout(
+    model: nn.Module,
+    own: dict[str, Any],
+    settings: DynatrainConfig,
+    processes: int,
+    mpu: Any,
+    pipe: int,
+    grows: bool,
+    in_leaves: bool,
+) -> Layout:
+    """Return the layout in which a launch of so many processes begins.
+
+    model: with all its layers, if it was built in stages; pipe: the number of stages. grows: whether members come and
+    go, so that any number of them may start. in_leaves: whether batches come in leaves; ranks without a leaf are idle
+    then. Raises ConfigError if there are too few processes, or the axes do not divide their number.
+    """
+    block = settings.layout
+    named = set() if block is None else block.model_fields_set
+    sequence = first_size(mpu, own.get("sequence_parallel_size"))
+    expert = start_expert_size(model, own, block.expert if block is not None and "expert" in named else None)
+    tensor = start_tensor_size(own, block.tensor if block is not None and "tensor" in named else None)
+    if block is None:
+        wide = pipe * sequence * tensor
+        if processes % wide:
+            raise ConfigError(
+                f"pipe={pipe} x sequence={sequence} x tensor={tensor} does not divide the {processes} processes of "
+                f"this launch; start a multiple of {wide} processes, or choose smaller sizes"
+            )
+        stage, data = (own.get("zero_optimization") or {}).get("stage", 0), processes // wide
+        if grows and in_leaves:
+            sizes = BatchSizes.of(own, data, in_leaves=True)
+            data = min(data, LeafArithmetic(sizes.train_batch_size, sizes.micro_batch_size, 1).leaves)
+        return Layout(data=data, pipe=pipe, sequence=sequence, expert=expert, tensor=tensor, zero_stage=stage)
+    axes = {"pipe": pipe, "expert": expert, "tensor": tensor}
+    given = {**block.model_dump(), **axes, "zero_stage": block.zero_stage or 0}
+    try:
+        layout = Layout.from_dict(given if "sequence" in named else {**given, "sequence": sequence})
+    except LayoutError as error:
+        raise ConfigError(f"dynatrain.layout: {error}") from error
+    if layout.world_size > processes:
+        raise ConfigError(
+            f"dynatrain.layout ({layout}) needs {layout.world_size} processes and this launch has {processes}; "
+            "start more, or make it smaller"
+        )
+    return layout
+
+
+def check_start(layout: Layout, model: nn.Module, shaper: Shaper, job: Job, processes: int) -> None:
+    """Raise ConfigError if the first layout cannot deal the batch to this model, or excludes what the user asks for."""
+    try:
+        feasible.check_combination(job.features, layout, processes)
+        feasible.check_batch(layout, job.batch_sizes, shaper.whole(model), job.has_stages)
+        for extension in job.extensions:
+            extension.check_layout(layout, job.batch_sizes, job.has_stages)
+        refuse_module(model, layout, job.user_config)
+        refuse_layout(Target(job.user_config, layout))
+    except SwitchRefused as refusal:
+        raise ConfigError(str(refusal)) from refusal
+
+
+def check_axes(shaper: Shaper, layout: Layout) -> tuple[tuple[int, ...], ...]:
+    """Return the sets of stages that share a tensor; raise ConfigError if the layout cannot cut the model."""
+    try:
+        return shared_stages(shaper.cuts(layout).values())
+    except (LayoutError, UnsupportedError) as error:
+        raise ConfigError(f"dynatrain.layout: {error}") from error
+
+
+# ---- parameters that come in one by one ------------------------------------------------------------------------------
 
 
 def take_in(engine: EngineCore, incoming: Incoming, space: VirtualParameterSpace) -> None:

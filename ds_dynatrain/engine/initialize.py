@@ -49,8 +49,7 @@ from ds_dynatrain.engine.checkpoints.resume import first_state
 from ds_dynatrain.engine.description import described, differing_key, differing_machine, differing_parameter
 from ds_dynatrain.engine.engine import DynatrainEngine
 from ds_dynatrain.engine.entry import Early, Entry, begin, beside, start_alone, with_launch, with_members
-from ds_dynatrain.engine.first import take_in
-from ds_dynatrain.engine.first_layout import check_axes, check_start, first_layout
+from ds_dynatrain.engine.first import check_axes, check_start, first_layout, take_in
 from ds_dynatrain.engine.parts import EngineParts
 from ds_dynatrain.engine.pipeline import DynatrainPipelineEngine
 from ds_dynatrain.errors import ConfigError, ElasticError
@@ -61,7 +60,7 @@ from ds_dynatrain.reshard.context import Context, Job, OnIdle, OwnGroups
 from ds_dynatrain.reshard.core import EngineCore
 from ds_dynatrain.reshard.feasible import dealt
 from ds_dynatrain.reshard.process import PROCESS, refuse_beside_plain, refuse_idle, refuse_module_of_another
-from ds_dynatrain.reshard.space import space_of
+from ds_dynatrain.reshard.registration import space_of
 from ds_dynatrain.space import Layout, is_partitioned
 from ds_dynatrain.support import usage
 

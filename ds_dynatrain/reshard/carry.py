@@ -19,7 +19,7 @@ import torch
 
 from ds_dynatrain.adapters.module_state import EMPTY, state_of, take_state
 from ds_dynatrain.adapters.state import Scalars
-from ds_dynatrain.errors import SwitchFailed, SwitchRefused
+from ds_dynatrain.errors import SwitchRefused
 from ds_dynatrain.reshard.core import EngineCore
 from ds_dynatrain.reshard.encoding import decode, encode, fingerprint
 
@@ -80,10 +80,11 @@ def _load_progress(engine: EngineCore, state: dict[str, Any]) -> None:
 
 
 def _schedule(engine: EngineCore) -> dict[str, Any]:
-    scheduler = engine.host.lr_scheduler
+    scheduler, deepspeed = engine.host.lr_scheduler, engine.deepspeed
     return {
         "groups": [_hyper_parameters(group) for group in engine.host.basic_optimizer.param_groups],
         "scheduler": None if scheduler is None else scheduler.state_dict(),
+        "random-LTD": deepspeed.random_ltd_scheduler.state_dict() if deepspeed.random_ltd_enabled() else None,
     }
 
 
@@ -99,19 +100,10 @@ def _load_schedule(engine: EngineCore, state: dict[str, Any]) -> None:
     groups, scheduler = engine.host.basic_optimizer.param_groups, engine.host.lr_scheduler
     for group, values in zip(groups, state["groups"], strict=True):
         group.update(values)
-    if scheduler is None:
-        return
-    scheduler.load_state_dict(state["scheduler"])
+    if scheduler is not None:
+        scheduler.load_state_dict(state["scheduler"])
     if hasattr(scheduler, "_last_lr") and "_last_lr" not in state["scheduler"]:  # DeepSpeed's own leave it stale
         scheduler._last_lr = [group["lr"] for group in groups]
-
-
-def _random_ltd(engine: EngineCore) -> dict[str, Any]:
-    has_schedule = engine.deepspeed.random_ltd_enabled()
-    return {"random-LTD": engine.deepspeed.random_ltd_scheduler.state_dict() if has_schedule else None}
-
-
-def _load_random_ltd(engine: EngineCore, state: dict[str, Any]) -> None:
     if engine.deepspeed.random_ltd_enabled():
         engine.deepspeed.random_ltd_scheduler.load_state_dict(state["random-LTD"])
 
@@ -169,9 +161,8 @@ STATES = [
         _progress,
         _load_progress,
     ),
-    ExtraState(("groups", "scheduler"), True, Taken.FAILED_SWITCH, _schedule, _load_schedule),
+    ExtraState(("groups", "scheduler", "random-LTD"), True, Taken.FAILED_SWITCH, _schedule, _load_schedule),
     ExtraState(("loaders",), True, Taken.START, partial(_state_of_each, "loaders"), partial(_load_each, "loaders")),
-    ExtraState(("random-LTD",), True, Taken.START, _random_ltd, _load_random_ltd),
     ExtraState(("grad_norm",), False, Taken.START, _grad_norm, _load_grad_norm),
     _MODULES,
     ExtraState(("objects",), False, Taken.START, partial(_state_of_each, "objects"), partial(_load_each, "objects")),
@@ -232,33 +223,25 @@ def scalars_of(shared: dict[str, Any]) -> Scalars:
 class Carried:
     """Carry that rank 0 sends to all members in a switch.
 
-    rest: encoded, without its tensors, which travel apart. prints, rest_print: hashes of rank 0's values; the latter is
-    "" unless a member starts to work. kinds: the state kinds that exist.
+    rest: encoded, without its tensors, which travel apart. rest_print: a hash of rank 0's value, "" unless a member
+    starts to work. kinds: the state kinds that exist.
     """
 
     shared: dict[str, Any]
     rest: Any
-    prints: dict[str, str]
     rest_print: str
     kinds: tuple[str, ...]
 
     @staticmethod
-    def record(shared: dict[str, Any], rest: dict[str, Any], kinds: list[str], is_taken: bool) -> dict[str, Any]:
-        """Return the carry of rank 0 as plain JSON; raise SwitchFailed if the shared part holds a tensor.
+    def of(record: Mapping[str, Any]) -> Carried:
+        """Read what rank 0 has posted: these fields as plain JSON."""
+        return Carried(decode(record["shared"], []), record["rest"], record["rest_print"], tuple(record["kinds"]))
 
-        is_taken: whether a member starts to work.
-        """
-        tensors: list[torch.Tensor] = []
-        record = {"shared": encode(shared, tensors), "rest": encode(rest, []), "kinds": kinds}
-        if tensors:  # they would have to travel apart from the record
-            raise SwitchFailed("a hyper-parameter or the scheduler's state is a tensor or a numpy value: use numbers")
-        return {**record, "prints": fingerprints(shared), "rest_print": fingerprint(rest) if is_taken else ""}
 
-    @staticmethod
-    def from_record(record: Mapping[str, Any]) -> Carried:
-        """Return the carry that `record` made JSON of."""
-        shared, kinds = decode(record["shared"], []), tuple(record["kinds"])
-        return Carried(shared, record["rest"], record["prints"], record["rest_print"], kinds)
+def differing_values(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Return the names of the values in which two carries differ."""
+    names = sorted(one.keys() | other.keys())
+    return [name for name in names if fingerprint(one.get(name)) != fingerprint(other.get(name))]
 
 
 def refuse_tensor_settings(engine: EngineCore) -> None:
@@ -278,8 +261,3 @@ def refuse_tensor_settings(engine: EngineCore) -> None:
                 f"{what} is, or holds, a tensor or a numpy value, and all members compare it as a number",
                 "use a number: float(value)",
             )
-
-
-def fingerprints(shared: Mapping[str, Any]) -> dict[str, str]:
-    """Return a hash of each part of the shared carry."""
-    return {part: fingerprint(value) for part, value in shared.items()}

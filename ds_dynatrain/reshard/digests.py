@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, NamedTuple
+from functools import lru_cache, partial
+from itertools import compress, count
+from operator import is_
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from ds_dynatrain.adapters.state import Buffers
-from ds_dynatrain.space import MASTER, WEIGHT, BufferId, Layout, Pieces, VirtualParameterSpace
+from ds_dynatrain.space import MASTER, WEIGHT, BufferId, Layout, Pieces, VirtualParameterSpace, of_kind
 from ds_dynatrain.transfer import Form, ReadyDigest
 
 Digests = npt.NDArray[np.uint64]
@@ -43,42 +46,51 @@ class Side:
     """One rank's side of a change, and the tables by which its buffers are cut.
 
     A table serves the same buffers with elements of the same size on the same device; other buffers are cut anew. Kinds
-    with equal pieces are cut once.
+    with equal pieces are cut once. nbytes: memory that the tables take.
     """
 
     def __init__(self, vps: VirtualParameterSpace, layout: Layout, rank: int) -> None:
-        self.vps, self.layout, self.rank = vps, layout, rank
+        self.vps, self.layout, self.rank, self.nbytes = vps, layout, rank, 0
         self._names: dict[str, Names] = {}
         self._ready: dict[tuple[str, Names], ReadyDigest] = {}
         self._cut: list[tuple[Pieces, ReadyDigest]] = []
-        self._last: tuple[str, Pieces] | None = None
+        self._pieces = lru_cache(1)(partial(vps.holding, layout, rank))
 
-    def is_of(self, vps: VirtualParameterSpace, layout: Layout, rank: int, kinds: tuple[str, ...]) -> bool:
-        """Return whether this is the side of a rank in a layout, as this space cuts these kinds."""
-        if (self.layout, self.rank) != (layout, rank) or vps.line is not self.vps.line:
-            return False
-        return all(vps.sharding(layout, kind) is self.vps.sharding(layout, kind) for kind in kinds)
+    def is_of(self, vps: VirtualParameterSpace, layout: Layout, rank: int) -> bool:
+        """Return whether this is the side of a rank in a layout, as a space with these tensors and kinds cuts them."""
+        mine, other = (self.vps.line, self.vps.rules, self.vps.kinds), (vps.line, vps.rules, vps.kinds)
+        return (self.layout, self.rank) == (layout, rank) and all(map(is_, mine, other))
 
     def parts(self, buffers: Buffers, kinds: tuple[str, ...], kept: Collection[tuple[str, BufferId]]) -> Iterator[Part]:
         """Yield the buffers to read, kind by kind; the weight comes last, as it may be the master's memory."""
-        for kind in sorted(kinds, key=lambda name: name == WEIGHT):
-            names = self._names_of(kind)
-            twin = kind == WEIGHT and MASTER in kinds and _same_memory(buffers, names)
-            read = [name for name in names if not (twin and (MASTER, name) in buffers)]
-            stay = tuple(name for name in read if (kind, name) in kept)
-            yield Part(kind, twin, stay, tuple(name for name in read if (kind, name) not in kept))
+        for kind in sorted(kinds, key=WEIGHT.__eq__):
+            if kind not in self._names:
+                pieces = self._pieces(kind)
+                used = np.bincount(pieces.buffer, minlength=len(pieces.buffers))
+                self._names[kind] = tuple(compress(pieces.buffers, used))
+            names = self._names[kind]
+            twin = kind == WEIGHT and MASTER in kinds and _are_masters(buffers, names)
+            stay, others = list[BufferId](), list[BufferId]()
+            for name in names:
+                if not twin or (MASTER, name) not in buffers:
+                    (stay if (kind, name) in kept else others).append(name)
+            yield Part(kind, twin, tuple(stay), tuple(others))
 
     def of(self, kind: str, names: Names, held: Mapping[BufferId, torch.Tensor]) -> ReadyDigest:
         """Return the digest of one kind over the named buffers of `held`."""
         forms = Form.all_of(held, names)
         found = self._ready.get((kind, names))
-        if found is None or found.forms != forms:
-            pieces = only(self._pieces(kind), names)
-            found = next((each for cut, each in self._cut if each.forms == forms and _equal(cut, pieces)), None)
-            if found is None:
-                found = ReadyDigest.of(pieces, forms, self.vps.bases)
-                self._cut.append((pieces, found))
-            self._ready[kind, names] = found
+        if found is not None and found.forms == forms:
+            return found
+        pieces = only(self._pieces(kind), names)
+        for cut, found in self._cut:
+            if found.forms == forms and names == cut.buffers and all(map(np.array_equal, cut.columns, pieces.columns)):
+                break
+        else:
+            found = ReadyDigest.of(pieces, forms, self.vps.bases)
+            self._cut.append((pieces, found))
+            self.nbytes += found.nbytes
+        self._ready[kind, names] = found
         return found
 
     def make_ready(
@@ -89,37 +101,21 @@ class Side:
         room: int,
         has_share: bool = False,
     ) -> None:
-        """Cut now what `buffers` will be asked for, up to `room` bytes of tables.
+        """Cut now what `buffers` will be asked for, up to `room` bytes of tables. Kinds without buffers are left out.
 
         has_share: the buffers that stay are read on the other side, so only the others are cut here.
         """
-        there = tuple(kind for kind in kinds if all((kind, name) in buffers for name in self._names_of(kind)))
-        parts = self.parts(buffers, there, kept)
-        wanted = ((part.kind, names) for part in parts for names in (part.stay, part.others)[has_share:])
-        for kind, names in wanted:
-            self.of(kind, names, of_kind(buffers, kind))
+        parts = self.parts(buffers, kinds, kept)
+        for kind, names in ((part.kind, names) for part in parts for names in (part.stay, part.others)[has_share:]):
+            held = of_kind(buffers, kind)
+            if not held.keys() >= set(names):
+                continue
+            self.of(kind, names, held)
             if self.nbytes > room:
-                del self._ready[kind, names]
+                self.nbytes -= self._ready.pop((kind, names)).nbytes
                 break
-        self._cut, self._last = [], None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory that the tables take."""
-        return sum({id(each): each.nbytes for each in self._ready.values()}.values())
-
-    def _names_of(self, kind: str) -> Names:
-        """Return the buffers in which the rank has elements of a kind."""
-        if kind not in self._names:
-            pieces = self._pieces(kind)
-            used = np.flatnonzero(np.bincount(pieces.buffer, minlength=len(pieces.buffers)))
-            self._names[kind] = tuple(pieces.buffers[index] for index in used.tolist())
-        return self._names[kind]
-
-    def _pieces(self, kind: str) -> Pieces:
-        if self._last is None or self._last[0] != kind:
-            self._last = kind, self.vps.holding(self.layout, self.rank, kind)
-        return self._last[1]
+        self._cut = []
+        self._pieces.cache_clear()
 
 
 def side_digests(
@@ -139,7 +135,7 @@ def side_digests(
     read once.
     """
     found, share = SideDigests(), SideDigests()
-    side = ready if ready is not None and ready.is_of(vps, layout, rank, kinds) else Side(vps, layout, rank)
+    side = ready if ready is not None and ready.is_of(vps, layout, rank) else Side(vps, layout, rank)
     for kind, twin, stay, others in side.parts(buffers, kinds, kept):
         held = of_kind(buffers, kind)
         if known is not None and kind in known:
@@ -173,29 +169,23 @@ def hint(kind: str) -> str:
     )
 
 
-def of_kind(buffers: Buffers, kind: str) -> dict[BufferId, Any]:
-    """Return the buffers of one kind, by their names."""
-    return {name: held for (held_kind, name), held in buffers.items() if held_kind == kind}
-
-
 def only(pieces: Pieces, names: Names) -> Pieces:
     """Return the pieces in the named buffers, with a table of just these."""
     if names == pieces.buffers:
         return pieces
-    number = {name: index for index, name in enumerate(names)}
+    number = dict(zip(names, count()))
     code = np.array([number.get(name, -1) for name in pieces.buffers] or [-1], dtype=np.int64)[pieces.buffer]
-    rows = code >= 0
-    if rows.all():
-        return Pieces(pieces.start, pieces.stop, code, pieces.offset, names)
+    rows = np.flatnonzero(code >= 0)
     return Pieces(pieces.start[rows], pieces.stop[rows], code[rows], pieces.offset[rows], names)
 
 
-def _same_memory(buffers: Buffers, names: Names) -> bool:
-    paired = [(buffers[WEIGHT, name], buffers[MASTER, name]) for name in names if (MASTER, name) in buffers]
-    return bool(paired) and all(weight.data_ptr() == master.data_ptr() for weight, master in paired)
-
-
-def _equal(one: Pieces, other: Pieces) -> bool:
-    columns = ("start", "stop", "buffer", "offset")
-    same = (np.array_equal(getattr(one, name), getattr(other, name)) for name in columns)
-    return one.buffers == other.buffers and all(same)
+def _are_masters(buffers: Buffers, names: Names) -> bool:
+    """Return whether weights are the memory of the masters in the buffers of these names, as far as there are any."""
+    has_masters = False
+    for name in names:
+        master = buffers.get((MASTER, name))
+        if master is not None:
+            has_masters = True
+            if master.data_ptr() != buffers[WEIGHT, name].data_ptr():
+                return False
+    return has_masters

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,20 +14,25 @@ from ds_dynatrain.errors import ConfigError, TransferError
 
 _MARK = "__"
 MOST_DEPTH = 200
+MOST_TEXT = 80
+"""Most characters of an impossible value in an error."""
 _NOT_OF_NUMPY = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
 
-def encode(value: Any, tensors: list[torch.Tensor], path: str = "") -> Any:
+def encode(value: Any, tensors: list[torch.Tensor] | None, path: str = "") -> Any:
     """Return `value` as JSON; tensors are appended to `tensors` and replaced by their number, type and shape.
 
     Takes None, booleans, numbers, strings, lists, tuples, dictionaries, torch tensors, numpy arrays and numbers, bytes.
-    Raises ConfigError, naming the path and the type, for anything else.
+    Raises ConfigError, naming the path and the type, for anything else, and for tensors and numpy's values if `tensors`
+    is None.
     """
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, (int, float)) and type(value) in (int, float):
         return value
     if isinstance(value, torch.Tensor):
+        if tensors is None:
+            raise ConfigError(f"{path.lstrip('.') or 'value'} is a tensor or a numpy value; use a number: float(value)")
         tensors.append(value.detach())
         return {"__tensor__": len(tensors) - 1, "dtype": str(value.dtype).partition(".")[2], "shape": list(value.shape)}
     if isinstance(value, np.ndarray):
@@ -38,10 +42,9 @@ def encode(value: Any, tensors: list[torch.Tensor], path: str = "") -> Any:
         return {"__number__": encode(torch.from_numpy(np.atleast_1d(value)), tensors, path)}
     if isinstance(value, bytes):
         return {"__bytes__": base64.b64encode(value).decode()}
-    if isinstance(value, tuple):
-        return {"__tuple__": [encode(part, tensors, f"{path}[{i}]") for i, part in enumerate(value)]}
-    if isinstance(value, list):
-        return [encode(part, tensors, f"{path}[{i}]") for i, part in enumerate(value)]
+    if isinstance(value, (list, tuple)):
+        parts = [encode(part, tensors, f"{path}[{number}]") for number, part in enumerate(value)]
+        return parts if isinstance(value, list) else {"__tuple__": parts}
     if isinstance(value, dict):
         if all(isinstance(key, str) and not key.startswith(_MARK) for key in value):
             return {key: encode(part, tensors, f"{path}.{key}") for key, part in value.items()}
@@ -53,79 +56,40 @@ def encode(value: Any, tensors: list[torch.Tensor], path: str = "") -> Any:
     )
 
 
-def decode(value: Any, tensors: list[torch.Tensor]) -> Any:
+def decode(value: Any, tensors: list[torch.Tensor], depth: int = 0) -> Any:
     """Return the value that `encode` made JSON of; raise TransferError, saying what, for any other JSON."""
-    return _decoded(value, tensors, 0)
-
-
-def _decoded(value: Any, tensors: list[torch.Tensor], depth: int) -> Any:
     if depth > MOST_DEPTH:
         raise TransferError(f"an encoded value is nested more than {MOST_DEPTH} deep")
     if isinstance(value, list):
-        return [_decoded(part, tensors, depth + 1) for part in value]
+        return [decode(part, tensors, depth + 1) for part in value]
     if not isinstance(value, dict):
         return value
-    mark = next((key for key in value if key.startswith(_MARK)), None)
-    if mark is None:
-        return {key: _decoded(part, tensors, depth + 1) for key, part in value.items()}
-    make = _MAKERS.get(mark)
-    if make is None:
-        raise TransferError(f"an encoded value has the unknown mark {mark!r}")
-    held = value[mark]
-    return make(held if make in (_tensor, _bytes) else _decoded(held, tensors, depth + 1), tensors)
+    for mark in value:
+        if mark.startswith(_MARK):
+            held = value[mark] if mark in ("__tensor__", "__bytes__") else decode(value[mark], tensors, depth + 1)
+            return _marked(mark, held, tensors)
+    return {key: decode(part, tensors, depth + 1) for key, part in value.items()}
 
 
-def _tensor(number: Any, tensors: list[torch.Tensor]) -> torch.Tensor:
-    if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < len(tensors):
-        raise TransferError(f"an encoded value is tensor {number!r}, and there are {len(tensors)}")
-    return tensors[number]
-
-
-def _bytes(text: Any, tensors: list[torch.Tensor]) -> bytes:
+def _marked(mark: str, held: Any, tensors: list[torch.Tensor]) -> Any:
+    """Return the value that a mark and what it marks stand for; raise TransferError if there is none."""
+    is_array = isinstance(held, torch.Tensor) and held.dtype not in _NOT_OF_NUMPY
     try:
-        return base64.b64decode(text, validate=True)
+        if mark == "__tensor__" and type(held) is int and 0 <= held < len(tensors):
+            return tensors[held]
+        if mark == "__bytes__" and isinstance(held, str):
+            return base64.b64decode(held, validate=True)
+        if mark == "__array__" and is_array:
+            return held.numpy()
+        if mark == "__number__" and is_array and held.shape == (1,):
+            return held.numpy()[0]
+        if mark == "__tuple__" and isinstance(held, list):
+            return tuple(held)
+        if mark == "__items__" and isinstance(held, list) and all(isinstance(pair, list) for pair in held):
+            return dict(held)
     except (TypeError, ValueError) as error:
-        raise TransferError(f"encoded bytes are no base64: {error}") from None
-
-
-def _array(held: Any, tensors: list[torch.Tensor]) -> np.ndarray[Any, Any]:
-    if not isinstance(held, torch.Tensor) or held.dtype in _NOT_OF_NUMPY:
-        raise TransferError(f"an encoded array is a {type(held).__name__} that is none of numpy's")
-    found: np.ndarray[Any, Any] = held.numpy()
-    return found
-
-
-def _number(held: Any, tensors: list[torch.Tensor]) -> Any:
-    found = _array(held, tensors)
-    if found.shape != (1,):
-        raise TransferError(f"an encoded number is of shape {found.shape}")
-    return found[0]
-
-
-def _tuple(held: Any, tensors: list[torch.Tensor]) -> tuple[Any, ...]:
-    if not isinstance(held, list):
-        raise TransferError(f"an encoded tuple is a {type(held).__name__}")
-    return tuple(held)
-
-
-def _items(held: Any, tensors: list[torch.Tensor]) -> dict[Any, Any]:
-    if not isinstance(held, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in held):
-        raise TransferError("an encoded table is no list of pairs")
-    try:
-        return dict(held)
-    except TypeError as error:
-        raise TransferError(f"a key of an encoded table cannot be one: {error}") from None
-
-
-_MAKERS: Mapping[str, Callable[[Any, list[torch.Tensor]], Any]] = {
-    "__tensor__": _tensor,
-    "__array__": _array,
-    "__number__": _number,
-    "__bytes__": _bytes,
-    "__tuple__": _tuple,
-    "__items__": _items,
-}
-"""Function for each mark that makes the value from what is marked, which is decoded first if it is a value itself."""
+        raise TransferError(f"an encoded value with the mark {mark!r} is impossible: {error}") from None
+    raise TransferError(f"an encoded value with the mark {mark!r} is {str(held)[:MOST_TEXT]}, which there cannot be")
 
 
 def announced(value: Any) -> dict[int, tuple[torch.dtype, tuple[int, ...]]]:

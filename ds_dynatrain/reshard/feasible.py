@@ -27,22 +27,18 @@ def check_combination(features: axes.Features, target: Layout, processes: int) -
         raise SwitchRefused(found.why, found.instead)
 
 
-def check_axes(vps: VirtualParameterSpace, target: Layout) -> None:
-    """Raise SwitchRefused if the axes of a layout cannot cut the model's tensors."""
+def check_tensors(vps: VirtualParameterSpace, target: Layout) -> None:
+    """Raise SwitchRefused if a layout cannot cut the model's tensors: by its axes, or at ZeRO stage 3 an empty one."""
     try:
         vps.mesh(target)
     except (LayoutError, UnsupportedError) as error:
         raise SwitchRefused(str(error), "choose other sizes of pipe, expert and tensor") from error
-
-
-def check_elements(vps: VirtualParameterSpace, target: Layout) -> None:
-    """Raise SwitchRefused if ZeRO-3 is asked for and a parameter has no elements, which DeepSpeed cannot gather."""
-    empty = [tensor.name for tensor in vps.tensors if tensor.numel == 0]
-    if target.zero_stage == 3 and empty:
-        raise SwitchRefused(
-            f"{target}: parameter {empty[0]} has no elements, and DeepSpeed's stage 3 cannot gather it",
-            "choose ZeRO stage 0, 1 or 2, or take the parameter out of the model",
-        )
+    for tensor in vps.tensors:
+        if target.zero_stage == 3 and not tensor.numel:
+            raise SwitchRefused(
+                f"{target}: parameter {tensor.name} has no elements, and DeepSpeed's stage 3 cannot gather it",
+                "choose ZeRO stage 0, 1 or 2, or take the parameter out of the model",
+            )
 
 
 def target_layout(present: Layout, layout: Layout | None, changes: Mapping[str, int]) -> Layout:

@@ -1,4 +1,6 @@
-"""Registration of trained parameters and optimizer groups: what the job has so far, and how an engine follows it."""
+"""Registration of trained parameters and optimizer groups: their space, what the job has so far, how an engine follows
+it.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,33 @@ from dataclasses import replace
 from typing import Any
 
 from ds_dynatrain.adapters.model import ModelMap
+from ds_dynatrain.adapters.optimizers import moment_kinds
 from ds_dynatrain.adapters.regroup import Lists, NewGroup, Regrouping, follow, lists_per_group, put_lists_back
+from ds_dynatrain.adapters.shaping import partition_of, rules_of
 from ds_dynatrain.errors import CheckpointError, SwitchRefused
 from ds_dynatrain.reshard.core import EngineCore
-from ds_dynatrain.reshard.space import space_of
+from ds_dynatrain.space import STATE, Layout, LogicalTensor, Partition, VirtualParameterSpace, standard_kinds
+
+
+def space_of(
+    engine: EngineCore, layout: Layout, members: tuple[int, ...], tensors: tuple[LogicalTensor, ...] | None = None
+) -> VirtualParameterSpace:
+    """Register every logical tensor. The rules that cut them come from DeepSpeed's own reading of the configuration.
+
+    tensors: whole; by default those of the module, which must not be cut then.
+    """
+    tensors = tensors or engine.host.model_map.tensors
+    names, shaper = tuple(tensor.name for tensor in tensors), engine.host.shaper
+    types = engine.host.element_types
+    moments, offloads = moment_kinds(engine.host.basic_optimizer, types), engine.deepspeed.zero_use_cpu_optimizer()
+    there = [name for name, row in STATE.items() if row.is_gradient and (offloads or not row.is_offloaded)]
+    gradients = {name: types.of(name).itemsize for name in there}
+    kinds = standard_kinds(types.weight.itemsize, types.master.itemsize, moments, **gradients)
+
+    def partition(target: Layout) -> Partition:
+        return partition_of(shaper, names, target)
+
+    return VirtualParameterSpace.of(tensors, rules_of(engine.host), kinds, layout, members, partition)
 
 
 def catch_up(engine: EngineCore) -> None:

@@ -10,7 +10,6 @@ seeded there, by the tensor index too.
 from __future__ import annotations
 
 import base64
-import hashlib
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from ds_dynatrain.adapters.process_wide import (
     seeded_stream,
 )
 from ds_dynatrain.space import Layout
-from ds_dynatrain.space.leaves import leaf_seed
+from ds_dynatrain.space.leaves import leaf_seed, seed_of
 
 Streams = dict[str, Any]
 """Name of a generator -> its state as plain JSON."""
@@ -91,37 +90,26 @@ def origin(source: Layout, target: Layout, rank: int) -> int | None:
     return source.rank(**{axis: index if index < getattr(source, axis) else 0 for axis, index in place.items()})
 
 
-def is_forked(source: Layout, target: Layout, rank: int) -> bool:
-    """Return whether a rank continues the streams of another tensor index, and so not all of them."""
-    return target.coordinate(rank)["tensor"] >= source.tensor
-
-
-def forked(streams: Streams, job_seed: int, place: dict[str, int], generation: int) -> Streams:
-    """Return the streams of a new tensor index: those of index 0, but for the ones that differ between tensor ranks."""
-    further = {
-        name: _text(seeded_stream(_further_seed(job_seed, name, place, generation)))
-        if is_of_tensor_index(name)
-        else state
-        for name, state in streams["further"].items()
-    }
-    return {**streams, "further": further}
-
-
 def continued(
     source: Layout, target: Layout, rank: int, job_seed: int, generation: int, of_rank: Callable[[int], Streams]
 ) -> Streams:
-    """Return the streams of a rank of `target`, given those of each rank of `source`. generation: of the target."""
+    """Return the streams of a rank of `target`, given those of each rank of `source`. generation: of the target.
+
+    A new tensor index has those of index 0, but for the ones that differ between tensor ranks.
+    """
     place, known = target.coordinate(rank), origin(source, target, rank)
     if known is None:
         return seeded(job_seed, place, generation)
     found = of_rank(known)
-    return forked(found, job_seed, place, generation) if is_forked(source, target, rank) else found
-
-
-def shared(streams: Streams) -> Streams:
-    """Return the part of a rank's streams that a fork of it has too."""
-    further = {name: state for name, state in streams["further"].items() if not is_of_tensor_index(name)}
-    return {**streams, "further": further}
+    if place["tensor"] < source.tensor:
+        return found
+    further = {
+        name: _text(seeded_stream(_place_seed(job_seed, name, place, generation)))
+        if is_of_tensor_index(name)
+        else state
+        for name, state in found["further"].items()
+    }
+    return {**found, "further": further}
 
 
 def seeded(job_seed: int, place: dict[str, int], generation: int) -> Streams:
@@ -129,15 +117,9 @@ def seeded(job_seed: int, place: dict[str, int], generation: int) -> Streams:
 
     The generators themselves are left as they are. place: its index on each axis; only data, pipe and tensor count.
     """
-    index = _index(place)
     before = capture()
     try:
-        torch.manual_seed(_seed(job_seed, "torch", index, generation))
-        np.random.seed(_seed(job_seed, "numpy", index, generation) % 2**32)
-        random.seed(_seed(job_seed, "python", index, generation))
-        restore_further_streams(
-            {name: seeded_stream(_further_seed(job_seed, name, place, generation)) for name in further_streams()}
-        )
+        _seed_all(lambda name: _place_seed(job_seed, name, place, generation))
         return capture()
     finally:
         restore(before)
@@ -149,30 +131,26 @@ def begin_leaf(job_seed: int, step: int, leaf: int, layer: int | None = None) ->
     layer: layer of a pipeline before which the generators are set anew.
     """
     place = 0 if layer is None else layer + 1
+    _seed_all(lambda name: leaf_seed(job_seed, name, step, leaf, place))
 
-    def seed(name: str) -> int:
-        return leaf_seed(job_seed, name, step, leaf, place)
 
+def _seed_all(seed: Callable[[str], int]) -> None:
+    """Seed every generator. seed: called with its name."""
     torch.manual_seed(seed("torch"))
     np.random.seed(seed("numpy") % 2**32)
     random.seed(seed("python"))
     restore_further_streams({name: seeded_stream(seed(name)) for name in further_streams()})
 
 
-def _further_seed(job_seed: int, name: str, place: dict[str, int], generation: int) -> int:
+def _place_seed(job_seed: int, name: str, place: dict[str, int], generation: int) -> int:
     apart = (place["tensor"],) if is_of_tensor_index(name) and place["tensor"] else ()
-    return _seed(job_seed, name, _index(place), generation, *apart)
+    return seed_of(job_seed, name, _index(place), generation, *apart)
 
 
 def _index(place: dict[str, int]) -> int | tuple[int, int]:
     """Return what tells apart ranks with different streams: the data index, and the stage unless it is the first."""
     stage = place.get("pipe", 0)
     return (place["data"], stage) if stage else place["data"]
-
-
-def _seed(*parts: object) -> int:
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
 
 
 def _text(array: np.ndarray[Any, Any]) -> str:

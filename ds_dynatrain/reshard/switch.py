@@ -36,7 +36,7 @@ from ds_dynatrain.adapters.worlds import drop
 from ds_dynatrain.errors import CensusError, CertificateError, DynatrainError, OutcomeUnknown, SwitchFailed
 from ds_dynatrain.membership.session import Decision, Session
 from ds_dynatrain.reshard import streams
-from ds_dynatrain.reshard.carry import Carried, Taken, fingerprints, rest_carry, scalars_of, shared_carry, take
+from ds_dynatrain.reshard.carry import Carried, Taken, differing_values, rest_carry, scalars_of, shared_carry, take
 from ds_dynatrain.reshard.census import check_census
 from ds_dynatrain.reshard.certificate import (
     SIDES,
@@ -82,7 +82,7 @@ class Transaction:
         self.before: Before | None = None
         self.source: Buffers = {}
         self.target: Buffers = {}
-        self.carried = Carried({}, {}, {}, "", ())
+        self.carried = Carried({}, {}, "", ())
         self.rest: dict[str, Any] = {}
         self.new_streams: streams.Streams | None = None
         self.source_digests: SideDigests = {}
@@ -277,7 +277,8 @@ class Transaction:
         if rank == 0:
             self.rest = rest_carry(engine, has_module=not self.layers.go_by_layers)
             kinds = [kind for kind in engine.vps.present_kinds() if any(kind == held for held, _ in self.source)]
-            record = Carried.record(self.before.shared, self.rest, kinds, bool(self.newcomers))
+            record = {"shared": encode(self.before.shared, None), "rest": encode(self.rest, []), "kinds": kinds}
+            record["rest_print"] = fingerprint(self.rest) if self.newcomers else ""
             self.control.post(f"carry/{generation}", record)
 
     def _settle_results(self) -> None:
@@ -294,7 +295,7 @@ class Transaction:
 
     def _receive_carry(self) -> None:
         """Read rank 0's carry, which all others must have, too; it was posted before rank 0 came to the meeting."""
-        self.carried = Carried.from_record(self.control.value(f"carry/{self.proposal.generation}"))
+        self.carried = Carried.of(self.control.value(f"carry/{self.proposal.generation}"))
         self.outcome.kinds = self.kinds
         if self.before is not None:
             self._compare_carry(self.before.shared, "before")
@@ -307,8 +308,7 @@ class Transaction:
 
     def _compare_carry(self, mine: dict[str, Any], when: str) -> None:
         """Raise CertificateError unless this member has the carry that rank 0 had before the moves."""
-        prints = fingerprints(mine)
-        parts = sorted(part for part, wanted in self.carried.prints.items() if prints.get(part) != wanted)
+        parts = differing_values(mine, self.carried.shared)
         if parts:
             raise CertificateError(
                 f"carry of member {self.control.member} {when} the moves differs from rank 0's before them in: "
@@ -457,23 +457,21 @@ class Transaction:
         streams.restore(self.new_streams)
 
     def _streams_of(self, rank: int) -> streams.Streams:
-        """Return the random streams of a rank of the next world."""
-        source, target = self.proposal.source_layout, self.proposal.layout
-        generation, seed, place = self.proposal.generation, self.engine.job.job_seed, target.coordinate(rank)
-        origin = streams.origin(source, target, rank)
-        if origin is None:
-            return streams.seeded(seed, place, generation)
-        record = self.control.value(f"stream/{generation}/{origin}")
-        found: streams.Streams = record["states"]
-        is_forked = streams.is_forked(source, target, rank)
-        made = streams.forked(found, seed, place, generation) if is_forked else found
-        alike = streams.shared(made) == streams.shared(found) if is_forked else made == found
-        if not alike or fingerprint(found) != record["print"]:
-            raise CertificateError(
-                f"random streams of data index {place['data']}: those of member {self.control.member} are not those "
-                f"that member {self.proposal.source_members[origin]} had"
-            )
-        return made
+        """Return the random streams of a rank of the next world, from those that the present ranks have posted."""
+        proposal = self.proposal
+
+        def posted(origin: int) -> streams.Streams:
+            record = self.control.value(f"stream/{proposal.generation}/{origin}")
+            found: streams.Streams = record["states"]
+            if fingerprint(found) != record["print"]:
+                raise CertificateError(
+                    f"random streams of rank {origin}: those that member {self.control.member} has read are not those "
+                    f"that member {proposal.source_members[origin]} had"
+                )
+            return found
+
+        layouts, seed = (proposal.source_layout, proposal.layout), self.engine.job.job_seed
+        return streams.continued(*layouts, rank, seed, proposal.generation, posted)
 
     def _verify(self) -> dict[str, Any]:
         """Check the target; return this member's report on both sides."""

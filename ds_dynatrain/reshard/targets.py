@@ -91,8 +91,7 @@ class Targets:
         engine = self.engine
         processes = len(engine.candidates) if processes is None else processes
         feasible.check_combination(engine.job.features, target, processes)
-        feasible.check_axes(engine.vps, target)
-        feasible.check_elements(engine.vps, target)
+        feasible.check_tensors(engine.vps, target)
         config, optimizer = engine.job.user_config, engine.host.basic_optimizer
         refuse_module(engine.host.module, target, config)
         refuse_layout(Target(config, target, engine.layout, type(optimizer)))

@@ -46,7 +46,7 @@ from ds_dynatrain.space.kind import (
 from ds_dynatrain.space.layout import Layout
 from ds_dynatrain.space.mesh import Mesh
 from ds_dynatrain.space.sharding import ABSENT, Sharding
-from ds_dynatrain.space.tensor import FROZEN, IN_EMPTY_GROUP, BufferId, Line, LogicalTensor, Piece, Pieces
+from ds_dynatrain.space.tensor import FROZEN, IN_EMPTY_GROUP, BufferId, Line, LogicalTensor, Piece, Pieces, of_kind
 from ds_dynatrain.space.vps import VirtualParameterSpace
 from ds_dynatrain.space.zero import LocalSpace, ZeroRules
 
@@ -86,6 +86,7 @@ __all__ = [
     "ZeroRules",
     "compose",
     "is_partitioned",
+    "of_kind",
     "row_major",
     "row_of",
     "runs_of_box",

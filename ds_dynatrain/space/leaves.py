@@ -25,14 +25,15 @@ def leaf_seed(job_seed: int, stream: str, step: int, leaf: int, place: int = 0) 
 
     stream: the generator's name. place: a position in the leaf; 0 is its beginning.
     """
-    return _seed("leaf", job_seed, stream, step, leaf, place)
+    return seed_of("leaf", job_seed, stream, step, leaf, place)
 
 
 def sample_seed(seed: int, epoch: int, sample: int) -> int:
     """Return the seed of the generators while one sample is read, from 0 to 2^63 - 1; `seed` orders the samples."""
-    return _seed("sample", seed, epoch, sample)
+    return seed_of("sample", seed, epoch, sample)
 
 
-def _seed(*parts: object) -> int:
+def seed_of(*parts: object) -> int:
+    """Return a seed that depends on all parts, from 0 to 2^63 - 1."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

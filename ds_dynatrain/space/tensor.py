@@ -9,10 +9,10 @@ single run.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ from ds_dynatrain.space import interval
 from ds_dynatrain.space.interval import Ints
 
 FROZEN = -1
+Held = TypeVar("Held")
 IN_EMPTY_GROUP = "no tensor of group "
 """Start of the name of an element that stands for a group without a tensor on a pipeline stage; its number follows."""
 
@@ -145,6 +146,11 @@ class BufferId(NamedTuple):
 
     place: str
     index: int  # type: ignore[assignment]  # the field hides tuple.index
+
+
+def of_kind(buffers: Mapping[tuple[str, BufferId], Held], kind: str) -> dict[BufferId, Held]:
+    """Return the buffers of one state kind, by their names."""
+    return {name: held for (held_kind, name), held in buffers.items() if held_kind == kind}
 
 
 class Piece(NamedTuple):

@@ -16,7 +16,7 @@ import ds_dynatrain
 from ds_dynatrain.adapters import versions
 from ds_dynatrain.adapters.settings import BatchSizes
 from ds_dynatrain.config import DynatrainConfig
-from ds_dynatrain.engine.first_layout import first_layout
+from ds_dynatrain.engine.first import first_layout
 from ds_dynatrain.errors import ConfigError, SwitchRefused, UnsupportedError
 from ds_dynatrain.exact.adapters import graph, refusals
 from ds_dynatrain.exact.adapters import sums as sums_of

@@ -188,11 +188,12 @@ def tracked() -> Iterator[None]:
 def test_new_tensor_ranks_draw_alike_but_from_the_tracker() -> None:
     with tracked():
         base = streams.capture()
-        fork = streams.forked(base, 1, {"data": 0, "tensor": 1}, 3)
-        other = streams.forked(base, 1, {"data": 0, "tensor": 2}, 3)
+        wider = Layout(zero_stage=1, tensor=3)
+        fork, other = (streams.continued(PRESENT, wider, rank, 1, 3, lambda _: base) for rank in (1, 2))
         new = [streams.seeded(1, {"data": 4, "tensor": tensor}, 3) for tensor in (0, 1)]
     for one, another in ((base, fork), (fork, other), new):
-        assert one != another and streams.shared(one) == streams.shared(another)
+        assert one != another and one["further"].keys() == another["further"].keys()
+        assert {**one, "further": {}} == {**another, "further": {}}
 
 
 def test_places_that_live_on_keep_their_streams() -> None:
@@ -207,8 +208,9 @@ def test_places_that_live_on_keep_their_streams() -> None:
     for text, origins in rows.items():
         target = Layout(zero_stage=1, **{name: int(size) for name, size in (part.split("=") for part in text.split())})
         assert [streams.origin(source, target, rank) for rank in range(target.world_size)] == origins, text
-    four = Layout(zero_stage=1, tensor=4)
-    assert [streams.is_forked(source, four, rank) for rank in range(4)] == [False, False, True, True]
+    four, posted = Layout(zero_stage=1, tensor=4), streams.capture()
+    found = [streams.continued(source, four, rank, 1, 3, lambda _: posted) for rank in range(4)]
+    assert [each is posted for each in found] == [True, True, False, False]
 
 
 # ---- feasible -------------------------------------------------------------------------------------------------------

@@ -127,12 +127,12 @@ def test_another_side_is_cut_anew(made: list[ReadyDigest]) -> None:
     vps = space(layout)
     side = Side(vps, layout, 0)
     side.make_ready(buffers_of(vps, layout, 0, False), vps.present_kinds(), set(), 1 << 20)
-    assert side.is_of(vps.with_layout(Layout(data=3, zero_stage=1), range(3)), layout, 0, vps.present_kinds())
+    assert side.is_of(vps.with_layout(Layout(data=3, zero_stage=1), range(3)), layout, 0)
     fewer = vps.with_groups(MASTER, [0])
     others = [(vps, layout, 1), (vps, Layout(data=2, zero_stage=3), 0), (fewer, layout, 0), (space(layout), layout, 0)]
     for vps, layout, rank in others:
         vps = vps.with_layout(layout, range(2))
-        assert not side.is_of(vps, layout, rank, vps.present_kinds())
+        assert not side.is_of(vps, layout, rank)
         buffers = buffers_of(vps, layout, rank, False)
         found = side_digests(vps, layout, rank, buffers, vps.present_kinds(), set(), ready=side)
         assert same(found, side_digests(vps, layout, rank, buffers, vps.present_kinds(), set()))

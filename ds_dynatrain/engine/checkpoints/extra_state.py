@@ -17,6 +17,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ds_dynatrain.adapters.module_state import merged
+from ds_dynatrain.adapters.regroup import Regrouping
 from ds_dynatrain.checkpoint import Extent, Reader, Saved, Share
 from ds_dynatrain.checkpoint.extents import name_of
 from ds_dynatrain.checkpoint.files import Progress, silent
@@ -35,22 +36,6 @@ Number = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,18})$")]
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
-class _Group(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-    origin: Count
-    fresh: bool
-    names: list[str]
-    values: dict[str, Any]
-
-
-class _Registration(BaseModel):
-    """A `Regrouping` in JSON."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
-    groups: list[_Group]
-    requires_grad: list[str]
-
-
 class _Shared(BaseModel):
     """Known parts of a shared carry, each of which may be absent; other parts are up to the training that saved it."""
 
@@ -59,21 +44,9 @@ class _Shared(BaseModel):
     scalars: dict[str, dict[Number, float]] = {}
     counters: dict[str, Count] = {}
     windows: Count = 0
-    registration: _Registration | None = None
 
 
 # ---- shared by all ranks ---------------------------------------------------------------------------------------------
-
-
-def plain(shared: Mapping[str, Any]) -> Any:
-    """Return a shared carry, encoded; CheckpointError if it has a tensor."""
-    tensors: list[torch.Tensor] = []
-    encoded = encode(dict(shared), tensors)
-    if tensors:
-        raise CheckpointError(
-            "a hyper-parameter or the scheduler's state is a tensor or numpy value; give plain numbers"
-        )
-    return encoded
 
 
 def shared_of(saved: Saved) -> dict[str, Any]:
@@ -82,6 +55,7 @@ def shared_of(saved: Saved) -> dict[str, Any]:
     try:
         found: dict[str, Any] = decode(saved.record.carry, [])
         said = _Shared.model_validate(found)
+        registration = None if found.get("registration") is None else Regrouping.from_json(found["registration"])
     except TransferError as error:
         raise CheckpointDamaged(f"{RECORD}: carry: {error}") from None
     except ValidationError as error:
@@ -89,7 +63,7 @@ def shared_of(saved: Saved) -> dict[str, Any]:
     numbers = [int(number) for table in said.scalars.values() for number in table]
     if max(numbers, default=-1) >= len(tensors):
         raise CheckpointDamaged(f"{RECORD}: carry.scalars: of tensor {max(numbers)}, and there are {len(tensors)}")
-    listed = [name for group in said.registration.groups for name in group.names] if said.registration else []
+    listed = [name for group in registration.groups for name in group.names] if registration is not None else []
     if len(set(listed)) != len(listed) or not {each.name for each in tensors}.issuperset(listed):
         raise CheckpointDamaged(f"{RECORD}: carry.registration: a tensor is in two groups, or in none of the model's")
     groups = 1 + max((each.group for each in tensors), default=-1)
@@ -201,7 +175,8 @@ def convert_foreign(foreign: Foreign, folder: Path, progress: Progress = silent)
     """
     buffers = {name: value_of(foreign.path, stored) for name, stored in foreign.buffers.items()}
     try:
-        carry, (rest, shares) = plain(foreign.carry), packed(0, {"grad_norm": None, "buffers": buffers, "objects": {}})
-    except (CheckpointError, ConfigError) as error:
+        carry = encode(dict(foreign.carry), None)
+        rest, shares = packed(0, {"grad_norm": None, "buffers": buffers, "objects": {}})
+    except ConfigError as error:
         raise CheckpointError(f"{foreign.path}: {error}") from None
     return take(foreign, folder, carry, rest, shares, progress)

@@ -26,12 +26,11 @@ from ds_dynatrain.checkpoint.extents import name_of
 from ds_dynatrain.checkpoint.files import naming
 from ds_dynatrain.checkpoint.others import is_zero_folder
 from ds_dynatrain.checkpoint.record import RECORD
-from ds_dynatrain.engine.checkpoints.asking import ask, refusal_of
-from ds_dynatrain.engine.checkpoints.opening import opened
-from ds_dynatrain.engine.checkpoints.sources import Source, damaged_rows
+from ds_dynatrain.engine.checkpoints.asking import ask
+from ds_dynatrain.engine.checkpoints.sources import Source, damaged_rows, opened
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 from ds_dynatrain.membership.proposal import Proposal
-from ds_dynatrain.membership.session import Decision, Request, Session
+from ds_dynatrain.membership.session import Decision, Session
 from ds_dynatrain.records import to_record
 from ds_dynatrain.report import logger
 from ds_dynatrain.reshard import streams
@@ -67,7 +66,7 @@ ALL = Part()
 def from_checkpoint(
     engine: EngineCore, goal: Goal, path: Path, present: dict[str, Any] | None, trust_pickle: bool, part: Part
 ) -> Iterator[StateSource]:
-    """Open the checkpoint in a folder; see `opening.opened`. present: the present shared carry, if there is one.
+    """Open the checkpoint in a folder; see `sources.opened`. present: the present shared carry, if there is one.
 
     part: for which `is_read_here` is true. State that it leaves out stays as it is: the schedule, and frozen weights
     that the checkpoint lacks, which are refused otherwise.
@@ -250,11 +249,8 @@ def load(
     place, is_open: as for `regrouping.register`. part: as for `from_checkpoint`.
     """
     control, members, where = engine.control, engine.members, Path(path).absolute()
-    request = Request(
-        {"folder": str(where), "tag": tag, "step": engine.global_steps},
-        refusal_of(engine, is_open and f"{is_open}: load after engine.step(), with no switch pending", tag),
-    )
-    ask(Session(control, f"load/{place}", members, "engine.load"), request)
+    in_the_way = is_open and f"{is_open}: load after engine.step(), with no switch pending"
+    ask(Session(control, f"load/{place}", members, "engine.load"), engine, where, tag, in_the_way)
     same = (engine.layout, members, engine.layout, members, None)
     control.decide(f"proposal/{generation}", to_record(Proposal(generation, *same)))  # idle members follow the count
     if engine.world is None:

@@ -22,11 +22,11 @@ from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.checkpoint import HostMemory, Manifest, Record, Share, folder, record, shares_of, write_shares
 from ds_dynatrain.checkpoint.files import dumped
 from ds_dynatrain.elastic.main_thread import OWN_WAITS
-from ds_dynatrain.engine.checkpoints.asking import ask, refusal_of
-from ds_dynatrain.engine.checkpoints.extra_state import packed, plain
+from ds_dynatrain.engine.checkpoints.asking import ask
+from ds_dynatrain.engine.checkpoints.extra_state import packed
 from ds_dynatrain.errors import CertificateError, CheckpointError
 from ds_dynatrain.membership.control import Control
-from ds_dynatrain.membership.session import Request, Session
+from ds_dynatrain.membership.session import Session
 from ds_dynatrain.report import logger
 from ds_dynatrain.reshard import streams
 from ds_dynatrain.reshard.carry import rest_carry, shared_carry
@@ -34,7 +34,7 @@ from ds_dynatrain.reshard.census import check_census
 from ds_dynatrain.reshard.certificate import differing
 from ds_dynatrain.reshard.core import EngineCore
 from ds_dynatrain.reshard.digests import SideDigests, side_digests
-from ds_dynatrain.reshard.encoding import fingerprint
+from ds_dynatrain.reshard.encoding import encode, fingerprint
 from ds_dynatrain.reshard.registration import registration_of
 from ds_dynatrain.space import Layout, VirtualParameterSpace
 
@@ -159,9 +159,7 @@ class _Saving:
         `carry_out`, where all members learn of it.
         """
         in_the_way = is_open and f"{is_open}: save after engine.step()"
-        asked = {"folder": str(self.path), "tag": self.tag, "step": self.engine.global_steps}
-        request = Request(asked, refusal_of(self.engine, in_the_way, self.tag))
-        ask(self.session, request)
+        ask(self.session, self.engine, self.path, self.tag, in_the_way)
         try:
             self.engine.agree()
             self.snapshot = Snapshot.take(self.engine, lambda mine: self.session.all("carry", mine), memory)
@@ -311,7 +309,7 @@ class Snapshot:
             seed=engine.job.job_seed,
             kinds=kinds,
             tensors=[(each.name, list(each.shape), each.group, each.expert) for each in engine.vps.tensors],
-            carry=plain({**shared, "registration": registration_of(engine).to_json()}),
+            carry=encode({**shared, "registration": registration_of(engine).to_json()}, None),
             rests=rests,
             sums={},
             sizes={},

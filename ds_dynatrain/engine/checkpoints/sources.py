@@ -8,15 +8,14 @@ as they are, as with DeepSpeed's own load.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from ds_dynatrain.adapters.optimizers import rule_of
+from ds_dynatrain.adapters.pipeline import PipelineTemplate
 from ds_dynatrain.adapters.regroup import Regrouping
 from ds_dynatrain.adapters.scaler import taken_from
 from ds_dynatrain.checkpoint import Manifest, Reader, Row, Saved
@@ -27,6 +26,7 @@ from ds_dynatrain.checkpoint.others import (
     carry_of,
     check_crcs,
     frozen_left_out,
+    is_zero_folder,
     rows_of,
     scalars_of,
     then,
@@ -34,12 +34,13 @@ from ds_dynatrain.checkpoint.others import (
     with_values,
 )
 from ds_dynatrain.checkpoint.others.foreign import number_of
+from ds_dynatrain.checkpoint.record import RECORD
 from ds_dynatrain.engine.checkpoints.extra_state import rest_for, shared_of, streams_for
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 from ds_dynatrain.report import logger
 from ds_dynatrain.reshard import streams
 from ds_dynatrain.reshard.core import EngineCore
-from ds_dynatrain.space import MASTER, WEIGHT, Layout, LogicalTensor, VirtualParameterSpace, row_of
+from ds_dynatrain.space import MASTER, WEIGHT, Layout, row_of
 
 Key = tuple[str, str]
 """Tensor and state kind."""
@@ -64,48 +65,20 @@ NO_CLIENT_STATE = frozenset(
 """Keys that DeepSpeed does not return from `load_checkpoint`, and the parts of frozen tensors."""
 
 
-@dataclass(frozen=True, eq=False)
 class Universal:
     """A checkpoint of ours, open. kinds: state kinds in it. client_state: what `load_checkpoint` returns.
 
-    kept: numbers of the frozen tensors that it was saved without. registration: see `StateSource`.
+    kept: numbers of the frozen tensors that it was saved without. carry: state that is no tensor and that all ranks
+    share, as it was saved. registration: see `StateSource`.
     """
 
-    saved: Saved
+    kept: tuple[int, ...] = ()
 
-    @property
-    def path(self) -> Path:
-        return self.saved.path
-
-    @property
-    def manifest(self) -> Manifest:
-        return self.saved.manifest
-
-    @property
-    def kinds(self) -> list[str]:
-        return self.saved.record.kinds
-
-    @property
-    def tensors(self) -> tuple[LogicalTensor, ...]:
-        return self.saved.record.logical_tensors()
-
-    @property
-    def kept(self) -> tuple[int, ...]:
-        return ()
-
-    @property
-    def client_state(self) -> dict[str, Any]:
-        return {}
-
-    @cached_property
-    def carry(self) -> dict[str, Any]:
-        """State that is no tensor and that all ranks share, as it was saved."""
-        return shared_of(self.saved)
-
-    @property
-    def registration(self) -> Regrouping | None:
+    def __init__(self, saved: Saved) -> None:
+        self.saved, self.path, self.manifest, self.kinds = saved, saved.path, saved.manifest, saved.record.kinds
+        self.tensors, self.carry, self.client_state = saved.record.logical_tensors(), shared_of(saved), dict[str, Any]()
         said = self.carry.get("registration")  # an early checkpoint has none
-        return None if said is None else Regrouping.from_json(said)
+        self.registration = None if said is None else Regrouping.from_json(said)
 
     def shared(self, numbers: Mapping[int, int]) -> dict[str, Any]:
         """Return the shared carry. numbers: a tensor's number in the checkpoint -> its number here."""
@@ -128,42 +101,39 @@ class Universal:
         return {key: self.manifest.digest(*key) for key in self.manifest.rows if key[1] in self.kinds}
 
 
-@dataclass(frozen=True, eq=False)
 class Converted(Universal):
     """A checkpoint of ours that was converted from another tool's. present: the present shared carry.
 
     Its tensors are those of this training by name and shape. Groups and frozen tensors stay as they are here, and each
     group takes the hyper-parameters that its tensors have in the checkpoint. If it has weights only, the optimizer
     begins as new.
+
+    there: number and tensor in the checkpoint, by name. parameters: of this model, by each of their names. names: name
+    here -> name in the checkpoint, which for a tied parameter may be another of its names.
     """
 
-    saved: Saved
-    engine: EngineCore
-    present: dict[str, Any]
-
-    @cached_property
-    def there(self) -> dict[str, tuple[int, LogicalTensor]]:
-        """Number and tensor in the checkpoint, by name."""
-        return {each.name: (number, each) for number, each in enumerate(self.saved.record.logical_tensors())}
-
-    @cached_property
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters of this model by each of their names."""
-        return dict(self.engine.host.module.named_parameters(remove_duplicate=False))
-
-    @cached_property
-    def names(self) -> dict[str, str]:
-        """Name here -> name in the checkpoint, which for a tied parameter may be another of its names."""
-        found = {}
-        for tensor in self.engine.vps.tensors:
+    def __init__(self, saved: Saved, engine: EngineCore, present: dict[str, Any]) -> None:
+        super().__init__(saved)
+        self.engine, self.present = engine, present
+        self.there = {each.name: (number, each) for number, each in enumerate(self.tensors)}
+        self.parameters = dict(engine.host.module.named_parameters(remove_duplicate=False))
+        self.names = dict[str, str]()
+        for tensor in engine.vps.tensors:
             mine = self.parameters.get(tensor.name)
             ties = (name for name, held in self.parameters.items() if held is mine and name in self.there)
-            found[tensor.name] = tensor.name if tensor.name in self.there else next(ties, tensor.name)
-        return found
+            self.names[tensor.name] = tensor.name if tensor.name in self.there else next(ties, tensor.name)
+        self._check_tensors()
+        self.tensors = engine.vps.tensors
+        rows = dict(saved.manifest.rows)
+        for here, there in self.names.items():
+            if here != there:
+                for kind in self.kinds:
+                    if (there, kind) in rows:
+                        rows[here, kind] = tuple(replace(row, tensor=here) for row in rows[there, kind])
+        self.manifest = Manifest(rows)
 
-    @cached_property
-    def tensors(self) -> tuple[LogicalTensor, ...]:
-        """Tensors of this training; CheckpointError, naming those that do not match."""
+    def _check_tensors(self) -> None:
+        """Raise CheckpointError, naming them, for tensors that do not match."""
         others = {*self.names.values(), *(name for name, _ in self.engine.host.module.named_buffers())}
         wrong = list[str]()
         for tensor in self.engine.vps.tensors:
@@ -180,7 +150,6 @@ class Converted(Universal):
         if wrong:
             more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
             raise CheckpointError(f"{'; '.join(wrong[:3])}{more}; build the model of the job that saved it")
-        return self.engine.vps.tensors
 
     def _is_copy(self, name: str) -> bool:
         """Return whether a name in the checkpoint is a tied parameter's second copy."""
@@ -194,17 +163,6 @@ class Converted(Universal):
     def _digest(self, name: str, kind: str) -> int | None:
         manifest = self.saved.manifest
         return manifest.digest(name, kind) if (name, kind) in manifest.rows else None
-
-    @cached_property
-    def manifest(self) -> Manifest:
-        """Manifest with the tensors' names here."""
-        rows = dict(self.saved.manifest.rows)
-        for here, there in self.names.items():
-            if here != there:
-                for kind in self.saved.record.kinds:
-                    if (there, kind) in rows:
-                        rows[here, kind] = tuple(replace(row, tensor=here) for row in rows[there, kind])
-        return Manifest(rows)
 
     def shared(self, numbers: Mapping[int, int]) -> dict[str, Any]:
         """Return the present carry, updated from the checkpoint."""
@@ -264,50 +222,25 @@ class Converted(Universal):
         return streams.capture()
 
 
-@dataclass(frozen=True, eq=False)
 class Stock:
-    """A checkpoint of DeepSpeed's. present: the present shared carry."""
+    """A checkpoint of DeepSpeed's. present: the present shared carry. space: under the layout that it was saved in."""
 
-    folder: ZeroFolder
-    engine: EngineCore
-    present: dict[str, Any]
+    registration: Regrouping | None = None
 
-    @property
-    def path(self) -> Path:
-        return self.folder.path
-
-    @property
-    def tensors(self) -> tuple[LogicalTensor, ...]:
-        return self.engine.vps.tensors
-
-    @cached_property
-    def space(self) -> VirtualParameterSpace:
-        """Space under the layout that it was saved in."""
-        with naming(self.path):
-            return then(self.folder, self.engine.vps)
-
-    @cached_property
-    def manifest(self) -> Manifest:
-        with naming(self.path):
-            return Manifest.of(rows_of(self.folder, self.space, self.engine.host.element_types.weight))
-
-    @cached_property
-    def kinds(self) -> list[str]:
+    def __init__(self, folder: ZeroFolder, engine: EngineCore, present: dict[str, Any]) -> None:
+        self.folder, self.path, self.engine, self.present = folder, folder.path, engine, present
+        self.tensors, self.space = engine.vps.tensors, then(folder, engine.vps)
+        self.manifest = Manifest.of(rows_of(folder, self.space, engine.host.element_types.weight))
         held = {kind for _, kind in self.manifest.rows}
-        return [kind for kind in self.space.present_kinds() if kind in held]
-
-    @property
-    def kept(self) -> tuple[int, ...]:
-        return frozen_left_out(self.space, self.manifest)
-
-    @property
-    def registration(self) -> Regrouping | None:
-        return None
+        self.kinds = [kind for kind in self.space.present_kinds() if kind in held]
+        self.kept = frozen_left_out(self.space, self.manifest)
 
     @property
     def client_state(self) -> dict[str, Any]:
+        """The rest of the model states, with values for small tensors."""
+        said = self.folder.model(0)
         found: dict[str, Any] = with_values(
-            self.path, {key: value for key, value in self.folder.model(0).items() if key not in NO_CLIENT_STATE}
+            self.path, {key: value for key, value in said.items() if key not in NO_CLIENT_STATE}
         )
         return found
 
@@ -354,6 +287,41 @@ class Stock:
 
 
 Source = Universal | Stock
+
+
+def opened(path: Path, engine: EngineCore, present: dict[str, Any] | None, trust_pickle: bool) -> Source:
+    """Open the checkpoint in a folder. present: the present shared carry, into which another tool's is read.
+
+    Raise CheckpointError for a folder without a checkpoint, and for another tool's checkpoint if there is no carry.
+    """
+    if (path / RECORD).is_file() or present is None or not is_zero_folder(path):
+        saved = Saved.open(path)
+        if not saved.record.converted_from:
+            return Universal(saved)
+        if present is None:
+            raise CheckpointError(
+                f"{path} was converted from {saved.record.converted_from}, which is not all of a training; load it "
+                "with engine.load in a training that has begun"
+            )
+        return Converted(saved, engine, present)
+    template = getattr(engine.host.shaper, "template", None)
+    prefixes = template.prefixes() if isinstance(template, PipelineTemplate) else ()
+    held = ZeroFolder.open(path, trust_pickle, prefixes)
+    check_batch(engine, held)
+    return Stock(held, engine, present)
+
+
+def check_batch(engine: EngineCore, held: ZeroFolder) -> None:
+    """Raise CheckpointError if a checkpoint of DeepSpeed's was trained with another global batch than this job has.
+
+    DeepSpeed's own load does not notice if the batch follows from the micro-batch and the number of ranks.
+    """
+    there, here = held.global_batches(), int(engine.job.batch_sizes.train_batch_size)
+    if there and here not in there:
+        raise CheckpointError(
+            f"{held.path}: the global batch is {there[-1]} samples there and {here} here, so steps, rates and the "
+            f'order of samples would be others; give "train_batch_size": {there[-1]}'
+        )
 
 
 def over(present: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:

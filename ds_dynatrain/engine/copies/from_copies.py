@@ -26,10 +26,10 @@ from ds_dynatrain.plan import SwitchPlan, has_one_holder, plan_switch, standing_
 from ds_dynatrain.reshard import streams
 from ds_dynatrain.reshard.certificate import Shares, certify, joined, joined_sides, shares
 from ds_dynatrain.reshard.core import EngineCore
-from ds_dynatrain.reshard.digests import SideDigests, of_kind, only, side_digests
+from ds_dynatrain.reshard.digests import SideDigests, only, side_digests
 from ds_dynatrain.reshard.encoding import blank_tensors, decode
 from ds_dynatrain.reshard.restoration import Goal, StateSource
-from ds_dynatrain.space import FROZEN, MASTER, WEIGHT, BufferId
+from ds_dynatrain.space import FROZEN, MASTER, WEIGHT, BufferId, of_kind
 from ds_dynatrain.transfer import GroupTransport, digest_pieces, execute_standing_in
 
 REST_TAG = 2
