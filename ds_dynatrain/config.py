@@ -12,10 +12,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PlainValidator,
+    Tag,
+    ValidationError,
+    ValidationInfo,
+)
 
 from ds_dynatrain.config_file import Config, read_config, type_name
 from ds_dynatrain.errors import ConfigError
+from ds_dynatrain.extension import BACKUP_KEY, BLOCKS, named
 
 BLOCK = "dynatrain"
 
@@ -45,13 +56,13 @@ Stage = Annotated[int, Field(ge=0, le=3)]
 File = Annotated[str, Field(min_length=1), Said("path")]
 
 
-class _Block(BaseModel):
+class Block(BaseModel):
     """Base of the blocks: values are frozen, types are exact, unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-class LayoutConfig(_Block):
+class LayoutConfig(Block):
     """The layout to start with; it may use a part of the processes, and the others start idle."""
 
     data: Annotated[Size, Said("ranks")]
@@ -73,33 +84,14 @@ class LayoutConfig(_Block):
     """Samples of a global batch that each data index takes; `None`: as evenly as possible."""
 
 
-class DataConfig(_Block):
+class DataConfig(Block):
     """How samples are dealt to ranks."""
 
     reshuffle: bool = False
     """Whether every epoch has a new order of the samples; `False`: one order for all, as in plain DeepSpeed."""
 
 
-class FallbackConfig(_Block):
-    """Automatic checkpoints, saved between two steps."""
-
-    path: File
-    """A folder that all members see."""
-    every_steps: Steps | None = None
-    """Save whenever the number of completed optimizer steps is a multiple of this one."""
-    every_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False), Said("seconds")] | None = None
-    """Save when the last checkpoint is this many seconds old, by the clock of rank 0."""
-    background: bool = True
-    """Whether the step waits only for a copy in host memory, which takes as many bytes as this member writes."""
-    on_sigterm: bool = False
-    """Whether SIGTERM to any member makes all members save at the next step and end with code 143. Not needed where
-    members come and go: a member that gets SIGTERM hands over its state, and if all get it they save, and end with code
-    0."""
-    keep: Size = 2
-    """Number of the newest checkpoints that stay in the folder."""
-
-
-class ResumeConfig(_Block):
+class ResumeConfig(Block):
     """The checkpoint from which a job goes on when it starts."""
 
     path: File
@@ -110,7 +102,7 @@ class ResumeConfig(_Block):
     """Whether code in DeepSpeed's pickled files is run, if they hold more than tensors and plain values."""
 
 
-class ReportConfig(_Block):
+class ReportConfig(Block):
     """Reports of switches besides the log."""
 
     jsonl: Annotated[str, Said("path")] | None = None
@@ -120,7 +112,7 @@ class ReportConfig(_Block):
     enabled."""
 
 
-class BuddiesConfig(_Block):
+class BuddiesConfig(Block):
     """Copies in members' memory of state that one rank holds alone, for jobs whose members come and go."""
 
     mode: Annotated[Literal["off", "copy"] | None, Said(default='"copy" in an elastic launch, else "off"')] = None
@@ -138,7 +130,7 @@ class BuddiesConfig(_Block):
         return self.mode != "off"
 
 
-class BalanceConfig(_Block):
+class BalanceConfig(Block):
     """Timing of layers and members during training, with faster placements proposed or made."""
 
     mode: Literal["act", "advise", "off"] = "advise"
@@ -187,7 +179,7 @@ class BalanceConfig(_Block):
         return self.mode == "act"
 
 
-class ExactConfig(_Block):
+class ExactConfig(Block):
     """A job whose losses, gradient norms, weights and moments have the same bits in any world."""
 
     digest_every_steps: Steps = 1
@@ -199,7 +191,7 @@ def _exact_block(value: object) -> object:
     return {True: {}, False: None}[value] if isinstance(value, bool) else value
 
 
-class ElasticConfig(_Block):
+class ElasticConfig(Block):
     """A job whose members come and go."""
 
     wait_for_members_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False), Said("seconds")] = 600.0
@@ -216,11 +208,20 @@ BEST = "best"
 WorldSize = Annotated[str, Field(pattern=r"^[1-9][0-9]*$")]
 
 
+def _made(value: object, info: ValidationInfo) -> object:
+    """Return the block of an extension, made by its class, whose module is imported only now."""
+    return None if value is None else named(BLOCKS[str(info.field_name)]).model_validate(value)
+
+
+OfExtension = Annotated[Any, PlainValidator(_made)]
+"""A block that an extension of the package declares, or None."""
+
+
 def _name_or_table(value: object) -> str:
     return TABLE if isinstance(value, Mapping) else NAME
 
 
-class DynatrainConfig(_Block):
+class DynatrainConfig(Block):
     """The whole block. An empty block is valid and means all defaults."""
 
     layout: LayoutConfig | None = None
@@ -252,7 +253,7 @@ class DynatrainConfig(_Block):
     minutes."""
     data: DataConfig = DataConfig()
     report: ReportConfig = ReportConfig()
-    fallback: FallbackConfig | None = None
+    fallback: OfExtension = None
     """Automatic checkpoints, saved between two steps; `None`: none are saved."""
     resume: ResumeConfig | None = None
     """The checkpoint from which the job goes on when it starts; `None`: it begins anew."""
@@ -364,15 +365,17 @@ def _keys_at(path: tuple[int | str, ...]) -> list[str]:
     model: type[BaseModel] = DynatrainConfig
     for key in path:
         if key in model.model_fields:  # else it is one of a table of blocks
-            model = _block_in(model.model_fields[str(key)].annotation) or model
+            model = block_at(str(key), model.model_fields[str(key)].annotation) or model
     return list(model.model_fields)
 
 
-def _block_in(annotation: Any) -> type[BaseModel] | None:
-    """Return the block that a field of this type holds: itself, or `None`, or a table of such."""
+def block_at(key: str, annotation: Any) -> type[BaseModel] | None:
+    """Return the block that stands under a key of this type: itself, or `None`, or a table of such."""
+    if key in BLOCKS:
+        return named(BLOCKS[key])  # type: ignore[no-any-return]
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    return next((found for part in get_args(annotation) if (found := _block_in(part))), None)
+    return next((found for part in get_args(annotation) if (found := block_at(key, part))), None)
 
 
 def _unknown_key(where: str, valid: list[str]) -> str:
@@ -409,9 +412,7 @@ def _check_partition(block: DynatrainConfig, own: Mapping[str, Any]) -> None:
 def _check_together(block: DynatrainConfig) -> None:
     """Raise `ConfigError` for keys that do not go together."""
     if block.safety == "lean" and block.fallback is None:
-        raise ConfigError(
-            f'{BLOCK}.safety: "lean" switches through a checkpoint: name a folder for it in {BLOCK}.fallback.path'
-        )
+        raise ConfigError(f'{BLOCK}.safety: "lean" switches through a checkpoint: name a folder for it in {BACKUP_KEY}')
     balance = block.balance
     if block.layouts == BEST and (balance is None or not (balance.profile or balance.measures)):
         raise ConfigError(

@@ -30,7 +30,7 @@ from ds_dynatrain.engine.copies.copy import lacks_frozen
 from ds_dynatrain.engine.copies.kept import Kept
 from ds_dynatrain.engine.parts import EngineParts, open_engines
 from ds_dynatrain.errors import ConfigError, WorldChanged
-from ds_dynatrain.extension import Extension
+from ds_dynatrain.extension import BACKUP_KEY, Extension, backups_of
 from ds_dynatrain.membership.session import Session
 from ds_dynatrain.plan import has_single_holders, needs_copies, outlives_a_node
 from ds_dynatrain.report import logger
@@ -332,14 +332,14 @@ class Buddies(Extension):
 
     def _warn(self) -> None:
         """Log on rank 0 what a death would cost; once for consecutive equal reasons."""
-        why, fallback = self._why, self._engine.settings.fallback
+        why, backups = self._why, backups_of(self._engine.extensions)
         if self._engine.rank != 0 or why == self._last_warning:
             return
         self._last_warning = why
         cost = (
-            "ends the job and loses what was not saved; set dynatrain.fallback.path to have checkpoints saved"
-            if fallback is None
-            else f"takes training back to the newest fallback checkpoint in {fallback.path}"
+            f"ends the job and loses what was not saved; set {BACKUP_KEY} to have checkpoints saved"
+            if backups is None
+            else f"takes training back to the newest {backups.what} in {backups.path}"
         )
         until = "" if self._cannot or self._lacks else "until copies are whole, "
         logger.warning("buddies: unprotected: %s; %sa death %s", why, until, cost)

@@ -35,7 +35,7 @@ def elastic() -> ElasticMembership:
 
 def attached(engine: Any, kind: type[Buddies] = Buddies) -> Buddies:
     """The buddies of an engine that is nothing but what they ask it for."""
-    buddies = kind(engine.settings)
+    buddies, engine.extensions = kind(engine.settings), ()
     buddies.attach(SimpleNamespace(_parts=engine))
     return buddies
 
@@ -238,7 +238,7 @@ def test_without_being_asked_for_there_are_copies_where_they_can_be(
     engine: Any = buddies._engine
     block = DynatrainConfig.model_validate({"fallback": {"path": "checkpoints"}})
     buddies = attached(engine)
-    engine.settings, buddies._settings = block, block.buddies
+    engine.settings, engine.extensions, buddies._settings = block, made(block), block.buddies
     engine.candidates, engine.world = Candidates(0, {0: "a", 1: node}), SimpleNamespace(default=None)
     buddies.on_start()
     for _ in range(2):
