@@ -24,6 +24,9 @@ BUILT_IN: Mapping[str, str] = {
 }
 """Key of the `dynatrain` block -> class of its extension, in the order in which hooks are called."""
 BLOCKS: Mapping[str, str] = {
+    "balance": "ds_dynatrain.balance.config:BalanceConfig",
+    "exact": "ds_dynatrain.exact.config:ExactConfig",
+    "buddies": "ds_dynatrain.buddies.config:BuddiesConfig",
     "fallback": "ds_dynatrain.fallback.config:FallbackConfig",
 }
 """Key of the `dynatrain` block -> class of what stands under it."""
@@ -139,7 +142,7 @@ class Extension:
         """
         return {}
 
-    def best_layouts(self, members: int) -> Iterator[Any] | None:
+    def best_layouts(self, members: int) -> Iterable[Any] | None:
         """Return the best layouts for a number of members, best first, if `layouts` is "best"; None for no opinion."""
         return None
 
@@ -229,7 +232,7 @@ class Extension:
         """Look at a change of the rank, the members or the layout, before the next batch; see `engine.on_change`."""
 
     def on_end(self) -> None:
-        """Let go of the process; called when the engine ends, whether or not it was finished."""
+        """Let go of the process; called when the engine ends, also an unfinished one, and perhaps twice."""
 
 
 def check(extensions: Sequence[Any]) -> None:
@@ -247,8 +250,7 @@ def check(extensions: Sequence[Any]) -> None:
 
 def made(settings: Any) -> list[Extension]:
     """Return the package's extensions that a `dynatrain` block asks for, in their order; called by `initialize`."""
-    blocks = {key: getattr(settings, key) for key in BUILT_IN}
-    return [named(BUILT_IN[key])(settings) for key, block in blocks.items() if block and getattr(block, "are_on", True)]
+    return [named(path)(settings) for key, path in BUILT_IN.items() if getattr(settings, key) is not None]
 
 
 def backups_of(extensions: Iterable[Extension]) -> Backups | None:

@@ -1,6 +1,7 @@
 """The table of the keys of the `dynatrain` block, from its model: name, type and unit, default, meaning.
 
-What a key means is the docstring behind it in `ds_dynatrain/config.py`; only the links to other pages stand here.
+What a key means is the docstring behind it in `ds_dynatrain/config.py` or in an extension's `config.py`; only the links
+to other pages stand here.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ LINKS = {
     "fallback": "[checkpoints](checkpoint.md)",
     "resume": "[resume](checkpoint.md#resume)",
     "layouts": "[elastic membership](elastic.md)",
+    "buddies": "[buddies](buddies.md)",
     "buddies.mode": "[buddies](buddies.md)",
     "buddies.copies": "[buddies](buddies.md)",
     "balance": "[balance in a job](balance-job.md#in-a-job)",

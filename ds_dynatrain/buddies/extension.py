@@ -21,6 +21,7 @@ import torch.distributed as td
 
 from ds_dynatrain.adapters.watched import is_lost_peer
 from ds_dynatrain.adapters.world import World
+from ds_dynatrain.buddies.config import BuddiesConfig
 from ds_dynatrain.buddies.placement import buddies_of, memory_of_copies
 from ds_dynatrain.buddies.rows import IN_A_FIXED_LAUNCH
 from ds_dynatrain.buddies.shipping import GROUP, Keeper, Round
@@ -81,7 +82,7 @@ class Buddies(Extension):
 
     def __init__(self, settings: DynatrainConfig) -> None:
         self.kept = Kept()
-        self._settings = settings.buddies
+        self._settings: BuddiesConfig = settings.buddies
         self._worlds: list[World | None] = []
         """The worlds of all engines when buddies were last assigned."""
         self._by_member: dict[int, tuple[int, ...]] = {}
@@ -136,7 +137,7 @@ class Buddies(Extension):
     def check_beside(self, here: DynatrainConfig, there: DynatrainConfig, number: int) -> None:
         """Raise ConfigError if two engines of a process have different blocks, also if one of them has no buddies."""
         if here.buddies != there.buddies:
-            blocks = here.buddies.model_dump(), there.buddies.model_dump()
+            blocks = ["none" if each.buddies is None else each.buddies.model_dump() for each in (here, there)]
             raise ConfigError(
                 f"dynatrain.buddies: {blocks[0]} here, and {blocks[1]} in engine {number}; all engines of a process go "
                 "back together, to copies of one boundary: give each of them the same block, or none"

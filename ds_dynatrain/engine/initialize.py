@@ -123,11 +123,10 @@ def initialize(
     show_by_default()
     if model is None:
         raise ConfigError("initialize was called without a model; give model=")
+    settings = settings.in_launch(is_elastic=worker_place() is not None)
     if worker_place() is not None:
         _settle_elastic_launch()
         _require_global_batch(own)
-    else:
-        settings = settings.in_fixed_launch()
     refuse_unsupported(own, model, optimizer, mpu, mesh_param)
     added = [*made(settings), *extensions]
     for extension in added:

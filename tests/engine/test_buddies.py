@@ -24,8 +24,8 @@ from ds_dynatrain.space import Layout, LogicalTensor, VirtualParameterSpace, Zer
 
 
 def settings(**buddies: Any) -> DynatrainConfig:
-    """A block with buddies."""
-    return DynatrainConfig.model_validate({"buddies": {"mode": "copy", **buddies}})
+    """A block with buddies, as it counts in an elastic launch."""
+    return DynatrainConfig.model_validate({"buddies": {"mode": "copy", **buddies}}).in_launch(is_elastic=True)
 
 
 def elastic() -> ElasticMembership:
@@ -236,7 +236,7 @@ def test_without_being_asked_for_there_are_copies_where_they_can_be(
     monkeypatch.setattr(td, "all_reduce", lambda said, group: said.copy_(said[:, :1].expand(2, 2).clone()))
     buddies, _ = of_two_engines()
     engine: Any = buddies._engine
-    block = DynatrainConfig.model_validate({"fallback": {"path": "checkpoints"}})
+    block = DynatrainConfig.model_validate({"fallback": {"path": "checkpoints"}}).in_launch(is_elastic=True)
     buddies = attached(engine)
     engine.settings, engine.extensions, buddies._settings = block, made(block), block.buddies
     engine.candidates, engine.world = Candidates(0, {0: "a", 1: node}), SimpleNamespace(default=None)
