@@ -12,10 +12,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PlainValidator,
+    Tag,
+    ValidationError,
+    ValidationInfo,
+)
 
 from ds_dynatrain.config_file import Config, read_config, type_name
 from ds_dynatrain.errors import ConfigError
+from ds_dynatrain.extension import BACKUP_KEY, BLOCKS, named
 
 BLOCK = "dynatrain"
 
@@ -45,13 +56,13 @@ Stage = Annotated[int, Field(ge=0, le=3)]
 File = Annotated[str, Field(min_length=1), Said("path")]
 
 
-class _Block(BaseModel):
+class Block(BaseModel):
     """Base of the blocks: values are frozen, types are exact, unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-class LayoutConfig(_Block):
+class LayoutConfig(Block):
     """The layout to start with; it may use a part of the processes, and the others start idle."""
 
     data: Annotated[Size, Said("ranks")]
@@ -73,33 +84,14 @@ class LayoutConfig(_Block):
     """Samples of a global batch that each data index takes; `None`: as evenly as possible."""
 
 
-class DataConfig(_Block):
+class DataConfig(Block):
     """How samples are dealt to ranks."""
 
     reshuffle: bool = False
     """Whether every epoch has a new order of the samples; `False`: one order for all, as in plain DeepSpeed."""
 
 
-class FallbackConfig(_Block):
-    """Automatic checkpoints, saved between two steps."""
-
-    path: File
-    """A folder that all members see."""
-    every_steps: Steps | None = None
-    """Save whenever the number of completed optimizer steps is a multiple of this one."""
-    every_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False), Said("seconds")] | None = None
-    """Save when the last checkpoint is this many seconds old, by the clock of rank 0."""
-    background: bool = True
-    """Whether the step waits only for a copy in host memory, which takes as many bytes as this member writes."""
-    on_sigterm: bool = False
-    """Whether SIGTERM to any member makes all members save at the next step and end with code 143. Not needed where
-    members come and go: a member that gets SIGTERM hands over its state, and if all get it they save, and end with code
-    0."""
-    keep: Size = 2
-    """Number of the newest checkpoints that stay in the folder."""
-
-
-class ResumeConfig(_Block):
+class ResumeConfig(Block):
     """The checkpoint from which a job goes on when it starts."""
 
     path: File
@@ -110,7 +102,7 @@ class ResumeConfig(_Block):
     """Whether code in DeepSpeed's pickled files is run, if they hold more than tensors and plain values."""
 
 
-class ReportConfig(_Block):
+class ReportConfig(Block):
     """Reports of switches besides the log."""
 
     jsonl: Annotated[str, Said("path")] | None = None
@@ -120,86 +112,12 @@ class ReportConfig(_Block):
     enabled."""
 
 
-class BuddiesConfig(_Block):
-    """Copies in members' memory of state that one rank holds alone, for jobs whose members come and go."""
-
-    mode: Annotated[Literal["off", "copy"] | None, Said(default='"copy" in an elastic launch, else "off"')] = None
-    """Whether other members keep copies of state that one rank holds alone. "copy": as often as `every_steps` says;
-    `None`: the same in an elastic launch, while two nodes or more train and half of the free memory holds the copies.
-    All engines of a process have the same block."""
-    every_steps: Steps = 1
-    """Number of steps between two copies."""
-    copies: Annotated[Size, Said("members")] = 1
-    """How many other members keep each copy; a job begins with more members than that."""
-
-    @property
-    def are_on(self) -> bool:
-        """Whether there may be copies; meaningful once `initialize` has settled `mode` for the kind of launch."""
-        return self.mode != "off"
-
-
-class BalanceConfig(_Block):
-    """Timing of layers and members during training, with faster placements proposed or made."""
-
-    mode: Literal["act", "advise", "off"] = "advise"
-    """"advise": layers are timed, and nothing moves by itself; "act": layers also move; "off": nothing is timed."""
-    profile: File | None = None
-    """A profile written by `engine.balancer.profile.save`. Until one is measured, `engine.suggest` and `"layouts":
-    "best"` use it, and stages begin where it says if `pipeline.partition` is "profile"."""
-    every_steps: Steps = 50
-    """Steps from the beginning of one timing window to the beginning of the next."""
-    window_steps: Steps = 1
-    """Steps timed in a window; at most `every_steps`."""
-    least_gain: Annotated[float, Field(ge=0, lt=1)] = 0.03
-    """Share of a step below which no move pays, and below which costs count as equal."""
-    horizon_steps: Steps | None = None
-    """The most steps within which a move must pay; `None`: as many as costs have stayed the same so far."""
-    safety: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 2.0
-    """The least ratio of a move's gain over the horizon to its cost."""
-    cooldown_steps: Annotated[int, Field(ge=0), Said("optimizer steps")] = 20
-    """Steps after a move before the next one; doubled each time a move is taken back."""
-    shape: Literal["boundaries", "any"] = "boundaries"
-    """Changes that may be made. "boundaries": those of stages; "any": also the numbers of stages and data ranks that
-    the same members form, and the samples of each data rank."""
-    slow_ratio: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = 1.25
-    """A member counts as slow if it takes this many times as long as the median member of its stage; `None`: no member
-    does."""
-    slow_steps: Annotated[int, Field(ge=3), Said("optimizer steps")] = 20
-    """Steps within which a member that has become slow counts as slow: two windows must find it so, and there is a
-    window every third of these steps."""
-    memory_limit_bytes: Annotated[Size, Said("bytes")] | None = None
-    """Predicted bytes that a member may hold; `None`: no limit, and in `"layouts": "best"` the memory of its device, or
-    its part of the host's."""
-
-    @property
-    def measures(self) -> bool:
-        """Whether layers are timed."""
-        return self.mode != "off"
-
-    @property
-    def slow_seen_steps(self) -> int:
-        """Steps from the first window that finds a member slow to the window in which it counts as slow."""
-        return self.slow_steps // 3
-
-    @property
-    def acts(self) -> bool:
-        """Whether layers move by themselves."""
-        return self.mode == "act"
-
-
-class ExactConfig(_Block):
-    """A job whose losses, gradient norms, weights and moments have the same bits in any world."""
-
-    digest_every_steps: Steps = 1
-    """Steps, counted from the start of the job, between two digests of weights, moments and losses."""
-
-
 def _exact_block(value: object) -> object:
     """Return a block of defaults for `true`, None for `false`, and any other value as it is."""
     return {True: {}, False: None}[value] if isinstance(value, bool) else value
 
 
-class ElasticConfig(_Block):
+class ElasticConfig(Block):
     """A job whose members come and go."""
 
     wait_for_members_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False), Said("seconds")] = 600.0
@@ -216,11 +134,20 @@ BEST = "best"
 WorldSize = Annotated[str, Field(pattern=r"^[1-9][0-9]*$")]
 
 
+def _made(value: object, info: ValidationInfo) -> object:
+    """Return the block of an extension, made by its class, whose module is imported only now."""
+    return None if value is None else named(BLOCKS[str(info.field_name)]).model_validate(value)
+
+
+OfExtension = Annotated[Any, PlainValidator(_made)]
+"""A block that an extension of the package declares, or None."""
+
+
 def _name_or_table(value: object) -> str:
     return TABLE if isinstance(value, Mapping) else NAME
 
 
-class DynatrainConfig(_Block):
+class DynatrainConfig(Block):
     """The whole block. An empty block is valid and means all defaults."""
 
     layout: LayoutConfig | None = None
@@ -229,7 +156,7 @@ class DynatrainConfig(_Block):
     """How a switch protects the state. "rollback": both sides are held until the switch is committed; "lean": it goes
     through a checkpoint of this very step in `fallback.path`, and never holds more than the larger side."""
     exact: Annotated[
-        ExactConfig | None, BeforeValidator(_exact_block), Said(default="false", kind="boolean or object")
+        Any, PlainValidator(_made), BeforeValidator(_exact_block), Said(default="false", kind="boolean or object")
     ] = None
     """Whether losses, gradient norms, weights and moments have the same bits in any world; true: an object of all
     defaults. Features not tried with it are refused by name."""
@@ -252,7 +179,7 @@ class DynatrainConfig(_Block):
     minutes."""
     data: DataConfig = DataConfig()
     report: ReportConfig = ReportConfig()
-    fallback: FallbackConfig | None = None
+    fallback: OfExtension = None
     """Automatic checkpoints, saved between two steps; `None`: none are saved."""
     resume: ResumeConfig | None = None
     """The checkpoint from which the job goes on when it starts; `None`: it begins anew."""
@@ -262,15 +189,18 @@ class DynatrainConfig(_Block):
     """The layout for a world of n members, where members come and go: "data", "best", an object of layouts by n, or
     "module:function"."""
     elastic: ElasticConfig = ElasticConfig()
-    buddies: BuddiesConfig = BuddiesConfig()
-    balance: BalanceConfig | None = None
+    buddies: OfExtension = None
+    """Copies in members' memory of state that one rank holds alone, for jobs whose members come and go; `None`: those
+    of an empty object."""
+    balance: OfExtension = None
     """Timing of layers and members; layers move to save time if `mode` says so. `None`: nothing is timed."""
 
-    def in_fixed_launch(self) -> DynatrainConfig:
-        """Return the block without the copies that an elastic launch has by default; `initialize` calls it."""
-        if self.buddies.mode is not None:
-            return self
-        return self.model_copy(update={"buddies": self.buddies.model_copy(update={"mode": "off"})})
+    def in_launch(self, is_elastic: bool) -> DynatrainConfig:
+        """Return the block as it counts in this kind of launch: only an elastic one has copies by default, and one
+        without copies has no `buddies`. Called by `initialize`."""
+        block = named(BLOCKS["buddies"])() if is_elastic and self.buddies is None else self.buddies
+        has_copies = block is not None and block.mode != "off" and (is_elastic or block.mode is not None)
+        return self.model_copy(update={"buddies": block if has_copies else None})
 
     @property
     def raw_layouts(self) -> str | dict[str, dict[str, Any]]:
@@ -343,20 +273,6 @@ def _refuse_removed(block: Mapping[str, Any]) -> None:
             f'{BLOCK}.transport: "ring" is gone, because a switch was no faster by it than by gloo; use "gloo", which '
             'does not read the memory of other members either, or "auto", which does where the kernel permits it'
         )
-    buddies = block.get("buddies")
-    if not isinstance(buddies, Mapping):
-        return
-    if (mode := buddies.get("mode")) in ("replay", "auto"):
-        raise ConfigError(
-            f'{BLOCK}.buddies.mode: "{mode}" is gone, because a step waited less for a copy (0.4 to 3.1 % of it) than '
-            'where buddies replayed it (0.9 to 14.9 %); use "copy", which works with every optimizer and on '
-            "accelerators, too"
-        )
-    if "verify_every_steps" in buddies:
-        raise ConfigError(
-            f"{BLOCK}.buddies.verify_every_steps: this key is gone, because buddies replay no steps that would have to "
-            "be compared; leave it out, each copy has digests"
-        )
 
 
 def _keys_at(path: tuple[int | str, ...]) -> list[str]:
@@ -364,15 +280,17 @@ def _keys_at(path: tuple[int | str, ...]) -> list[str]:
     model: type[BaseModel] = DynatrainConfig
     for key in path:
         if key in model.model_fields:  # else it is one of a table of blocks
-            model = _block_in(model.model_fields[str(key)].annotation) or model
+            model = block_at(str(key), model.model_fields[str(key)].annotation) or model
     return list(model.model_fields)
 
 
-def _block_in(annotation: Any) -> type[BaseModel] | None:
-    """Return the block that a field of this type holds: itself, or `None`, or a table of such."""
+def block_at(key: str, annotation: Any) -> type[BaseModel] | None:
+    """Return the block that stands under a key of this type: itself, or `None`, or a table of such."""
+    if key in BLOCKS:
+        return named(BLOCKS[key])  # type: ignore[no-any-return]
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    return next((found for part in get_args(annotation) if (found := _block_in(part))), None)
+    return next((found for part in get_args(annotation) if (found := block_at(key, part))), None)
 
 
 def _unknown_key(where: str, valid: list[str]) -> str:
@@ -409,16 +327,9 @@ def _check_partition(block: DynatrainConfig, own: Mapping[str, Any]) -> None:
 def _check_together(block: DynatrainConfig) -> None:
     """Raise `ConfigError` for keys that do not go together."""
     if block.safety == "lean" and block.fallback is None:
-        raise ConfigError(
-            f'{BLOCK}.safety: "lean" switches through a checkpoint: name a folder for it in {BLOCK}.fallback.path'
-        )
+        raise ConfigError(f'{BLOCK}.safety: "lean" switches through a checkpoint: name a folder for it in {BACKUP_KEY}')
     balance = block.balance
     if block.layouts == BEST and (balance is None or not (balance.profile or balance.measures)):
         raise ConfigError(
             f'{BLOCK}.layouts: "{BEST}" chooses from a profile of the model: name its file in {BLOCK}.balance.profile'
-        )
-    if balance is not None and balance.window_steps > balance.every_steps:
-        raise ConfigError(
-            f"{BLOCK}.balance.window_steps: {balance.window_steps} steps are to be timed of every "
-            f"{balance.every_steps}; give at most every_steps"
         )

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from ds_dynatrain.errors import ConfigError
@@ -18,8 +20,16 @@ BUILT_IN: Mapping[str, str] = {
     "balance": "ds_dynatrain.balance.extension:Balance",
     "exact": "ds_dynatrain.exact.extension:Exact",
     "buddies": "ds_dynatrain.buddies.extension:Buddies",
+    "fallback": "ds_dynatrain.fallback.extension:Fallback",
 }
 """Key of the `dynatrain` block -> class of its extension, in the order in which hooks are called."""
+BLOCKS: Mapping[str, str] = {
+    "balance": "ds_dynatrain.balance.config:BalanceConfig",
+    "exact": "ds_dynatrain.exact.config:ExactConfig",
+    "buddies": "ds_dynatrain.buddies.config:BuddiesConfig",
+    "fallback": "ds_dynatrain.fallback.config:FallbackConfig",
+}
+"""Key of the `dynatrain` block -> class of what stands under it."""
 COMMANDS: Mapping[str, str] = {
     "compare-exact": "ds_dynatrain.exact.command:compare_exact",
     "balance": "ds_dynatrain.balance.command:balance",
@@ -29,8 +39,23 @@ ROWS: Mapping[str, str] = {
     "balance": "ds_dynatrain.balance.rows:ROWS",
     "buddies": "ds_dynatrain.buddies.rows:ROWS",
     "exact": "ds_dynatrain.exact.bits.rows:ROWS",
+    "fallback": "ds_dynatrain.fallback.rows:ROWS",
 }
 """Name of a support table -> the rows that an extension adds to the tables of `support`."""
+BACKUP_KEY = "dynatrain.fallback.path"
+"""The key that errors name where a state is lost of which nothing was saved."""
+
+
+@dataclass(frozen=True)
+class Backups:
+    """Checkpoints that an extension saves by itself, and from which state that members have lost is restored.
+
+    what: one of them, in words; path: their folder; keep: how many of the newest stay there.
+    """
+
+    what: str
+    path: Path
+    keep: int
 
 
 class Extension:
@@ -117,7 +142,7 @@ class Extension:
         """
         return {}
 
-    def best_layouts(self, members: int) -> Iterator[Any] | None:
+    def best_layouts(self, members: int) -> Iterable[Any] | None:
         """Return the best layouts for a number of members, best first, if `layouts` is "best"; None for no opinion."""
         return None
 
@@ -159,6 +184,25 @@ class Extension:
 
     # ---- between two steps -------------------------------------------------------------------------------------------
 
+    def waiting(self, steps: int) -> Iterator[str]:
+        """Yield, in words, what waits for a boundary; called after each optimizer step, and sends no message.
+
+        steps: since the last boundary.
+        """
+        yield from ()
+
+    def save_if_due(self) -> None:
+        """Save the state elsewhere, if that is due now; the time that it takes counts as saving.
+
+        Called at a boundary before the changes that are due, on working members. In elastic launches only the process's
+        first engine calls it.
+        """
+
+    def save_now(self) -> None:
+        """Save the state elsewhere, because training pauses or ends here; called in elastic launches on working
+        members.
+        """
+
     def at_boundary(self) -> None:
         """Act between two global batches of the process's first engine, after all changes that were due.
 
@@ -171,6 +215,10 @@ class Extension:
     def before_load(self) -> None:
         """Act before another state is loaded into the present world; a load that fails leaves the state as it is."""
 
+    def backups(self) -> Backups | None:
+        """Return the checkpoints from which lost state can be restored; None if the extension saves none."""
+        return None
+
     def memory_in(self, layout: Any, members: tuple[int, ...]) -> int:
         """Return the bytes of host memory that the extension would take in a layout, on the member that needs the
         most."""
@@ -182,6 +230,9 @@ class Extension:
 
     def on_change(self, change: Any) -> None:
         """Look at a change of the rank, the members or the layout, before the next batch; see `engine.on_change`."""
+
+    def on_end(self) -> None:
+        """Let go of the process; called when the engine ends, also an unfinished one, and perhaps twice."""
 
 
 def check(extensions: Sequence[Any]) -> None:
@@ -199,8 +250,12 @@ def check(extensions: Sequence[Any]) -> None:
 
 def made(settings: Any) -> list[Extension]:
     """Return the package's extensions that a `dynatrain` block asks for, in their order; called by `initialize`."""
-    blocks = {key: getattr(settings, key) for key in BUILT_IN}
-    return [named(BUILT_IN[key])(settings) for key, block in blocks.items() if block and getattr(block, "are_on", True)]
+    return [named(path)(settings) for key, path in BUILT_IN.items() if getattr(settings, key) is not None]
+
+
+def backups_of(extensions: Iterable[Extension]) -> Backups | None:
+    """Return the first backups that an extension has; None if none has any."""
+    return next((found for each in extensions if (found := each.backups()) is not None), None)
 
 
 def rows() -> dict[str, tuple[Any, ...]]:

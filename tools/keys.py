@@ -1,6 +1,7 @@
 """The table of the keys of the `dynatrain` block, from its model: name, type and unit, default, meaning.
 
-What a key means is the docstring behind it in `ds_dynatrain/config.py`; only the links to other pages stand here.
+What a key means is the docstring behind it in `ds_dynatrain/config.py` or in an extension's `config.py`; only the links
+to other pages stand here.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from ds_dynatrain.config import DynatrainConfig, Said
+from ds_dynatrain.config import DynatrainConfig, Said, block_at
 
 LINKS = {
     "layout.pipe": "[pipelines](pipeline.md)",
@@ -35,6 +36,7 @@ LINKS = {
     "fallback": "[checkpoints](checkpoint.md)",
     "resume": "[resume](checkpoint.md#resume)",
     "layouts": "[elastic membership](elastic.md)",
+    "buddies": "[buddies](buddies.md)",
     "buddies.mode": "[buddies](buddies.md)",
     "buddies.copies": "[buddies](buddies.md)",
     "balance": "[balance in a job](balance.md#in-a-job)",
@@ -46,7 +48,7 @@ LINKS = {
 """By key: what else to read."""
 TABLES = {"layouts"}
 """Keys whose blocks are described elsewhere: those of `layouts` are those of `layout`."""
-KINDS = {bool: "boolean", int: "integer", float: "number", str: "string"}
+KINDS: dict[Any, str] = {Any: "object or null", bool: "boolean", int: "integer", float: "number", str: "string"}
 SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 
@@ -61,7 +63,7 @@ def keys(model: type[BaseModel], above: str = "") -> Iterator[tuple[str, str, st
     """(key, type and unit, default, meaning) of each; of a block that is always there only what is in it."""
     said = docstrings(model)
     for name, field in model.model_fields.items():
-        path, block = above + name, None if name in TABLES else block_in(field.annotation)
+        path, block = above + name, None if name in TABLES else block_at(name, field.annotation)
         if not isinstance(field.default, BaseModel):
             yield path, kind_of(field), default_of(field), meaning_of(path, said[name])
         if block is not None:
@@ -127,9 +129,3 @@ def limits(metadata: Any) -> str:
     rules = [rule for each in metadata for rule in (each.metadata if isinstance(each, FieldInfo) else [each])]
     found = [f"{sign} {getattr(rule, name)}" for rule in rules for name, sign in SIGNS.items() if hasattr(rule, name)]
     return f" {' and '.join(found)}" if found else ""
-
-
-def block_in(annotation: Any) -> type[BaseModel] | None:
-    """The block that a field holds, itself or null."""
-    parts = (annotation, *get_args(annotation))
-    return next((each for each in parts if inspect.isclass(each) and issubclass(each, BaseModel)), None)

@@ -2,7 +2,7 @@
 `ds-dynatrain balance`.
 
 In a job the engine calls `extension`, which also answers `engine.suggest` and `"layouts": "best"`. `balancer` times
-layers in windows, with `timed_model` and `adapters/`, and asks for moves. `rows` is for the docs.
+layers in windows, with `timed_model` and `adapters/`, and asks for moves. `config` has the block, `rows` the docs.
 
 The other files are arithmetic and need neither torch nor DeepSpeed. `profile` holds the measurements of each layer.
 `partition` cuts layers into stages, exactly. `deal` computes the samples and the bytes of every rank; `cost` simulates

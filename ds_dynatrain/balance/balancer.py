@@ -16,13 +16,13 @@ from typing import Any
 
 from ds_dynatrain.balance.adapters.timing import StageTimes, Timer
 from ds_dynatrain.balance.advice import Advice, Move, Situation, advise
+from ds_dynatrain.balance.config import BalanceConfig
 from ds_dynatrain.balance.course import ENOUGH_STEPS, Course, Wanted
 from ds_dynatrain.balance.decision import History, Pause, Slow
 from ds_dynatrain.balance.partition import PLENTY
 from ds_dynatrain.balance.profile import BESIDE, Profile
 from ds_dynatrain.balance.timed_model import metered_model, timed_model
 from ds_dynatrain.balance.window import Averaged, Measured, Rows, StepSeconds, Window
-from ds_dynatrain.config import BalanceConfig
 from ds_dynatrain.engine.parts import EngineParts
 from ds_dynatrain.engine.switcher import Reason
 from ds_dynatrain.errors import ConfigError, MemberMissing, ProfileError, SwitchRefused, WorldChanged

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ds_dynatrain.balance.advice import Advice
+from ds_dynatrain.balance.config import BalanceConfig
 from ds_dynatrain.balance.decision import Drift, History, Slow, Verdict, drift_of, judge
 from ds_dynatrain.balance.decision import Move as Made
 from ds_dynatrain.balance.profile import Bools, Ints, Profile
 from ds_dynatrain.balance.window import LAST_STEPS, Measured
-from ds_dynatrain.config import BalanceConfig
 from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.space.layout import Layout
 

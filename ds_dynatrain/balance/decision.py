@@ -17,8 +17,8 @@ from enum import Enum
 
 import numpy as np
 
+from ds_dynatrain.balance.config import BalanceConfig
 from ds_dynatrain.balance.profile import Floats
-from ds_dynatrain.config import BalanceConfig
 from ds_dynatrain.errors import ConfigError
 
 ERRORS = 3.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,12 @@ from ds_dynatrain.adapters.pipeline import PROFILE, Cut
 from ds_dynatrain.adapters.stage_module import PipelineShaper
 from ds_dynatrain.balance.balancer import Balancer
 from ds_dynatrain.balance.choose import Choice, Members, Search, choose
+from ds_dynatrain.balance.config import BalanceConfig
 from ds_dynatrain.balance.cost import step_time
 from ds_dynatrain.balance.deal import Deal
 from ds_dynatrain.balance.partition import PLENTY, Problem, partition
 from ds_dynatrain.balance.profile import Profile
-from ds_dynatrain.config import BalanceConfig, DynatrainConfig
+from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.engine.parts import EngineParts
 from ds_dynatrain.errors import ConfigError, LayoutError, ProfileError, SwitchRefused
 from ds_dynatrain.extension import Extension
@@ -45,21 +46,6 @@ def suggest(
         return engine.switcher.dry_run(layout, {}).seconds
 
     return fastest(engine, known, count, _limit_of(engine) or PLENTY, horizon_steps, seconds)
-
-
-def best(engine: EngineParts, profile: Profile, members: int) -> Iterator[Layout]:
-    """Yield the layouts of `dynatrain.layouts: "best"`; SwitchRefused with the reason if nothing fits.
-
-    A member's memory is the configured one, or that of its device, or its part of the host, which the members of a node
-    share.
-    """
-    nodes = engine.candidates.nodes
-    here = sum(node == nodes[engine.candidates.mine] for node in nodes.values())
-    room = _limit_of(engine) or total_bytes() // (1 if is_accelerated() else here)
-    try:
-        yield from (choice.layout for choice in fastest(engine, profile, members, room))
-    except LayoutError as error:
-        raise SwitchRefused(str(error), "start more members") from error
 
 
 def profile_for(engine: EngineCore, profile: Profile | str | Path) -> Profile:
@@ -112,35 +98,9 @@ def fastest(
             return True
         return False
 
-    return choose(
-        profile,
-        engine.layout,
-        Members(_speeds(engine, profile, members), memory_bytes, are_placed=True),
-        search,
-        refused,
-        switch_seconds,
-    )
-
-
-def step_ms(engine: EngineCore, profile: Profile, layout: Layout, members: Sequence[int]) -> dict[str, float]:
-    """Predicted milliseconds of a step of a layout, term by term, and their `total`. members: by rank."""
-    shaper, known = engine.host.shaper, dict(zip(engine.members, profile.speeds, strict=False))
-    if isinstance(shaper, PipelineShaper):
-        layout = layout.replace(boundaries=shaper.template.boundaries(layout))
-    is_known = len(profile.speeds) == len(engine.members)
-    speeds = [known.get(member, 1.0) if is_known else 1.0 for member in members]
-    deal = Deal.of(profile, layout, engine.batch_for(layout).accumulation, engine.job.has_stages)
-    return step_time(profile, layout, deal, speeds).step_ms
-
-
-def _speeds(engine: EngineCore, profile: Profile, members: int) -> tuple[float, ...]:
-    """Return the speed of each rank: that of the present members, if they are this many and the profile has all of
-    them.
-
-    Otherwise all are alike, since the members that would work are not known.
-    """
     is_known = len(profile.speeds) == len(engine.members) == members
-    return profile.speeds if is_known else (1.0,) * members
+    among = Members(profile.speeds if is_known else (1.0,) * members, memory_bytes, are_placed=True)
+    return choose(profile, engine.layout, among, search, refused, switch_seconds)
 
 
 def _limit_of(engine: EngineCore) -> int | None:
@@ -158,7 +118,7 @@ class Balance(Extension):
     balancer: Balancer | None = None
 
     def __init__(self, settings: DynatrainConfig) -> None:
-        self._settings = settings.balance or BalanceConfig()
+        self._settings: BalanceConfig = settings.balance
         self._configured: Profile | None = None
         self._described: dict[str, str] = {}
 
@@ -222,11 +182,33 @@ class Balance(Extension):
 
     def step_ms(self, layout: Layout, members: Sequence[int]) -> dict[str, float]:
         """Return predicted milliseconds of a step, term by term, and their `total`; nothing without a profile."""
-        return {} if self.profile is None else step_ms(self.engine._parts, self.profile, layout, members)
+        engine, profile = self.engine._parts, self.profile
+        if profile is None:
+            return {}
+        shaper, known = engine.host.shaper, dict(zip(engine.members, profile.speeds, strict=False))
+        if isinstance(shaper, PipelineShaper):
+            layout = layout.replace(boundaries=shaper.template.boundaries(layout))
+        is_known = len(profile.speeds) == len(engine.members)
+        speeds = [known.get(member, 1.0) if is_known else 1.0 for member in members]
+        deal = Deal.of(profile, layout, engine.batch_for(layout).accumulation, engine.job.has_stages)
+        return step_time(profile, layout, deal, speeds).step_ms
 
-    def best_layouts(self, members: int) -> Iterator[Layout] | None:
-        """Return the fastest layouts by the profile; None as long as there is none."""
-        return None if self.profile is None else best(self.engine._parts, self.profile, members)
+    def best_layouts(self, members: int) -> list[Layout] | None:
+        """Return the fastest layouts by the profile; None as long as there is none.
+
+        A member's memory is the configured one, or that of its device, or its part of the host, which the members of a
+        node share. SwitchRefused with the reason if nothing fits.
+        """
+        engine, profile = self.engine._parts, self.profile
+        if profile is None:
+            return None
+        nodes = engine.candidates.nodes
+        here = sum(node == nodes[engine.candidates.mine] for node in nodes.values())
+        room = self._settings.memory_limit_bytes or total_bytes() // (1 if is_accelerated() else here)
+        try:
+            return [choice.layout for choice in fastest(engine, profile, members, room)]
+        except LayoutError as error:
+            raise SwitchRefused(str(error), "start more members") from error
 
     # ---- in a step ---------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@
 | `placement` | which rank keeps the copies of which |
 | `taking` | takes a copy, and turns it into bytes and a header |
 | `shipping` | sends one engine's copies in its present world from a thread, and keeps those that arrive |
-| `rows` | supported and refused uses |
+| `config`, `rows` | the `buddies` block; supported and refused uses |
 
 `engine/copies` defines a copy, its place in a process, and how a state is put together from copies.
 """

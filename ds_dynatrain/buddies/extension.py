@@ -21,6 +21,7 @@ import torch.distributed as td
 
 from ds_dynatrain.adapters.watched import is_lost_peer
 from ds_dynatrain.adapters.world import World
+from ds_dynatrain.buddies.config import BuddiesConfig
 from ds_dynatrain.buddies.placement import buddies_of, memory_of_copies
 from ds_dynatrain.buddies.rows import IN_A_FIXED_LAUNCH
 from ds_dynatrain.buddies.shipping import GROUP, Keeper, Round
@@ -30,7 +31,7 @@ from ds_dynatrain.engine.copies.copy import lacks_frozen
 from ds_dynatrain.engine.copies.kept import Kept
 from ds_dynatrain.engine.parts import EngineParts, open_engines
 from ds_dynatrain.errors import ConfigError, WorldChanged
-from ds_dynatrain.extension import Extension
+from ds_dynatrain.extension import BACKUP_KEY, Extension, backups_of
 from ds_dynatrain.membership.session import Session
 from ds_dynatrain.plan import has_single_holders, needs_copies, outlives_a_node
 from ds_dynatrain.report import logger
@@ -81,7 +82,7 @@ class Buddies(Extension):
 
     def __init__(self, settings: DynatrainConfig) -> None:
         self.kept = Kept()
-        self._settings = settings.buddies
+        self._settings: BuddiesConfig = settings.buddies
         self._worlds: list[World | None] = []
         """The worlds of all engines when buddies were last assigned."""
         self._by_member: dict[int, tuple[int, ...]] = {}
@@ -136,7 +137,7 @@ class Buddies(Extension):
     def check_beside(self, here: DynatrainConfig, there: DynatrainConfig, number: int) -> None:
         """Raise ConfigError if two engines of a process have different blocks, also if one of them has no buddies."""
         if here.buddies != there.buddies:
-            blocks = here.buddies.model_dump(), there.buddies.model_dump()
+            blocks = ["none" if each.buddies is None else each.buddies.model_dump() for each in (here, there)]
             raise ConfigError(
                 f"dynatrain.buddies: {blocks[0]} here, and {blocks[1]} in engine {number}; all engines of a process go "
                 "back together, to copies of one boundary: give each of them the same block, or none"
@@ -332,14 +333,14 @@ class Buddies(Extension):
 
     def _warn(self) -> None:
         """Log on rank 0 what a death would cost; once for consecutive equal reasons."""
-        why, fallback = self._why, self._engine.settings.fallback
+        why, backups = self._why, backups_of(self._engine.extensions)
         if self._engine.rank != 0 or why == self._last_warning:
             return
         self._last_warning = why
         cost = (
-            "ends the job and loses what was not saved; set dynatrain.fallback.path to have checkpoints saved"
-            if fallback is None
-            else f"takes training back to the newest fallback checkpoint in {fallback.path}"
+            f"ends the job and loses what was not saved; set {BACKUP_KEY} to have checkpoints saved"
+            if backups is None
+            else f"takes training back to the newest {backups.what} in {backups.path}"
         )
         until = "" if self._cannot or self._lacks else "until copies are whole, "
         logger.warning("buddies: unprotected: %s; %sa death %s", why, until, cost)

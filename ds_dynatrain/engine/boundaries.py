@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
 
 import torch.distributed as td
@@ -22,6 +21,7 @@ from ds_dynatrain.engine.elastic import Elastic
 from ds_dynatrain.engine.parts import EngineParts, open_engines
 from ds_dynatrain.engine.restoring import NOTICE_SECONDS, POLL_SECONDS
 from ds_dynatrain.errors import ConfigError, ElasticError, SwitchRefused, WorldChanged
+from ds_dynatrain.extension import BACKUP_KEY, backups_of
 from ds_dynatrain.membership.liveness import Wait, Watch
 from ds_dynatrain.membership.tally import Clock
 from ds_dynatrain.plan import needs_copies
@@ -156,7 +156,7 @@ class Boundaries:
         """
         begin, seconds, standing = time.monotonic(), self.elastic.wait_seconds, ""
         while not self.first.idle:
-            self._save(self.first.fallback.at_boundary)
+            self._save(is_due=True)
             waits = self._all_leave and time.monotonic() - begin < MEET_SECONDS
             self._advance(has_waited=not waits)
             self._form_anew_if_aborted()
@@ -175,9 +175,9 @@ class Boundaries:
             )
             if standing != self.first.segment:  # once in each world, on all of its members
                 standing = self.first.segment
-                self._save(self.first.fallback.save_now)
+                self._save()
             if time.monotonic() - begin > seconds:
-                self._save(self.first.fallback.save_now)
+                self._save()
                 logger.error(
                     "fewer nodes than MIN for %g s: this process ends with code %d; start more nodes, or give torchrun "
                     "--nnodes=MIN:MAX a smaller MIN",
@@ -286,24 +286,11 @@ class Boundaries:
 
     # ---- saving, and leaving -----------------------------------------------------------------------------------------
 
-    def _save(self, how: Callable[[], None]) -> None:
-        """Save the fallback checkpoint; put it off while there is no coordinator."""
-        try:
-            with self._clock.saving():
-                how()
-        except WorldChanged as aborted:
-            logger.warning(
-                "no fallback checkpoint of step %d (%s); the one before counts", self.first.global_steps, aborted
-            )
-        except td.DistError as lost:
-            self.first.settle_fallback()
-            try:
-                for engine in self.engines:
-                    self.reopen(engine)
-            except SwitchRefused:
-                logger.warning(
-                    "no fallback checkpoint of step %d (%s); the one before counts", self.first.global_steps, lost
-                )
+    def _save(self, is_due: bool = False) -> None:
+        """Let the extensions save the state: now, or if it is due for them."""
+        with self._clock.saving():
+            for extension in self.first.extensions:
+                (extension.save_if_due if is_due else extension.save_now)()
 
     def _leave(self, must_save: bool) -> None:
         """End this process. must_save: all members were told to go, and stand at one step."""
@@ -312,13 +299,12 @@ class Boundaries:
             self.elastic.member.left()
             logger.info("%s: its state is with others; it leaves", name)
             raise SystemExit(0)
-        if self.first.settings.fallback is not None:
-            self._save(self.first.fallback.save_now)
-        elif self.first.rank == 0:
+        self._save()
+        if self.first.rank == 0 and backups_of(self.first.extensions) is None:
             logger.error(
                 "all members were told to leave, and nobody is there to take the state over: nothing of step %d was "
-                "saved; to have it saved, configure dynatrain.fallback.path",
-                self.first.global_steps,
+                "saved; to have it saved, configure %s",
+                *(self.first.global_steps, BACKUP_KEY),
             )
         self.elastic.member.left()
         logger.info("%s: nobody goes on; it leaves", name)

@@ -57,7 +57,7 @@ class Checkpoints:
         engine.attempt += 1
         engine.begin_segment()
         found = restore.load(engine, folder, name, place, engine.attempt, in_the_way, trust_pickle, part)
-        engine.settle_fallback()
+        engine.note_safe()
         return found
 
     def save_stock(self, save: Callable[..., Any], folder: Any, tag: Any) -> bool:

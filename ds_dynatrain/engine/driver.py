@@ -17,6 +17,7 @@ from ds_dynatrain.engine.joint_switch import JointSwitch, NodeMemory
 from ds_dynatrain.engine.parts import EngineParts, open_engines
 from ds_dynatrain.engine.restoring import let_go, restore, serve, void_before
 from ds_dynatrain.errors import ElasticError, SwitchRefused
+from ds_dynatrain.extension import backups_of
 from ds_dynatrain.membership import agreement
 from ds_dynatrain.membership.change import (
     Action,
@@ -213,8 +214,9 @@ class Driver:
 
     @_do.register
     def _let_go(self, action: LetGo) -> None:
-        if action.lost:
-            logger.warning("%s; all goes back to the fallback checkpoint", action.lost)
+        backups = backups_of(self.engines[0].extensions)
+        if action.lost and backups is not None:
+            logger.warning("%s; all goes back to the %s", action.lost, backups.what)
         for engine in self.engines:
             let_go(engine)
 
@@ -379,7 +381,7 @@ def held_by(engine: EngineParts, say: Callable[[str], None], replaced: Callable[
         step=engine.global_steps,
         is_clean=not engine.is_stepping and not engine.is_in_doubt,
         is_switching=engine.is_switching,
-        can_restore=engine.settings.fallback is not None,
+        can_restore=backups_of(engine.extensions) is not None,
         registered=len(engine.registered),
         since=partial(_since, engine, replaced),
         copies=partial(_copies, engine),
@@ -443,7 +445,7 @@ def _damaged(engine: EngineParts, whole: WholeCopies) -> tuple[int, ...]:
         copy = None if kept is None else kept.find(whole.mark, rank)
         if copy is None or not copy.is_sound(engine.vps):
             logger.error(
-                "the copy of rank %d of step %d is damaged; another one is taken, or the fallback checkpoint",
+                "the copy of rank %d of step %d is damaged; another one is taken, or the newest checkpoint",
                 *(rank, whole.mark.step),
             )
             found.append(rank)

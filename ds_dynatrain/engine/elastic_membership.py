@@ -42,8 +42,6 @@ T = TypeVar("T")
 class ElasticMembership(Elastic):
     """Membership of this process in a job whose members come and go, with its engines."""
 
-    takes_sigterm = saves_jointly = True
-
     def __init__(self, place: WorkerPlace, settings: DynatrainConfig) -> None:
         super().__init__(place, settings)
         self._first = weakref.WeakSet[GroupStatus]()

@@ -52,7 +52,8 @@ class FixedLaunch(Membership):
         if not parts.idle:
             if parts.has_open_window:
                 return parts.window_in_words
-            parts.fallback.at_boundary()
+            for extension in parts.extensions:
+                extension.save_if_due()
             if parts.switcher.connects_ahead():
                 parts.switcher.connect_ahead()
             if not parts.switcher.is_due():
@@ -60,7 +61,7 @@ class FixedLaunch(Membership):
             parts.switcher.transact(place)
         if parts.idle:
             self._wait_for_work(parts, place)
-            parts.settle_fallback()
+            parts.note_safe()
         return ""
 
     def _wait_for_work(self, engine: EngineParts, place: str) -> None:

@@ -7,7 +7,6 @@ import hashlib
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -122,11 +121,10 @@ def initialize(
     show_by_default()
     if model is None:
         raise ConfigError("initialize was called without a model; give model=")
+    settings = settings.in_launch(is_elastic=worker_place() is not None)
     if worker_place() is not None:
         _settle_elastic_launch()
         _require_global_batch(own)
-    else:
-        settings = settings.in_fixed_launch()
     refuse_unsupported(own, model, optimizer, mpu, mesh_param)
     added = [*made(settings), *extensions]
     for extension in added:
@@ -229,7 +227,7 @@ def _joined(given: _Given, start: dict[str, Any]) -> DynatrainEngine:
     place = worker_place()
     PROCESS.begin()
     rule_of(given.settings.raw_layouts)  # a wrong one is refused before this process joins anything
-    _refuse_beside(PROCESS.engines, given.settings, given.arguments["model"], place)
+    _refuse_beside(PROCESS.engines, given.arguments["model"], place)
     for extension in given.extensions:
         extension.check_launch(place is not None)
     for other in PROCESS.engines:
@@ -243,32 +241,16 @@ def _joined(given: _Given, start: dict[str, Any]) -> DynatrainEngine:
         return _build(given, place, early)
 
 
-def _refuse_beside(
-    others: list[EngineCore], settings: DynatrainConfig, model: nn.Module, place: WorkerPlace | None
-) -> None:
-    """Raise UnsupportedError or ConfigError if the model or the process's other engines exclude these settings."""
+def _refuse_beside(others: list[EngineCore], model: nn.Module, place: WorkerPlace | None) -> None:
+    """Raise UnsupportedError or ConfigError if the model or the process's other engines exclude a new engine."""
     if others and place is not None and is_pipeline(model):
         raise usage("a pipeline beside another engine where members come and go").error()
-    for other in others:
-        theirs, ours = other.settings.fallback, settings.fallback
-        if place is not None:
-            if other.has_stood:  # members that have come would not know of this engine
-                raise ConfigError(
-                    f"engine {other.job.number} of this process has dealt a batch already, and members that come "
-                    "would not know of a new engine; make all engines before the first batch of any of them"
-                )
-            if (theirs is None) != (ours is None):
-                raise ConfigError(
-                    f"dynatrain.fallback: engine {other.job.number} of this process has "
-                    f"{'one' if theirs is not None else 'none'} and this one has "
-                    f"{'one' if ours is not None else 'none'}, and all go back together; configure it for each of "
-                    "them, or for none"
-                )
-        if theirs is not None and ours is not None and Path(theirs.path).resolve() == Path(ours.path).resolve():
-            raise ConfigError(
-                f"dynatrain.fallback.path: {ours.path} is that of another engine of this process, and each would take "
-                "the other's checkpoints for its own; give each engine a folder"
-            )
+    stood = [other.job.number for other in others if other.has_stood]
+    if place is not None and stood:  # members that have come would not know of this engine
+        raise ConfigError(
+            f"engine {stood[0]} of this process has dealt a batch already, and members that come would not know of a "
+            "new engine; make all engines before the first batch of any of them"
+        )
 
 
 def _build(given: _Given, place: WorkerPlace | None, early: Early | None) -> DynatrainEngine:

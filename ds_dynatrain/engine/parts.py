@@ -14,7 +14,6 @@ from ds_dynatrain.adapters.sequence import enter as enter_sequence
 from ds_dynatrain.adapters.worlds import drop
 from ds_dynatrain.engine.calls import Checkpoints
 from ds_dynatrain.engine.changes import Changes
-from ds_dynatrain.engine.checkpoints.fallback import Fallback
 from ds_dynatrain.engine.checkpoints.saving import Saver
 from ds_dynatrain.engine.copies.kept import Kept
 from ds_dynatrain.engine.discarded import Window
@@ -42,9 +41,8 @@ class EngineParts(EngineCore):
     def __post_init__(self) -> None:
         self.stream_seed = self.job.job_seed
         self.saver, self.window, self.targets = Saver(self), Window(self), Targets(self)
-        self.fallback = Fallback(self, self.saver, lambda: [one.fallback for one in self.others])
         self.changes = Changes(self)
-        around = self.saver, self.fallback, self.changes, self.window.note, self.discard_window
+        around = self.saver, self.changes, self.window.note, self.discard_window
         self.switcher = Switcher(self, self.targets, *around)
         self.loaders = Loaders(self, self.switcher, self.window)
         self.checkpoints = Checkpoints(self, self.switcher, self.saver, self.window)
@@ -127,7 +125,8 @@ class EngineParts(EngineCore):
 
     def end_job(self) -> bool:
         """Leave the world and stand in the launch group again; return False if that was done before."""
-        self.fallback.stop()
+        for extension in self.extensions:
+            extension.on_end()
         if not self.is_open:
             return False
         self.is_open = False

@@ -16,6 +16,7 @@ from ds_dynatrain.engine.copies.from_copies import serve as serve_from
 from ds_dynatrain.engine.elastic import Elastic, GenerationBoards
 from ds_dynatrain.engine.parts import EngineParts
 from ds_dynatrain.errors import CheckpointError, DynatrainError
+from ds_dynatrain.extension import backups_of
 from ds_dynatrain.membership.destinations import Registry
 from ds_dynatrain.membership.proposal import Proposal
 from ds_dynatrain.membership.whole import WholeCopies
@@ -36,7 +37,7 @@ def restore(
     registry: Registry,
     elastic: Elastic,
 ) -> bool:
-    """Take all state from copies, or else from the newest fallback checkpoint, with all members of the target.
+    """Take all state from copies, or else from the newest backup, with all members of the target.
 
     copies: of each engine, at one moment; () if there are none. Returns False if a member has died meanwhile: the
     engines are as before then, and a later generation will come. Raises CheckpointError if there is no whole
@@ -87,9 +88,10 @@ def _are_restored(
                 Restoration(engine, goal, source, where, None).run()
                 engine.control.track_teardown(world.retire_transfer())
     except CheckpointError as error:
-        if engines[0].settings.fallback is None or _is_overtaken(newest, elastic):
+        backups = backups_of(engines[0].extensions)
+        if backups is None or _is_overtaken(newest, elastic):
             raise
-        logger.error("%s; all goes back to the fallback checkpoint", error)
+        logger.error("%s; all goes back to the %s", error, backups.what)
         return False
     for engine, _, whole in parts:
         _stay(engine, whole)

@@ -21,7 +21,6 @@ from ds_dynatrain.adapters.state import Scalars
 from ds_dynatrain.adapters.worlds import installed, stand_in_world
 from ds_dynatrain.data.workers import without_collection
 from ds_dynatrain.engine.changes import Changes
-from ds_dynatrain.engine.checkpoints.fallback import Fallback
 from ds_dynatrain.engine.checkpoints.lean import LeanTransaction
 from ds_dynatrain.engine.checkpoints.saving import Saver
 from ds_dynatrain.engine.telling import event_of, tell, tell_of_switch
@@ -87,13 +86,12 @@ class Switcher:
         engine: EngineCore,
         targets: Targets,
         saver: Saver,
-        fallback: Fallback,
         changes: Changes,
         note_window: Callable[[], None],
         discard_window: Callable[[], None],
     ) -> None:
         self.engine, self._targets = engine, targets
-        self._saver, self._fallback, self._changes = saver, fallback, changes
+        self._saver, self._changes = saver, changes
         self._note_window, self._discard_window = note_window, discard_window
         self._steps = Steps()
         self._asked: tuple[tuple[str, int], int] = (("", 0), 0)
@@ -352,7 +350,8 @@ class Switcher:
     def _waiting(self) -> Iterator[str]:
         """Yield, in words, what waits for a boundary; on rank 0 alone what waits on all members."""
         pending = self.engine.pending
-        yield from self._fallback.waiting(self._steps.count)
+        for extension in self.engine.job.extensions:
+            yield from extension.waiting(self._steps.count)
         if self.engine.rank == 0 and pending is not None:
             yield f"a switch to {pending.layout} is pending"
         if self.engine.rank == 0 and (change := PROCESS.membership.waiting_change(self.engine)):
@@ -514,7 +513,7 @@ class Switcher:
         """
         engine, self.engine.preparation = self.engine, None
         if not engine.idle:
-            (engine.settle_state if outcome.committed else engine.settle_fallback)()
+            (engine.settle_state if outcome.committed else engine.note_safe)()
         pause_ms = 1e3 * (time.perf_counter() - begin) if outcome.pause_ms is None else outcome.pause_ms
         event = event_of(engine, preparation, outcome, was, pause_ms)
         engine.last_switch, self._first_step_is_due = event, True

@@ -7,5 +7,6 @@
 | `bits/sums`, `bits/squares` | sums that do not depend on the world: leaves in pairs, squares as integers |
 | `bits/steps`, `records`, `difference` | records of each step, their lines in the report file, and comparing two runs |
 | `bits/rows` | features that were tried, and refusals |
+| `config` | the `exact` block |
 | `command`, `machine`, `trial` | `ds-dynatrain compare-exact` and `doctor --exact` |
 """

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from ds_dynatrain.adapters.settings import BatchSizes
-from ds_dynatrain.config import DynatrainConfig, ExactConfig
+from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.exact.adapters.refusals import (
     exact_config,
@@ -32,7 +32,7 @@ class Exact(Extension):
 
     def __init__(self, settings: DynatrainConfig) -> None:
         self._settings = settings
-        self._every_steps = (settings.exact or ExactConfig()).digest_every_steps
+        self._every_steps: int = settings.exact.digest_every_steps
 
     def check_job(self, config: Mapping[str, Any], model: Any, mpu: Any) -> None:
         """Raise for settings that were not tested in exact jobs, and for batch sizes that follow from the world."""

@@ -30,6 +30,7 @@ from typing import Any
 
 from ds_dynatrain.elastic.world import World
 from ds_dynatrain.errors import ConfigError, DynatrainError, ElasticError
+from ds_dynatrain.extension import BACKUP_KEY
 from ds_dynatrain.membership.destinations import Destination, Question, Registry
 from ds_dynatrain.membership.proposal import Board, Proposal
 from ds_dynatrain.membership.survival import (
@@ -55,7 +56,7 @@ class Held:
 
     number: of this member. rank: None if the engine is idle. attempt: the highest generation number that was proposed
     to it. is_clean: no optimizer step is under way. is_switching: a switch is being prepared. can_restore: it has
-    fallback checkpoints. registered, frozen: as in `Survivor`; since: the same, but asks the store. copies: returns
+    backups. registered, frozen: as in `Survivor`; since: the same, but asks the store. copies: returns
     those of this process. damaged: reads the copies that this process is to give, and returns the ranks of damaged
     ones. goes_late: whether masters and moments are to follow after the pause of a switch to a layout.
     """
@@ -529,10 +530,10 @@ class ChangeMachine:
             self.restores = True
             return [LetGo(gone)]
         what = (
-            "nobody stays who could restore the fallback checkpoint: start the job again from it"
+            "nobody stays who could restore the checkpoint that is there: start the job again from it"
             if lost.can_restore
             else "no checkpoint is there to go on from: start the job again from one of your own, and configure "
-            "dynatrain.fallback.path"
+            f"{BACKUP_KEY}"
         )
         why = (
             f"{world.reason}; in {lost.layout} parts of the state have died with it{gone and f' ({gone})'}, and {what}"

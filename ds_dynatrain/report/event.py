@@ -123,44 +123,29 @@ class SwitchEvent:
         head = f"switch {self.generation} at step {self.step}: {self.source.describe()} -> {self.target.describe()}"
         phases = ", ".join(f"{name} {duration:.0f}" for name, duration in self.phases_ms.items())
         took = f"{self.pause_ms:.0f} ms" + (f" ({phases})" if phases else "")
-        notes = "".join(f"; warning: {warning}" for warning in self.warnings)
+        notes = "; warning: ".join(["", *self.warnings])
         if self.outcome == "cancelled":
             return f"{head} cancelled: {self.reason}{notes}"
         if self.outcome == "rolled_back":
             return f"{head} rolled back after {took}: {self.reason}{notes}"
-        more = f"{self._late()}{self._connections()}{self._gain()}{notes}"
-        return f"{head} in {took}, {self._bytes()}, {self._proof()}{more}"
-
-    def _bytes(self) -> str:
-        """Return the bytes sent and their minimum, in words."""
-        return f"sent {megabytes(self.bytes_sent)} MB (minimum {megabytes(self.bytes_minimum)})"
-
-    def _late(self) -> str:
-        """Return the bytes that travelled after the pause, in words; empty for a switch without late bytes."""
-        if not self.late_ms:
-            return ""
-        return f", late: {megabytes(self.late_bytes)} MB in {self.late_ms:.0f} ms, waited {self.late_wait_ms:.0f} ms"
-
-    def _connections(self) -> str:
-        """Return the connections made for an accelerator, in words; empty on a CPU."""
-        if not self.communicators_built + self.communicators_kept:
-            return ""
-        counts = f"{self.communicators_built} built, {self.communicators_kept} kept"
-        ahead = "" if self.connect_pause_ms else ", before the pause"
-        return f", communicators: {counts} ({self.connect_ms:.0f} ms{ahead})"
-
-    def _gain(self) -> str:
-        """Return the predicted and measured gain, in words; empty for a switch without a prediction."""
-        if self.predicted_gain is None:
-            return ""
-        measured = "" if self.measured_gain is None else f", measured {100 * self.measured_gain:.1f} %"
-        return f", for {self.cause}: predicted gain {100 * self.predicted_gain:.1f} % of a step{measured}"
-
-    def _proof(self) -> str:
-        """Return the verdict of the certificate, in words."""
+        said = [f"{head} in {took}"]
+        said.append(f"sent {megabytes(self.bytes_sent)} MB (minimum {megabytes(self.bytes_minimum)})")
         if self.certificate is None:
-            return "no certificate"
-        return f"certificate ok ({self.certificate.tensors} tensors, {self.certificate_ms:.0f} ms)"
+            said.append("no certificate")
+        else:
+            said.append(f"certificate ok ({self.certificate.tensors} tensors, {self.certificate_ms:.0f} ms)")
+        if self.late_ms:
+            said.append(f"late: {megabytes(self.late_bytes)} MB in {self.late_ms:.0f} ms")
+            said.append(f"waited {self.late_wait_ms:.0f} ms")
+        if self.communicators_built or self.communicators_kept:
+            ahead = "" if self.connect_pause_ms else ", before the pause"
+            counts = f"{self.communicators_built} built, {self.communicators_kept} kept"
+            said.append(f"communicators: {counts} ({self.connect_ms:.0f} ms{ahead})")
+        if self.predicted_gain is not None:
+            said.append(f"for {self.cause}: predicted gain {100 * self.predicted_gain:.1f} % of a step")
+        if self.predicted_gain is not None and self.measured_gain is not None:
+            said.append(f"measured {100 * self.measured_gain:.1f} %")
+        return ", ".join(said) + notes
 
 
 def megabytes(count: int) -> str:

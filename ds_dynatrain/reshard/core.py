@@ -114,7 +114,7 @@ class EngineCore:
     formed_at: tuple[str, int] = ("", 0)
     """Segment and step of the state put together last; until the next step members need not meet at one boundary."""
     began_from: str = ""
-    """Tag of the fallback checkpoint that the engine started from, in place of a lost state."""
+    """Tag of the backup that the engine started from, in place of a lost state."""
     safe_since: float = field(default_factory=time.monotonic)
     stream_seed: int = 0
     """Seed of the leaves' random streams: that of the job as it began, also in a job that resumes it."""
@@ -319,9 +319,9 @@ class EngineCore:
     def settle_state(self) -> None:
         """Note that the state was put together just now, by a switch or a restoration."""
         self.formed_at = self.segment, self.global_steps
-        self.settle_fallback()
+        self.note_safe()
 
-    def settle_fallback(self) -> None:
+    def note_safe(self) -> None:
         """Note that this step's state is safe, or was put together just now: no save is due before the next step."""
         self.safe_at, self.safe_since = (self.segment, self.global_steps), time.monotonic()
 

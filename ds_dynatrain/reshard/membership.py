@@ -39,12 +39,10 @@ class Membership:
     """Base class: a job whose members never change. All methods are called on the main thread.
 
     is_newcomer: this process has joined a running job. restores: it starts a job that has trained before, and whose
-    state no member holds any more. is_aborted: the world that trains cannot be used any more. takes_sigterm: SIGTERM
-    asks this member to leave the job. saves_jointly: all engines of the process save their fallback checkpoints when
-    one does.
+    state no member holds any more. is_aborted: the world that trains cannot be used any more.
     """
 
-    is_newcomer = restores = is_aborted = takes_sigterm = saves_jointly = False
+    is_newcomer = restores = is_aborted = False
 
     @property
     def node(self) -> str:

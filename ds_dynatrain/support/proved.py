@@ -104,9 +104,9 @@ def unproved(accelerator: str, parts: Iterable[str]) -> tuple[str, ...]:
 
 def warning(accelerator: str, parts: Iterable[str]) -> str:
     """Return the warning to log before the first switch of a job; empty if everything that the job uses was proved."""
-    named = [f"{PARTS[part]} ({standing(accelerator, part)})" for part in unproved(accelerator, parts)]
-    if not named:
+    if accelerator == CPU or not (never := unproved(accelerator, parts)):
         return ""
+    named = [f"{PARTS[part]} ({standing(accelerator, part)})" for part in never]
     return (
         f"on {accelerator} hardware these parts of ds_dynatrain, which this job uses, never ran: {'; '.join(named)}. "
         "Every switch is proved before it counts, as on a CPU; see docs/gpu.md"

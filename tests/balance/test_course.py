@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from ds_dynatrain.balance.advice import Advice, Move, Situation, advise
+from ds_dynatrain.balance.config import BalanceConfig as Rules
 from ds_dynatrain.balance.course import Costs, Course, Wanted
 from ds_dynatrain.balance.decision import Answer, History, Slow, Verdict
 from ds_dynatrain.balance.profile import Profile
 from ds_dynatrain.balance.window import Measured, StepSeconds
-from ds_dynatrain.config import BalanceConfig as Rules
 from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.records import from_record, to_record
 from ds_dynatrain.space.layout import Layout

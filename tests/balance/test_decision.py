@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
+from ds_dynatrain.balance.config import BalanceConfig as Rules
 from ds_dynatrain.balance.decision import (
     REMEMBERED,
     Answer,
@@ -24,7 +25,6 @@ from ds_dynatrain.balance.decision import (
 )
 from ds_dynatrain.balance.partition import Problem, partition, uniform
 from ds_dynatrain.balance.profile import Floats
-from ds_dynatrain.config import BalanceConfig as Rules
 from ds_dynatrain.errors import ConfigError
 
 RULES = Rules(horizon_steps=100)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from ds_dynatrain.balance.advice import Move, Situation, advise
+from ds_dynatrain.balance.config import BalanceConfig as Rules
 from ds_dynatrain.balance.decision import Answer, History
 from ds_dynatrain.balance.partition import Problem, partition
 from ds_dynatrain.balance.window import COLUMNS, Averaged, Known, Window, rows_of
-from ds_dynatrain.config import BalanceConfig as Rules
 from ds_dynatrain.errors import LayoutError, ProfileError
 from ds_dynatrain.records import from_record, to_record
 from ds_dynatrain.space import Columns, Layout

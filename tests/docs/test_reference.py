@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from pydantic import BaseModel
@@ -15,7 +15,7 @@ from pydantic_core import PydanticUndefined
 
 import ds_dynatrain
 from ds_dynatrain import errors
-from ds_dynatrain.config import DynatrainConfig
+from ds_dynatrain.config import DynatrainConfig, block_at
 from tests.docs.pages import ROOT, section, text_of
 
 NOT_LISTED = {"layouts"}
@@ -37,16 +37,12 @@ def test_every_public_name_is_listed() -> None:
 def keys(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, Any]]:
     """Every key of the block with its default."""
     for name, field in model.model_fields.items():
-        inside = next((one for one in (field.annotation, *get_args(field.annotation)) if is_block(one)), None)
+        inside = block_at(name, field.annotation)
         default = field.default
         if inside is None or not isinstance(default, BaseModel):
             yield path + name, default
         if inside is not None and name not in NOT_LISTED:
             yield from keys(inside, f"{path}{name}.")
-
-
-def is_block(kind: object) -> bool:
-    return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
 def test_every_key_has_its_default() -> None:

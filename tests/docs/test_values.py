@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from ds_dynatrain.cli.main import app
 from ds_dynatrain.elastic.member import Ending
-from ds_dynatrain.engine.checkpoints.fallback import TERMINATED
+from ds_dynatrain.fallback.extension import TERMINATED
 from ds_dynatrain.report import SwitchEvent
 from ds_dynatrain.version import __version__
 from tests.docs.pages import README, ROOT, blocks, in_words, section, text_of

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ds_dynatrain.checkpoint.folder import tags
-from ds_dynatrain.engine.checkpoints.fallback import AGAIN_SECONDS, ANSWER_SECONDS
+from ds_dynatrain.fallback.extension import AGAIN_SECONDS, ANSWER_SECONDS
 from tests.elastic.agents import Job
 from tests.elastic.runs import Static, check_history, finish, steps_on
 

@@ -24,8 +24,8 @@ from ds_dynatrain.space import Layout, LogicalTensor, VirtualParameterSpace, Zer
 
 
 def settings(**buddies: Any) -> DynatrainConfig:
-    """A block with buddies."""
-    return DynatrainConfig.model_validate({"buddies": {"mode": "copy", **buddies}})
+    """A block with buddies, as it counts in an elastic launch."""
+    return DynatrainConfig.model_validate({"buddies": {"mode": "copy", **buddies}}).in_launch(is_elastic=True)
 
 
 def elastic() -> ElasticMembership:
@@ -35,7 +35,7 @@ def elastic() -> ElasticMembership:
 
 def attached(engine: Any, kind: type[Buddies] = Buddies) -> Buddies:
     """The buddies of an engine that is nothing but what they ask it for."""
-    buddies = kind(engine.settings)
+    buddies, engine.extensions = kind(engine.settings), ()
     buddies.attach(SimpleNamespace(_parts=engine))
     return buddies
 
@@ -236,9 +236,9 @@ def test_without_being_asked_for_there_are_copies_where_they_can_be(
     monkeypatch.setattr(td, "all_reduce", lambda said, group: said.copy_(said[:, :1].expand(2, 2).clone()))
     buddies, _ = of_two_engines()
     engine: Any = buddies._engine
-    block = DynatrainConfig.model_validate({"fallback": {"path": "checkpoints"}})
+    block = DynatrainConfig.model_validate({"fallback": {"path": "checkpoints"}}).in_launch(is_elastic=True)
     buddies = attached(engine)
-    engine.settings, buddies._settings = block, block.buddies
+    engine.settings, engine.extensions, buddies._settings = block, made(block), block.buddies
     engine.candidates, engine.world = Candidates(0, {0: "a", 1: node}), SimpleNamespace(default=None)
     buddies.on_start()
     for _ in range(2):

@@ -11,15 +11,15 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from ds_dynatrain.checkpoint.record import RECORD
-from ds_dynatrain.engine.checkpoints import joint
 from ds_dynatrain.errors import CheckpointError
+from ds_dynatrain.fallback import joint
 from ds_dynatrain.membership.control import Control
 
 
 @pytest.fixture
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Those of two engines; what has a record counts as whole."""
-    monkeypatch.setattr(joint, "_is_there", lambda path: (path / RECORD).is_file())
+    monkeypatch.setattr(joint, "is_there", lambda path: (path / RECORD).is_file())
     found = [tmp_path / "actor", tmp_path / "critic"]
     for path in found:
         path.mkdir()
@@ -46,11 +46,11 @@ def test_it_is_whole_where_all_have_it(folders: list[Path]) -> None:
 def test_what_one_engine_could_not_save_pushes_no_whole_one_out(folders: list[Path]) -> None:
     save(folders[0], 5, 10, 20, 30, 40)
     save(folders[1], 5, 10, 40)
-    joint._forget_old(folders, 2)
+    joint.forget_old(folders, 2)
     assert saved(folders[0]) == {"step10", "step20", "step30", "step40"} and saved(folders[1]) == {"step10", "step40"}
-    joint._forget_old(folders, 3)
+    joint.forget_old(folders, 3)
     assert len(saved(folders[0])) == 4, "fewer whole ones than are to be kept"
-    joint._forget_old(folders, 1)
+    joint.forget_old(folders, 1)
     assert saved(folders[0]) == saved(folders[1]) == {"step40"}
 
 
@@ -72,15 +72,13 @@ def test_a_folder_that_cannot_be_written_is_an_error_on_all_members(
         save(path, 10, 20)
     monkeypatch.setattr(joint.folder, "remove", refuse)
     board = Control(HashStore(), "board", 0, 5.0)
-    engines = [engine_with(board, path) for path in folders]
     with pytest.raises(CheckpointError, match="member 0: step10 is on a read-only disk"):
-        joint.next_tag(engines, 1, "fallback/1.0/30")
+        joint.next_tag(engine_of(board), folders, 1, "fallback/1.0/30")
     other = Control(board._base, "board", 1, 5.0)
     with pytest.raises(CheckpointError, match="member 0: step10 is on a read-only disk"):
-        joint.next_tag([engine_with(other, path) for path in folders], 1, "fallback/1.0/30")
+        joint.next_tag(engine_of(other), folders, 1, "fallback/1.0/30")
 
 
-def engine_with(board: Any, path: Path) -> Any:
+def engine_of(board: Any) -> Any:
     """An engine whose rank 0 is member 0, as far as it is asked."""
-    settings = SimpleNamespace(fallback=SimpleNamespace(path=str(path)))
-    return SimpleNamespace(control=board, members=(0, 1), settings=settings, global_steps=30)
+    return SimpleNamespace(control=board, members=(0, 1), global_steps=30)

@@ -17,10 +17,10 @@ import torch.distributed as td
 
 from ds_dynatrain.adapters.worlds import WorldSpec, build_world, drop
 from ds_dynatrain.checkpoint import Saved
-from ds_dynatrain.engine.checkpoints import fallback
 from ds_dynatrain.engine.checkpoints.restore import restore
 from ds_dynatrain.engine.checkpoints.saving import Saver
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
+from ds_dynatrain.fallback import extension as fallback
 from ds_dynatrain.membership.control import Control
 from ds_dynatrain.reshard.core import OpenBatch
 from ds_dynatrain.space import Layout

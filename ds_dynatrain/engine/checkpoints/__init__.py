@@ -8,5 +8,5 @@
 | `restore`, `lean` | out of one into the present layout; a switch through one, for when both sides do not fit |
 | `sources`, `stock` | what to restore from: ours, converted, DeepSpeed's; which DeepSpeed loads itself |
 | `resume` | what a job goes on from when it starts |
-| `fallback`, `joint` | saves that the engine makes by itself; those of all engines together |
+| `joint` | the newest checkpoint of all engines of a process |
 """

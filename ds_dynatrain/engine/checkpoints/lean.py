@@ -19,6 +19,7 @@ from ds_dynatrain.checkpoint import Reader, Saved
 from ds_dynatrain.engine.checkpoints.restore import restored
 from ds_dynatrain.engine.checkpoints.saving import Saver
 from ds_dynatrain.errors import CheckpointError, OutcomeUnknown
+from ds_dynatrain.extension import backups_of
 from ds_dynatrain.membership.session import Session
 from ds_dynatrain.reshard.core import EngineCore
 from ds_dynatrain.reshard.meeting import Outcome, connect, drain, meet
@@ -95,11 +96,11 @@ class LeanTransaction:
 
     def _written(self) -> str:
         """Save; return the folder, which all members of either world learn."""
-        engine, settings = self.engine, self.engine.settings.fallback
-        if self.old_world is not None and settings is not None:
+        engine, backups = self.engine, backups_of(self.engine.job.extensions)
+        if self.old_world is not None and backups is not None:
             held = drain(engine, self.proposal, self.preparation.source_rank or 0, self.outcome).buffers
             self.outcome.peak_memory = _bytes(held)
-            path = self._saver.save(settings.path, None, f"{self.key}/save", "", settings.keep)
+            path = self._saver.save(backups.path, None, f"{self.key}/save", "", backups.keep)
             if self.preparation.source_rank == 0:
                 self.session.say("path", str(path))
         return self._path()

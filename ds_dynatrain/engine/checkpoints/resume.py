@@ -1,7 +1,7 @@
 """State that a job starts from: `dynatrain.resume` names a folder, with checkpoints of either format.
 
-If all members have gone with the state, and the job is started again, it goes on from its own newest fallback
-checkpoint, or from the one in `dynatrain.resume`. Without either its script starts again, as under stock torchrun.
+If all members have gone with the state, and the job is started again, it goes on from its own newest backup, or from
+the checkpoint in `dynatrain.resume`. Without either its script starts again, as under stock torchrun.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 from ds_dynatrain.checkpoint import folder
 from ds_dynatrain.config import ResumeConfig
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
+from ds_dynatrain.extension import BACKUP_KEY, Backups, backups_of
 from ds_dynatrain.membership.session import Session
 from ds_dynatrain.report import logger
 from ds_dynatrain.reshard.core import EngineCore
@@ -31,25 +32,27 @@ def first_state(engine: EngineCore, load: Load) -> Restored | None:
     if engine.idle or PROCESS.membership.is_newcomer:
         return None
     settings, restores, found = engine.settings, PROCESS.membership.restores, None
-    if restores and settings.fallback is not None:
-        found = _newest(engine, Path(settings.fallback.path).absolute(), load)
+    backups = backups_of(engine.job.extensions)
+    if restores and backups is not None:
+        found = _newest(engine, backups, load)
     if found is None and settings.resume is not None:
         found = resume(engine, settings.resume, load)
     if found is None and restores:
         logger.warning(
             "all members that held the state of this job are gone, and there is no checkpoint to go on from: the "
-            "script starts again, with what it loads itself; with dynatrain.fallback it would go on from its last one"
+            "script starts again, with what it loads itself; with %s it would go on from its last one",
+            BACKUP_KEY,
         )
     return found
 
 
-def _newest(engine: EngineCore, path: Path, load: Load) -> Restored | None:
-    """Load the newest fallback checkpoint that is whole; None if there is none. Rank 0 looks for them.
+def _newest(engine: EngineCore, backups: Backups, load: Load) -> Restored | None:
+    """Load the newest backup that is whole; None if there is none. Rank 0 looks for them.
 
     All engines of a process load the tag that the first engine has loaded.
     """
-    first, doing = PROCESS.engines[0], "looking for a fallback checkpoint"
-    session = Session(engine.control, "fallback", engine.members, doing, is_patient=True)
+    first, path, doing = PROCESS.engines[0], backups.path.absolute(), f"looking for a {backups.what}"
+    session = Session(engine.control, "backups", engine.members, doing, is_patient=True)
     tags = session.first("tags", lambda: [saved.path.name for saved in folder.newest(path)], doing)
     for tag in tags if first is engine else [tag for tag in tags if tag == first.began_from]:
         with suppress(CheckpointDamaged):

@@ -16,6 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ds_dynatrain.errors import TransferError
+from ds_dynatrain.records import from_record, to_record
+
 JOB, STEP = "exact_job", "exact_step"
 OF_SWITCHES = ("switch", "recompile", "gain")
 """Events of the other lines of a report file."""
@@ -37,14 +40,7 @@ class ExactJob:
 
     def to_json(self) -> str:
         """Return the record as one line, without a line break."""
-        return _line({"event": JOB, **{name: getattr(self, name) for name in self.__dataclass_fields__}})
-
-    @staticmethod
-    def read(record: Mapping[str, Any]) -> ExactJob:
-        """Return the job of a parsed line; KeyError, TypeError or ValueError for a line of another form."""
-        tensors = tuple((str(name), tuple(map(int, shape))) for name, shape in record["tensors"])
-        seed, batch, leaf = (int(record[name]) for name in ("seed", "batch_size", "leaf_size"))
-        return ExactJob(seed, batch, leaf, tuple(map(str, record["kinds"])), tensors)
+        return _line({"event": JOB, **to_record(self)})
 
     def difference(self, other: ExactJob) -> str:
         """Return the first fact in which another job differs, in words; "" if none does."""
@@ -128,7 +124,7 @@ def read_exact(path: str | Path) -> ExactRun:
         for number, line in enumerate(file, start=1):
             try:
                 reading.take(_parsed(line))
-            except (AttributeError, KeyError, TypeError, ValueError) as error:
+            except (AttributeError, KeyError, TypeError, ValueError, TransferError) as error:
                 words = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
                 raise ValueError(f"{path}, line {number}: {words}") from error
     if reading.job is None or not reading.steps:
@@ -148,7 +144,8 @@ class _Reading:
 
     def take(self, record: Mapping[str, Any]) -> None:
         if record["event"] == JOB:
-            job, self._last = ExactJob.read(record), None
+            facts = {name: value for name, value in record.items() if name != "event"}
+            job, self._last = from_record(ExactJob, facts), None
             if self.job is not None and (other := self.job.difference(job)):
                 raise ValueError(f"another job begins here ({other}): give each its own report.jsonl")
             self.job = job

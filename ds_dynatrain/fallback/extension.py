@@ -1,4 +1,4 @@
-"""The fallback checkpoint, which the engine saves by itself at boundaries, so that there is one when it is needed.
+"""The extension that saves checkpoints by itself at boundaries, so that there is one when it is needed.
 
 `Due` decides on all members alike when to save. After SIGTERM, if a save is asked for, the board decides: a member that
 gets the signal says so, and rank 0 posts its next step as the last one. No member can be past that step, since each
@@ -10,16 +10,21 @@ batch, saves for all. In a job that members join and leave, all engines are save
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as td
 
-from ds_dynatrain.config import FallbackConfig
+from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.elastic.process import Termination
-from ds_dynatrain.engine.checkpoints.joint import folder_of, next_tag
 from ds_dynatrain.engine.checkpoints.saving import Saver
-from ds_dynatrain.errors import CheckpointError
+from ds_dynatrain.engine.parts import EngineParts
+from ds_dynatrain.errors import CheckpointError, ConfigError, SwitchRefused, WorldChanged
+from ds_dynatrain.extension import Backups, Extension
+from ds_dynatrain.fallback.config import FallbackConfig
+from ds_dynatrain.fallback.joint import next_tag
 from ds_dynatrain.report import logger
 from ds_dynatrain.reshard.core import EngineCore
 from ds_dynatrain.reshard.process import PROCESS
@@ -45,83 +50,138 @@ AGAIN_SECONDS = 30.0
 ANYTHING = 1 << 62
 
 
-class Fallback:
-    """One member's part in fallback checkpoints. Does nothing without a block in the configuration."""
+class Fallback(Extension):
+    """The `fallback` block of a job: one member's part in its fallback checkpoints."""
 
-    def __init__(self, engine: EngineCore, saver: Saver, others: Callable[[], Sequence[Fallback]]) -> None:
-        """Watch for SIGTERM if asked to. others: returns this part of the other engines of this process."""
-        self.engine, self._saver, self._others = engine, saver, others
-        self._settings = settings = engine.settings.fallback
-        self._due = None if settings is None else Due(engine, settings)
+    name = "fallback"
+
+    def __init__(self, settings: DynatrainConfig) -> None:
+        self._settings: FallbackConfig = settings.fallback
+        self._is_elastic = False
         self._asked = "", -1
         self._standing, self._tries, self._is_saved = ("", -1), 0, False
         self._is_told, self._told_at = False, 0
         self._termination: Termination | None = None
-        if settings is not None and settings.on_sigterm and not PROCESS.membership.takes_sigterm:
+
+    # ---- when an engine is made, and ends ----------------------------------------------------------------------------
+
+    def check_launch(self, is_elastic: bool) -> None:
+        """Remember whether members come and go: there all engines of a process are saved and restored together."""
+        self._is_elastic = is_elastic
+
+    def check_beside(self, here: DynatrainConfig, there: DynatrainConfig, number: int) -> None:
+        """Raise ConfigError if only one of two engines that go back together has backups, or both share a folder."""
+        ours, theirs = here.fallback, there.fallback
+        if self._is_elastic and (theirs is None) != (ours is None):
+            raise ConfigError(
+                f"dynatrain.fallback: engine {number} of this process has {'one' if theirs is not None else 'none'} "
+                f"and this one has {'one' if ours is not None else 'none'}, and all go back together; configure it for "
+                "each of them, or for none"
+            )
+        if theirs is not None and ours is not None and Path(theirs.path).resolve() == Path(ours.path).resolve():
+            raise ConfigError(
+                f"dynatrain.fallback.path: {ours.path} is that of another engine of this process, and each would take "
+                "the other's checkpoints for its own; give each engine a folder"
+            )
+
+    def attach(self, engine: Any) -> None:
+        """Watch for SIGTERM if asked to, unless it asks this member alone to leave."""
+        super().attach(engine)
+        self._engine: EngineParts = engine._parts
+        self._due = Due(self._engine, self._settings)
+        if self._settings.on_sigterm and not self._is_elastic:
             self._termination = Termination()
             self._termination.watch()
 
-    def stop(self) -> None:
+    def on_end(self) -> None:
         """Stop watching for SIGTERM, which is the user's own affair again."""
         if self._termination is not None:
             self._termination.stop()
 
-    def at_boundary(self) -> None:
-        """Save if it is due. Called at each boundary of a working member.
+    # ---- saving ------------------------------------------------------------------------------------------------------
+
+    def backups(self) -> Backups:
+        """Return the folder of the checkpoints that are saved here."""
+        return Backups("fallback checkpoint", Path(self._settings.path), self._settings.keep)
+
+    def save_if_due(self) -> None:
+        """Save if it is due.
 
         A save that fails is logged, and training goes on. Raise SystemExit after the save that SIGTERM asks for.
         """
-        engine, settings, due = self.engine, self._settings, self._due
-        if settings is None or due is None:
-            return
+        self._unless_lost(self._save_if_due)
+
+    def _save_if_due(self) -> None:
+        engine, due = self._engine, self._due
         if self._is_the_end():
-            self._save(settings, "/end")
-            for other in self._others():
+            self._save("/end")
+            for other in self._others:
                 other.save_before_the_end()
             raise SystemExit(TERMINATED)
         now = engine.segment, engine.global_steps
         if now not in (engine.safe_at, self._asked):
             self._asked = now
-            if due.is_now() and due.can_be_saved([self._saver, *(other._saver for other in self._beside)]):
-                self._save(settings, in_background=settings.background)
-
-    @property
-    def _beside(self) -> Sequence[Fallback]:
-        """Parts of the engines that are saved whenever this one is."""
-        return self._others() if PROCESS.membership.saves_jointly else ()
+            savers = [each._engine.saver for each in (self, *self._beside)]
+            if due.is_now() and due.can_be_saved(savers):
+                self._save(in_background=self._settings.background)
 
     def save_now(self) -> None:
-        """Save this step, and wait for it. Called on all working members when training pauses or ends.
+        """Save this step, and wait for it.
 
         Does nothing if this step was saved here already. A save that fails is logged, and the next call tries it again.
         """
-        now = self.engine.segment, self.engine.global_steps
+        self._unless_lost(self._save_now)
+
+    def _save_now(self) -> None:
+        now = self._engine.segment, self._engine.global_steps
         if self._standing != now:
             self._standing, self._tries, self._is_saved = now, 0, False
-        if self._settings is not None and not self._is_saved:
+        if not self._is_saved:
             self._tries += 1
-            self._is_saved = self._save(self._settings, f"/now{self._tries}")
+            self._is_saved = self._save(f"/now{self._tries}")
 
     def save_before_the_end(self) -> None:
         """Save because another engine of this process is about to end the script."""
-        if self.engine.has_open_window:
+        if self._engine.has_open_window:
             logger.warning(
                 "no fallback checkpoint of step %d: a global batch is open; end the script after engine.step()",
-                self.engine.global_steps,
+                self._engine.global_steps,
             )
             return
-        with PROCESS.turn(self.engine):
-            self.save_now()
+        with self._engine.turn():
+            self._save_now()
 
-    def _save(self, settings: FallbackConfig, more: str = "", in_background: bool = False) -> bool:
-        """Return whether it was saved, or is being saved in the background. more: makes this save's key unique."""
-        engine, beside = self.engine, self._beside
-        key, keep = f"fallback/{engine.segment}/{engine.global_steps}{more}", settings.keep
+    def _unless_lost(self, save: Callable[[], None]) -> None:
+        """Save; in an elastic launch put it off while the world or the coordinator is lost."""
         try:
-            tag = next_tag([engine, *(other.engine for other in beside)], keep, key) if beside else None
+            save()
+        except (WorldChanged, td.DistError) as lost:
+            if not self._is_elastic:
+                raise
+            if isinstance(lost, WorldChanged) or not self._finds_board():
+                step = self._engine.global_steps
+                logger.warning("no fallback checkpoint of step %d (%s); the one before counts", step, lost)
+
+    def _finds_board(self) -> bool:
+        """Connect to the boards again after a coordinator was lost; return whether one is there."""
+        self._engine.note_safe()
+        try:
+            for engine in PROCESS.engines:
+                PROCESS.membership.reopen(engine)
+        except SwitchRefused:
+            return False
+        return True
+
+    def _save(self, more: str = "", in_background: bool = False) -> bool:
+        """Return whether it was saved, or is being saved in the background. more: makes this save's key unique."""
+        engine, beside, keep = self._engine, self._beside, self._settings.keep
+        key = f"fallback/{engine.segment}/{engine.global_steps}{more}"
+        try:
+            folders = [each.backups().path for each in (self, *beside)]
+            tag = next_tag(engine, folders, keep, key) if beside else None
             self._write(tag, key, None if beside else keep, in_background)
             for other in beside:
-                with PROCESS.turn(other.engine):
+                with other._engine.turn():
                     other._write(tag, f"{key}/beside", None, in_background)
             return True
         except CheckpointError as error:
@@ -129,29 +189,41 @@ class Fallback:
                 logger.error("no fallback checkpoint of step %d: %s", engine.global_steps, error)
             return False
         finally:
-            engine.settle_fallback()
+            engine.note_safe()
 
     def _write(self, tag: str | None, key: str, keep: int | None, in_background: bool) -> None:
         """Save this engine; CheckpointError if it cannot be saved."""
-        save = self._saver.start if in_background else self._saver.save
-        save(folder_of(self.engine), tag, key, "", keep)
+        saver = self._engine.saver
+        (saver.start if in_background else saver.save)(self.backups().path, tag, key, "", keep)
+
+    # ---- other engines of this process -------------------------------------------------------------------------------
+
+    @property
+    def _others(self) -> list[Fallback]:
+        """The same extension of the other engines that have it."""
+        found = [one.extension(self.name) for one in self._engine.others]
+        return [each for each in found if each is not None]
+
+    @property
+    def _beside(self) -> list[Fallback]:
+        """The same extension of the engines that are saved whenever this one is."""
+        return self._others if self._is_elastic else []
+
+    # ---- what waits for a boundary -----------------------------------------------------------------------------------
 
     def waiting(self, steps: int) -> Iterator[str]:
-        """Yield, in words, what is waiting for a boundary here. Called after each optimizer step; sends no message.
-
-        steps: number of steps since the last boundary.
-        """
-        engine = self.engine
+        """Yield, in words, what is waiting for a boundary here."""
+        engine = self._engine
         if self._hears_termination() and engine.global_steps - self._told_at > END_STEPS:
             yield "SIGTERM has come, all working members are to save and end"
-        saves = not PROCESS.membership.saves_jointly or PROCESS.engines[0] is engine
-        if saves and engine.rank == 0 and steps > PATIENCE_STEPS and self._due is not None and self._due.is_overdue:
+        saves = not self._is_elastic or PROCESS.engines[0] is engine
+        if saves and engine.rank == 0 and steps > PATIENCE_STEPS and self._due.is_overdue:
             yield "a fallback checkpoint is due"
 
     def _hears_termination(self) -> bool:
         """Return whether this member was told to end by a SIGTERM that asks for a save."""
         if self._termination is not None and self._termination.read() and not self._is_told:
-            self._is_told, self._told_at = True, self.engine.global_steps
+            self._is_told, self._told_at = True, self._engine.global_steps
             logger.warning("SIGTERM: all working members save a checkpoint at the next step, and end")
         return self._is_told
 
@@ -159,7 +231,7 @@ class Fallback:
         """Return whether a member was told to end, and this is the step at which all do."""
         if self._termination is None:
             return False
-        engine, key = self.engine, f"fallback/{self.engine.segment}/end"
+        engine, key = self._engine, f"fallback/{self._engine.segment}/end"
         if self._hears_termination():
             engine.control.decide(f"{key}/request", True)
         due, now = engine.control.read(key), engine.global_steps
@@ -167,7 +239,7 @@ class Fallback:
             engine.control.post(key, now + 1)
         if due is None or now < due:
             return False
-        return now > due + PATIENCE_STEPS or not any(other.engine.has_open_window for other in self._others())
+        return now > due + PATIENCE_STEPS or not any(other.has_open_window for other in engine.others)
 
 
 class Due:

@@ -1,0 +1,69 @@
+"""The `balance` block of a configuration."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from ds_dynatrain.config import BLOCK, Block, File, Said, Size, Steps
+from ds_dynatrain.errors import ConfigError
+
+
+class BalanceConfig(Block):
+    """Timing of layers and members during training, with faster placements proposed or made."""
+
+    mode: Literal["act", "advise", "off"] = "advise"
+    """"advise": layers are timed, and nothing moves by itself; "act": layers also move; "off": nothing is timed."""
+    profile: File | None = None
+    """A profile written by `engine.balancer.profile.save`. Until one is measured, `engine.suggest` and `"layouts":
+    "best"` use it, and stages begin where it says if `pipeline.partition` is "profile"."""
+    every_steps: Steps = 50
+    """Steps from the beginning of one timing window to the beginning of the next."""
+    window_steps: Steps = 1
+    """Steps timed in a window; at most `every_steps`."""
+    least_gain: Annotated[float, Field(ge=0, lt=1)] = 0.03
+    """Share of a step below which no move pays, and below which costs count as equal."""
+    horizon_steps: Steps | None = None
+    """The most steps within which a move must pay; `None`: as many as costs have stayed the same so far."""
+    safety: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 2.0
+    """The least ratio of a move's gain over the horizon to its cost."""
+    cooldown_steps: Annotated[int, Field(ge=0), Said("optimizer steps")] = 20
+    """Steps after a move before the next one; doubled each time a move is taken back."""
+    shape: Literal["boundaries", "any"] = "boundaries"
+    """Changes that may be made. "boundaries": those of stages; "any": also the numbers of stages and data ranks that
+    the same members form, and the samples of each data rank."""
+    slow_ratio: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = 1.25
+    """A member counts as slow if it takes this many times as long as the median member of its stage; `None`: no member
+    does."""
+    slow_steps: Annotated[int, Field(ge=3), Said("optimizer steps")] = 20
+    """Steps within which a member that has become slow counts as slow: two windows must find it so, and there is a
+    window every third of these steps."""
+    memory_limit_bytes: Annotated[Size, Said("bytes")] | None = None
+    """Predicted bytes that a member may hold; `None`: no limit, and in `"layouts": "best"` the memory of its device, or
+    its part of the host's."""
+
+    @property
+    def measures(self) -> bool:
+        """Whether layers are timed."""
+        return self.mode != "off"
+
+    @property
+    def slow_seen_steps(self) -> int:
+        """Steps from the first window that finds a member slow to the window in which it counts as slow."""
+        return self.slow_steps // 3
+
+    @property
+    def acts(self) -> bool:
+        """Whether layers move by themselves."""
+        return self.mode == "act"
+
+    @model_validator(mode="after")
+    def _check_window(self) -> Self:
+        """Raise ConfigError for a window that is longer than the time from one to the next."""
+        if self.window_steps > self.every_steps:
+            raise ConfigError(
+                f"{BLOCK}.balance.window_steps: {self.window_steps} steps are to be timed of every "
+                f"{self.every_steps}; give at most every_steps"
+            )
+        return self

@@ -1,0 +1,11 @@
+"""Fallback checkpoints: saved by themselves at boundaries, and what a job goes back to when its state is lost.
+
+| file | |
+|---|---|
+| `extension` | the extension that the engine calls: when a checkpoint is due, and saving it |
+| `joint` | one tag for the checkpoints of all engines of a process |
+| `config` | the `fallback` block |
+| `rows` | rows of the support table |
+
+`engine/checkpoints` restores from them.
+"""

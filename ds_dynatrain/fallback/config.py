@@ -1,0 +1,28 @@
+"""The `fallback` block of a configuration."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from ds_dynatrain.config import Block, File, Said, Size, Steps
+
+
+class FallbackConfig(Block):
+    """Automatic checkpoints, saved between two steps."""
+
+    path: File
+    """A folder that all members see."""
+    every_steps: Steps | None = None
+    """Save whenever the number of completed optimizer steps is a multiple of this one."""
+    every_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False), Said("seconds")] | None = None
+    """Save when the last checkpoint is this many seconds old, by the clock of rank 0."""
+    background: bool = True
+    """Whether the step waits only for a copy in host memory, which takes as many bytes as this member writes."""
+    on_sigterm: bool = False
+    """Whether SIGTERM to any member makes all members save at the next step and end with code 143. Not needed where
+    members come and go: a member that gets SIGTERM hands over its state, and if all get it they save, and end with code
+    0."""
+    keep: Size = 2
+    """Number of the newest checkpoints that stay in the folder."""

@@ -1,0 +1,54 @@
+"""One tag for the checkpoints of all engines of a process that were saved at one boundary.
+
+The engines share one history. Each has a folder of its own; nothing is restored from a tag that one of the folders
+lacks, and no complete one is removed before there are enough newer ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ds_dynatrain.checkpoint import folder
+from ds_dynatrain.engine.checkpoints.joint import is_there
+from ds_dynatrain.membership.session import Session
+from ds_dynatrain.reshard.core import EngineCore
+
+
+def next_tag(engine: EngineCore, folders: Sequence[Path], keep: int, key: str) -> str:
+    """Return the tag of the next joint checkpoint, free in all folders; rank 0 of the first engine chooses it.
+
+    engine: the first one. keep: how many joint checkpoints stay; older ones are removed. key: unique on the engine's
+    board. Raise CheckpointError, on all members alike, if the folders cannot be read or written.
+    """
+
+    def chosen() -> str:
+        forget_old(folders, keep)
+        return free_in_all(folders, f"step{engine.global_steps}")
+
+    session = Session(engine.control, key, engine.members, "naming a checkpoint", is_patient=True)
+    return session.first("tag", chosen, "naming a checkpoint")
+
+
+def joint_tags(folders: Sequence[Path]) -> list[str]:
+    """Return the tags that all folders have, newest first."""
+    return [tag for tag in folder.tags(folders[0]) if all(is_there(path / tag) for path in folders)]
+
+
+def free_in_all(folders: Sequence[Path], wanted: str) -> str:
+    """Return the wanted tag, with a number appended if one of the folders has it."""
+    taken, tag = "", wanted
+    while tag != taken:
+        taken = tag
+        for path in folders:
+            tag = folder.free_tag(path, tag)
+    return tag
+
+
+def forget_old(folders: Sequence[Path], keep: int) -> None:
+    """Remove all checkpoints that are older than the newest joint ones; none while there are fewer than that."""
+    kept = joint_tags(folders)[:keep]
+    for path in folders if len(kept) == keep else ():
+        tags = folder.tags(path)
+        for old in tags[tags.index(kept[-1]) + 1 :]:
+            folder.remove(path, old)

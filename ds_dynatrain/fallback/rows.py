@@ -1,0 +1,22 @@
+"""Rows on checkpoints that a job saves by itself (`dynatrain.fallback`)."""
+
+from __future__ import annotations
+
+from ds_dynatrain.support.row import Row, Verdict
+
+ROWS = (
+    Row(
+        "fallback checkpoints",
+        Verdict.NOTE,
+        "saved every so many steps or seconds, after SIGTERM, and where members come and go when training pauses or "
+        "all leave; see [checkpoints](checkpoint.md#saved-by-itself)",
+        proof="tests/engine/test_universal_save.py::test_fallback_by_itself",
+    ),
+    Row(
+        "fallback checkpoints of several engines",
+        Verdict.NOTE,
+        "each engine needs a folder of its own; where members come and go all have one, are saved at one boundary and "
+        "go back to one step together",
+        proof="tests/elastic/test_buddy_engines.py::test_a_restoration_of_one_engine_fails",
+    ),
+)
