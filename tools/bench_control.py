@@ -169,8 +169,11 @@ def one_switch(switch: Switch, mine: Control, generation: int, together: threadi
     request = SwitchRequest(switch.target.to_dict(), None, generation)
     timed("ask", lambda: agreement.agree(mine, str(generation), request, switch.members, proposal))
     timed("prepare", lambda: prepare(mine, proposal))
-    while agreement.meeting_step(mine, proposal, member, 1) is None:
-        time.sleep(STEP_SECONDS)
+    while mine.read(proposal.meeting_key) is None:
+        if member == switch.members[0] and proposal.is_prepared(mine):
+            mine.decide(proposal.meeting_key, 2)
+        else:
+            time.sleep(STEP_SECONDS)
     session = Session(mine, proposal.key, switch.members, "bench", record=f"record/{generation}")
     timed("meet", lambda: meet(session, proposal))
     report = switch.report(member)

@@ -1,4 +1,4 @@
-"""Histories of an elastic job on a virtual network: the decisions are the product's, on both sides.
+"""Histories of jobs on a virtual network: the decisions are the product's, on both sides.
 
 python tools/simulate.py                      # 20,000 of them
 python tools/simulate.py --histories 100000 --write docs/figures
@@ -8,6 +8,9 @@ Nodes come, leave, die, hang and freeze; connections are cut; the coordinator di
 collectives and attempts fail; in every second history hosts lose each other, too. Afterwards all that live have to
 train within a minute of virtual time; no world is entered in two ways, and nobody turned away with the only state. The
 exit status is 1 if it is not so.
+
+With as many histories of a launch of fixed size: its script asks for switches, some of which are late or rolled back,
+members work and idle. All scripts have to come to their ends, and all that switch to stand at one step.
 """
 
 from __future__ import annotations
@@ -28,12 +31,14 @@ PART = 250
 
 def faults(seeds: range) -> list[tuple[int, str]]:
     """(seed, what went wrong) of those that did."""
+    from tests.sim.fixed import launch
     from tests.sim.history import history
 
     found = []
     for seed in seeds:
         try:
             history(seed, parts=bool(seed % 2))
+            launch(seed)
         except Exception as error:
             found.append((seed, f"{type(error).__name__}: {error}"))
     return found

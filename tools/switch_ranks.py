@@ -12,7 +12,8 @@ import itertools
 import json
 import sys
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import deepspeed
 import memory
@@ -25,11 +26,12 @@ from variants import VARIANTS, allow_fp16, gpt_step, model_of, settings_of
 from workload import SIZES, Samples, config, quiet
 
 import ds_dynatrain
+from ds_dynatrain.membership.session import Decision
 from ds_dynatrain.plan import plan_switch
-from ds_dynatrain.reshard.meeting import Outcome
 from ds_dynatrain.reshard.switch import Transaction
 
 BATCH, LENGTH = 12, 8
+T = TypeVar("T")
 
 
 class Watch:
@@ -39,24 +41,27 @@ class Watch:
         self.last: dict[str, Any] = {}
         self.transaction: Transaction | None = None
         self._profile = profile
-        self._run = Transaction.run
+        self._resident, self._begin = 0, 0.0
 
     def install(self) -> None:
-        """Stand in front of `Transaction.run`."""
-        watch = self
+        """Stand around `Transaction.vote` and `Transaction.conclude`."""
+        watch, vote, conclude = self, Transaction.vote, Transaction.conclude
 
-        def run(self: Transaction) -> Outcome:
-            return watch.measure(self)
+        def begin(self: Transaction) -> Decision:
+            watch._resident = memory.resident()
+            memory.reset_high_water()
+            watch._begin = time.perf_counter()
+            return watch._profiled(lambda: vote(self))
 
-        Transaction.run = run  # type: ignore[method-assign]
+        def end(self: Transaction, decision: Decision) -> None:
+            watch._profiled(lambda: conclude(self, decision))
+            watch.measure(self)
 
-    def measure(self, transaction: Transaction) -> Outcome:
-        """Run it, watched; RuntimeError if it is rolled back."""
-        resident = memory.resident()
-        memory.reset_high_water()
-        begin = time.perf_counter()
-        outcome = self._profiled(transaction)
-        pause = time.perf_counter() - begin
+        Transaction.vote, Transaction.conclude = begin, end  # type: ignore[method-assign]
+
+    def measure(self, transaction: Transaction) -> None:
+        """Note what it measured; RuntimeError if it was rolled back."""
+        pause, outcome = time.perf_counter() - self._begin, transaction.outcome
         high_water = memory.high_water()
         if not outcome.committed or outcome.stats is None:
             raise RuntimeError(f"a switch of the walk was rolled back: {outcome.reason}")
@@ -73,14 +78,11 @@ class Watch:
             "prepared_ms": 1e3 * transaction.preparation.seconds,
             "state_peak": outcome.peak_memory,
             "resident_high_water": high_water,
-            "resident_growth": high_water - resident,
+            "resident_growth": high_water - self._resident,
         }
-        return outcome
 
-    def _profiled(self, transaction: Transaction) -> Outcome:
-        if self._profile is None:
-            return self._run(transaction)
-        return self._profile.runcall(self._run, transaction)
+    def _profiled(self, call: Callable[[], T]) -> T:
+        return call() if self._profile is None else self._profile.runcall(call)
 
 
 def least_bytes(transaction: Transaction, processes: int) -> dict[str, int]:

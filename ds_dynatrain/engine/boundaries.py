@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from functools import partial
+from contextlib import suppress
 
 import torch.distributed as td
 
@@ -20,14 +20,12 @@ from ds_dynatrain.engine.driver import Driver
 from ds_dynatrain.engine.elastic import Elastic
 from ds_dynatrain.engine.parts import EngineParts, open_engines
 from ds_dynatrain.engine.restoring import NOTICE_SECONDS, POLL_SECONDS
-from ds_dynatrain.errors import ConfigError, ElasticError, SwitchRefused, WorldChanged
+from ds_dynatrain.errors import ConfigError, ElasticError, WorldChanged
 from ds_dynatrain.extension import BACKUP_KEY, backups_of
 from ds_dynatrain.membership.liveness import Wait, Watch
 from ds_dynatrain.membership.tally import Clock
 from ds_dynatrain.plan import needs_copies
 from ds_dynatrain.report import logger
-from ds_dynatrain.reshard.context import Context
-from ds_dynatrain.reshard.core import EngineCore
 from ds_dynatrain.reshard.process import PROCESS
 
 WAIT_SECONDS = 0.02
@@ -130,11 +128,8 @@ class Boundaries:
         self.see_failure()
         self._form_anew_if_aborted()
         self._rounds.stay(engine.job.number, self.first.is_discarded)
-        if self.first.is_discarded or engine.idle or engine.has_open_window or self.driver.machine.proposals:
-            return  # a prepared change of members begins at a boundary of the first engine
-        if self.driver.on_board(engine.switcher.is_due):
-            engine.before_leaving_world()
-            engine.switcher.transact(place)
+        if not (self.first.is_discarded or engine.idle or engine.has_open_window):
+            self.driver.advance(engine, place)
 
     def _busy_others(self) -> str:
         """Return, in words, which other engine is in a global batch; the same on all members, as they run one
@@ -200,8 +195,9 @@ class Boundaries:
                 wait.look()
                 watch.control = self.first.control
                 self.first.changes.look()
-                if self.elastic.member.is_finished or self._have_ended(watch):
-                    raise SystemExit(0)
+                with suppress(td.DistError):
+                    if self.elastic.member.is_finished or watch.look(self.first.members):
+                        raise SystemExit(0)
                 self._advance()
                 if self.first.idle:
                     self.first.switcher.pass_time(WAIT_SECONDS)
@@ -209,30 +205,11 @@ class Boundaries:
     def _long_wait(self) -> Wait:
         return Wait(self.driver.waits_for, self.elastic.member.waits_for)
 
-    def _have_ended(self, watch: Watch) -> bool:
-        """Return whether the scripts of all working members have ended, as they say on this member's board."""
-        try:
-            return watch.look(self.first.members)
-        except td.DistError:
-            return False
-
     def _advance(self, has_waited: bool = True) -> None:
         """Take the next step of a change of members, or of a switch that the user asked for."""
-        driver, machine = self.driver, self.driver.machine
         if self.elastic.ending:
             raise ElasticError(self.elastic.ending)
-        driver.advance(self._place, has_waited)
-        if not self.first.idle:
-            ahead = 0 if self._is_paused or self.elastic.is_aborted else 1
-            if self.first.preparation is not None and self.first.preparation.proposal.late and not ahead:
-                return  # no member makes the step in which the late kinds would follow
-            if not machine.proposals and driver.on_board(lambda: self.first.switcher.is_due(ahead)):
-                self.first.before_leaving_world()
-                self.first.switcher.transact(self._place)
-        elif machine.world is None:
-            for engine in self.engines:
-                with engine.turn():
-                    driver.on_board(partial(engine.switcher.take_part_idle, self._place))
+        self.driver.advance(self.first, self._place, has_waited)
 
     @property
     def _all_leave(self) -> bool:
@@ -309,26 +286,6 @@ class Boundaries:
         self.elastic.member.left()
         logger.info("%s: nobody goes on; it leaves", name)
         raise SystemExit(0)
-
-    def reopen(self, engine: EngineCore) -> None:
-        """Connect to an engine's board of the present generation again, if a coordinator was started again.
-
-        Raises SwitchRefused if no coordinator answers.
-        """
-        world = self.elastic.world
-        try:
-            for board in (engine.control, engine.context.background):
-                board.read("alive")
-        except td.DistError as lost:
-            if world is None:
-                raise SwitchRefused(
-                    f"the job's key-value store does not answer: {lost}", "training goes on; ask again later"
-                ) from lost
-            try:
-                boards = self.elastic.open_boards(world, engine.control.member, engine=engine.job.number)
-            except (td.DistError, OSError) as error:
-                raise SwitchRefused(f"no coordinator answers: {error}", "training goes on; ask again later") from error
-            engine.context = Context(engine.launch, engine.candidates, *boards)
 
 
 def _loses_by_a_death(engine: EngineParts) -> bool:

@@ -1,7 +1,12 @@
-"""Drives `ChangeMachine`: tells it what the engines of this process hold, and carries out what it decides."""
+"""Drives `ChangeMachine`: tells it what the engines of this process hold, and carries out what it decides.
+
+A switch is one of a list of engines: of one that the script has asked, or of all in a change of members. None of them
+commits unless each could.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial, singledispatchmethod
@@ -9,11 +14,12 @@ from typing import TypeVar
 
 import torch.distributed as td
 
+from ds_dynatrain.adapters.device import is_accelerated, synchronize
 from ds_dynatrain.data.workers import without_collection
 from ds_dynatrain.elastic.world import World
+from ds_dynatrain.engine.checkpoints.lean import LeanTransaction
 from ds_dynatrain.engine.copies.copy import lacks_frozen
 from ds_dynatrain.engine.elastic import Elastic, GenerationBoards
-from ds_dynatrain.engine.joint_switch import JointSwitch, NodeMemory
 from ds_dynatrain.engine.parts import EngineParts, open_engines
 from ds_dynatrain.engine.restoring import let_go, restore, serve, void_before
 from ds_dynatrain.errors import ElasticError, SwitchRefused
@@ -22,8 +28,10 @@ from ds_dynatrain.membership import agreement
 from ds_dynatrain.membership.change import (
     Action,
     ChangeMachine,
+    Connect,
     Enter,
     Fail,
+    Follow,
     GiveUp,
     Held,
     Hold,
@@ -32,6 +40,7 @@ from ds_dynatrain.membership.change import (
     LetGo,
     Open,
     Own,
+    PassBy,
     Post,
     PostJob,
     Prepare,
@@ -41,23 +50,30 @@ from ds_dynatrain.membership.change import (
     Transact,
     Void,
 )
+from ds_dynatrain.membership.control import Control
 from ds_dynatrain.membership.destinations import (
     WITH_NEWCOMERS,
     Choice,
     Destination,
     Question,
+    Registry,
     Rules,
     choose,
     destinations,
 )
+from ds_dynatrain.membership.proposal import Proposal
+from ds_dynatrain.membership.session import Decision
 from ds_dynatrain.membership.whole import Had, WholeCopies
 from ds_dynatrain.plan import assign_slots
 from ds_dynatrain.records import to_record
 from ds_dynatrain.report import logger
 from ds_dynatrain.reshard import registration
 from ds_dynatrain.reshard.context import Context
+from ds_dynatrain.reshard.core import EngineCore
 from ds_dynatrain.reshard.meeting import Outcome
-from ds_dynatrain.reshard.targets import needs
+from ds_dynatrain.reshard.preparation import Preparation
+from ds_dynatrain.reshard.switch import Transaction
+from ds_dynatrain.reshard.targets import NodeMemory, needs
 from ds_dynatrain.space import Layout
 
 T = TypeVar("T")
@@ -66,29 +82,37 @@ T = TypeVar("T")
 class Driver:
     """Driver of the machine: tells it what the engines of this process hold, and does what it wants.
 
-    leave: ends the process; see `Leave`.
+    elastic: None in a launch of fixed size, whose generation never changes. leave: ends the process; see `Leave`.
     """
 
-    def __init__(self, elastic: Elastic, leave: Callable[[bool], None]) -> None:
-        self.elastic = elastic
+    def __init__(self, elastic: Elastic | None = None, leave: Callable[[bool], None] = lambda must_save: None) -> None:
+        self._elastic = elastic
         self.machine = ChangeMachine(self._destinations)
         self._leave = leave
         self._boards: GenerationBoards | None = None
-        self._place, self._has_waited = "", True
+        self._at, self._place, self._has_waited = 0, "", True
         self._said = ""
         self._own_error: BaseException | None = None
         self._before: Context | None = None
         """Context of the engine before a late change, during its window."""
 
     @property
+    def elastic(self) -> Elastic:
+        """Membership of a job whose members come and go."""
+        if self._elastic is None:
+            raise RuntimeError("in a launch of fixed size no generation follows")
+        return self._elastic
+
+    @property
     def engines(self) -> list[EngineParts]:
         """Open engines of the process, in the order in which they were made."""
         return open_engines()
 
-    def advance(self, place: str, has_waited: bool = True) -> None:
-        """Carry out all actions that are due now, at a boundary of the first engine. has_waited: see `Own`."""
-        self._place, self._has_waited = place, has_waited
-        self.elastic.member.built()
+    def advance(self, engine: EngineParts, place: str, has_waited: bool = True) -> None:
+        """Carry out all actions that are due now, at a boundary of an engine. has_waited: see `Own`."""
+        self._at, self._place, self._has_waited = self.engines.index(engine), place, has_waited
+        if self._elastic is not None:
+            self._elastic.member.built()
         while actions := self.on_board(self._decided):
             self.on_board(partial(self._carry_out, actions))
 
@@ -110,10 +134,15 @@ class Driver:
             logger.warning("%s", what)
 
     def on_board(self, read: Callable[[], T]) -> T | None:
-        """Return what `read` returns; None if the board is gone, which is then opened again."""
+        """Return what `read` returns; None if the board is gone, which is then opened again.
+
+        In a launch of fixed size its loss ends the job: raise torch's DistError.
+        """
         try:
             return read()
         except td.DistError as error:
+            if self._elastic is None:
+                raise
             logger.warning("the board is gone (%s); training goes on", error)
             self._carry_out(self.machine.board_is_lost(f"the board is gone: {error}"))
             return None
@@ -127,13 +156,17 @@ class Driver:
 
     def _decided(self) -> list[Action]:
         boards = () if self._boards is None else self._boards.fronts
-        return self.machine.advance(self._own(), self.elastic.member.newest, boards)
+        newest = None if self._elastic is None else self._elastic.member.newest
+        return self.machine.advance(self._own(), newest, boards)
 
     def _own(self) -> Own:
-        elastic = self.elastic
+        elastic = self._elastic
+        if elastic is None:
+            held = tuple(held_by(engine, self.say_once, tuple, is_fixed=True) for engine in self.engines)
+            return Own("", None, Registry(), False, held, at=self._at)
         held = tuple(held_by(engine, self.say_once, elastic.replaced) for engine in self.engines)
         known = elastic.member.id, elastic.world, elastic.registry, elastic.is_aborted
-        return Own(*known, held, elastic.member.is_leaving, self._has_waited)
+        return Own(*known, held, elastic.member.is_leaving, self._at, self._has_waited)
 
     def _destinations(self, asked: Question) -> list[Destination] | None:
         nodes = self.elastic.candidates(asked.world, asked.registry).nodes
@@ -182,7 +215,8 @@ class Driver:
 
     @_do.register
     def _post(self, action: Post) -> None:
-        board = self._open_boards.of(action.engine)[0]
+        preparation = self.engines[action.engine].preparation if action.is_present else None
+        board = self._open_boards.of(action.engine)[0] if preparation is None else preparation.board
         (board.decide if action.is_decision else board.post)(action.key, action.value)
 
     @_do.register
@@ -241,7 +275,7 @@ class Driver:
         refusals = dict[int, SwitchRefused | None]()
         for engine, proposal in moving:  # all before any thread begins, as the first thread asks each for its needs
             with engine.turn():
-                engine.switcher.settle_meshes(proposal)
+                engine.vps.mesh(proposal.source_layout), engine.vps.mesh(proposal.layout)
                 if engine.idle:
                     rank = proposal.members.index(mine)
                     refusals[engine.job.number] = engine.switcher.rehearse(proposal.layout, rank)
@@ -257,27 +291,89 @@ class Driver:
                     engine.switcher.prepare(proposal, its, memory.check, nodes, refusals.get(engine.job.number))
 
     @_do.register
-    def _transact(self, action: Transact) -> None:
-        first = self.machine.proposals[0]
-        for engine in self.engines:
-            engine.before_leaving_world()
-        if first.late:
-            self._transact_late(self.engines[0])
-            return
-        record = self._open_boards.of()[0], first.record_key
-        with without_collection():
-            joint = JointSwitch(self.engines, self._place, record)
-            outcome = joint.run()
-        self._own_error = joint.own_error or self._own_error
-        self.ended(joint.engines, outcome)
-        joint.end()
-
-    def _transact_late(self, engine: EngineParts) -> None:
-        """Vote for the first time. `entered` follows if it is a yes; the record, and `ended`, may come later."""
-        if engine.preparation is not None:
-            self._own_error = engine.preparation.own_error or self._own_error
+    def _follow(self, action: Follow) -> None:
+        engine, proposal = self.engines[action.engine], action.proposal
         with engine.turn():
-            engine.switcher.transact(self._place)
+            registration.catch_up(engine)
+            rank = proposal.members.index(engine.control.member)
+            engine.switcher.prepare(proposal, refusal=engine.switcher.rehearse(proposal.layout, rank))
+
+    @_do.register
+    def _pass_by(self, action: PassBy) -> None:
+        engine, proposal = self.engines[action.engine], action.proposal
+        with engine.turn():
+            registration.catch_up(engine)
+            engine.close_preparation()
+            engine.attempt = proposal.generation
+            if action.is_committed:
+                engine.layout, engine.members = proposal.layout, proposal.members
+                if self._elastic is not None:
+                    self._elastic.retrain(proposal.members)
+
+    @_do.register
+    def _connect(self, action: Connect) -> None:
+        engine = self.engines[action.engine]
+        with engine.turn():
+            engine.switcher.connect_ahead()
+
+    @_do.register
+    def _transact(self, action: Transact) -> None:
+        engines = self.engines if action.engine is None else [self.engines[action.engine]]
+        for engine in engines:
+            engine.before_leaving_world()
+        parts = [(engine, engine.preparation) for engine in engines if engine.preparation is not None]
+        first, prepared = parts[0]
+        record = None
+        if action.engine is None:
+            self._own_error = next((made.own_error for _, made in parts if made.own_error), self._own_error)
+            record = (self._open_boards.of()[0], self.machine.proposals[0].record_key) if len(engines) > 1 else None
+        if prepared.proposal.late:
+            with first.turn():
+                first.switcher.enter(prepared, self._place)
+            return
+        with without_collection():
+            votes = self._switch(parts, record)
+        if self._elastic is not None:
+            self.ended([engine for engine, _ in parts], prepared.proposal, votes[0].outcome)
+        interrupt = next((transaction.interrupt for transaction in votes if transaction.interrupt), None)
+        if interrupt is not None:
+            raise interrupt
+
+    def _switch(
+        self, parts: Sequence[tuple[EngineParts, Preparation]], record: tuple[Control, str] | None
+    ) -> Sequence[Transaction | LeanTransaction]:
+        """Switch engines, each in its turn, in the same order on all members; return what was done, all or none of it.
+
+        record: board and key of the one record of several engines, which is written once each could commit; None for
+        one engine, whose transaction writes its own.
+        """
+        begin, votes = time.perf_counter(), list[Transaction | LeanTransaction]()
+        for engine, preparation in parts:
+            given = engine, preparation, self._place
+            with engine.turn():
+                is_part = record is not None
+                votes.append(LeanTransaction(*given, engine.saver) if engine.is_lean else Transaction(*given, is_part))
+        for (engine, _), transaction in zip(parts, votes, strict=True):
+            with engine.turn():
+                decision = transaction.vote()
+            if not decision.commit:
+                break
+        outcome = votes[0].outcome
+        if record is not None:
+            board, key = record
+            try:
+                found = board.decide(key, {"commit": decision.commit, "reason": decision.reason})
+                decision = Decision(found["commit"], found["reason"])
+            except td.DistError as lost:  # others may have read a commit
+                outcome.is_uncertain = True
+                decision = Decision(False, f"{decision.reason or 'the board is gone'} ({lost})")
+        for (engine, preparation), transaction in zip(parts, votes, strict=True):
+            was = engine.layout, engine.members
+            with engine.turn():
+                transaction.conclude(decision)
+                engine.switcher.note(preparation, transaction.outcome, was, begin)
+        outcome.is_uncertain = any(transaction.outcome.is_uncertain for transaction in votes)
+        return votes
 
     def entered(self, engine: EngineParts) -> None:
         """Move to the boards of a change of members whose new world trains before its record is written."""
@@ -286,8 +382,11 @@ class Driver:
             self._before, boards = engine.context, self._open_boards
             boards.adopt(engine, 0, self.elastic.candidates(boards.world, machine.registry))
 
-    def ended(self, engines: Sequence[EngineParts], outcome: Outcome) -> None:
-        """Follow the record of a change of members, or its roll-back."""
+    def ended(self, engines: Sequence[EngineCore], proposal: Proposal, outcome: Outcome) -> None:
+        """Follow the end of a switch of some engines, where members come and go. proposal: of the first one.
+
+        If this member cannot know how it ended, all have to say what they hold.
+        """
         if outcome.is_uncertain:
             self.elastic.abort()
         for engine in engines:
@@ -295,7 +394,10 @@ class Driver:
             if self._before is not None and not outcome.committed:
                 engine.context = self._before
         self._before = None
-        self._carry_out(self.machine.transacted(self._own(), outcome.committed, outcome.reason))
+        if self.machine.tries_now(proposal):
+            self._carry_out(self.machine.transacted(self._own(), outcome.committed, outcome.reason))
+        elif outcome.committed:
+            self.elastic.retrain(proposal.members)
 
     @_do.register
     def _restore(self, action: Restore) -> None:
@@ -365,12 +467,20 @@ class Driver:
             self._boards = None
 
 
-def held_by(engine: EngineParts, say: Callable[[str], None], replaced: Callable[[], tuple[int, ...] | None]) -> Held:
+def held_by(
+    engine: EngineParts,
+    say: Callable[[str], None],
+    replaced: Callable[[], tuple[int, ...] | None],
+    is_fixed: bool = False,
+) -> Held:
     """Return what one engine of this process holds just now.
 
-    say: logs a message for users. replaced: returns what others may have said of loads.
+    say: logs a message for users. replaced: returns what others may have said of loads. is_fixed: in a launch of fixed
+    size, in which communicators can be made before the pause.
     """
-    number = engine.control.member
+    number, preparation, lacks = engine.control.member, engine.preparation, None
+    if is_fixed and is_accelerated() and preparation is not None and preparation.connections is None:
+        lacks = partial(preparation.lacks, engine.world)
     return Held(
         number=number,
         layout=engine.layout,
@@ -379,8 +489,12 @@ def held_by(engine: EngineParts, say: Callable[[str], None], replaced: Callable[
         attempt=engine.attempt,
         generation=engine.generation,
         step=engine.global_steps,
+        board=engine.control if preparation is None else preparation.board,
         is_clean=not engine.is_stepping and not engine.is_in_doubt,
-        is_switching=engine.is_switching,
+        pending=None if preparation is None else preparation.proposal,
+        is_in_window=engine.awaits_late,
+        settle=synchronize,
+        lacks=lacks,
         can_restore=backups_of(engine.extensions) is not None,
         registered=len(engine.registered),
         since=partial(_since, engine, replaced),

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
+import torch.distributed as td
 from torch import nn
 
 from ds_dynatrain.adapters.device import complaint
@@ -23,13 +24,14 @@ from ds_dynatrain.engine.boundaries import Boundaries
 from ds_dynatrain.engine.discarded import guarded
 from ds_dynatrain.engine.elastic import Elastic
 from ds_dynatrain.engine.parts import parts_of
+from ds_dynatrain.errors import SwitchRefused
 from ds_dynatrain.membership.control import Control
 from ds_dynatrain.membership.destinations import Registry
 from ds_dynatrain.membership.liveness import Watch, ended_in_error, post_end
 from ds_dynatrain.membership.proposal import Proposal
 from ds_dynatrain.membership.tally import told
 from ds_dynatrain.report import SwitchEvent
-from ds_dynatrain.reshard.context import Job
+from ds_dynatrain.reshard.context import Context, Job
 from ds_dynatrain.reshard.core import EngineCore
 from ds_dynatrain.reshard.meeting import Outcome
 from ds_dynatrain.reshard.preparation import Preparation
@@ -208,8 +210,24 @@ class ElasticMembership(Elastic):
     # ---- switches ----------------------------------------------------------------------------------------------------
 
     def reopen(self, engine: EngineCore) -> None:
-        """Connect to the board again if the coordinator was started again."""
-        self._boundaries.reopen(engine)
+        """Connect to an engine's board of the present generation again, if a coordinator was started again.
+
+        Raises SwitchRefused if no coordinator answers.
+        """
+        world = self.world
+        try:
+            for board in (engine.control, engine.context.background):
+                board.read("alive")
+        except td.DistError as lost:
+            if world is None:
+                raise SwitchRefused(
+                    f"the job's key-value store does not answer: {lost}", "training goes on; ask again later"
+                ) from lost
+            try:
+                boards = self.open_boards(world, engine.control.member, engine=engine.job.number)
+            except (td.DistError, OSError) as error:
+                raise SwitchRefused(f"no coordinator answers: {error}", "training goes on; ask again later") from error
+            engine.context = Context(engine.launch, engine.candidates, *boards)
 
     def able(self, engine: EngineCore) -> tuple[int, ...]:
         """Return all members; of several engines only those that work, since the engines share them."""
@@ -245,18 +263,8 @@ class ElasticMembership(Elastic):
         self._boundaries.driver.entered(parts_of(engine))
 
     def ended(self, engine: EngineCore, proposal: Proposal, outcome: Outcome) -> None:
-        """Follow the end of a switch. If this member cannot know how it ended, all have to say what they hold."""
-        driver = self._boundaries.driver
-        if driver.machine.tries_now(proposal):
-            driver.ended([parts_of(engine)], outcome)
-            return
-        if outcome.is_uncertain:
-            self.abort()
-        if outcome.committed:
-            self.settle(engine.job.number)
-            self.retrain(proposal.members)
-        else:
-            self.let_go(engine.job.number)
+        """Follow the end of a late switch; see `Driver.ended`."""
+        self._boundaries.driver.ended([engine], proposal, outcome)
 
     def tell(self, engine: EngineCore, event: SwitchEvent) -> None:
         """Send the event to the coordinator, which keeps it for those that watch the job."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from ds_dynatrain.engine.driver import Driver
 from ds_dynatrain.engine.parts import EngineParts, parts_of
 from ds_dynatrain.membership.liveness import Heartbeat, ending_error, post_end, say_last_words
 from ds_dynatrain.reshard.core import EngineCore
@@ -16,7 +17,13 @@ SEE_OFF_SECONDS = 5.0
 
 
 class FixedLaunch(Membership):
-    """Membership of a fixed launch. Heartbeats tell which members are dead, and a lost peer is the end of the job."""
+    """Membership of a fixed launch: a job whose generation never changes.
+
+    Heartbeats tell which members are dead, and a lost peer is the end of the job.
+    """
+
+    def __init__(self) -> None:
+        self._driver = Driver()
 
     def add(self, engine: EngineCore) -> None:
         """Start the engine's heartbeat, for members that wait for work."""
@@ -47,36 +54,32 @@ class FixedLaunch(Membership):
             time.sleep(IDLE_POLL_SECONDS)
 
     def at_boundary(self, engine: EngineCore, place: str) -> str:
-        """Take part in a switch that is due."""
+        """Take part in a switch that is due, or wait for one; see `Membership.at_boundary`."""
         parts = parts_of(engine)
-        if not parts.idle:
+        if not engine.idle:
             if parts.has_open_window:
                 return parts.window_in_words
             for extension in parts.extensions:
                 extension.save_if_due()
-            if parts.switcher.connects_ahead():
-                parts.switcher.connect_ahead()
-            if not parts.switcher.is_due():
-                return ""
-            parts.switcher.transact(place)
+            self._driver.advance(parts, place)
         if parts.idle:
             self._wait_for_work(parts, place)
-            parts.note_safe()
         return ""
 
     def _wait_for_work(self, engine: EngineParts, place: str) -> None:
-        """Poll the board until this member works; raise SystemExit(0) when the working members' scripts have ended."""
-        switcher, watch = engine.switcher, self.watch(engine.control)
+        """Wait until this member works; raise SystemExit(0) when the working members' scripts have ended."""
         engine.close_loaders()  # their processes must not outlive the world that they fetched for
+        watch = self.watch(engine.control)
         while engine.idle:
-            switcher.take_part_idle(place)
+            self._driver.advance(engine, place)
             if engine.idle:
                 engine.changes.look()
                 if watch.look(engine.members):
                     engine.switcher.cancel()
                     engine.control.post(f"left/{engine.control.member}", True)
                     raise SystemExit(0)
-                switcher.pass_time(IDLE_POLL_SECONDS)
+                engine.switcher.pass_time(IDLE_POLL_SECONDS)
+        engine.note_safe()
 
     def returned(self, engine: EngineCore, output: Any) -> Any:
         """Keep the output while the batch may become void."""

@@ -15,13 +15,12 @@ from typing import Any
 
 import torch.distributed as td
 
-from ds_dynatrain.adapters.device import HOST, compute_device, is_accelerated, synchronize
+from ds_dynatrain.adapters.device import HOST, compute_device
 from ds_dynatrain.adapters.memory import Untouched, provide
 from ds_dynatrain.adapters.state import Scalars
 from ds_dynatrain.adapters.worlds import installed, stand_in_world
 from ds_dynatrain.data.workers import without_collection
 from ds_dynatrain.engine.changes import Changes
-from ds_dynatrain.engine.checkpoints.lean import LeanTransaction
 from ds_dynatrain.engine.checkpoints.saving import Saver
 from ds_dynatrain.engine.telling import event_of, tell, tell_of_switch
 from ds_dynatrain.errors import SwitchRefused, WorldChanged
@@ -29,10 +28,9 @@ from ds_dynatrain.membership import agreement
 from ds_dynatrain.membership.agreement import SwitchRequest
 from ds_dynatrain.membership.proposal import Proposal
 from ds_dynatrain.plan import estimate, plan_switch
-from ds_dynatrain.records import from_record
 from ds_dynatrain.report import EventWriter, SwitchEvent, log_gain, log_recompile, logger
 from ds_dynatrain.report import Outcome as HowItEnded
-from ds_dynatrain.reshard import feasible, registration, regrouping, streams
+from ds_dynatrain.reshard import feasible, regrouping, streams
 from ds_dynatrain.reshard.context import Boards
 from ds_dynatrain.reshard.core import EngineCore
 from ds_dynatrain.reshard.meeting import Outcome, connect_ahead
@@ -123,8 +121,10 @@ class Switcher:
             )
         if self.engine.pending is not None and self._is_pending(layout, at, changes, late):
             return self.engine.pending
+        pending, preparation = self.engine.pending, self.engine.preparation
+        gives_way = pending is not None and bool(pending.cause) and not reason.cause
         PROCESS.membership.reopen(self.engine)
-        request, proposal = self._request(layout, at, changes, late, reason)
+        request, proposal = self._request(layout, at, changes, late, reason, gives_way)
         try:
             agreed = agreement.agree(
                 self.engine.control, self.place_in_training(), request, self.engine.members, proposal
@@ -133,16 +133,14 @@ class Switcher:
             raise SwitchRefused(
                 f"the job's key-value store does not answer: {error}", "training goes on; ask again later"
             ) from error
-        if self._gives_way(reason):
-            self.withdraw("the script asks for another switch, which goes first")
+        if gives_way and preparation is not None:  # on all working members alike; idle ones read it on the board
+            first = "the script asks for another switch, which goes first"
+            if self.engine.rank == 0:
+                preparation.board.decide(preparation.proposal.record_key, {"commit": False, "reason": first})
+            self.give_up(first)
         self.prepare(agreed)
         self.engine.pending = PendingSwitch(agreed.layout, agreed.generation, agreed.at, late=late, cause=agreed.cause)
         return self.engine.pending
-
-    def _gives_way(self, reason: Reason) -> bool:
-        """Return whether the pending switch was asked for by an extension, and the new one is the script's."""
-        pending = self.engine.pending
-        return pending is not None and bool(pending.cause) and not reason.cause
 
     def _is_pending(self, layout: Layout | None, at: int | None, changes: Mapping[str, Any], late: bool) -> bool:
         """Return whether the same switch is pending already: a loop turns several times per optimizer step."""
@@ -179,9 +177,18 @@ class Switcher:
         return SwitchEstimate(target, members, *figures, copies, self._targets.step_ms(target, members))
 
     def _request(
-        self, layout: Layout | None, at: int | None, changes: Mapping[str, Any], late: bool, reason: Reason
+        self,
+        layout: Layout | None,
+        at: int | None,
+        changes: Mapping[str, Any],
+        late: bool,
+        reason: Reason,
+        gives_way: bool,
     ) -> tuple[SwitchRequest, Proposal]:
-        """Return this member's request, with its refusal if it has one, and the proposal that follows from it."""
+        """Return this member's request, with its refusal if it has one, and the proposal that follows from it.
+
+        gives_way: whether the pending switch is given up for this one.
+        """
         engine, refusal = self.engine, None
         try:
             if engine.awaits_late:
@@ -189,7 +196,6 @@ class Switcher:
             target = self._targets.checked(layout, changes)
             if late:
                 self._targets.check_late(target)
-            gives_way = self._gives_way(reason)
             if self.engine.pending is not None and not gives_way:
                 raise SwitchRefused(
                     f"a switch to {self.engine.pending.layout} is pending",
@@ -257,11 +263,6 @@ class Switcher:
             streams.restore(before)
         return None
 
-    def settle_meshes(self, proposal: Proposal) -> None:
-        """Learn now how DeepSpeed cuts in both layouts: it must be asked on the main thread."""
-        for layout in (proposal.source_layout, proposal.layout):
-            self.engine.vps.mesh(layout)
-
     def prepare(
         self,
         proposal: Proposal,
@@ -279,7 +280,7 @@ class Switcher:
         self._warn_of_hardware(proposal)
         engine, around = self.engine, self.engine.context
         live = {} if engine.idle else engine.host.state_buffers()[0]
-        self.settle_meshes(proposal)
+        engine.vps.mesh(proposal.source_layout), engine.vps.mesh(proposal.layout)  # asks DeepSpeed: in the main thread
         front, back = (around.control, around.background) if boards is None else boards
         make, settings, memory = engine.host.make_children, engine.settings, engine.memory_in(proposal.layout)
         budget, way = settings.memory_budget_bytes, settings.transport
@@ -323,7 +324,10 @@ class Switcher:
         """Connect the next world's members at a boundary before that of the switch; give the switch up if that
         fails.
         """
-        decision = connect_ahead(self.prepared(), self.engine.world)
+        preparation = self.engine.preparation
+        if preparation is None:
+            return
+        decision = connect_ahead(preparation, self.engine.world)
         if not decision.commit:
             self.give_up(decision.reason)
         decision.raise_interrupt()
@@ -357,67 +361,6 @@ class Switcher:
         if self.engine.rank == 0 and (change := PROCESS.membership.waiting_change(self.engine)):
             yield f"a change of members waits ({change})"
 
-    def connects_ahead(self) -> bool:
-        """Return whether to connect now to the members of a switch to come. Called on working members."""
-        preparation = self.engine.preparation
-        if preparation is None or preparation.connections is not None or not is_accelerated():
-            return False
-        proposal, step = preparation.proposal, self.engine.global_steps
-        if preparation.connect_at is None:
-            synchronize()  # the host may be ahead of its device, and so of what rank 0 has posted
-            given = preparation.board, proposal, self.engine.rank, step
-            preparation.connect_at = agreement.connecting_step(*given, lambda: preparation.lacks(self.engine.world))
-        at = preparation.connect_at
-        return at is not None and agreement.IN_THE_PAUSE < at <= step < (proposal.at or 0)
-
-    def is_due(self, ahead: int = 1) -> bool:
-        """Return whether to take part in a switch now. Called on working members. ahead: see
-        `agreement.meeting_step`.
-        """
-        if self.engine.preparation is None:
-            return False
-        proposal, step = self.engine.preparation.proposal, self.engine.global_steps
-        if proposal.at is None:
-            synchronize()  # as in `connects_ahead`
-        meet = agreement.meeting_step(self.engine.preparation.board, proposal, self.engine.rank, step, ahead)
-        return meet is not None and step >= meet
-
-    def take_part_idle(self, place: str) -> None:
-        """Prepare for what the working members have agreed on, and take part in it or let it go. Called on idle
-        members.
-        """
-        if self.engine.preparation is None:
-            self._look_for_proposal()
-        if self.engine.preparation is None:
-            return
-        preparation, proposal = self.engine.preparation, self.engine.preparation.proposal
-        if preparation.connections is None and agreement.is_connecting_ahead(self.engine.control, proposal):
-            self.connect_ahead()
-        elif proposal.has_begun(self.engine.control):
-            self.transact(place)
-        else:  # was it given up before the meeting?
-            record = self.engine.control.read(proposal.record_key)
-            if record is not None and not record["commit"]:
-                self.engine.close_preparation()
-
-    def _look_for_proposal(self) -> None:
-        """Prepare for a switch that the working members have agreed on, if there is one."""
-        record = self.engine.control.read(f"proposal/{self.engine.attempt + 1}")
-        if record is None:
-            return
-        registration.catch_up(self.engine)
-        proposal = from_record(Proposal, record)
-        if self.engine.control.member in proposal.union:
-            rank = proposal.members.index(self.engine.control.member)
-            self.prepare(proposal, refusal=self.rehearse(proposal.layout, rank))
-            return
-        outcome = self.engine.control.read(proposal.record_key)
-        if outcome is not None:
-            self.engine.attempt = proposal.generation
-            if outcome["commit"]:
-                self.engine.layout, self.engine.members = proposal.layout, proposal.members
-                PROCESS.membership.retrain(proposal.members)
-
     def pass_time(self, seconds: float) -> None:
         """Let an idle member's time pass: call the user's `on_idle`, or sleep."""
         on_idle = self.engine.job.on_idle
@@ -426,39 +369,26 @@ class Switcher:
         else:
             time.sleep(seconds)
 
-    # ---- carried out -----------------------------------------------------------------------------------------------
+    # ---- carried out: a late switch, in two votes -----------------------------------------------------------------
 
-    def transact(self, place: str) -> None:
-        """Take part in the prepared switch."""
-        begin, engine, preparation = time.perf_counter(), self.engine, self.prepared()
-        was = engine.layout, engine.members
-        if preparation.proposal.late:
-            self._enter(_Entered(Transaction(engine, preparation, place), was, begin))
-            return
-        with without_collection():
-            if engine.is_lean:
-                outcome = LeanTransaction(engine, preparation, place, self._saver).run()
-            else:
-                outcome = Transaction(engine, preparation, place).run()
-        self.note(preparation, outcome, was, begin)
-        PROCESS.membership.ended(engine, preparation.proposal, outcome)
-
-    def _enter(self, entered: _Entered) -> None:
+    def enter(self, preparation: Preparation, place: str) -> None:
         """Carry out the pause of a late switch; on a member that does not train in the new world, the whole switch."""
-        transaction, self._entered = entered.transaction, entered
-        self.engine.late_worlds = transaction.worlds
+        engine, begin = self.engine, time.perf_counter()
+        transaction = Transaction(engine, preparation, place)
+        self._entered = _Entered(transaction, (engine.layout, engine.members), begin)
+        engine.late_worlds = transaction.worlds
         with without_collection():
             goes_on = transaction.enter(self._discard_window)
-        self.engine.late_worlds = transaction.worlds
+        engine.late_worlds = transaction.worlds
         if transaction.has_entered:
-            PROCESS.membership.entered(self.engine)
+            PROCESS.membership.entered(engine)
         if not goes_on:
             self.settle()
             return
-        self.engine.awaits_late = True
+        engine.awaits_late = True
         self._note_window()
         self._compile_anew()
-        transaction.outcome.pause_ms = 1e3 * (time.perf_counter() - entered.begin)
+        transaction.outcome.pause_ms = 1e3 * (time.perf_counter() - begin)
 
     def settle(self) -> bool:
         """End a late switch before an optimizer step. Return whether the step may be made.
@@ -470,12 +400,15 @@ class Switcher:
             return True
         begin, transaction = time.perf_counter(), entered.transaction
         try:
-            outcome = transaction.settle()
+            transaction.settle()
         finally:
             self.engine.awaits_late, self.engine.late_worlds = False, ()
+        outcome = transaction.outcome
         outcome.late_wait_ms = 1e3 * (time.perf_counter() - begin)
         self.note(transaction.preparation, outcome, entered.was, entered.begin)
         PROCESS.membership.ended(self.engine, transaction.proposal, outcome)
+        if transaction.interrupt is not None:
+            raise transaction.interrupt
         return outcome.committed
 
     @property
@@ -497,12 +430,6 @@ class Switcher:
         compilations.begin()
         if compilations.count:
             compilations.forget()
-
-    def prepared(self) -> Preparation:
-        """Return the preparation of the pending switch; raise RuntimeError if there is none."""
-        if self.engine.preparation is None:
-            raise RuntimeError("no switch was prepared")
-        return self.engine.preparation
 
     def note(
         self, preparation: Preparation, outcome: Outcome, was: tuple[Layout, tuple[int, ...]], begin: float
@@ -589,30 +516,27 @@ class Switcher:
             engine.last_switch = replace(engine.last_switch, measured_gain=gain)
         tell(engine, known, log_gain, EventWriter.write_gain)
 
-    def withdraw(self, reason: str) -> None:
-        """Give up a pending switch, on all working members at the same place; idle ones read that on the board."""
-        preparation = self.prepared()
-        if self.engine.rank == 0:
-            preparation.board.decide(preparation.proposal.record_key, {"commit": False, "reason": reason})
-        self.give_up(reason)
-
 
 def parts_in_use(engine: EngineCore, proposal: Proposal) -> list[str]:
     """Return the parts of `support.proved` that a switch of this job uses."""
-    layouts = (proposal.source_layout, proposal.layout)
-    wide = {axis for layout in layouts for axis, size in layout.axes().items() if size > 1}
+    source, target = proposal.source_layout, proposal.layout
     transport, machines = engine.settings.transport, set(engine.candidates.nodes.values())
     used = {
+        "groups": True,
+        "stages": True,
         "batches": transport == "nccl" or (transport == "auto" and len(machines) > 1),
         "late": proposal.late,
-        "members": len(engine.candidates) > min(layout.world_size for layout in layouts),
+        "members": len(engine.candidates) > min(source.world_size, target.world_size),
         "offload": engine.deepspeed.zero_use_cpu_optimizer(),
         "compile": bool(engine.host.compiled_modules),
         "fused": any(group.get("fused") for group in engine.host.basic_optimizer.param_groups),
         "engines": PROCESS.is_shared,
-        **{axis: axis in wide for axis in ("pipe", "tensor", "expert", "sequence")},
+        "pipe": max(source.pipe, target.pipe) > 1,
+        "tensor": max(source.tensor, target.tensor) > 1,
+        "expert": max(source.expert, target.expert) > 1,
+        "sequence": max(source.sequence, target.sequence) > 1,
     }
-    return ["groups", "stages", *(part for part, is_used in used.items() if is_used)]
+    return [part for part, is_used in used.items() if is_used]
 
 
 def _raise(refusal: SwitchRefused) -> None:

@@ -12,15 +12,12 @@ from typing import Any
 
 from ds_dynatrain.errors import MemberMissing, SwitchFailed, SwitchRefused
 from ds_dynatrain.membership.control import Control
-from ds_dynatrain.membership.proposal import Board, Proposal
+from ds_dynatrain.membership.proposal import Proposal
 from ds_dynatrain.membership.session import Request, Session
 from ds_dynatrain.records import to_record
 from ds_dynatrain.space import Layout
 
 MOST_PLACES = 4
-CONNECTING = "connecting"
-IN_THE_PAUSE = -1
-"""Value for a step: communicators are made during the switch itself."""
 
 
 @dataclass(frozen=True)
@@ -90,48 +87,6 @@ def wait_until_prepared(control: Control, proposal: Proposal, stop: Callable[[],
         raise MemberMissing(what, silent or missing.members, missing.seconds) from None
     if failed:
         raise SwitchFailed(failed)
-
-
-def meeting_step(control: Control, proposal: Proposal, rank: int, step: int, ahead: int = 1) -> int | None:
-    """Return the step at which the members meet, None while that is open.
-
-    Rank 0 sets it to its next step once all are prepared. No member can have passed that step: every step needs rank
-    0's gradients, and each member reads the board again at every boundary. ahead: 0 while no member makes steps.
-    """
-    if proposal.at is not None:
-        return proposal.at
-    key = f"meet/{proposal.generation}"
-    if rank == 0 and proposal.is_prepared(control):
-        return int(control.decide(key, step + ahead))
-    decided = control.read(key)
-    return None if decided is None else int(decided)
-
-
-def connecting_step(
-    control: Control, proposal: Proposal, rank: int, step: int, is_needed: Callable[[], bool]
-) -> int | None:
-    """Return the step before that of a switch at which its communicators are made.
-
-    `IN_THE_PAUSE` if there is none, None while that is open. Rank 0 sets it to its next step once all are prepared, as
-    in `meeting_step`. is_needed: whether the next world lacks a communicator.
-    """
-    if proposal.at is None:
-        return IN_THE_PAUSE
-    key, is_late = f"{ahead_key(proposal)}/step", step + 1 >= proposal.at
-    if rank == 0 and (is_late or proposal.is_prepared(control)):
-        return int(control.decide(key, IN_THE_PAUSE if is_late or not is_needed() else step + 1))
-    decided = control.read(key)
-    return None if decided is None else int(decided)
-
-
-def ahead_key(proposal: Proposal) -> str:
-    """Return the prefix on the board of what the members do together at a boundary before that of the switch."""
-    return f"ahead/{proposal.generation}"
-
-
-def is_connecting_ahead(board: Board, proposal: Proposal) -> bool:
-    """Return whether rank 0 stands where communicators are made. Called on idle members; polls and never blocks."""
-    return board.all_posted(f"{ahead_key(proposal)}/{CONNECTING}/0", proposal.source_members[:1])
 
 
 def meet(session: Session, proposal: Proposal, step: int, place: str) -> None:

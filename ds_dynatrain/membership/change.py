@@ -1,7 +1,13 @@
-"""Changes of members: what one process does about a later generation, decided without sockets, threads or engines.
+"""What a process does at a boundary, decided without sockets, threads or engines: switches, and changes of members.
 
-The coordinator publishes a generation, which has boards of its own, one for each engine of a process. The machine takes
-in what is on them and what this process holds, and gives out what is to be done (`Action`). Every member decides alike:
+The machine takes in what is on the boards and what this process holds, and gives out what is to be done (`Action`).
+
+A *switch* that the script or an extension has asked for stays within the generation. It is on the present board of its
+engine: working members meet at the step that was asked for, or that rank 0 names once all are prepared. Idle members
+follow what they read there. A launch of fixed size has nothing else: its generation never changes.
+
+A *change of members* leads to another generation, which the coordinator publishes. It has boards of its own, one for
+each engine of a process. Every member decides alike:
 
 | stage | what it waits for | keys |
 |---|---|---|
@@ -17,7 +23,7 @@ in what is on them and what this process holds, and gives out what is to be done
 If nothing moves (a newcomer has no place, an idle member goes) all enter the generation at the meeting. An attempt that
 is rolled back is followed by another, after two by one without the newcomers. A later generation overtakes all this at
 any point but the window, which is ended first, by its record (`transacted`). Only the first attempt of a change is
-late.
+late. A switch that was asked for comes before a planned change, and none is carried out once a change was proposed.
 """
 
 from __future__ import annotations
@@ -48,6 +54,8 @@ from ds_dynatrain.space.layout import Layout
 
 Proposals = tuple[Proposal, ...]
 """Proposals of a change, one for each engine of a process."""
+IN_THE_PAUSE = -1
+"""Value for a step: communicators are made during the switch itself."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +63,13 @@ class Held:
     """State that one engine of this process holds just now.
 
     number: of this member. rank: None if the engine is idle. attempt: the highest generation number that was proposed
-    to it. is_clean: no optimizer step is under way. is_switching: a switch is being prepared. can_restore: it has
-    backups. registered, frozen: as in `Survivor`; since: the same, but asks the store. copies: returns
-    those of this process. damaged: reads the copies that this process is to give, and returns the ranks of damaged
-    ones. goes_late: whether masters and moments are to follow after the pause of a switch to a layout.
+    to it. board: of its present generation. is_clean: no optimizer step is under way. pending: the switch that is being
+    prepared. is_in_window: it is a late one, between its votes. settle: waits until this member's device has done what
+    came before, so that it reads the board after all that others have posted by then. lacks: returns whether the next
+    world needs communicators that the present one does not have; None where none are made before the pause.
+    can_restore: it has backups. registered, frozen: as in `Survivor`; since: the same, but asks the store.
+    copies: returns those of this process. damaged: reads the copies that this process is to give, and returns the ranks
+    of damaged ones. goes_late: whether masters and moments are to follow after the pause of a switch to a layout.
     """
 
     number: int
@@ -68,8 +79,12 @@ class Held:
     attempt: int
     generation: int
     step: int
+    board: Board
     is_clean: bool = True
-    is_switching: bool = False
+    pending: Proposal | None = None
+    is_in_window: bool = False
+    settle: Callable[[], None] = lambda: None
+    lacks: Callable[[], bool] | None = None
     can_restore: bool = False
     registered: int = 0
     since: Callable[[], tuple[int, ...] | None] = tuple
@@ -85,7 +100,8 @@ class Own:
 
     world: the generation that it has entered; registry: the numbers of its members. is_aborted: nothing of the world
     that trains can be used any more. is_leaving: it was told to leave. engines: in the order in which they were made;
-    the first one speaks for all. has_waited: whether training continues if the others are not at this boundary, too.
+    the first one speaks for all. at: which of them stands at a boundary. has_waited: whether training continues if the
+    others are not at this boundary, too.
     """
 
     member: str
@@ -94,6 +110,7 @@ class Own:
     is_aborted: bool
     engines: tuple[Held, ...]
     is_leaving: bool = False
+    at: int = 0
     has_waited: bool = True
 
     @property
@@ -109,12 +126,12 @@ class Own:
     @property
     def is_switching(self) -> bool:
         """Whether a switch of any engine is being prepared."""
-        return any(engine.is_switching for engine in self.engines)
+        return any(engine.pending is not None for engine in self.engines)
 
     @property
     def makes_steps(self) -> bool:
         """Whether the members that train make steps."""
-        return not self.is_aborted and self.world is not None and not self.world.paused
+        return not self.is_aborted and (self.world is None or not self.world.paused)
 
     def goes_late(self, world: World, targets: Sequence[tuple[Layout, tuple[int, ...]]]) -> bool:
         """Return whether masters and moments are to follow in a generation's first step. targets: of each engine."""
@@ -148,12 +165,15 @@ class Know:
 
 @dataclass(frozen=True)
 class Post:
-    """Post a value on the board of an engine. is_decision: unless another member was first."""
+    """Post a value on the board of an engine. is_decision: unless another member was first. is_present: on the board of
+    the present generation.
+    """
 
     key: str
     value: Any
     engine: int = 0
     is_decision: bool = False
+    is_present: bool = False
 
 
 @dataclass(frozen=True)
@@ -192,10 +212,37 @@ class Prepare:
 
 
 @dataclass(frozen=True)
+class Follow:
+    """Prepare an idle engine for its part in a switch that the working members have agreed on."""
+
+    engine: int
+    proposal: Proposal
+
+
+@dataclass(frozen=True)
+class PassBy:
+    """Take in how a switch has ended in which an idle engine had no part."""
+
+    engine: int
+    proposal: Proposal
+    is_committed: bool
+
+
+@dataclass(frozen=True)
+class Connect:
+    """Connect to the members of an engine's next world, all at once, before its switch; give that up if it fails."""
+
+    engine: int
+
+
+@dataclass(frozen=True)
 class Transact:
-    """Take part in the prepared switch, and then call `ChangeMachine.transacted`: for a late switch, after its
-    record.
+    """Take part in the prepared switch of one engine, or of all of them in a change of members.
+
+    Call `ChangeMachine.transacted` after a change: of a late one, after its record.
     """
+
+    engine: int | None = None
 
 
 @dataclass(frozen=True)
@@ -259,6 +306,9 @@ Action = (
     | LetGo
     | Hold
     | Prepare
+    | Follow
+    | PassBy
+    | Connect
     | Transact
     | Restore
     | Serve
@@ -307,6 +357,8 @@ class ChangeMachine:
         self._said: set[str] = set()
         self._passed_over = 0
         """Number of the last generation that went on without this member, which has no state and waits for the next."""
+        self._ahead: dict[tuple[int, int], int] = {}
+        """Step at which communicators are made, as rank 0 has named it, by the engine's place and the generation."""
 
     # ---- events ------------------------------------------------------------------------------------------------------
 
@@ -314,19 +366,23 @@ class ChangeMachine:
         """Return the next actions. Call it again until there are none, and then from time to time.
 
         newest: the last generation that was published. boards: those of `world`, one for each engine of the process; ()
-        while they are not open.
+        while they are not open. Members come and go at boundaries of the first engine.
         """
-        if self.stage is Stage.WINDOW:
+        if self.stage is Stage.WINDOW or any(engine.is_in_window for engine in own.engines):
             return []
+        if own.at:
+            return self._switch(own)
         if newest is not None and self._is_later(own, newest):
             return self._set_out(own, newest)
         if newest is not None and newest.generation == self._passed_over and own.is_leaving:
             return [Leave()]
         while self.world is not None and boards:
             stage, actions = self.stage, self._on_the_way(own, self.world, boards)
-            if actions or self.stage is stage:
+            if actions:
                 return actions
-        return []
+            if self.stage is stage:
+                break
+        return self._switch(own)
 
     def tries_now(self, proposal: Proposal) -> bool:
         """Return whether a proposal is one of those tried just now, and none of the user's."""
@@ -383,6 +439,73 @@ class ChangeMachine:
         self.world, self.proposals, self.stage = None, (), Stage.LEARN
         self.registry, self.tries, self.restores, self._leader, self._said = Registry(), 0, False, "", set()
         self._copies, self._survivors, self._proofs, self.meets_at = (), [], 0, None
+
+    # ---- a switch within the generation ------------------------------------------------------------------------------
+
+    def _switch(self, own: Own) -> list[Action]:
+        """Decide about switches that were asked for: of the engine at whose boundary this is, or of all idle ones."""
+        here = own.engines[own.at]
+        if here.rank is None:
+            engines = () if self.world is not None else enumerate(own.engines)
+            found = (self._follow_switch(place, engine) for place, engine in engines if engine.rank is None)
+            return next(filter(None, found), [])
+        if self.proposals or here.pending is None or (here.pending.late and not own.makes_steps):
+            return []
+        connecting = self._connect(own.at, here, here.pending)
+        return connecting or self._meet_for_switch(own.at, here, here.pending, ahead=int(own.makes_steps))
+
+    def _connect(self, place: int, here: Held, asked: Proposal) -> list[Action]:
+        """Connect the next world's members at the step that rank 0 names: its next one, if it is before the switch."""
+        if here.lacks is None or asked.at is None:
+            return []
+        key = f"{asked.ahead_key}/step"
+        if (place, asked.generation) not in self._ahead:
+            here.settle()
+            step = here.board.read(key)
+            if step is None:
+                is_late = here.step + 1 >= asked.at
+                if here.rank != 0 or not (is_late or asked.is_prepared(here.board)):
+                    return []
+                step = IN_THE_PAUSE if is_late or not here.lacks() else here.step + 1
+                return [Post(key, step, place, is_decision=True, is_present=True)]
+            self._ahead[place, asked.generation] = int(step)
+        is_now = IN_THE_PAUSE < self._ahead[place, asked.generation] <= here.step < asked.at
+        return [Connect(place)] if is_now else []
+
+    def _meet_for_switch(self, place: int, here: Held, asked: Proposal, ahead: int) -> list[Action]:
+        """Meet at the step that was asked for, or that rank 0 names: its next one, once all are prepared.
+
+        No member can have passed that step: every step needs rank 0's gradients, and each member reads the board again
+        at every boundary. ahead: 0 while no member makes steps.
+        """
+        meet = asked.at
+        if meet is None:
+            here.settle()
+            if here.rank == 0 and not asked.is_prepared(here.board):
+                return []
+            meet = here.board.read(asked.meeting_key)
+            if meet is None and here.rank == 0:
+                return [Post(asked.meeting_key, here.step + ahead, place, is_decision=True, is_present=True)]
+        return [Transact(place)] if meet is not None and here.step >= meet else []
+
+    def _follow_switch(self, place: int, here: Held) -> list[Action]:
+        """Follow, as an idle member, what the working members have agreed on."""
+        asked, board = here.pending, here.board
+        if asked is None:
+            found = board.read(f"proposal/{here.attempt + 1}")
+            if found is None:
+                return []
+            asked = from_record(Proposal, found)
+            if here.number in asked.union:
+                return [Follow(place, asked)]
+        elif here.lacks is not None and asked.is_connecting(board):
+            return [Connect(place)]
+        elif asked.has_begun(board):
+            return [Transact(place)]
+        record = board.read(asked.record_key)
+        if record is None or (here.pending is not None and record["commit"]):
+            return []
+        return [PassBy(place, asked, record["commit"])]
 
     # ---- setting out -------------------------------------------------------------------------------------------------
 
@@ -618,12 +741,13 @@ class ChangeMachine:
         first, step = self.proposals[0], own.engines[0].step
         if not first.source_members:  # restored, and the board was lost before the record was written
             return self.restored(own, is_whole=True)
-        meet = boards[0].read(f"meet/{first.generation}")
+        meet = boards[0].read(first.meeting_key)
         if meet is None and own.makes_steps and not world.members:
             return self._meet_to_end(own, boards)
         if meet is None:
-            is_next = own.engines[0].rank == 0 and self._all_are_prepared(boards)
-            return [Post(f"meet/{first.generation}", step + int(own.makes_steps), is_decision=True)] if is_next else []
+            engines = zip(self.proposals, boards, strict=True)
+            is_next = own.engines[0].rank == 0 and all(proposal.is_prepared(board) for proposal, board in engines)
+            return [Post(first.meeting_key, step + int(own.makes_steps), is_decision=True)] if is_next else []
         self.meets_at = int(meet)
         if step < meet:
             return []
@@ -642,11 +766,8 @@ class ChangeMachine:
             self._said.add(stands)
             return [Post(f"{stands}/{number}", True)]
         if boards[0].all_posted(stands, first.source_members):
-            return [Post(f"meet/{first.generation}", step, is_decision=True)]
-        return [Post(f"meet/{first.generation}", step + 1, is_decision=True)] if own.has_waited else []
-
-    def _all_are_prepared(self, boards: Sequence[Board]) -> bool:
-        return all(proposal.is_prepared(board) for board, proposal in zip(boards, self.proposals, strict=True))
+            return [Post(first.meeting_key, step, is_decision=True)]
+        return [Post(first.meeting_key, step + 1, is_decision=True)] if own.has_waited else []
 
     def _meet_idle(self, own: Own, world: World, boards: Sequence[Board]) -> list[Action]:
         """Take part, as an idle member, in a switch that begins, or see how one without it has ended."""

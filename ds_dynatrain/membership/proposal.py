@@ -11,6 +11,8 @@ from typing import Any, Protocol
 from ds_dynatrain.records import to_record
 from ds_dynatrain.space.layout import Layout
 
+CONNECTING = "connecting"
+
 
 class Board(Protocol):
     """Board on which members read what others have said: `engine.control.Control`, or a dictionary in simulations."""
@@ -52,6 +54,16 @@ class Proposal:
         return f"record/{self.generation}"
 
     @property
+    def meeting_key(self) -> str:
+        """Key of the step at which its members meet, which rank 0 names."""
+        return f"meet/{self.generation}"
+
+    @property
+    def ahead_key(self) -> str:
+        """Prefix on the board of what the members do together at a boundary before that of the switch."""
+        return f"ahead/{self.generation}"
+
+    @property
     def moves_nothing(self) -> bool:
         """Whether the same members stay in the same layout: only the members around them change then."""
         return not self.forms_anew and (self.layout, self.members) == (self.source_layout, self.source_members)
@@ -75,3 +87,7 @@ class Proposal:
         blocks.
         """
         return board.all_posted(f"{self.key}/meet/0", self.source_members[:1])
+
+    def is_connecting(self, board: Board) -> bool:
+        """Return whether rank 0 stands where communicators are made. Called on idle members; polls and never blocks."""
+        return board.all_posted(f"{self.ahead_key}/{CONNECTING}/0", self.source_members[:1])

@@ -17,7 +17,7 @@ from ds_dynatrain.adapters.support import refuse_at_boundary
 from ds_dynatrain.adapters.world import World
 from ds_dynatrain.errors import DynatrainError
 from ds_dynatrain.membership import agreement
-from ds_dynatrain.membership.proposal import Proposal
+from ds_dynatrain.membership.proposal import CONNECTING, Proposal
 from ds_dynatrain.membership.session import Decision, Session
 from ds_dynatrain.reshard.census import check_census
 from ds_dynatrain.reshard.core import EngineCore
@@ -153,7 +153,7 @@ def connect(preparation: Preparation, old_world: World | None, session: Session)
     if not is_accelerated() or world is None or preparation.connections is not None:
         return
     synchronize()
-    session.reduce(agreement.CONNECTING, None, _nothing, doing="connecting the next world's members")
+    session.reduce(CONNECTING, None, _nothing, doing="connecting the next world's members")
     preparation.connections = world.connect(preparation.board.timeout_seconds, old_world, session.stop)
 
 
@@ -165,7 +165,7 @@ def connect_ahead(preparation: Preparation, old_world: World | None) -> Decision
     """
     board, proposal = preparation.board, preparation.proposal
     what = f"connecting for the switch to {proposal.layout}"
-    session = Session(board, agreement.ahead_key(proposal), proposal.union, what, stop=preparation.stop)
+    session = Session(board, proposal.ahead_key, proposal.union, what, stop=preparation.stop)
 
     def work() -> None:
         preparation.join()

@@ -160,10 +160,7 @@ class Membership:
         """Note that all train in the new world of a late switch; `ended` tells whether they stay there."""
 
     def ended(self, engine: EngineCore, proposal: Proposal, outcome: Outcome) -> None:
-        """Note that a switch has ended in which this member took part: one of the user's, or a late one."""
-
-    def retrain(self, members: tuple[int, ...]) -> None:
-        """Note that a switch without this member has given the state to other members, in the same generation."""
+        """Note that a late switch has ended in which this member took part."""
 
     def tell(self, engine: EngineCore, event: SwitchEvent) -> None:
         """Report, on rank 0, how a switch of any kind ended, to those that watch the job."""

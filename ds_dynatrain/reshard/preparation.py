@@ -78,8 +78,8 @@ class Preparation:
     in `World`. budget_bytes: for staging. way: as `dynatrain.transport`. check: raises SwitchRefused if this member
     cannot take part. building: block around the building of groups; present: the world that this member trains in.
     stop: called in every wait, raises if the switch will not come about; committed: called as soon as it is committed.
-    is_lean: no buffer of the target is made yet, since the source has to go first. connect_at: the step at which the
-    next world's members are connected, once that is decided (see `agreement.connecting_step`); connections: the result.
+    is_lean: no buffer of the target is made yet, since the source has to go first. connections: to the next world's
+    members, once they are made.
     """
 
     proposal: Proposal
@@ -105,7 +105,6 @@ class Preparation:
     """Kinds of groups that are built anew in every world."""
     made: Made | None = None
     world: World | None = None
-    connect_at: int | None = None
     connections: Connections | None = None
     number: int = 1
     has_sequence: bool = False

@@ -67,10 +67,10 @@ POLL_SECONDS = 0.02
 class Transaction:
     """A switch on one member; see the module. Called by every member of either world at a boundary.
 
-    Call `run`, or for a late switch `enter`, and `settle` before the next optimizer step.
+    Call `vote`, and then `conclude`; or for a late switch `enter`, and `settle` before the next optimizer step.
 
-    is_part: whether it is part of something larger, which decides for all its parts. Then all vote, and all conclude
-    what was decided. source_rank, target_rank: None if this member has none. old_world: None if it was idle.
+    is_part: whether it is one of several engines' in a process, for which the caller decides together. interrupt: to be
+    raised once it is concluded. source_rank, target_rank: None if this member has none. old_world: None if it was idle.
     """
 
     def __init__(self, engine: EngineCore, preparation: Preparation, place: str, is_part: bool = False) -> None:
@@ -111,10 +111,6 @@ class Transaction:
 
     # ---- the protocol --------------------------------------------------------------------------------------------
 
-    def run(self) -> Outcome:
-        """Take part in the switch; return on every member with the same `committed`."""
-        return self.conclude(self.vote())
-
     def vote(self) -> Decision:
         """Do everything that can fail, and return the decision of all members; one that fails says no for all."""
         return self._vote(self._carry_out)
@@ -124,27 +120,24 @@ class Transaction:
         try:
             decision = self.session.vote(work, joined_sides, self._judge)
         except OutcomeUnknown as lost:  # others may have read a commit
-            self.outcome.is_uncertain = True
-            interrupt: BaseException | None = lost.__cause__ or lost
+            self.outcome.is_uncertain, self.interrupt = True, lost.__cause__ or lost
             if self.control.watch is not None:  # in an elastic job the outcome is found out later
-                self.control.lost, interrupt = None, lost.__cause__
-            return Decision(False, str(lost), interrupt=interrupt)
+                self.control.lost, self.interrupt = None, lost.__cause__
+            return Decision(False, str(lost))
+        self.interrupt = decision.interrupt
         if decision.said and "doubts" in decision.said:
             decision = replace(decision, reason=self._explained(decision.said["doubts"]))
         elif decision.said:
             self.digest = str(decision.said["digest"])
         return decision
 
-    def conclude(self, decision: Decision) -> Outcome:
-        """Do what was decided. Called with or without a vote: another part may have decided before that."""
+    def conclude(self, decision: Decision) -> None:
+        """Do what was decided. Called with or without a vote: another engine may have failed before that."""
         self.outcome.committed, self.outcome.reason = decision.commit, decision.reason
         self.outcome.digest = self.digest if decision.commit else ""
-        self.interrupt, self.outcome.is_rebuilt = decision.interrupt, self.swap.has_begun
+        self.outcome.is_rebuilt = self.swap.has_begun
         with self.outcome.phase("commit" if decision.commit else "roll back"):
             self._commit() if decision.commit else self._roll_back()
-        if self.interrupt is not None:
-            raise self.interrupt
-        return self.outcome
 
     def _carry_out(self) -> dict[str, Any]:
         """Take all steps up to the vote; return this member's report."""
@@ -202,7 +195,7 @@ class Transaction:
         """Whether the first vote was a yes: the new world trains, on this member or on others."""
         return self._entered is not None and self._entered.commit
 
-    def settle(self) -> Outcome:
+    def settle(self) -> None:
         """Hold the second vote of a late switch and carry its decision out; end a switch that was not entered."""
         decision = self._entered
         if decision is None:
@@ -214,7 +207,7 @@ class Transaction:
         elif not self.outcome.is_uncertain:
             with suppress(RuntimeError, OSError):  # for members without a part in it, which read only the record
                 self._final.decide(replace(decision, said=None, interrupt=None))
-        return self.conclude(decision)
+        self.conclude(decision)
 
     def give_up(self, reason: str) -> None:
         """Say no for all, before the second vote: `settle` then goes back."""

@@ -1,11 +1,12 @@
-"""Targets of an engine's switches: whether a layout is possible, which member gets which rank, and the memory it
-needs.
+"""Targets of an engine's switches: whether a layout is possible, which member gets which rank, and the memory that this
+takes, for one engine or for all of a process.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ds_dynatrain.adapters.device import HOST, compute_device, training_bytes
@@ -158,3 +159,32 @@ def _state_bytes(engine: EngineCore, local: LocalSpace) -> Counter[str]:
     if engine.deepspeed.zero_use_cpu_optimizer():
         state[HOST.type] += working_bytes(local, memory["weight"].dtype, accumulates)
     return state
+
+
+class NodeMemory:
+    """Check of a node's memory: room for all engines of its processes in a change of members.
+
+    It is made once, by the first engine's thread to ask: memory that an engine has taken by then is not counted twice.
+    needs: of each engine. nodes: of all members.
+    """
+
+    def __init__(self, member: int, needs: Sequence[Callable[[], feasible.Needs]], nodes: Mapping[int, str]) -> None:
+        self._member, self._needs, self._nodes = member, needs, nodes
+        self._lock = threading.Lock()
+        self._is_known = False
+        self._refusal: SwitchRefused | None = None
+
+    def check(self) -> None:
+        """Raise SwitchRefused, for every engine that asks, if there is too little for all of them together."""
+        with self._lock:
+            if not self._is_known:
+                together = Counter[tuple[int, str]]()
+                for needs in self._needs:
+                    together.update(needs())
+                try:
+                    feasible.check_memory(self._member, together, self._nodes)
+                except SwitchRefused as refusal:
+                    self._refusal = refusal
+                self._is_known = True
+        if self._refusal is not None:
+            raise self._refusal

@@ -223,7 +223,8 @@ class Member:
                 one.attempt,
                 one.generation,
                 one.step,
-                is_switching=one.prepared is not None,
+                Board({}),
+                pending=one.prepared,
                 can_restore=self.job.has_checkpoints,
                 copies=partial(_had, one),
             )

@@ -11,10 +11,13 @@ import pytest
 from ds_dynatrain.elastic.world import World
 from ds_dynatrain.errors import ConfigError, ElasticError
 from ds_dynatrain.membership.change import (
+    IN_THE_PAUSE,
     Action,
     ChangeMachine,
+    Connect,
     Enter,
     Fail,
+    Follow,
     GiveUp,
     Held,
     Hold,
@@ -23,6 +26,7 @@ from ds_dynatrain.membership.change import (
     LetGo,
     Open,
     Own,
+    PassBy,
     Post,
     PostJob,
     Prepare,
@@ -43,6 +47,8 @@ from tests.engine.simulated import Board
 MEMBERS = ("a/0", "b/0", "c/0")
 PRESENT = Layout(data=2, zero_stage=0)
 NOW = World(term="1", generation=5, change="planned", members=MEMBERS[:2])
+ASKED = Proposal(8, PRESENT, (0, 1), PRESENT.replace(data=3), (0, 1, 2), None)
+"""A switch that the script has asked for."""
 
 
 def stay(asked: Question) -> list[Destination]:
@@ -53,7 +59,7 @@ def stay(asked: Question) -> list[Destination]:
 def own(member: str = "a/0", *, is_idle: bool = False, is_aborted: bool = False, engines: int = 1, **held: Any) -> Own:
     """A member of a job in which a/0 and b/0 train."""
     number = MEMBERS.index(member)
-    one = Held(number, PRESENT, (0, 1), None if is_idle else number, attempt=7, generation=7, step=20)
+    one = Held(number, PRESENT, (0, 1), None if is_idle else number, attempt=7, generation=7, step=20, board=Board({}))
     return Own(member, NOW, Registry().extended(NOW.members), is_aborted, (replace(one, **held),) * engines)
 
 
@@ -266,11 +272,11 @@ class TestLeading:
     def test_a_switch_that_was_asked_for_comes_first(self) -> None:
         """Nothing is proposed meanwhile: members find a proposal at different times, and may be in that switch."""
         machine, board, newest = ChangeMachine(stay), Board({}), world("a/0", "b/0", "c/0")
-        assert not steps(machine, own(is_switching=True), newest, board)
+        assert not steps(machine, own(pending=ASKED), newest, board)
         known = [type(action) for action in steps(machine, own(), newest, board)]
         assert known == [GiveUp, Open, Know, PostJob]
         board.values[0, "built/2"] = True
-        assert not steps(machine, own(is_switching=True), newest, board)
+        assert not steps(machine, own(pending=ASKED), newest, board)
         found = steps(machine, own(), newest, board)
         assert isinstance(found[-1], Prepare) and found[-1].proposals[0].generation == 8
 
@@ -315,6 +321,105 @@ class TestLeading:
         found = steps(machine, own(attempt=8), newest, board)
         assert board.values[0, "change/1"] is said
         assert found[-1] == Prepare((from_record(Proposal, said[0]),))
+
+
+class TestSwitch:
+    """A switch within the generation, in a launch of fixed size: no generation is published."""
+
+    def due(self, machine: ChangeMachine, known: Own, board: Board, **held: Any) -> list[Action]:
+        """All that a member does at a boundary; what it decides stands on the board."""
+        engine, found = replace(known.engines[0], board=board, **held), list[Action]()
+        known = replace(known, world=None, engines=(engine,))
+        while actions := machine.advance(known, None, ()):
+            found += actions
+            if not all(isinstance(one, Post) and board.decide(one.key, one.value) is not None for one in actions):
+                break
+        return found
+
+    def test_all_meet_at_the_step_that_rank_0_names(self) -> None:
+        board, first, other = Board({}), ChangeMachine(stay), ChangeMachine(stay)
+        assert not self.due(other, own("b/0"), board, pending=replace(ASKED, at=21))
+        assert self.due(other, own("b/0"), board, pending=replace(ASKED, at=20)) == [Transact(0)]
+        assert not self.due(first, own(), board, pending=ASKED)
+        board.values[0, "prepared/8/all"] = ""
+        assert not self.due(other, own("b/0"), board, pending=ASKED), "rank 0 names it"
+        named = Post("meet/8", 21, is_decision=True, is_present=True)
+        assert self.due(first, own(), board, pending=ASKED) == [named]
+        for machine, known in ((first, own()), (other, own("b/0"))):
+            assert not self.due(machine, known, board, pending=ASKED)
+            assert self.due(machine, known, board, pending=ASKED, step=21) == [Transact(0)]
+
+    def test_communicators_are_made_at_the_step_before_that_rank_0_names(self) -> None:
+        """All prepared, its next one where that is before the switch, and where it lacks a communicator."""
+        board, first, other, asked = Board({}), ChangeMachine(stay), ChangeMachine(stay), replace(ASKED, at=24)
+
+        def due(machine: ChangeMachine, known: Own, step: int, is_needed: bool = True) -> list[Action]:
+            return self.due(machine, known, board, pending=asked, step=step, lacks=lambda: is_needed)
+
+        assert not due(first, own(), 20)
+        board.values[0, "prepared/8/all"] = ""
+        assert not due(other, own("b/0"), 21), "rank 0 names it"
+        assert due(first, own(), 21) == [Post("ahead/8/step", 22, is_decision=True, is_present=True)]
+        assert due(first, own(), 22) == due(other, own("b/0"), 22) == [Connect(0)]
+        for generation, step, is_needed in ((9, 23, True), (10, 21, False)):
+            asked, key = replace(asked, generation=generation), f"ahead/{generation}/step"
+            board.values[0, f"prepared/{generation}/all"] = ""
+            assert due(first, own(), step, is_needed) == [Post(key, IN_THE_PAUSE, is_decision=True, is_present=True)]
+            assert due(first, own(), 24) == due(other, own("b/0"), 24) == [Transact(0)]
+        asked = replace(asked, generation=11)
+        assert due(first, own(), 23)[0] == Post("ahead/11/step", IN_THE_PAUSE, is_decision=True, is_present=True), (
+            "not all are prepared, and there is no step left"
+        )
+
+    def test_an_idle_member_follows(self) -> None:
+        board, machine, idle = Board({}), ChangeMachine(stay), own("c/0", is_idle=True)
+        assert not self.due(machine, idle, board)
+        board.values[0, "proposal/8"] = to_record(ASKED)
+        assert self.due(machine, idle, board) == [Follow(0, ASKED)]
+        assert not self.due(machine, idle, board, pending=ASKED)
+        board.values[0, "ahead/8/connecting/0/0"] = None
+        assert not self.due(machine, idle, board, pending=ASKED), "it has connected"
+        assert self.due(machine, idle, board, pending=ASKED, lacks=lambda: True) == [Connect(0)]
+        board.values[0, "switch/8/meet/0/0"] = None
+        assert self.due(machine, idle, board, pending=ASKED) == [Transact(0)]
+
+    @pytest.mark.parametrize("is_committed", [True, False])
+    def test_an_idle_member_learns_how_a_switch_without_it_ended(self, is_committed: bool) -> None:
+        board, machine, idle = Board({}), ChangeMachine(stay), own("c/0", is_idle=True)
+        asked = replace(ASKED, layout=PRESENT, members=(1, 0))
+        board.values[0, "proposal/8"] = to_record(asked)
+        assert not self.due(machine, idle, board)
+        board.values[0, "record/8"] = {"commit": is_committed, "reason": ""}
+        assert self.due(machine, idle, board) == [PassBy(0, asked, is_committed)]
+        given_up = self.due(machine, idle, board, pending=ASKED)
+        assert given_up == ([] if is_committed else [PassBy(0, ASKED, False)]), "before the meeting"
+
+    def test_nothing_is_done_in_the_window_of_a_late_switch(self) -> None:
+        asked = replace(ASKED, at=20, late=True)
+        assert self.due(ChangeMachine(stay), own(), Board({}), pending=asked) == [Transact(0)]
+        assert not self.due(ChangeMachine(stay), own(), Board({}), pending=asked, is_in_window=True)
+
+    @pytest.mark.parametrize("late", [True, False])
+    def test_below_min_no_switch_is_late(self, late: bool) -> None:
+        """Its window would have no step; any other switch meets where all stand."""
+        known = own(pending=replace(ASKED, late=late), board=Board({(0, "prepared/8/all"): ""}))
+        paused = replace(known, world=NOW.model_copy(update={"paused": True}))
+        named = Post("meet/8", 20, is_decision=True, is_present=True)
+        assert ChangeMachine(stay).advance(paused, None, ()) == ([] if late else [named])
+
+    def test_each_engine_switches_at_its_own_boundary(self) -> None:
+        """Members come and go at those of the first one alone."""
+        first, second = own(), own(pending=replace(ASKED, at=20))
+        both = replace(first, engines=(*first.engines, *second.engines))
+        assert not ChangeMachine(stay).advance(both, None, ())
+        assert ChangeMachine(stay).advance(replace(both, at=1), world(*MEMBERS), ()) == [Transact(1)]
+
+    def test_a_change_that_was_proposed_comes_first(self) -> None:
+        machine, board, newest = ChangeMachine(wider), Board({}), world(*MEMBERS)
+        board.values[0, "built/2"] = True
+        found = steps(machine, own(), newest, board)
+        assert isinstance(found[-1], Prepare)
+        assert not machine.advance(own(pending=replace(ASKED, at=20)), newest, [board])
 
 
 def wider(asked: Question) -> list[Destination]:

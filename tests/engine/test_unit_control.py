@@ -251,41 +251,6 @@ def test_a_member_that_does_not_ask_is_named(boards: Any) -> None:
     assert str(late) == str(refusal), "one that asks late reads what was decided"
 
 
-def test_meeting_step(boards: Any) -> None:
-    board = boards(0)
-    assert agreement.meeting_step(board, proposal(at=9), 1, 5) == 9
-    open_end = proposal()
-    assert agreement.meeting_step(board, open_end, 0, 5) is None
-    for member in range(4):
-        assert not open_end.is_prepared(board)
-        agreement.say_prepared(boards(member), open_end)
-    assert agreement.meeting_step(boards(1), open_end, 1, 6) is None, "rank 0 sets it"
-    assert agreement.meeting_step(board, open_end, 0, 6) == 7
-    assert agreement.meeting_step(boards(1), open_end, 1, 7) == 7
-    assert agreement.meeting_step(board, open_end, 0, 8) == 7, "once"
-
-
-def test_connecting_step(boards: Any) -> None:
-    """All prepared, rank 0 names its next step where that is before the switch, and where it lacks a communicator."""
-    board, asked = boards(0), proposal(at=9)
-
-    def step_of(asked: Proposal, rank: int, step: int, is_needed: bool = True) -> int | None:
-        return agreement.connecting_step(boards(rank), asked, rank, step, lambda: is_needed)
-
-    assert step_of(proposal(at=None), 0, 5) == agreement.IN_THE_PAUSE
-    assert step_of(asked, 0, 5) is None
-    for member in asked.union:
-        agreement.say_prepared(boards(member), asked)
-    assert step_of(asked, 1, 6) is None, "rank 0 sets it"
-    assert step_of(asked, 0, 6) == 7 and step_of(asked, 1, 7) == 7
-    for generation, step, is_needed in ((11, 8, True), (12, 6, False)):
-        other = replace(asked, generation=generation)
-        board.post(f"prepared/{generation}/all", "")
-        assert step_of(other, 0, step, is_needed) == step_of(other, 1, step, is_needed) == agreement.IN_THE_PAUSE
-    late = replace(asked, generation=13)
-    assert step_of(late, 0, 8) == agreement.IN_THE_PAUSE, "not all are prepared, and there is no step left"
-
-
 def test_who_cannot_be_prepared_is_told_to_all(boards: Any) -> None:
     for member in range(4):
         agreement.say_prepared(boards(member), proposal(), "no memory" if member == 2 else None)

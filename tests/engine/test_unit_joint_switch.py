@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from ds_dynatrain.engine.boundaries import SPARE, Rounds
-from ds_dynatrain.engine.joint_switch import NodeMemory
 from ds_dynatrain.errors import SwitchRefused, WorldChanged
 from ds_dynatrain.reshard import feasible
+from ds_dynatrain.reshard.targets import NodeMemory
 
 NODES = {0: "a", 1: "a", 2: "b"}
 

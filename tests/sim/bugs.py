@@ -19,7 +19,7 @@ from ds_dynatrain.elastic.roster import Publish, Recovery
 from ds_dynatrain.elastic.world import World
 from ds_dynatrain.engine.elastic import Elastic
 from ds_dynatrain.membership import change
-from ds_dynatrain.membership.change import Action, ChangeMachine, GiveUp, Open
+from ds_dynatrain.membership.change import Action, ChangeMachine, GiveUp, Held, Open, PassBy
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,18 @@ def _narrow_publish(self: Membership, world: World, now: float) -> Publish:
     return Publish(world, (*world.members, *world.leaving))
 
 
+def _own_alone(self: ChangeMachine, place: int, here: Held) -> list[Action]:
+    found = _FOLLOW(self, place, here)
+    return [] if here.pending is None and any(isinstance(one, PassBy) for one in found) else found
+
+
+def _for_ever(self: ChangeMachine, place: int, here: Held) -> list[Action]:
+    found = _FOLLOW(self, place, here)
+    return [] if here.pending is not None and any(isinstance(one, PassBy) for one in found) else found
+
+
 _AGREE, _BYE, _PUBLISH = ChangeMachine._agree, Membership.bye, Membership._publish
+_MEET, _CONNECT, _FOLLOW = ChangeMachine._meet_for_switch, ChangeMachine._connect, ChangeMachine._follow_switch
 
 
 def _always(value: Any) -> Callable[..., Any]:
@@ -136,6 +147,25 @@ BUGS: dict[str, Bug] = {
         seed=0,
     ),
 }
+
+IN_A_LAUNCH: dict[str, Bug] = {
+    "a switch begins where others have been already": Bug(
+        ChangeMachine,
+        "_meet_for_switch",
+        lambda self, place, here, asked, ahead: _MEET(self, place, here, asked, ahead=0),
+        seed=2,
+    ),
+    "communicators are made without rank 0": Bug(
+        ChangeMachine,
+        "_connect",
+        lambda self, place, here, asked: _CONNECT(self, place, here, asked) if here.rank == 0 else [],
+        seed=7,
+    ),
+    "idle members never look": Bug(ChangeMachine, "_follow_switch", _always([]), seed=0),
+    "idle members follow no switch but their own": Bug(ChangeMachine, "_follow_switch", _own_alone, seed=17),
+    "idle members wait for a switch that was given up": Bug(ChangeMachine, "_follow_switch", _for_ever, seed=0),
+}
+"""Mistakes that histories of a launch of fixed size find."""
 
 
 @contextmanager

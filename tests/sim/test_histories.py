@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.sim.bugs import BUGS, put_in
+from tests.sim.bugs import BUGS, IN_A_LAUNCH, Bug, put_in
+from tests.sim.fixed import launch
 from tests.sim.history import history
 
 HISTORIES, PARTS = 2000, 4
+LAUNCHES = 1000
 MOST_TO_FIND = 20_000
 
 
@@ -23,6 +25,19 @@ def test_all_come_to_rest_where_hosts_lose_each_other(part: int) -> None:
         history(seed, parts=True)
 
 
+def test_all_scripts_of_a_launch_come_to_their_ends() -> None:
+    ended = [one for seed in range(LAUNCHES) for one in launch(seed).ended]
+    assert all(any(one.late == late for one in ended) for late in (True, False)), "switches of both kinds"
+
+
+@pytest.mark.parametrize("name", IN_A_LAUNCH)
+def test_a_mistake_in_a_launch_is_found(name: str) -> None:
+    bug = IN_A_LAUNCH[name]
+    launch(bug.seed)
+    with put_in(bug), pytest.raises(AssertionError):
+        launch(bug.seed)
+
+
 @pytest.mark.parametrize("name", BUGS)
 def test_a_mistake_is_found(name: str) -> None:
     """By a history that finds nothing without it. Where the simulator has changed, the next test says by which."""
@@ -33,19 +48,20 @@ def test_a_mistake_is_found(name: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", BUGS)
+@pytest.mark.parametrize("name", [*BUGS, *IN_A_LAUNCH])
 def test_which_history_finds_it_first(name: str) -> None:
-    assert _first_to_find(name) == BUGS[name].seed
+    bug = IN_A_LAUNCH.get(name) or BUGS[name]
+    assert _first_to_find(bug, is_launch=name in IN_A_LAUNCH) == bug.seed
 
 
-def _first_to_find(name: str) -> int:
-    with put_in(BUGS[name]):
+def _first_to_find(bug: Bug, is_launch: bool) -> int:
+    with put_in(bug):
         for seed in range(MOST_TO_FIND):
             try:
-                history(seed, BUGS[name].parts)
+                launch(seed) if is_launch else history(seed, bug.parts)
             except AssertionError:
                 return seed
-    raise ValueError(f"{name}: nothing in {MOST_TO_FIND} histories")
+    raise ValueError(f"nothing in {MOST_TO_FIND} histories")
 
 
 def test_a_seed_is_one_history() -> None:

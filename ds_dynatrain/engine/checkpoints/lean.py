@@ -20,7 +20,7 @@ from ds_dynatrain.engine.checkpoints.restore import restored
 from ds_dynatrain.engine.checkpoints.saving import Saver
 from ds_dynatrain.errors import CheckpointError, OutcomeUnknown
 from ds_dynatrain.extension import backups_of
-from ds_dynatrain.membership.session import Session
+from ds_dynatrain.membership.session import Decision, Session
 from ds_dynatrain.reshard.core import EngineCore
 from ds_dynatrain.reshard.meeting import Outcome, connect, drain, meet
 from ds_dynatrain.reshard.preparation import Preparation
@@ -28,7 +28,7 @@ from ds_dynatrain.reshard.restoration import Goal, let_go
 
 
 class LeanTransaction:
-    """One switch on one member; `run` is called once, by every member of either world, at a boundary."""
+    """One switch on one member: every member of either world calls `vote` at a boundary, and then `conclude`."""
 
     def __init__(self, engine: EngineCore, preparation: Preparation, place: str, saver: Saver) -> None:
         self.engine, self.preparation, self.place, self._saver = engine, preparation, place, saver
@@ -39,21 +39,33 @@ class LeanTransaction:
         self.session = Session(self.control, self.key, members, what, is_patient=True, stop=stop)
         self.interrupt: BaseException | None = None
 
-    def run(self) -> Outcome:
-        """Take part in the switch; return on every member with the same `committed`.
+    def vote(self) -> Decision:
+        """Save a checkpoint, and return the decision of all members whether to go on from it.
+
+        Raise OutcomeUnknown if it cannot be read whether others have let go.
+        """
+        try:
+            decision = self.session.vote(self._save_soundly)
+        except OutcomeUnknown:
+            self.preparation.abandon()
+            raise
+        self.interrupt = decision.interrupt
+        if self.session.is_first and not decision.commit:  # for members that have no part in it
+            record = {"commit": False, "reason": decision.reason}
+            self.control.decide(f"record/{self.proposal.generation}", record)
+        return decision
+
+    def conclude(self, decision: Decision) -> None:
+        """Do what was decided, with the same outcome on every member.
 
         Raise CheckpointError, on all members alike, if neither side could be restored: the engine then holds nothing,
-        and the checkpoint that the error names has the state. Raise OutcomeUnknown if it cannot be read whether others
-        have let go.
+        and the checkpoint that the error names has the state.
         """
-        path = self._save()
-        if path is None:
-            self.preparation.abandon()
+        self.outcome.reason = decision.reason
+        if decision.commit:
+            self._cross(self._path())
         else:
-            self._cross(path)
-        if self.interrupt is not None:
-            raise self.interrupt
-        return self.outcome
+            self.preparation.abandon()
 
     def _cross(self, path: str) -> None:
         """Go from the source to the target, or back; in between only the checkpoint has the state."""
@@ -68,21 +80,6 @@ class LeanTransaction:
             self._roll_back(path) if failed else self._commit()
 
     # ---- until the source is freed -----------------------------------------------------------------------------------
-
-    def _save(self) -> str | None:
-        """Return the path of the checkpoint, or None if training goes on without a switch."""
-        try:
-            decision = self.session.vote(self._save_soundly)
-        except OutcomeUnknown:
-            self.preparation.abandon()
-            raise
-        self.interrupt, self.outcome.reason = decision.interrupt, decision.reason
-        if decision.commit:
-            return self._path()
-        if self.session.is_first:  # for members that have no part in it
-            record = {"commit": False, "reason": decision.reason}
-            self.control.decide(f"record/{self.proposal.generation}", record)
-        return None
 
     def _save_soundly(self) -> None:
         with self.outcome.phase("meet"):
