@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -48,7 +47,9 @@ def synchronize() -> None:
 
 def is_capturing() -> bool:
     """Return whether the present stream records a graph (`torch.cuda.graph`) instead of running."""
-    asked = _of_torch("is_current_stream_capturing")
+    if not is_accelerated():
+        return False
+    asked = getattr(getattr(torch, compute_device().type, None), "is_current_stream_capturing", None)
     return asked is not None and bool(asked())
 
 
@@ -85,7 +86,8 @@ def free_bytes() -> int:
     """Return the bytes that this process may still take on its accelerator: memory that the driver has free, and memory
     that torch's allocator holds and does not use. If torch cannot ask the driver, memory of other processes is unknown.
     """
-    accelerator, asked = get_accelerator(), _of_torch("mem_get_info")
+    accelerator = get_accelerator()
+    asked = getattr(getattr(torch, compute_device().type, None), "mem_get_info", None)
     if asked is None:
         return int(accelerator.total_memory() - accelerator.memory_allocated())
     return int(asked()[0] + accelerator.memory_reserved() - accelerator.memory_allocated())
@@ -104,12 +106,6 @@ def training_bytes() -> int:
 def total_bytes() -> int:
     """Return the bytes of memory of this process's accelerator, or of the host if there is none."""
     return int(get_accelerator().total_memory())
-
-
-def _of_torch(name: str) -> Callable[[], Any] | None:
-    """Return a function of torch's module for the accelerator, or None if the module lacks it, and on a CPU."""
-    module = getattr(torch, compute_device().type, None) if is_accelerated() else None
-    return getattr(module, name, None)
 
 
 @contextmanager

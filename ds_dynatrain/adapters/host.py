@@ -80,6 +80,8 @@ class Host:
     micro_step: MicroStep | None = None
     model_map: ModelMap = field(init=False)
     """The tensors in their local shapes, and the parameters of this rank."""
+    present_config: tuple[dict[str, Any], Any] = field(init=False)
+    """DeepSpeed's present configuration, as a dictionary and parsed."""
     compilations: CompileWatch = field(init=False)
     gradients: GradientWatch = field(init=False)
     gathers: GatherWatch = field(init=False)
@@ -116,6 +118,7 @@ class Host:
         self.gradients = GradientWatch(self.model_map)
         self.gathers = GatherWatch(self.model_map.parameters)
         self.compilations = CompileWatch()
+        self.present_config = self.engine.config, self.engine._config
         self._scaling = scaler.first_state(self.engine)
 
     def attach_first(self, layout: Layout, world: World, config: tuple[dict[str, Any], Any], buffers: Buffers) -> None:
@@ -141,11 +144,6 @@ class Host:
         """
         managed = getattr(type(self.engine), "managed_gradient_accumulation", None)
         return bool(self.engine._is_gradient_accumulation_boundary) or not (managed is None or managed(self.engine))
-
-    @property
-    def present_config(self) -> tuple[dict[str, Any], Any]:
-        """DeepSpeed's present configuration, as a dictionary and parsed."""
-        return self.engine.config, self.engine._config
 
     def stage_layers(self, layout: Layout) -> tuple[tuple[str, ...], ...]:
         """Return the names of each pipeline stage's layers; () for a model that is not dealt out by layers."""
@@ -335,7 +333,7 @@ class Host:
 
     def _enter_world(self, world: World, layout: Layout, config: tuple[dict[str, Any], Any]) -> None:
         engine, self.layout = self.engine, layout
-        engine.config, engine._config = config
+        engine.config, engine._config = self.present_config = config
         engine.world_size, engine.dp_world_size = layout.world_size, layout.data
         engine.seq_dp_world_size = layout.data * layout.sequence
         engine.mp_world_size = layout.pipe * layout.tensor

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib
 import math
 import mmap
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_dynatrain.adapters.group_of_one import Finished
 from ds_dynatrain.adapters.replaced import replaced
-from ds_dynatrain.adapters.versions import collector
+from ds_dynatrain.adapters.versions import present
 
 LARGE = 1 << 14
 """Number of elements from which on tensors are not written while building."""
@@ -143,13 +144,13 @@ def no_alloc(optimizer: torch.optim.Optimizer, keeps_zeros: bool = True) -> Iter
     parameter among them, for a message that is then not shown, which takes 0.1 s and more.
     """
     mode = NoAllocMode(keeps_zeros)
-    cut = Init._partition_param
+    cut, collector = Init._partition_param, importlib.import_module(present().collector)
 
     def partition(*given: Any, **named: Any) -> Any:
         return mode.cut(cut, *given, **named)
 
     with (
-        replaced(collector(), "gc", SimpleNamespace(**{**vars(gc), "collect": lambda *_: 0})),
+        replaced(collector, "gc", SimpleNamespace(**{**vars(gc), "collect": lambda *_: 0})),
         replaced(bf16_optimizer, "see_memory_usage", _nothing),
         replaced(torch.Tensor, "__repr__", lambda self, **_: "tensor"),
         silent_communication(),

@@ -48,8 +48,10 @@ def refuse_sequence(module: nn.Module, mpu: Any) -> None:
     for name, part in module.named_modules():
         if type(part).__module__ == "deepspeed.sequence.fpdt_layer":
             raise usage("FPDT").error(f"{name!r} is a {type(part).__name__}")
-    if _is_in_transformers():
-        raise usage("UlyssesSPAttentionHF").error()
+    utilities: Any = sys.modules.get("transformers.modeling_utils")
+    for function in dict(getattr(utilities, "ALL_ATTENTION_FUNCTIONS", None) or {}).values():
+        if getattr(function, "__module__", "") == "deepspeed.runtime.sequence_parallel.ulysses_sp":
+            raise usage("UlyssesSPAttentionHF").error()
 
 
 def first_size(mpu: Any, wanted: int | None) -> int:
@@ -94,13 +96,3 @@ def _size(mpu: Any, axis: str) -> int:
         return int(getattr(mpu, f"get_{axis}_parallel_world_size")())
     except (AttributeError, AssertionError, RuntimeError, ValueError):
         return 1
-
-
-def _is_in_transformers() -> bool:
-    """Return whether `UlyssesSPAttentionHF` was registered as an attention of transformers."""
-    utilities: Any = sys.modules.get("transformers.modeling_utils")
-    known = getattr(utilities, "ALL_ATTENTION_FUNCTIONS", None) or {}
-    return any(
-        getattr(function, "__module__", "") == "deepspeed.runtime.sequence_parallel.ulysses_sp"
-        for function in dict(known).values()
-    )

@@ -98,7 +98,10 @@ class PipelineShaper(Shaper):
         """
         method, owners = (config.get("pipeline") or {}).get("partition", "best"), owners or {}
         first = {layer_of(name): owners[id(held)] for name, held in model.named_parameters() if id(held) in owners}
-        self.owners = {} if experts.is_on(config) else complete(model, member, lists, first)
+        index = {} if experts.is_on(config) else moe.complete(model, member, lists)
+        named = [(layer_of(name), held) for name, held in model.named_parameters() if id(held) in index]
+        # a process may have built one stage only: its experts' peers are processes of that stage
+        self.owners = {id(held): first.get(layer, 0) + index[id(held)] for layer, held in named}
         self.template = PipelineTemplate.of(model, PARAMETERS if method == "best" else method, cut)
         self._dtype = torch.float32
         if experts.is_on(config):
@@ -173,19 +176,6 @@ class PipelineShaper(Shaper):
         """Write the expert size for AutoEP; the module itself determines everything else."""
         if self.autoep:
             config["expert_parallel"]["autoep_size"] = layout.expert
-
-
-def complete(
-    model: PipelineModule, member: int, lists: Sequence[list[nn.Parameter]], first: Mapping[str, int]
-) -> dict[int, int]:
-    """Do as `moe.complete` for a process that may have built one stage only: its experts' peers are processes of that
-    stage.
-
-    first: process that has the first value of each layer.
-    """
-    index = moe.complete(model, member, lists)
-    named = ((layer_of(name), held) for name, held in model.named_parameters())
-    return {id(held): first.get(layer, 0) + index[id(held)] for layer, held in named if id(held) in index}
 
 
 def reshape(
@@ -272,8 +262,8 @@ class StageExperts(Conversion):
     ) -> None:
         """Take a module with all layers over: it has DeepSpeed's layers from now on, and its values.
 
-        source: its template. listed: whether the caller has lists of its parameters. first: see `complete`.
-        UnsupportedError, naming the part, for a module whose stages cannot be changed.
+        source: its template. listed: whether the caller has lists of its parameters. first: process that has the first
+        value of each layer. UnsupportedError, naming the part, for a module whose stages cannot be changed.
         """
         super().__init__(model, config)
         native = next((name for name, part in model.named_modules() if isinstance(part, MoE)), None)
@@ -382,15 +372,14 @@ def _complete(model: PipelineModule) -> None:
     tied = dict(model.tied_modules.items())
     specs = []
     for number, spec in enumerate(model._layer_specs):
-        if isinstance(spec, TiedLayerSpec):
-            if spec.key not in tied:
-                tied[spec.key] = _built(spec, number, dtype)
-            specs.append(giving(spec, partial(_same, tied[spec.key])))
-        elif isinstance(spec, LayerSpec):
-            here = model._modules.get(str(number))
-            specs.append(giving(spec, partial(_same, _built(spec, number, dtype) if here is None else here)))
-        else:
-            specs.append(spec)
+        if isinstance(spec, LayerSpec):
+            is_tied = isinstance(spec, TiedLayerSpec)
+            here = tied.get(spec.key) if is_tied else model._modules.get(str(number))
+            layer = _built(spec, number, dtype) if here is None else here
+            if is_tied:
+                tied[spec.key] = layer
+            spec = giving(spec, partial(_same, layer))
+        specs.append(spec)
     for tie in model.tied_comms.values():
         td.destroy_process_group(tie["group"])
     parts, model._layer_specs, model.tied_comms = model.parts, specs, {}

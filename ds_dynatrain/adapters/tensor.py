@@ -50,13 +50,6 @@ Cuts = dict[str, AxisCuts]
 """Cuts by name of the logical tensor."""
 
 
-def refuse_model(model: nn.Module) -> None:
-    """Raise UnsupportedError for a kind of model that AutoTP cuts but that does not train then."""
-    kind = getattr(getattr(model, "config", None), "model_type", None)
-    if isinstance(kind, str) and kind in WRONG:
-        raise UnsupportedError(f"tensor parallelism of {type(model).__name__}: {WRONG[kind]}; leave layout.tensor at 1")
-
-
 def settings(config: Mapping[str, Any], size: int) -> dict[str, Any]:
     """Return DeepSpeed's block for AutoTP with the size of a layout; a size of 1 turns it off."""
     block = {**(config.get("tensor_parallel") or {}), "autotp_size": size if size > 1 else 0}
@@ -224,7 +217,10 @@ class TensorShaper(Shaper):
         template, size = self._known, layout.tensor
         if size == 1:
             return dict.fromkeys((name for name, _ in template.named_parameters()), WHOLE)
-        refuse_model(template)
+        kind = getattr(getattr(template, "config", None), "model_type", None)
+        if isinstance(kind, str) and kind in WRONG:
+            name = type(template).__name__
+            raise UnsupportedError(f"tensor parallelism of {name}: {WRONG[kind]}; leave layout.tensor at 1")
         try:
             found = self._described(size)
             refuse_empty(found, self._config, layout)

@@ -13,7 +13,6 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from types import ModuleType
 from typing import Any
 
 import deepspeed
@@ -275,11 +274,6 @@ def gather_in_one_order(kind: Any) -> None:
         together(self, sorted(params, key=attrgetter("ds_id")), forward)
 
     setattr(kind, _GATHERS, in_one_order)
-
-
-def collector() -> ModuleType:
-    """Return the module whose `gc` ZeRO-3's constructor calls."""
-    return importlib.import_module(present().collector)
 
 
 def configure_python_gc(engine: Any) -> None:
