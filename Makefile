@@ -21,8 +21,8 @@ TORCH    := $(if $(filter file,$(origin VERSION)),2.11.0,$(VERSION))
 FRONT    := .venv-torch-$(TORCH)
 PACKAGES := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
-# Three files of tests at a time: while some wait, the others compute. One at a time: make test WORKERS=0
-WORKERS  ?= 3
+# Four files of tests at a time: while some wait, the others compute. One at a time: make test WORKERS=0
+WORKERS  ?= 4
 
 # What runs with every supported DeepSpeed and torch.
 CORE     := tests/space tests/plan tests/transfer tests/data tests/adapters \

@@ -168,7 +168,8 @@ def losses(block: bool, name: str, interval: int = 0) -> list[float]:
         return found
 
 
-@pytest.mark.parametrize(("name", "interval"), [("tied", 0), pytest.param("uneven", 2, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "interval"), [("tied", 0), ("uneven", 2)])
 def test_losses_are_bit_equal_with_and_without_it(pool: RankPool, name: str, interval: int) -> None:
     plain = pool.run(losses, block=False, name=name, interval=interval)
     assert pool.run(losses, block=True, name=name, interval=interval) == plain

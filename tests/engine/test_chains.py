@@ -53,6 +53,7 @@ def test_accumulation_is_exact_in_worlds_1_to_4(pool: RankPool, stage: int) -> N
         assert jobs.furthest(losses(pool, (world, stage), 8, {}, **ACCUMULATING), expected) <= 3e-7, world
 
 
+@pytest.mark.full
 def test_switches_with_accumulation(pool: RankPool) -> None:
     schedule = {2: (3, 2), 4: (1, 1), 6: (4, 3), 8: (3, 0)}
     static = losses(pool, (1, 1), 10, {}, **ACCUMULATING)

@@ -228,6 +228,7 @@ def evaluating_case(folder: str, schedule: jobs.Schedule) -> Any:
     return record, held_out
 
 
+@pytest.mark.full
 def test_loop_that_evaluates_and_saves(pool: RankPool, tmp_path: Path) -> None:
     schedule = {2: (3, 3), 4: (2, 3), 5: (4, 3), 6: (1, 2)}
     runs = [

@@ -63,7 +63,7 @@ def test_a_scheduler_of_torchs_goes_on_through_switches(pool: RankPool) -> None:
         assert seen == {"tag": "mine", "is": True, "last": STEPS, "begin": ranks[0][1]["begin"]}
 
 
-@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("own", [pytest.param(False, marks=pytest.mark.full), True])
 def test_two_that_begin_idle_and_one_that_goes(pool: RankPool, own: bool) -> None:
     """2 -> 4 -> 3: the scheduler is made over an optimizer without memory, whose groups are those of the others."""
     ranks = pool.run(scheduled, start=(2, 1), schedule={2: (4, 1), 4: (3, 2)}, own=own)

@@ -93,7 +93,7 @@ def walk_case(kind: str, dtype: str, path: list[Layout]) -> int:
         ("module", "d2z1 > d4z3 > d3z0 > d4z2", "bf16"),
         pytest.param("module", "d2z0 > d4z3 > d1z1 > d2z3", "fp32", marks=pytest.mark.full),
         pytest.param("AutoTP", "d2t2z1 > t4z3 > d4z2", "fp32", marks=pytest.mark.full),
-        ("deepspeed.moe", "d4e2z1 > d4e4z2 > d4z1", "fp32"),
+        pytest.param("deepspeed.moe", "d4e2z1 > d4e4z2 > d4z1", "fp32", marks=pytest.mark.full),
         pytest.param("PipelineModule", "p2d2z1 > p4z1 > d4z0", "fp32", marks=pytest.mark.full),
     ],
 )

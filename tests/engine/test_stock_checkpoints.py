@@ -195,7 +195,7 @@ IN_TURN = {"round_robin_gradients": True}
     ("stage", "saved", "loaded"),
     [
         pytest.param(2, IN_TURN, {}, marks=pytest.mark.full),
-        (1, {}, IN_TURN),
+        pytest.param(1, {}, IN_TURN, marks=pytest.mark.full),
         (3, {}, {"sub_group_size": 60}),
     ],
 )

@@ -79,7 +79,8 @@ def with_optimizer(schedule: jobs.Schedule, how: str) -> jobs.Record:
     return jobs.run(config, STEPS, schedule, model=model, **more)
 
 
-@pytest.mark.parametrize("how", ["object", pytest.param("function", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["object", "function"])
 def test_an_optimizer_of_the_users(pool: RankPool, how: str) -> None:
     compared(pool, with_optimizer, how=how)
 
