@@ -1,4 +1,4 @@
-"""What a process does at a boundary, decided without sockets, threads or engines: switches, and changes of members.
+"""Decisions of a process at a boundary, about switches and changes of members, without sockets, threads or engines.
 
 The machine takes in what is on the boards and what this process holds, and gives out what is to be done (`Action`).
 
