@@ -31,6 +31,7 @@ BLOCKS: Mapping[str, str] = {
 }
 """Key of the `dynatrain` block -> class of what stands under it."""
 COMMANDS: Mapping[str, str] = {
+    "compare": "ds_dynatrain.comparison.command:compare",
     "compare-exact": "ds_dynatrain.exact.command:compare_exact",
     "balance": "ds_dynatrain.balance.command:balance",
 }

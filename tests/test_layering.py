@@ -41,7 +41,7 @@ BELOW: dict[str, set[str]] = {
     "buddies": {"engine"},
     "fallback": {"engine"},
     "": {"engine"},
-    "comparison": {""},
+    "comparison": {"", "exits"},
     "cli": {"balance", "buddies", "comparison", "exact"},
     "integrations": {""},
     "run": {"integrations"},

@@ -20,25 +20,3 @@ class WeightType(str, Enum):
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
     FLOAT16 = "float16"
-
-
-class Size(str, Enum):
-    """Model of `ds-dynatrain compare`: the names in `comparison.job.SHAPES`."""
-
-    TINY = "tiny"
-    SMALL = "8M"
-    MIDDLE = "30M"
-    LARGE = "125M"
-
-
-class WayName(str, Enum):
-    """Way to carry a change out: the names in `comparison.job.WAYS`."""
-
-    LIVE = "live"
-    GLOO = "live-gloo"
-    LATE = "late"
-    LEAN = "lean"
-    HERE = "here"
-    RESTART = "restart"
-    DEEPSPEED = "deepspeed"
-    DCP = "dcp"

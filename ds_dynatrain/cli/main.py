@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ds_dynatrain.cli.choices import Format, Size, WayName, WeightType
+from ds_dynatrain.cli.choices import Format, WeightType
 from ds_dynatrain.exits import REFUSED, saying
 from ds_dynatrain.extension import COMMANDS, named
 from ds_dynatrain.version import __version__
@@ -171,55 +171,6 @@ def leave(
     with saying("leave"):
         told = membership.leave(address, node, token_file)
     typer.echo(f"told to leave: {', '.join(told)}")
-
-
-@app.command()
-def compare(
-    size: Annotated[
-        list[Size] | None,
-        typer.Option(help="Model; repeat the option for more. Default: all but tiny."),
-    ] = None,
-    change: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="As data=4,zero_stage=1:data=3,zero_stage=2; repeat the option for more. Default: two usual ones."
-        ),
-    ] = None,
-    way: Annotated[
-        list[WayName] | None,
-        typer.Option(help="How the change is made; repeat the option for more. Default: all."),
-    ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for compare.json, compare.md, compare.html.")] = Path("compare"),
-    repeats: Annotated[int, typer.Option(min=1, help="Measurements of each way; the median is shown.")] = 1,
-    limit_seconds: Annotated[float, typer.Option(min=1, help="For one launch of ranks.")] = 300.0,
-    scratch: Annotated[
-        Path | None, typer.Option(help="Where checkpoints go. Without it: the temporary folder.")
-    ] = None,
-    figures: Annotated[
-        Path | None, typer.Option("--from", help="Measure nothing: draw what is in this compare.json.")
-    ] = None,
-) -> None:
-    """Measure one change done live, by our checkpoint, by DeepSpeed's universal one and by torch's, in real processes.
-
-    Takes about forty minutes on two quiet cores, most of it for 125M. Needs DeepSpeed, and matplotlib for the page.
-    What is measured is in compare.json after every way; --from draws it if the rest is never measured.
-
-    Example: ds-dynatrain compare --size 8M --way live --way restart --out compare
-
-    Exit code: 0 all ways were measured or said why they cannot, 1 not even a live switch could be, 2 wrong options.
-    """
-    from ds_dynatrain.cli import compare as comparison
-
-    with saying("compare"):
-        if figures is None:
-            sizes, ways = [each.value for each in size or ()], [each.value for each in way or ()]
-            found = comparison.measure(sizes, change or [], ways, repeats, limit_seconds, scratch, out)
-        else:
-            found = comparison.read(figures)
-        comparison.write(found, out)
-    typer.echo(f"{out / comparison.PAGE}, and beside it the figures as JSON and Markdown")
-    if any(each.way.startswith("live") and not each.is_done for each in found.measures):
-        raise typer.Exit(REFUSED)
 
 
 for name, path in COMMANDS.items():

@@ -1,7 +1,7 @@
 """The yardstick: one change, done live and by checkpoint and restart, measured side by side in real processes.
 
-The process that the user starts (`comparison`) launches ranks, which run `worker`; their notes become `results`, and
-these a table (`markdown`), pictures (`charts`) and a page (`page`). Ranks import torch and DeepSpeed; the first process
+The process that the user starts (`command`, `comparison`) launches ranks, which run `worker`; their notes become
+`results`, and these `tables`, `charts` and a `page` with both. Ranks import torch and DeepSpeed; the first process
 imports neither. Both use `job`: sizes, changes, ways.
 
 Ranks run `ours`, `stock` or `dcp`, each a trainer of `workload`; `converter` runs between two jobs of DeepSpeed. Ranks

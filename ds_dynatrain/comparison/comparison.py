@@ -5,6 +5,7 @@ The ranks end with this process, whatever ends it. A measure is made from their 
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import signal
@@ -12,16 +13,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from statistics import mean, median
 
-from ds_dynatrain.comparison.job import BATCH, Change, Task, Way
-from ds_dynatrain.comparison.notes import Read
+from ds_dynatrain.comparison.job import AFTER, BATCH, BEFORE, LEAD, Change, Task, Way
+from ds_dynatrain.comparison.notes import Notes
 from ds_dynatrain.comparison.results import Comparison, Measure
 from ds_dynatrain.errors import DynatrainError
+from ds_dynatrain.records import to_record
 
 ENVIRONMENT: Mapping[str, str] = {
     "OMP_NUM_THREADS": "1",
@@ -33,6 +36,8 @@ ENVIRONMENT: Mapping[str, str] = {
 """Environment of the ranks, unless the user sets these: several ranks share the cores, and only CPU members can switch.
 """
 END_SECONDS = 10.0
+WARM = 2
+"""Number of first steps in a layout that do not count as steady."""
 
 
 class LaunchError(DynatrainError):
@@ -41,34 +46,27 @@ class LaunchError(DynatrainError):
 
 @dataclass(frozen=True)
 class Launched:
-    """A finished launch: when it was started (the machine's clock), and the notes of its ranks, by member."""
+    """A finished launch: when it began and ended (the machine's clock), and its ranks' notes by member."""
 
     at: float
-    notes: Mapping[int, Read]
+    end: float
+    notes: Mapping[int, Notes]
 
 
-def launch(task: Task, processes: int, notes: Path, limit_seconds: float) -> Launched:
-    """Run a task in `processes` ranks, which write notes into a new folder; LaunchError with the reason if it fails."""
+def launch(task: Task, notes: Path, limit_seconds: float) -> Launched:
+    """Run a task in its ranks, which write notes into a new folder; LaunchError with the reason if it fails."""
+    command = ["torch.distributed.run", "--standalone", f"--nproc-per-node={task.processes}", "-m"]
+    command += ["ds_dynatrain.comparison.worker", str(notes), json.dumps(to_record(task))]
+    return _launched(command, notes, limit_seconds, f"{task.way.name}, {task.part}, {task.processes} ranks")
+
+
+def _launched(module: Sequence[str], notes: Path, limit_seconds: float, what: str) -> Launched:
+    """Run a module, which writes notes. module: its name and arguments. what: it, in words."""
     notes.mkdir(parents=True)
-    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    command += ["-m", "ds_dynatrain.comparison.worker", str(notes), task.to_json()]
-    return _launched(command, notes, limit_seconds, f"{task.program}, {task.part}, {processes} ranks")
-
-
-def convert(folder: Path, notes: Path, limit_seconds: float) -> tuple[float, Launched]:
-    """Convert DeepSpeed's checkpoint to its universal form; return (seconds, notes)."""
-    notes.mkdir(parents=True)
-    done = _launched(
-        ["-m", "ds_dynatrain.comparison.converter", str(folder), str(notes)], notes, limit_seconds, "the converter"
-    )
-    return time.monotonic() - done.at, done
-
-
-def _launched(arguments: Sequence[str], notes: Path, limit_seconds: float, what: str) -> Launched:
     begin, output = time.monotonic(), notes / "output"
     with output.open("w", encoding="utf-8") as file:
         process = subprocess.Popen(
-            [sys.executable, *arguments],
+            [sys.executable, "-m", *module],
             env={**ENVIRONMENT, **os.environ},
             stdout=file,
             stderr=subprocess.STDOUT,
@@ -80,39 +78,24 @@ def _launched(arguments: Sequence[str], notes: Path, limit_seconds: float, what:
             raise LaunchError(f"{what}: not done after {limit_seconds:.0f} s; give a larger --limit-seconds") from None
         finally:
             _end(process)
-    read = Read.all_of(notes)
+    end, read = time.monotonic(), Notes.all_of(notes)
     if status:
-        raise LaunchError(
-            _reason(read, output)
-            or f"{what}: exit status {status} without a word; look for the kernel's killer in dmesg"
-        )
-    return Launched(begin, read)
+        errors = [rank.error for rank in read.values() if rank.error]
+        lines = output.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        silent = f"{what}: exit status {status} without a word; look for the kernel's killer in dmesg"
+        raise LaunchError(next(iter([*errors, *lines[-1:]]), "") or silent)
+    return Launched(begin, end, read)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End the launch and all processes that it started, if any are left."""
     if process.poll() is None:
         process.terminate()
-        try:
+        with suppress(subprocess.TimeoutExpired):
             process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            pass
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
-
-
-def _reason(read: Mapping[int, Read], output: Path) -> str:
-    """Return why a launch failed: the error that a rank noted, else the last line of the output."""
-    errors = [record["text"] for rank in read.values() for record in rank.every("error")]
-    lines = output.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return str(errors[0]) if errors else lines[-1] if lines else ""
-
-
-WARM = 2
-"""Number of first steps in a layout that do not count as steady."""
 
 
 @dataclass(frozen=True)
@@ -123,108 +106,82 @@ class Run:
     old: Launched
     new: Launched
     converter: Launched | None = None
-    convert_seconds: float = 0.0
 
     @property
-    def is_one(self) -> bool:
-        """Whether the processes live through the change."""
-        return self.old is self.new
+    def launches(self) -> list[Launched]:
+        """The launches in which training went on, each once."""
+        return [self.old] if self.old is self.new else [self.old, self.new]
 
 
-def measure(way: Way, run: Run) -> Measure:
+def measure(run: Run) -> Measure:
     """Return the measure of a finished run; KeyError, naming the missing note, if a rank did not write it."""
     first, last, task = run.old.notes[0], run.new.notes[0], run.task
     phases, total = _phases(run, first, last)
     phases["rest"] = total - sum(phases.values())
-    switches = [record for rank in run.new.notes.values() for record in rank.every("switch")]
-    going_on = [rank for rank in run.new.notes.values() if task.before + 1 in rank.steps()]
-    working = [rank.every("switch")[-1] for rank in going_on if rank.every("switch")]
-    failed = next((record["reason"] for record in switches if record["outcome"] != "committed"), "")
-    lost = _lost(run, int(last.value("resumed", "step")))
+    ranks = run.new.notes.values()
+    switches = [switch for rank in ranks for switch in rank.switches]
+    going_on = [rank.switches[-1] for rank in ranks if BEFORE + 1 in rank.steps and rank.switches]
+    everyone = [rank for each in (*run.launches, run.converter) if each is not None for rank in each.notes.values()]
+    seen = {number for rank in ranks if (step := rank.steps.get(last.resumed + 1)) for number in step.samples}
+    wanted = range(BEFORE * BATCH, (BEFORE + 1) * BATCH)
+    digests = [
+        {rank.digests[when] for rank in each.notes.values() if when in rank.digests}
+        for each, when in ((run.old, "before"), (run.new, "after"))
+    ]
     return Measure(
-        way=way.name,
+        way=task.way.name,
         size=task.size,
         change=str(task.change),
-        parameters=int(first.value("model", "parameters")),
+        parameters=first.parameters,
         phases={name: seconds for name, seconds in phases.items() if seconds > 0},
         total=total,
-        steady=_median_step(last, task.before + WARM + 1, task.before + task.after),
-        pause=max((float(record["pause"]) for record in working), default=None),
-        certificate=max((float(record["certificate"]) for record in working), default=None),
-        wait=max((float(record["wait"]) for record in working), default=0.0),
-        ahead=_ahead(first, task) if switches else None,
-        moved=max((int(record["sent"]) for record in switches), default=0),
-        written=written(Path(task.folder)),
-        peak=max(rank.peak() for each in (run.old, run.new, run.converter) if each for rank in each.notes.values()),
-        is_equal=_digest(run.old.notes, "before") == _digest(run.new.notes, "after"),
+        steady=_median_step(last, BEFORE + WARM + 1, BEFORE + AFTER),
+        pause=max((each.pause for each in going_on), default=None),
+        certificate=max((each.certificate for each in going_on), default=None),
+        wait=max((each.wait for each in going_on), default=0.0),
+        ahead=_ahead(first) if switches else None,
+        moved=max((each.sent for each in switches), default=0),
+        written=sum(file.lstat().st_size for file in Path(task.folder).rglob("*") if file.is_file()),
+        peak=max(rank.peak for rank in everyone),
+        steps_lost=BEFORE - last.resumed,
+        samples_lost=len({*wanted} - seen),
+        samples_repeated=len([number for number in seen if number < wanted.start]),
+        is_equal=digests[0] == digests[1] and len(digests[0]) == 1,
         losses=_losses(run),
-        reason=failed,
-        **lost,
+        reason=next((each.failed for each in switches if each.failed), ""),
     )
 
 
-def written(folder: Path) -> int:
-    """Return the bytes of all files below a folder."""
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file() and not file.is_symlink())
-
-
-def _phases(run: Run, first: Read, last: Read) -> tuple[dict[str, float], float]:
+def _phases(run: Run, first: Notes, last: Notes) -> tuple[dict[str, float], float]:
     """Return (seconds by phase, the total)."""
-    apart = sum(float(record["seconds"]) for record in last.every("apart"))
-    new_step = last.at("end") - last.at("resume") - apart
-    if run.is_one:
-        phases = {name: seconds for name, seconds in last.phases().items() if name != "import"}
-        phases["first step"] -= apart
-        for part in last.every("part"):
-            phases[part["name"]] = phases.get(part["name"], 0.0) + part["seconds"]
-            phases["first step"] -= part["seconds"] if part["is_in_step"] else 0.0
-        return phases, last.at("ready") - first.at("begin") + new_step
-    phases = {"save": first.phases()["save"], "convert": run.convert_seconds}
-    phases |= {"start": last.at("started") - run.new.at, **last.phases()}
-    old_part = first.at("saved") - first.at("begin")
-    return phases, old_part + run.convert_seconds + last.at("ready") - run.new.at + new_step
+    new_step = last.stamps["end"] - last.stamps["resume"] - last.apart
+    if run.old is run.new:
+        phases = {name: seconds for name, seconds in last.phases.items() if name != "import"}
+        phases["first step"] -= last.apart + last.waited
+        return phases, last.stamps["ready"] - first.stamps["begin"] + new_step
+    convert = 0.0 if run.converter is None else run.converter.end - run.converter.at
+    phases = {"save": first.phases["save"], "convert": convert, "start": last.stamps["started"] - run.new.at}
+    old_part = first.stamps["saved"] - first.stamps["begin"]
+    return {**phases, **last.phases}, old_part + convert + last.stamps["ready"] - run.new.at + new_step
 
 
-def _ahead(rank: Read, task: Task) -> float:
+def _ahead(rank: Notes) -> float:
     """Return the seconds by which the steps between the request and the change took longer than plain ones."""
-    plain = _median_step(rank, WARM + 1, task.before - task.lead)
-    steps = rank.steps()
-    asked = [float(steps[number]["seconds"]) for number in range(task.before - task.lead + 1, task.before + 1)]
-    return max(0.0, sum(asked) - plain * len(asked))
+    plain, asked = _median_step(rank, WARM + 1, BEFORE - LEAD), range(BEFORE - LEAD + 1, BEFORE + 1)
+    return max(0.0, sum(rank.steps[number].seconds - plain for number in asked))
 
 
-def _median_step(rank: Read, first: int, last: int) -> float:
-    steps = rank.steps()
-    return float(median(steps[number]["seconds"] for number in range(first, last + 1) if number in steps))
-
-
-def _lost(run: Run, resumed: int) -> dict[str, int]:
-    """Return the steps and samples that were lost or repeated, counted in the first new step."""
-    first_step = [rank.steps()[resumed + 1] for rank in run.new.notes.values() if resumed + 1 in rank.steps()]
-    seen = {number for step in first_step for number in step["samples"]}
-    wanted = set(range(run.task.before * BATCH, (run.task.before + 1) * BATCH))
-    lost, again = len(wanted - seen), len([number for number in seen if number < min(wanted)])
-    return {"steps_lost": run.task.before - resumed, "samples_lost": lost, "samples_repeated": again}
-
-
-def _digest(notes: Mapping[int, Read], when: str) -> str:
-    """Return the digest that all ranks have noted; a text that equals no digest if they differ."""
-    found = {record["value"] for rank in notes.values() for record in rank.every("digest") if record["when"] == when}
-    return found.pop() if len(found) == 1 else f"{when}: {len(found)} digests"
+def _median_step(rank: Notes, first: int, last: int) -> float:
+    return median(rank.steps[number].seconds for number in range(first, last + 1) if number in rank.steps)
 
 
 def _losses(run: Run) -> dict[int, float]:
     """Return the loss of each step, the mean over ranks, whose shares are equal."""
     found: dict[int, list[float]] = {}
-    launches = (run.old,) if run.is_one else (run.old, run.new)
-    for rank in (rank for launched in launches for rank in launched.notes.values()):
-        for number, step in rank.steps().items():
-            found.setdefault(number, []).append(float(step["loss"]))
+    for rank in (rank for launched in run.launches for rank in launched.notes.values()):
+        for number, step in rank.steps.items():
+            found.setdefault(number, []).append(mean(step.losses))
     return {number: mean(found[number]) for number in sorted(found)}
-
-
-Say = Callable[[str], None]
-Keep = Callable[[Comparison], None]
 
 
 def compare(
@@ -232,48 +189,38 @@ def compare(
     changes: Sequence[Change],
     ways: Sequence[Way],
     command: str,
-    *,
-    repeats: int = 1,
-    limit_seconds: float = 300.0,
-    scratch: Path | None = None,
-    say: Say = lambda line: None,
-    keep: Keep = lambda found: None,
-) -> Comparison:
-    """Measure all ways of all changes at all sizes.
+    limit_seconds: float,
+    scratch: Path | None,
+    say: Callable[[str], None],
+) -> Iterator[Comparison]:
+    """Measure all ways of all changes at all sizes; yield all measures so far after each way.
 
     A way that fails becomes a measure with the reason; other errors are raised. limit_seconds: of one launch. scratch:
     where checkpoints are written, on the disk to measure; a temporary folder by default. say: called with a line before
-    and after each way. keep: called with all measures so far, after each way.
+    and after each way.
     """
-    found: list[Measure] = []
-    comparison = Comparison(machine(), command, Task("", "", "", changes[0], "").before, ())
-    for size in sizes:
-        for change in changes:
-            for way in [way for _ in range(repeats) for way in ways]:
-                say(f"{size}, {change}: {way.title} ...")
-                with tempfile.TemporaryDirectory(prefix="dynatrain-compare-", dir=scratch) as folder:
-                    found.append(_one(way, size, change, Path(folder), limit_seconds))
-                say(_line(found[-1]))
-                comparison = replace(comparison, measures=tuple(found))
-                keep(comparison)
-    return comparison
+    found = Comparison(machine(), command, BEFORE, ())
+    for size, change, way in ((size, change, way) for size in sizes for change in changes for way in ways):
+        say(f"{size}, {change}: {way.title} ...")
+        with tempfile.TemporaryDirectory(prefix="dynatrain-compare-", dir=scratch) as folder:
+            one = _one(way, size, change, Path(folder), limit_seconds)
+        say(_line(one))
+        found = replace(found, measures=(*found.measures, one))
+        yield found
 
 
 def machine() -> str:
     """Return in words the machine on which the figures are taken, its versions, and how busy it is."""
-    names = [
-        line.partition(":")[2].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if "model name" in line
-    ]
+    lines = [line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines()]
+    name = next((value.strip() for key, _, value in lines if key.strip() == "model name"), platform.machine())
     versions = f"torch {version('torch').partition('+')[0]}, DeepSpeed {version('deepspeed')}"
     python, load = platform.python_version(), os.getloadavg()[0]
-    return f"{(names or [platform.machine()])[0]}, {os.cpu_count()} cores, {versions}, Python {python}, load {load:.1f}"
+    return f"{name}, {os.cpu_count()} cores, {versions}, Python {python}, load {load:.1f}"
 
 
 def _one(way: Way, size: str, change: Change, folder: Path, limit_seconds: float) -> Measure:
     try:
-        return measure(way, _run(way, size, change, folder, limit_seconds))
+        return measure(_run(way, size, change, folder, limit_seconds))
     except LaunchError as error:
         return Measure(way.name, size, str(change), reason=str(error) or "it failed")
     except KeyError as error:
@@ -281,19 +228,18 @@ def _one(way: Way, size: str, change: Change, folder: Path, limit_seconds: float
 
 
 def _run(way: Way, size: str, change: Change, folder: Path, limit_seconds: float) -> Run:
-    state = folder / "state"
+    state, converter = folder / "state", None
     state.mkdir()
-
-    def task(part: str) -> Task:
-        return Task(way.program, part, size, change, str(state), way.transport, way.safety, way.late)
-
+    whole, old, new = (Task(way, part, size, change, str(state)) for part in ("whole", "old", "new"))
     if not way.is_restarted:
-        whole = launch(task("whole"), change.processes, folder / "whole", limit_seconds)
-        return Run(task("whole"), whole, whole)
-    old = launch(task("old"), change.source.data, folder / "old", limit_seconds)
-    seconds, converter = convert(state, folder / "converter", limit_seconds) if way.converts else (0.0, None)
-    new = launch(task("new"), change.target.data, folder / "new", limit_seconds)
-    return Run(task("new"), old, new, converter, seconds)
+        through = launch(whole, folder / "whole", limit_seconds)
+        return Run(whole, through, through)
+    before = launch(old, folder / "old", limit_seconds)
+    if way.converts:
+        notes = folder / "converter"
+        module = ["ds_dynatrain.comparison.converter", str(state), str(notes)]
+        converter = _launched(module, notes, limit_seconds, "the converter")
+    return Run(new, before, launch(new, folder / "new", limit_seconds), converter)
 
 
 def _line(found: Measure) -> str:

@@ -14,7 +14,7 @@ from ds_dynatrain.comparison.job import SAVED, UNIVERSAL
 from ds_dynatrain.comparison.notes import Notes
 
 
-def main(folder: Path, notes: Notes) -> int:
+def main(folder: Path, notes: Path) -> int:
     """Run the converter, and return its exit status.
 
     `--inject_missing_state` is needed because a plain model's checkpoint lacks entries that the converter asks for.
@@ -22,9 +22,9 @@ def main(folder: Path, notes: Notes) -> int:
     command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
     command += ["--input_folder", str(folder / SAVED / "step"), "--output_folder", str(folder / UNIVERSAL)]
     status = subprocess.run(command, check=False).returncode
-    notes.write("memory", peak=1024 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+    Notes(peak=1024 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss).write(notes, 0)
     return status
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), Notes(Path(sys.argv[2]), 0)))
+    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2])))

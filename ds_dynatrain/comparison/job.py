@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from ds_dynatrain.errors import ConfigError
-from ds_dynatrain.records import from_record, to_record
 
 BATCH, LENGTH = 12, 16
 """Samples of a global batch, in any world, and the length of a sample in bytes of text."""
@@ -41,11 +40,6 @@ class Change:
     def __str__(self) -> str:
         return f"{self.source} → {self.target}"
 
-    @property
-    def processes(self) -> int:
-        """Number of processes in a launch that lives through the change."""
-        return max(self.source.data, self.target.data)
-
     @staticmethod
     def parse(text: str) -> Change:
         """Read "data=4,zero_stage=1:data=3,zero_stage=2"; ConfigError for anything else."""
@@ -70,69 +64,64 @@ class Change:
 class Way:
     """A way to carry out a change. name: short, for options and files. title: for readers.
 
-    program: the program that `worker` runs. is_restarted: whether the old processes end and new ones begin. converts:
-    whether DeepSpeed's converter runs in between. transport, safety, late: as in the `dynatrain` block.
+    program: the module that ranks run. is_restarted: whether the old processes end and new ones begin. is_live: whether
+    it is one of our switches that needs no disk. converts: whether DeepSpeed's converter runs in between. block: part
+    of the `dynatrain` block.
     """
 
     name: str
     title: str
-    program: str
+    program: str = "ours"
     is_restarted: bool = False
+    is_live: bool = False
     converts: bool = False
-    transport: str = "auto"
-    safety: str = "rollback"
-    late: bool = False
+    block: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def is_live(self) -> bool:
-        """Whether it is one of our switches that needs no disk."""
-        return self.program == "live" and self.safety == "rollback"
+    def is_late(self) -> bool:
+        """Whether masters and moments follow during the first step."""
+        return "late" in self.block
 
 
-WAYS: tuple[Way, ...] = (
-    Way("live", "live, by memory", "live"),
-    Way("live-gloo", "live, over gloo", "live", transport="gloo"),
-    Way("late", "live, masters and moments late", "live", late=True),
-    Way("lean", "lean switch, through a checkpoint", "live", safety="lean"),
-    Way("here", "checkpoint, same processes", "here"),
-    Way("restart", "checkpoint, restart", "ours", is_restarted=True),
-    Way("deepspeed", "DeepSpeed universal, restart", "stock", is_restarted=True, converts=True),
-    Way("dcp", "FSDP2 and torch DCP, restart", "dcp", is_restarted=True),
-)
+WAYS: Mapping[str, Way] = {
+    way.name: way
+    for way in (
+        Way("live", "live, by memory", is_live=True),
+        Way("live-gloo", "live, over gloo", is_live=True, block={"transport": "gloo"}),
+        Way("late", "live, masters and moments late", is_live=True, block={"late": True}),
+        Way("lean", "lean switch, through a checkpoint", block={"safety": "lean"}),
+        Way("here", "checkpoint, same processes"),
+        Way("restart", "checkpoint, restart", is_restarted=True),
+        Way("deepspeed", "DeepSpeed universal, restart", "stock", is_restarted=True, converts=True),
+        Way("dcp", "FSDP2 and torch DCP, restart", "dcp", is_restarted=True),
+    )
+}
+"""All ways by name, in the order in which they are shown."""
 SAVED, UNIVERSAL = "saved", "universal"
 """Folders of the two forms of DeepSpeed's checkpoint, inside the folder of a task."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Names of AdamW's state in torch and DeepSpeed."""
 YARD = "deepspeed"
 """The way with which the live ones are compared."""
+BEFORE, AFTER, LEAD = 8, 6, 2
+"""Steps before and after the change; steps before it at which it is requested, where a way can do that."""
 
 
 @dataclass(frozen=True)
 class Task:
     """The work of one launch of ranks.
 
-    part: "whole" for processes that live through the change, else "old" or "new". folder: for checkpoints. before,
-    after: number of steps before and after the change. lead: steps before the change at which it is requested, where a
-    way can do that.
+    part: "whole" for processes that live through the change, else "old" or "new". folder: for checkpoints.
     """
 
-    program: str
+    way: Way
     part: str
     size: str
     change: Change
     folder: str
-    transport: str = "auto"
-    safety: str = "rollback"
-    late: bool = False
-    before: int = 8
-    after: int = 6
-    lead: int = 2
 
-    def to_json(self) -> str:
-        """Return the task as an argument of a rank's command line."""
-        return json.dumps(to_record(self))
-
-    @staticmethod
-    def from_json(text: str) -> Task:
-        """Read a task that `to_json` wrote."""
-        return from_record(Task, json.loads(text))
+    @property
+    def processes(self) -> int:
+        """Number of ranks in the launch."""
+        source, target = self.change.source.data, self.change.target.data
+        return {"old": source, "new": target}.get(self.part, max(source, target))

@@ -6,33 +6,74 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-Record = dict[str, Any]
+from ds_dynatrain.records import from_record, to_record
 
 
+@dataclass
+class Step:
+    """A step in which a rank took part: seconds and losses of its micro-batches, and the numbers of their samples."""
+
+    seconds: float = 0.0
+    losses: list[float] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Switch:
+    """A switch as a rank saw it, in seconds and bytes. failed: why; wait: of the first step, for late state."""
+
+    failed: str
+    pause: float
+    wait: float
+    certificate: float
+    sent: int
+
+
+@dataclass
 class Notes:
-    """The notes of one rank, a line of JSON each. Times are those of the machine's clock, equal in all processes."""
+    """The notes of one rank. Times are those of the machine's clock, equal in all processes.
 
-    def __init__(self, folder: Path, member: int) -> None:
-        self._file = folder / f"{member}.jsonl"
+    stamps: when points were reached. phases: seconds of each. apart: seconds that the first step spent for the
+    comparison alone. waited: those in which it waited for phases of a switch. steps: by number. digests: of all state,
+    "before" and "after". peak: the most memory, in bytes. resumed: the step from which training went on. error: what
+    has ended the rank.
+    """
 
-    def write(self, what: str, **values: Any) -> None:
-        """Add a line to the file."""
-        with self._file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"what": what, **values}) + "\n")
+    stamps: dict[str, float] = field(default_factory=dict)
+    phases: dict[str, float] = field(default_factory=dict)
+    apart: float = 0.0
+    waited: float = 0.0
+    steps: dict[int, Step] = field(default_factory=dict)
+    switches: list[Switch] = field(default_factory=list)
+    digests: dict[str, str] = field(default_factory=dict)
+    peak: int = 0
+    parameters: int = 0
+    resumed: int = 0
+    error: str = ""
+
+    def write(self, folder: Path, member: int) -> None:
+        """Write the notes into a file of this member."""
+        (folder / f"{member}.json").write_text(json.dumps(to_record(self)), encoding="utf-8")
+
+    @staticmethod
+    def all_of(folder: Path) -> dict[int, Notes]:
+        """Read the notes of all ranks; return them by member."""
+        files = {int(file.stem): file for file in folder.glob("*.json")}
+        return {member: from_record(Notes, json.loads(files[member].read_text("utf-8"))) for member in sorted(files)}
 
     def stamp(self, name: str) -> None:
         """Note the time at which a point is reached."""
-        self.write("stamp", name=name, at=time.monotonic())
+        self.stamps[name] = time.monotonic()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Note how long this context takes."""
         begin = time.monotonic()
         yield
-        self.write("phase", name=name, seconds=time.monotonic() - begin)
+        self.phases[name] = time.monotonic() - begin
 
     def begin(self) -> None:
         """Note that the change begins: training stands still from here."""
@@ -49,82 +90,12 @@ class Notes:
         self.stamp("end")
         self.memory()
 
-    @contextmanager
-    def apart(self) -> Iterator[None]:
-        """Note seconds that a step spends for the comparison alone, within this context; they are not counted."""
-        begin = time.monotonic()
-        yield
-        self.write("apart", seconds=time.monotonic() - begin)
-
     def memory(self) -> None:
-        """Note the most memory that this process has had since `forget_memory`, in bytes."""
-        self.write("memory", peak=_status("VmHWM"))
+        """Note the most memory that this process has had since `forget_memory`."""
+        lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+        peaks = [1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:")]
+        self.peak = max([self.peak, *peaks])
 
     def forget_memory(self) -> None:
         """Reset the high-water mark to the present memory of the process."""
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-
-
-class Read:
-    """The notes of one rank, read back from its file."""
-
-    def __init__(self, records: list[Record]) -> None:
-        self._records = records
-
-    @staticmethod
-    def all_of(folder: Path) -> dict[int, Read]:
-        """Read the notes of all ranks; return them by member."""
-        files = {int(file.stem): file for file in folder.glob("*.jsonl")}
-        lines = {member: files[member].read_text(encoding="utf-8").splitlines() for member in sorted(files)}
-        return {member: Read([json.loads(line) for line in each]) for member, each in lines.items()}
-
-    def every(self, what: str) -> list[Record]:
-        """Return all records of a kind."""
-        return [record for record in self._records if record["what"] == what]
-
-    def at(self, stamp: str) -> float:
-        """Return the time at which a point was reached; KeyError if it was not."""
-        for record in self.every("stamp"):
-            if record["name"] == stamp:
-                return float(record["at"])
-        raise KeyError(stamp)
-
-    def value(self, what: str, key: str) -> Any:
-        """Return a field of the last record of a kind; KeyError if there is no such record."""
-        records = self.every(what)
-        if not records:
-            raise KeyError(what)
-        return records[-1][key]
-
-    def phases(self) -> dict[str, float]:
-        """Return the seconds of each phase."""
-        return {record["name"]: float(record["seconds"]) for record in self.every("phase")}
-
-    def steps(self) -> dict[int, Record]:
-        """Return the steps in which the rank took part, by number, with micro-batches summed up and the mean of their
-        losses.
-        """
-        parts: dict[int, list[Record]] = {}
-        for record in self.every("step"):
-            parts.setdefault(int(record["number"]), []).append(record)
-        return {number: _together(parts[number]) for number in parts}
-
-    def peak(self) -> int:
-        """Return the most memory that the rank had, in bytes."""
-        return max((int(record["peak"]) for record in self.every("memory")), default=0)
-
-
-def _together(parts: list[Record]) -> Record:
-    return {
-        **parts[0],
-        "seconds": sum(part["seconds"] for part in parts),
-        "loss": sum(part["loss"] for part in parts) / len(parts),
-        "samples": [sample for part in parts for sample in part["samples"]],
-    }
-
-
-def _status(name: str) -> int:
-    for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    return 0

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import ds_dynatrain
-from ds_dynatrain.comparison.job import Side, Task
-from ds_dynatrain.comparison.notes import Notes
+from ds_dynatrain.comparison.job import BEFORE, LEAD, Side, Task
+from ds_dynatrain.comparison.notes import Notes, Switch
 from ds_dynatrain.comparison.stock import DeepSpeedTrainer
-from ds_dynatrain.comparison.workload import config, restarted
+from ds_dynatrain.comparison.workload import config, go_on, restarted
 from ds_dynatrain.report import SwitchEvent
 
 TAG = "moved"
@@ -41,12 +42,11 @@ class Trainer(DeepSpeedTrainer):
         settings = config(side.zero_stage)
         settings["dynatrain"] = {
             "layout": {"data": side.data, "zero_stage": side.zero_stage},
-            "transport": task.transport,
-            "late": task.late,
             "timeout_seconds": 120,
+            **task.way.block,
         }
-        if task.safety == "lean":
-            settings["dynatrain"] |= {"safety": "lean", "fallback": {"path": task.folder}}
+        if "safety" in task.way.block:  # a lean switch needs a folder
+            settings["dynatrain"]["fallback"] = {"path": task.folder}
         self.engine, *_ = ds_dynatrain.initialize(model=self.model_made(), config=settings)
         self._batches: Iterator[Any] = iter(self.engine.loader(self.samples, num_workers=0, shuffle=False))
 
@@ -80,12 +80,12 @@ class Trainer(DeepSpeedTrainer):
 
 
 def run(task: Task, notes: Notes) -> None:
-    """Run the program that the task names."""
-    if task.program == "ours":
+    """Carry out the task's way."""
+    if task.way.is_restarted:
         side = task.change.source if task.part == "old" else task.change.target
         restarted(task, notes, partial(Trainer, side=side))
     else:
-        {"live": _live, "here": _here}[task.program](task, notes)
+        (_here if task.way.name == "here" else _live)(task, notes)
 
 
 def _live(task: Task, notes: Notes) -> None:
@@ -93,27 +93,23 @@ def _live(task: Task, notes: Notes) -> None:
     engine, target = trainer.engine, task.change.target
 
     def note(event: SwitchEvent) -> None:
-        notes.write(
-            "switch",
-            outcome=event.outcome,
-            reason=event.reason,
-            pause=event.pause_ms / 1e3,
-            wait=event.late_wait_ms / 1e3,
-            certificate=event.certificate_ms / 1e3,
-            sent=event.bytes_sent,
-        )
+        failed = "" if event.outcome == "committed" else event.reason
+        times = (event.pause_ms / 1e3, event.late_wait_ms / 1e3, event.certificate_ms / 1e3)
+        notes.switches.append(Switch(failed, *times, event.bytes_sent))
         for name, milliseconds in event.phases_ms.items():
-            is_in_step = task.late and name in IN_STEP
-            notes.write("part", name=PHASES.get(name, "rest"), seconds=milliseconds / 1e3, is_in_step=is_in_step)
-        if task.late and event.outcome == "committed" and not engine.idle:
-            with notes.apart():  # inside the first step: masters and moments arrive only then
-                trainer.digest("after")
+            phase = PHASES.get(name, "rest")
+            notes.phases[phase] = notes.phases.get(phase, 0.0) + milliseconds / 1e3
+            notes.waited += milliseconds / 1e3 if task.way.is_late and name in IN_STEP else 0.0
+        if task.way.is_late and not failed and not engine.idle:
+            begin = time.monotonic()  # inside the first step: masters and moments arrive only then
+            trainer.digest("after")
+            notes.apart += time.monotonic() - begin
 
     engine.on_switch(note)
     was_idle = engine.idle
-    while not was_idle and engine.global_steps < task.before:
-        if engine.global_steps == task.before - task.lead:
-            engine.switch(at=task.before, data=target.data, zero_stage=target.zero_stage)
+    while not was_idle and engine.global_steps < BEFORE:
+        if engine.global_steps == BEFORE - LEAD:
+            engine.switch(at=BEFORE, data=target.data, zero_stage=target.zero_stage)
         trainer.step()
     if not was_idle:
         trainer.digest("before")
@@ -122,7 +118,7 @@ def _live(task: Task, notes: Notes) -> None:
     if batch is None:
         notes.memory()
         return
-    _go_on(task, trainer, batch)
+    go_on(trainer, partial(trainer.train_batch, batch))
 
 
 def _here(task: Task, notes: Notes) -> None:
@@ -132,7 +128,7 @@ def _here(task: Task, notes: Notes) -> None:
         notes.forget_memory()
         trainer.next()
     else:
-        while trainer.done < task.before:
+        while trainer.done < BEFORE:
             trainer.step()
         trainer.digest("before")
         notes.begin()
@@ -147,20 +143,4 @@ def _here(task: Task, notes: Notes) -> None:
         return
     with notes.phase("load"):
         trainer.load()
-    _go_on(task, trainer, trainer.next())
-
-
-def _go_on(task: Task, trainer: Trainer, batch: Any) -> None:
-    notes = trainer.notes
-    notes.stamp("ready")
-    notes.write("resumed", step=trainer.done)
-    notes.memory()
-    if not task.late:
-        trainer.digest("after")
-    resumed = trainer.done
-    with notes.first_step():
-        trainer.train_batch(batch)
-        while trainer.done == resumed and trainer.step():
-            pass
-    while trainer.done < task.before + task.after:
-        trainer.step()
+    go_on(trainer, partial(trainer.train_batch, trainer.next()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -14,22 +14,12 @@ from ds_dynatrain.records import from_record, to_record
 
 FORMAT = 1
 PHASES = (
-    "drain",
-    "plan",
-    "move",
-    "proof",
-    "save",
-    "convert",
-    "start",
-    "import",
-    "initialize",
-    "load",
-    "first step",
-    "rest",
+    *("drain", "plan", "move", "proof", "save", "convert"),
+    *("start", "import", "initialize", "load", "first step", "rest"),
 )
 """Phases in the order in which they are shown. rest: time outside all others, mostly waiting for other ranks."""
 BAR = 100.0
-"""The value that `ratio` is to reach."""
+"""The value that the ratio of a live way is to reach."""
 
 
 @dataclass(frozen=True)
@@ -96,9 +86,13 @@ class Comparison:
         """Return the measures of a case by way, in the order of `WAYS`; the middle one of repeated measures."""
         found: dict[str, Measure] = {}
         for way in WAYS:
-            mine = [m for m in self.measures if (m.way, m.size, m.change) == (way.name, size, change)]
-            if mine:
-                found[way.name] = _middle(mine)
+            mine = [each for each in self.measures if (each.way, each.size, each.change) == (way, size, change)]
+            done = [each for each in mine if each.is_done]
+            if done:
+                centre = median(each.total for each in done)
+                found[way] = min(done, key=lambda each: abs(each.total - centre))
+            elif mine:
+                found[way] = mine[0]
         return found
 
     def to_json(self) -> str:
@@ -112,47 +106,28 @@ class Comparison:
             read: dict[str, Any] = json.loads(text)
             if read.pop("format") != FORMAT:
                 raise ValueError("another format")
-            return from_record(Comparison, read)
+            found = from_record(Comparison, read)
+            if unknown := {each.way for each in found.measures} - {*WAYS}:
+                raise ValueError(f"{unknown.pop()!r} is no way")
+            return found
         except (AttributeError, KeyError, TypeError, ValueError, TransferError) as error:
             raise ConfigError(
                 f"the text has no figures of `ds-dynatrain compare`: {error}; give a file that it has written"
             ) from error
 
 
-def ratio(live: Measure, yard: Measure, is_whole: bool) -> float:
-    """Return (total of the yard - one steady step) ÷ the time that a live switch stands still.
-
-    is_whole: whether that time includes the certificate. Without it the wait of a late switch is left out, as it
-    contains the certificate.
-    """
-    pause = live.pause or 0.0
-    apart = pause if way_of(live.way).late else pause - (live.certificate or 0.0)
-    return yard.still / max(live.still if is_whole else apart, 1e-9)
-
-
 def ratios(found: Mapping[str, Measure]) -> list[tuple[Way, float, float]]:
     """Return (live way, ratio with the certificate, ratio without it) for a case.
 
-    Empty unless the yard and a live way succeeded.
+    A ratio is (total of the yard - one steady step) ÷ the time that a live switch stands still. Without the certificate
+    the wait of a late switch is left out, as it contains the certificate. Empty unless the yard and a live way
+    succeeded.
     """
-    yard = found.get(YARD)
-    if yard is None or not yard.is_done:
-        return []
-    live = [(way, found[way.name]) for way in WAYS if way.is_live and way.name in found]
-    return [(way, ratio(each, yard, True), ratio(each, yard, False)) for way, each in live if each.is_done]
-
-
-def way_of(name: str) -> Way:
-    """Return the way of this name; ConfigError if there is none."""
-    for way in WAYS:
-        if way.name == name:
-            return way
-    raise ConfigError(f"{name!r} is no way; give one of {', '.join(way.name for way in WAYS)}")
-
-
-def _middle(found: Sequence[Measure]) -> Measure:
-    done = [each for each in found if each.is_done]
-    if not done:
-        return found[0]
-    centre = median(each.total for each in done)
-    return min(done, key=lambda each: abs(each.total - centre))
+    yard, said = found.get(YARD), []
+    for name, each in found.items():
+        way = WAYS[name]
+        if way.is_live and each.is_done and yard is not None and yard.is_done:
+            pause = each.pause or 0.0
+            apart = pause if way.is_late else pause - (each.certificate or 0.0)
+            said.append((way, yard.still / max(each.still, 1e-9), yard.still / max(apart, 1e-9)))
+    return said

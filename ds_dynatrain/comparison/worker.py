@@ -6,6 +6,7 @@ Its first line of code ends the phase "start"; nothing heavy is imported before 
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 import os
 import sys
@@ -14,27 +15,27 @@ from pathlib import Path
 
 from ds_dynatrain.comparison.job import Task
 from ds_dynatrain.comparison.notes import Notes
-
-PROGRAMS = {"live": "ours", "here": "ours", "ours": "ours", "stock": "stock", "dcp": "dcp"}
-"""The module that runs each program."""
+from ds_dynatrain.records import from_record
 
 
 def main(folder: Path, task: Task) -> None:
-    """Run the task; note an error before raising it."""
-    begin, notes = time.monotonic(), Notes(folder, int(os.environ["RANK"]))
-    notes.write("stamp", name="started", at=begin)
+    """Run the task, and write notes, also of an error."""
+    begin, notes = time.monotonic(), Notes()
+    notes.stamps["started"] = begin
     try:
-        module = importlib.import_module(f"ds_dynatrain.comparison.{PROGRAMS[task.program]}")
-        notes.write("phase", name="import", seconds=time.monotonic() - begin)
+        module = importlib.import_module(f"ds_dynatrain.comparison.{task.way.program}")
+        notes.phases["import"] = time.monotonic() - begin
         import torch  # which the module has imported already
 
         torch.set_num_threads(1)
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         module.run(task, notes)
     except Exception as error:
-        notes.write("error", text=f"{type(error).__name__}: {error}".strip())
+        notes.error = f"{type(error).__name__}: {error}".strip()
         raise
+    finally:
+        notes.write(folder, int(os.environ["RANK"]))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Task.from_json(sys.argv[2]))
+    main(Path(sys.argv[1]), from_record(Task, json.loads(sys.argv[2])))

@@ -14,8 +14,8 @@ import torch.distributed as td
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ds_dynatrain.comparison.job import BATCH, LENGTH, SHAPES, Task
-from ds_dynatrain.comparison.notes import Notes
+from ds_dynatrain.comparison.job import AFTER, BATCH, BEFORE, LENGTH, SHAPES, Task
+from ds_dynatrain.comparison.notes import Notes, Step
 
 TEXT_BYTES = 400_000
 LEARNING_RATE = 5e-4
@@ -78,12 +78,6 @@ class Samples(torch.utils.data.Dataset[tuple[Tensor, int]]):
         return self._text[begin : begin + LENGTH + 1].long(), index
 
 
-def model_of(size: str) -> GPT:
-    """Return the model of a name in `SHAPES`, with the same weights in every process."""
-    torch.manual_seed(0)
-    return GPT(*SHAPES[size])
-
-
 class Trainer:
     """Base of the trainers, one for each framework. done: number of optimizer steps."""
 
@@ -91,12 +85,13 @@ class Trainer:
 
     def __init__(self, task: Task, notes: Notes) -> None:
         self.task, self.notes = task, notes
-        self.samples = Samples((task.before + task.after + 1) * BATCH)
+        self.samples = Samples((BEFORE + AFTER + 1) * BATCH)
 
     def model_made(self) -> GPT:
-        """Return the model of the task, and note its size."""
-        model = model_of(self.task.size)
-        self.notes.write("model", parameters=sum(parameter.numel() for parameter in model.parameters()))
+        """Return the model of the task, with the same weights in every process, and note its size."""
+        torch.manual_seed(0)
+        model = GPT(*SHAPES[self.task.size])
+        self.notes.parameters = sum(parameter.numel() for parameter in model.parameters())
         return model
 
     def train(self, tokens: Tensor) -> Tensor:
@@ -124,24 +119,25 @@ class Trainer:
 
     def noted(self, tokens: Tensor, numbers: list[int]) -> None:
         """Train a micro-batch of these samples, and note its seconds, loss and samples."""
-        number, begin = self.done + 1, time.monotonic()
+        step, begin = self.notes.steps.setdefault(self.done + 1, Step()), time.monotonic()
         loss = self.train(tokens)
-        seconds = time.monotonic() - begin
-        self.notes.write("step", number=number, seconds=seconds, loss=loss.item(), samples=numbers)
+        step.seconds += time.monotonic() - begin
+        step.losses.append(loss.item())
+        step.samples += numbers
 
     def digest(self, when: str) -> None:
         """Note one digest of all state, which does not depend on how it is sharded."""
         found = hashlib.sha256()
         for value in self.state():
             found.update(value.detach().contiguous().numpy().data)
-        self.notes.write("digest", when=when, value=found.hexdigest())
+        self.notes.digests[when] = found.hexdigest()
 
 
 def restarted(task: Task, notes: Notes, kind: Callable[[Task, Notes], Trainer]) -> None:
     """Run the old job, which saves and ends, or the new one, which loads and continues."""
     if task.part == "old":
         trainer = kind(task, notes)
-        for _ in range(task.before):
+        for _ in range(BEFORE):
             trainer.step()
         trainer.digest("before")
         notes.begin()
@@ -154,13 +150,22 @@ def restarted(task: Task, notes: Notes, kind: Callable[[Task, Notes], Trainer]) 
         trainer = kind(task, notes)
     with notes.phase("load"):
         trainer.load()
+    go_on(trainer, trainer.step)
+
+
+def go_on(trainer: Trainer, first: Callable[[], Any]) -> None:
+    """Train on after the change. first: makes the first step, or a micro-batch of it."""
+    notes = trainer.notes
     notes.stamp("ready")
-    notes.write("resumed", step=trainer.done)
+    notes.resumed = trainer.done
     notes.memory()
-    trainer.digest("after")
+    if not trainer.task.way.is_late:
+        trainer.digest("after")
     with notes.first_step():
-        trainer.step()
-    for _ in range(task.after - 1):
+        first()
+        while trainer.done == notes.resumed and trainer.step():
+            pass
+    while trainer.done < BEFORE + AFTER:
         trainer.step()
 
 

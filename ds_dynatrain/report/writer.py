@@ -53,29 +53,22 @@ def read_events(path: str | Path) -> list[SwitchEvent]:
     events: list[SwitchEvent] = []
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
         try:
-            if not _is_anothers(line) and not _add_later(line, events):
+            record = json.loads(line)
+            kind = record.get("event") if isinstance(record, dict) else None
+            if isinstance(kind, str) and kind in _LATER:
+                _add_later(_LATER[kind], record, events)
+            elif kind == "switch" or not isinstance(kind, str):
                 events.append(SwitchEvent.from_json(line))
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from error
     return events
 
 
-def _is_anothers(line: str) -> bool:
-    """Return whether an extension has written the line."""
-    record = json.loads(line)
-    event = record.get("event") if isinstance(record, dict) else None
-    return isinstance(event, str) and event not in ("switch", *_LATER)
-
-
-def _add_later(line: str, events: list[SwitchEvent]) -> bool:
-    """Return whether a line adds a later value, after adding it to the last event of its generation."""
-    record = json.loads(line)
-    if not isinstance(record, dict) or record.get("event") not in _LATER:
-        return False
-    name = _LATER[record["event"]]
+def _add_later(name: str, record: dict[str, Any], events: list[SwitchEvent]) -> None:
+    """Add a later value to the last event of its generation."""
     for place in reversed(range(len(events))):
         if events[place].generation == record.get("generation"):
             changes: dict[str, Any] = {name: record.get(name)}
             events[place] = replace(events[place], **changes)
-            return True
-    raise ValueError(f"a {record['event']} line of a switch that is not in the file: {line[:80]!r}")
+            return
+    raise ValueError(f"a {record['event']} line of a switch that is not in the file: {json.dumps(record)[:80]!r}")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ds_dynatrain.comparison.comparison import LaunchError, launch
-from ds_dynatrain.comparison.job import Change, Task
+from ds_dynatrain.comparison.job import Change, Task, Way
 from ds_dynatrain.comparison.results import Comparison, Measure
 
 ROOT = Path(__file__).parents[2]
@@ -76,16 +76,22 @@ def test_what_deepspeed_cannot_do_says_so(tmp_path: Path) -> None:
 
 
 def task(folder: Path, program: str) -> Task:
-    return Task(program, "whole", "tiny", Change.parse("data=1,zero_stage=1:data=1,zero_stage=1"), str(folder))
+    return Task(
+        Way("a way", "some way", program),
+        "whole",
+        "tiny",
+        Change.parse("data=1,zero_stage=1:data=1,zero_stage=1"),
+        str(folder),
+    )
 
 
 def test_a_launch_that_hangs_is_ended(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="not done after 1 s"):
-        launch(task(tmp_path, "live"), 1, tmp_path / "notes", 1.0)
+        launch(task(tmp_path, "ours"), tmp_path / "notes", 1.0)
     running = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
     assert str(tmp_path / "notes") not in running
 
 
 def test_a_rank_that_fails_says_why(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match="KeyError: 'telepathy'"):
-        launch(task(tmp_path, "telepathy"), 1, tmp_path / "notes", 120.0)
+    with pytest.raises(LaunchError, match=r"No module named 'ds_dynatrain\.comparison\.telepathy'"):
+        launch(task(tmp_path, "telepathy"), tmp_path / "notes", 120.0)

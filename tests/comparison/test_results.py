@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -11,15 +13,15 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from ds_dynatrain.cli import compare as command
-from ds_dynatrain.cli.choices import Size, WayName
 from ds_dynatrain.cli.main import app
-from ds_dynatrain.comparison import charts, markdown
+from ds_dynatrain.comparison import charts, command, tables
 from ds_dynatrain.comparison import comparison as measuring
+from ds_dynatrain.comparison.command import Size, WayName
 from ds_dynatrain.comparison.job import BATCH, SHAPES, WAYS, Change, Side, Task
 from ds_dynatrain.comparison.page import page
 from ds_dynatrain.comparison.results import PHASES, Comparison, Measure, ratios
 from ds_dynatrain.errors import ConfigError
+from ds_dynatrain.records import from_record, to_record
 from tests.comparison.samples import CHANGE, LOSSES, OTHER, comparison
 
 VOID = {"meta", "br", "link", "img", "hr"}
@@ -85,7 +87,7 @@ def test_the_ratio_is_that_of_the_issue() -> None:
     assert whole == pytest.approx(80)
     assert apart == pytest.approx(8.0 / 0.06)
     assert ratios(comparison().of("30M", OTHER)) == []
-    said = "".join(markdown.verdicts(comparison().of("8M", CHANGE)))
+    said = "".join(tables.verdicts(comparison().of("8M", CHANGE)))
     assert "**80** with the certificate" in said
     assert "**133** without the certificate" in said
     assert "reached without the certificate" in said
@@ -113,9 +115,10 @@ def test_the_page_stands_alone() -> None:
 
 def test_pictures_are_whole_and_the_same_each_time() -> None:
     found = comparison()
-    drawn = charts.phases(found, "8M", CHANGE, "one")
-    assert drawn == charts.phases(found, "8M", CHANGE, "one")
-    for svg in (drawn, charts.losses(found, "8M", CHANGE, "two")):
+    measures = found.of("8M", CHANGE)
+    drawn = charts.phases(measures, "one")
+    assert drawn == charts.phases(measures, "one")
+    for svg in (drawn, charts.losses(measures, found.before, "two")):
         ElementTree.fromstring(svg)
     for used in ("drain", "convert", "first step"):
         assert used in drawn
@@ -123,29 +126,29 @@ def test_pictures_are_whole_and_the_same_each_time() -> None:
 
 
 def test_tables_have_all_ways_and_phases() -> None:
-    text = markdown.document(comparison())
+    text = tables.document(comparison())
     for line in text.splitlines():
-        assert not line.startswith("| ") or len(line.split(" | ")) in (len(markdown.HEAD), len(PHASES) + 1)
+        assert not line.startswith("| ") or len(line.split(" | ")) in (len(tables.HEAD), len(PHASES) + 1)
     assert "not possible" in text
     assert "80 ×" in text  # how much longer than live
-    assert "8.0M parameters" in markdown.short(comparison())
+    assert "8.0M parameters" in tables.short(comparison())
 
 
 def test_a_run_that_is_ended_keeps_what_it_has_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    measures = iter(comparison().measures[:2])
-    monkeypatch.setattr(measuring, "_one", lambda *_: next(measures))
+    measures = [*comparison().measures[:2]]
+    monkeypatch.setattr(measuring, "_one", lambda *_: measures.pop(0) if measures else sys.exit(143))
     change = Change(Side(2, 1), Side(4, 1))
-    with pytest.raises(StopIteration):  # the third is never measured
-        command.measure(["8M"], ["data=2,zero_stage=1:data=4,zero_stage=1"], [], 1, 1.0, None, tmp_path)
+    with pytest.raises(SystemExit):  # in the third
+        command.measured([Size.SMALL], [change], [*WayName], 1.0, None, tmp_path)
     kept = Comparison.from_json((tmp_path / command.JSON).read_text())
     assert [each.way for each in kept.measures] == ["live", "deepspeed"] and kept.measures[0].change == str(change)
 
 
 def test_the_choices_are_all_sizes_and_ways() -> None:
     assert [each.value for each in Size] == list(SHAPES)
-    assert [each.value for each in WayName] == [way.name for way in WAYS]
+    assert [each.value for each in WayName] == [way.name for way in WAYS.values()]
     said = CliRunner().invoke(app, ["compare", "--help"], env={"COLUMNS": "300", "TERM": "dumb"}).output
-    for way in WAYS:
+    for way in WAYS.values():
         assert re.search(rf"(?<=[<\[|]){way.name}(?=[|>\]])", said), way.name
 
 
@@ -166,12 +169,11 @@ def test_unknown_names_are_refused(wrong: list[str], tmp_path: Path) -> None:
 
 
 def test_defaults_are_what_they_are_called() -> None:
-    assert set(command.SIZES) <= set(SHAPES)
     for text in command.CHANGES:
         change = Change.parse(text)
-        assert BATCH % change.processes == 0
-    task = Task("live", "whole", "tiny", Change(Side(2, 1), Side(4, 3)), "x", WAYS[0].transport)
-    assert Task.from_json(task.to_json()) == task
+        assert BATCH % max(change.source.data, change.target.data) == 0
+    task = Task(WAYS["live-gloo"], "whole", "tiny", Change(Side(2, 1), Side(4, 3)), "x")
+    assert from_record(Task, json.loads(json.dumps(to_record(task)))) == task and task.processes == 4
     assert "4 ranks, stage 3" in str(task.change)
 
 

@@ -1,0 +1,132 @@
+"""The command `ds-dynatrain compare`: measure changes, and write the figures in several forms."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ds_dynatrain.comparison.job import WAYS, Change
+from ds_dynatrain.comparison.results import Comparison
+from ds_dynatrain.errors import ConfigError
+from ds_dynatrain.exits import REFUSED, saying
+
+CHANGES = ("data=2,zero_stage=1:data=4,zero_stage=1", "data=4,zero_stage=1:data=3,zero_stage=2")
+JSON, TABLES, SHORT, PAGE, PICTURE = "compare.json", "compare.md", "short.md", "compare.html", "compare.svg"
+
+
+class Size(str, Enum):
+    """Model to train: the names in `job.SHAPES`."""
+
+    TINY = "tiny"
+    SMALL = "8M"
+    MIDDLE = "30M"
+    LARGE = "125M"
+
+
+class WayName(str, Enum):
+    """Way to carry a change out: the names in `job.WAYS`."""
+
+    LIVE = "live"
+    GLOO = "live-gloo"
+    LATE = "late"
+    LEAN = "lean"
+    HERE = "here"
+    RESTART = "restart"
+    DEEPSPEED = "deepspeed"
+    DCP = "dcp"
+
+
+def compare(
+    size: Annotated[
+        list[Size] | None,
+        typer.Option(help="Model; repeat the option for more. Default: all but tiny."),
+    ] = None,
+    change: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="As data=4,zero_stage=1:data=3,zero_stage=2; repeat the option for more. Default: two usual ones."
+        ),
+    ] = None,
+    way: Annotated[
+        list[WayName] | None,
+        typer.Option(help="How the change is made; repeat the option for more. Default: all."),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for compare.json, compare.md, compare.html.")] = Path("compare"),
+    repeats: Annotated[int, typer.Option(min=1, help="Measurements of each way; the median is shown.")] = 1,
+    limit_seconds: Annotated[float, typer.Option(min=1, help="For one launch of ranks.")] = 300.0,
+    scratch: Annotated[
+        Path | None, typer.Option(help="Where checkpoints go. Without it: the temporary folder.")
+    ] = None,
+    figures: Annotated[
+        Path | None, typer.Option("--from", help="Measure nothing: draw what is in this compare.json.")
+    ] = None,
+) -> None:
+    """Measure one change done live, by our checkpoint, by DeepSpeed's universal one and by torch's, in real processes.
+
+    Takes about forty minutes on two quiet cores, most of it for 125M. Needs DeepSpeed, and matplotlib for the page.
+    What is measured is in compare.json after every way; --from draws it if the rest is never measured.
+
+    Example: ds-dynatrain compare --size 8M --way live --way restart --out compare
+
+    Exit code: 0 all ways were measured or said why they cannot, 1 not even a live switch could be, 2 wrong options.
+    """
+    with saying("compare"):
+        try:  # before minutes of measuring
+            import matplotlib.figure  # noqa: F401
+        except ImportError as error:
+            raise ConfigError("the page needs matplotlib: pip install matplotlib") from error
+        if figures is None:
+            wanted = [Change.parse(text) for text in change or CHANGES]
+            sizes = size or [each for each in Size if each is not Size.TINY]
+            found = measured(sizes, wanted, [*(way or WayName)] * repeats, limit_seconds, scratch, out)
+        else:
+            found = _read(figures)
+        write(found, out)
+    typer.echo(f"{out / PAGE}, and beside it the figures as JSON and Markdown")
+    if any(each.way.startswith("live") and not each.is_done for each in found.measures):
+        raise typer.Exit(REFUSED)
+
+
+def measured(
+    sizes: list[Size], changes: list[Change], ways: list[WayName], limit_seconds: float, scratch: Path | None, out: Path
+) -> Comparison:
+    """Measure the changes, print a line for each way, and keep the figures so far as JSON in the folder."""
+    from ds_dynatrain.comparison.comparison import compare as compared
+
+    command = " ".join(["ds-dynatrain", *sys.argv[1:]])
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the ranks are ended too
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        names, subjects = [each.value for each in sizes], [WAYS[each.value] for each in ways]
+        for found in compared(names, changes, subjects, command, limit_seconds, scratch, typer.echo):
+            (out / JSON).write_text(found.to_json(), encoding="utf-8")
+        return found
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _read(path: Path) -> Comparison:
+    """Return the figures of an earlier run; ConfigError if the file has none."""
+    try:
+        return Comparison.from_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error}; give the {JSON} that an earlier run has written") from error
+
+
+def write(found: Comparison, folder: Path) -> None:
+    """Write figures as JSON, as Markdown, as the page, and the largest case alone as a picture."""
+    from ds_dynatrain.comparison import charts, tables
+    from ds_dynatrain.comparison.page import page
+
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {JSON: found.to_json(), TABLES: tables.document(found), SHORT: tables.short(found), PAGE: page(found)}
+    largest = max((found.of(*case) for case in found.cases()), key=tables.parameters)
+    if any(each.is_done for each in largest.values()):
+        files[PICTURE] = '<?xml version="1.0" encoding="utf-8"?>\n' + charts.phases(largest, "picture")
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
