@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch import nn
 
+from ds_dynatrain.adapters import versions
 from ds_dynatrain.adapters.device import HOST, free_bytes
 from ds_dynatrain.adapters.moe import dropping
 from ds_dynatrain.adapters.settings import BatchSizes
@@ -36,12 +37,13 @@ def check_axes(vps: VirtualParameterSpace, target: Layout) -> None:
 
 
 def check_elements(vps: VirtualParameterSpace, target: Layout) -> None:
-    """Raise SwitchRefused if ZeRO-3 is asked for and a parameter has no elements, which DeepSpeed cannot gather."""
-    empty = [tensor.name for tensor in vps.tensors if tensor.numel == 0]
-    if target.zero_stage == 3 and empty:
+    """Raise SwitchRefused if a parameter has no elements, and the ZeRO stage that is asked for does not take it."""
+    empty, refusing = [tensor.name for tensor in vps.tensors if tensor.numel == 0], versions.present().needs_elements
+    if target.zero_stage in refusing and empty:
+        others = ", ".join(str(stage) for stage in range(4) if stage not in refusing)
         raise SwitchRefused(
-            f"{target}: parameter {empty[0]} has no elements, and DeepSpeed's stage 3 cannot gather it",
-            "choose ZeRO stage 0, 1 or 2, or take the parameter out of the model",
+            f"{target}: parameter {empty[0]} has no elements, and DeepSpeed's stage {target.zero_stage} cannot hold it",
+            f"choose ZeRO stage {others}, or take the parameter out of the model",
         )
 
 
