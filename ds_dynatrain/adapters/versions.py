@@ -51,6 +51,7 @@ class Series:
     follows_axes: whether other axes than data were tested.
     has_autotp: whether AutoTP describes what it cuts.
     follows_leaves: whether gradients that are added leaf by leaf were tested.
+    needs_elements: ZeRO stages that do not take a parameter without elements.
     """
 
     tested: str
@@ -64,6 +65,7 @@ class Series:
     follows_axes: bool = True
     has_autotp: bool = True
     follows_leaves: bool = True
+    needs_elements: tuple[int, ...] = (3,)
 
 
 NEWER = "DeepSpeed 0.18 does not know it; leave it out, or install DeepSpeed 0.19"
@@ -162,6 +164,7 @@ SERIES: Mapping[tuple[int, int], Series] = {
         follows_axes=False,
         has_autotp=False,
         follows_leaves=False,
+        needs_elements=(1, 2, 3),
     ),
 }
 """By (major, minor), the one that is developed with first."""

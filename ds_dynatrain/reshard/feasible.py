@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch import nn
 
+from ds_dynatrain.adapters import versions
 from ds_dynatrain.adapters.device import HOST, free_bytes
 from ds_dynatrain.adapters.moe import dropping
 from ds_dynatrain.adapters.settings import BatchSizes
@@ -33,11 +34,14 @@ def check_tensors(vps: VirtualParameterSpace, target: Layout) -> None:
         vps.mesh(target)
     except (LayoutError, UnsupportedError) as error:
         raise SwitchRefused(str(error), "choose other sizes of pipe, expert and tensor") from error
+    refusing = versions.present().needs_elements
     for tensor in vps.tensors:
-        if target.zero_stage == 3 and not tensor.numel:
+        if target.zero_stage in refusing and not tensor.numel:
+            others = ", ".join(str(stage) for stage in range(4) if stage not in refusing)
             raise SwitchRefused(
-                f"{target}: parameter {tensor.name} has no elements, and DeepSpeed's stage 3 cannot gather it",
-                "choose ZeRO stage 0, 1 or 2, or take the parameter out of the model",
+                f"{target}: parameter {tensor.name} has no elements, and DeepSpeed's stage {target.zero_stage} "
+                "cannot hold it",
+                f"choose ZeRO stage {others}, or take the parameter out of the model",
             )
 
 
