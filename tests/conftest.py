@@ -25,22 +25,30 @@ collect_ignore = [] if present().has_autotp else NEWEST_ALONE
 
 
 OPERATORS = {
+    "lab_pool": "lab",
+    "lab_built": "lab",
     "cpu_adam": "CPUAdamBuilder",
     "shared_memory": "ShareMemCommBuilder",
     "fused_adam": "FusedAdamBuilder",
     "cpu_lion": "CPULionBuilder",
-    "lab_pool": "lab",
-    "lab_built": "lab",
 }
 """What is compiled, by DeepSpeed and for the test device, by the fixture that a test asks for it with."""
 RESOLVER = "timeout:1 attempts:1"
 """torch's stores ask a name server at each connection who that is, for their log; a lost answer is worth no 5 s."""
 BUILDS = pytest.StashKey[Builds]()
 SLOWEST = 10
-SHARED = "tests/elastic/", "tests/integrations/", "tests/engine/test_endings.py", "tests/device/test_elastic.py"
-"""All of one worker: what has static runs, jobs that are forked, and ranks that have imported Trainer."""
-LONG = "tests/scenarios/", *SHARED
-"""What takes a worker minutes begins first: nobody waits for it in the end."""
+SHARED = (
+    ("tests/elastic/", "tests/integrations/", "tests/engine/test_endings.py", "tests/device/test_elastic.py"),
+    ("tests/device/",),
+)
+"""Files that one worker has: those with static runs, jobs that are forked and ranks that have imported Trainer; those
+with ranks on the device without hardware.
+"""
+ORDER = {"tests/scenarios/": 0, "tests/elastic/": 0, "tests/device/": 1, "tests/space/": 3, "tests/transfer/": 3}
+"""The place of files in the order in which they begin; 2 of all others.
+
+First what takes a worker minutes, last what is short: all workers end at about the same time.
+"""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -68,11 +76,11 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The longest files come first, and what runs on the device without hardware last: it is compiled until then.
+    """Put the tests into their order.
 
     Where all ranks are on it, what makes no sense there is left out, by name.
     """
-    items.sort(key=lambda item: (not item.nodeid.startswith(LONG), "/device/" in item.path.as_posix()))
+    items.sort(key=lambda item: next((ORDER[files] for files in ORDER if item.nodeid.startswith(files)), 2))
     for item in items if config.option.on_device else ():
         if (mark := item.get_closest_marker("not_on_device")) is not None:
             item.add_marker(pytest.mark.skip(reason=mark.args[0]))
@@ -100,7 +108,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            return SHARED[0] if file.startswith(SHARED) else file
+            return next((files[0] for files in SHARED if file.startswith(files)), file)
 
     config.option.loadscopereorder = False  # those of few tests would come last: of ranks, and not the shortest at all
     return ByFile(config, log)

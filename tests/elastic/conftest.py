@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,16 @@ def jobs_on_device(request: pytest.FixtureRequest) -> None:
         on_device.set(True)
 
 
+@functools.cache
+def made_once(folder: Path) -> Static:
+    """Return the runs of a session, also to files that import the fixture, which pytest takes for another one."""
+    return Static(folder)
+
+
 @pytest.fixture(scope="session")
 def static(tmp_path_factory: pytest.TempPathFactory) -> Static:
     """The same training in worlds that never change."""
-    return Static(tmp_path_factory.mktemp("static"))
+    return made_once(tmp_path_factory.getbasetemp() / "static")
 
 
 @pytest.fixture(scope="session")
