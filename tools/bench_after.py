@@ -90,7 +90,7 @@ class Case:
     def needed(self, layout: Layout) -> int:
         """Bytes of the rank with the most."""
         deal = Deal.of(self.profile, layout, pipeline=True)
-        return max(stage.total for stage in peak_bytes(self.profile, layout, deal))
+        return max(peak_bytes(self.profile, layout, deal))
 
     def dropped(self) -> Layout | None:
         """Without the column of the member that is lost or slow; None if it is the only one, or nobody is either."""

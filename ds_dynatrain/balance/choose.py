@@ -451,7 +451,7 @@ class _Choosing:
         working = self.members.working(layout.world_size)
         speeds = [self.members.speeds[member] for member in working]
         time = step_time(self.profile, layout, deal, speeds, self.members.links.between_members(working))
-        peak = max(each.total for each in peak_bytes(self.profile, layout, deal))
+        peak = max(peak_bytes(self.profile, layout, deal))
         switch = 0.0 if layout == self.present else self.switch_seconds(layout)
         part = switch / self.search.horizon_steps if self.search.horizon_steps else 0.0
         return Choice(layout, deal, working, time, peak, switch, time.seconds + part)

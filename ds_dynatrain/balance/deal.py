@@ -134,40 +134,16 @@ def shares_of(pace: Sequence[float], samples: int, first: Sequence[float] | None
     return tuple(shares)
 
 
-@dataclass(frozen=True)
-class StageBytes:
-    """Bytes that each rank of one pipeline stage holds. states: masters, moments, and the other state kinds.
-
-    gathered: peak of weights gathered from other ranks in stage 3, for two consecutive layers.
-    """
-
-    weights: int
-    states: int
-    gradients: int
-    activations: int
-    gathered: int
-
-    @property
-    def total(self) -> int:
-        """Peak bytes of a rank, all parts together."""
-        return self.weights + self.states + self.gradients + self.activations + self.gathered
-
-
-def peak_bytes(profile: Profile, layout: Layout, deal: Deal) -> tuple[StageBytes, ...]:
-    """Return the bytes of a rank of each stage; LayoutError for boundaries that do not fit the layers."""
-    cut = cut_of(profile, layout)
-    weights, states, gradients = _state(profile, layout)
-    activations, gathered = _activations(profile, layout, deal), gathered_bytes(profile, layout)
-    found = []
-    for line, (start, stop) in zip(activations, itertools.pairwise(cut), strict=True):
-        held, others, reduced, kept = (int(each[start:stop].sum()) for each in (weights, states, gradients, line))
-        found.append(StageBytes(held, others, reduced, kept, gathered))
-    return tuple(found)
+def peak_bytes(profile: Profile, layout: Layout, deal: Deal) -> tuple[int, ...]:
+    """Return the peak bytes of a rank of each stage; LayoutError for boundaries that do not fit the layers."""
+    cut, gathered = itertools.pairwise(cut_of(profile, layout)), gathered_bytes(profile, layout)
+    taken = taken_bytes(profile, layout, deal)
+    return tuple(int(line[start:stop].sum()) + gathered for line, (start, stop) in zip(taken, cut, strict=True))
 
 
 def taken_bytes(profile: Profile, layout: Layout, deal: Deal) -> Ints:
     """Return [stages, layers], bytes that a layer takes on a rank of each stage."""
-    return _activations(profile, layout, deal) + sum(_state(profile, layout))
+    return _activations(profile, layout, deal) + sum(state_of(profile, layout))
 
 
 def gathered_bytes(profile: Profile, layout: Layout) -> int:
@@ -194,7 +170,7 @@ def in_flight(stages: int, micro_batches: int, stage: int) -> int:
     return min(stages - stage, micro_batches)
 
 
-def _state(profile: Profile, layout: Layout) -> tuple[Ints, Ints, Ints]:
+def state_of(profile: Profile, layout: Layout) -> tuple[Ints, Ints, Ints]:
     """Return (weights, other kinds, gradients): [layers] each, bytes on a rank."""
     ranks, stage = group_size(layout), layout.zero_stage
     weight, master = profile.kind_bytes(WEIGHT), profile.kind_bytes(MASTER)

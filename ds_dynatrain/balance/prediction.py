@@ -13,7 +13,7 @@ import typer
 
 from ds_dynatrain.balance.choose import Members, Search, choose, is_possible
 from ds_dynatrain.balance.cost import Link, Links, StepTime, step_time
-from ds_dynatrain.balance.deal import Deal, StageBytes, cut_of, peak_bytes
+from ds_dynatrain.balance.deal import Deal, cut_of, peak_bytes
 from ds_dynatrain.balance.partition import PLENTY, uniform
 from ds_dynatrain.balance.profile import Profile
 from ds_dynatrain.errors import ConfigError
@@ -45,12 +45,13 @@ class Question:
 
 @dataclass(frozen=True)
 class Predicted:
-    """A layout and its prediction. name: "proposed", "present", or "uniform" where no boundaries were given."""
+    """A layout and its prediction. stages: peak bytes of a rank of each. name: "proposed", "present", or "uniform" if
+    no boundaries were given."""
 
     layout: Layout
     deal: Deal
     time: StepTime
-    stages: tuple[StageBytes, ...]
+    stages: tuple[int, ...]
     name: str = ""
 
 
@@ -163,7 +164,7 @@ def show(advice: Advice) -> None:
 def _gain(advice: Advice) -> str:
     """Compare both layouts in words; "" if there is no present layout, or it would not fit."""
     present, best = advice.present, advice.choices[0].time.seconds
-    if present is None or max(each.total for each in present.stages) > advice.memory_bytes:
+    if present is None or max(present.stages) > advice.memory_bytes:
         return ""
     if not best:
         return ", in which nothing takes any time"
@@ -180,7 +181,7 @@ def _row(each: Predicted) -> tuple[str, ...]:
 def _stages(advice: Advice, each: Predicted) -> Iterator[tuple[str, ...]]:
     names = advice.profile.names
     for stage, (start, stop) in enumerate(itertools.pairwise(cut_of(advice.profile, each.layout))):
-        total = each.stages[stage].total
+        total = each.stages[stage]
         held = names[start] if stop == start + 1 else f"{names[start]} to {names[stop - 1]}"
         over = "more than --memory" if total > advice.memory_bytes else ""
         yield str(stage), held, f"{1e3 * each.time.busy[stage]:.4g}", f"{total:.4g}", over
@@ -200,7 +201,7 @@ def report(advice: Advice) -> str:
 
 
 def _with_bytes(each: Predicted) -> dict[str, Any]:
-    return {**_said(each), "stage_bytes": [stage.total for stage in each.stages]}
+    return {**_said(each), "stage_bytes": [*each.stages]}
 
 
 def _said(each: Predicted) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def by_brute_force(
             speeds = [members.speeds[each] for each in working[: pipe * data]]
             for cut in every_cut(count, pipe):
                 each = layout.replace(boundaries=cut if pipe > 1 else None)
-                fits = max(part.total for part in peak_bytes(measured, each, deal)) <= members.memory_bytes
+                fits = max(peak_bytes(measured, each, deal)) <= members.memory_bytes
                 assert fits == allowed(problem, cut)
                 if not fits:
                     continue

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_dynatrain.balance.cost import Link, Links, step_time
-from ds_dynatrain.balance.deal import Deal, StageBytes, peak_bytes, shares_of, taken_bytes
+from ds_dynatrain.balance.deal import Deal, peak_bytes, shares_of, state_of, taken_bytes
 from ds_dynatrain.balance.profile import LayerCost, Profile
 from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.plan import state_bytes
@@ -204,24 +204,22 @@ def test_state_is_what_the_space_says(pipe: int, zero_stage: int, kinds: dict[st
         tensors, ZeroRules(alignment_factor=1), standard_kinds(kinds["weight"]), layout, range(3 * pipe), partition
     )
     measured = Profile(layers=layers, train_batch_size=12, micro_batch_size=1)
-    said = peak_bytes(measured, layout, Deal.of(measured, layout))
-    for stage, found in enumerate(said):
+    weights, others, _ = state_of(measured, layout)
+    for stage, (start, stop) in enumerate(itertools.pairwise(cut)):
         held = [state_bytes(space, layout, 3 * stage + rank, tuple(kinds)) for rank in range(3)]
-        assert found.weights + found.states == max(held)
+        assert (weights + others)[start:stop].sum() == max(held)
 
 
 def test_bytes_by_hand() -> None:
     """Two layers of 200 bytes of weights, 400 of masters and of each moment, 1000 of activations for each sample."""
     measured = profile((1.0, 1.0), batch=8)
     pipe = Layout(zero_stage=1, pipe=2, data=2, boundaries=(0, 1, 2))
-    assert peak_bytes(measured, pipe, Deal.of(measured, pipe)) == (
-        StageBytes(200, 600, 200 + 200, 2000, 0),
-        StageBytes(200, 600, 200 + 200, 1000, 0),
-    )
+    assert [each.tolist() for each in state_of(measured, pipe)] == [[200] * 2, [600] * 2, [200 + 200] * 2]
+    held = 200 + 600 + 200 + 200
+    assert peak_bytes(measured, pipe, Deal.of(measured, pipe)) == (held + 2000, held + 1000)
     third = Layout(zero_stage=3, data=2)
-    (found,) = peak_bytes(measured, third, Deal.of(measured, third))
-    assert found == StageBytes(200, 1200, 2 * (100 + 200), 2000, 400)
-    assert found.total == 200 + 1200 + 600 + 2000 + 400
+    assert [each.tolist() for each in state_of(measured, third)] == [[100] * 2, [600] * 2, [100 + 200] * 2]
+    assert peak_bytes(measured, third, Deal.of(measured, third)) == (200 + 1200 + 600 + 2000 + 400,)
 
 
 def test_what_a_layer_takes_adds_up() -> None:
@@ -232,7 +230,7 @@ def test_what_a_layer_takes_adds_up() -> None:
         deal = Deal.of(measured, layout)
         taken = taken_bytes(measured, layout, deal)
         sums = [int(taken[k, start:stop].sum()) for k, (start, stop) in enumerate(itertools.pairwise(cut))]
-        assert sums == [each.total for each in peak_bytes(measured, layout, deal)]
+        assert sums == [*peak_bytes(measured, layout, deal)]
 
 
 def test_bad_input() -> None:
