@@ -357,8 +357,8 @@ class ChangeMachine:
         self._said: set[str] = set()
         self._passed_over = 0
         """Number of the last generation that went on without this member, which has no state and waits for the next."""
-        self._ahead: dict[tuple[int, int], int] = {}
-        """Step at which communicators are made, as rank 0 has named it, by the engine's place and the generation."""
+        self._ahead: tuple[Proposal | None, int] = None, IN_THE_PAUSE
+        """A switch that was asked for, and the step at which its communicators are made, as rank 0 has named it."""
 
     # ---- events ------------------------------------------------------------------------------------------------------
 
@@ -372,6 +372,8 @@ class ChangeMachine:
             return []
         if own.at:
             return self._switch(own)
+        if newest is not None and not self.proposals and (given_up := self._give_up_hopeless(own, newest)):
+            return given_up
         if newest is not None and self._is_later(own, newest):
             return self._set_out(own, newest)
         if newest is not None and newest.generation == self._passed_over and own.is_leaving:
@@ -454,12 +456,23 @@ class ChangeMachine:
         connecting = self._connect(own.at, here, here.pending)
         return connecting or self._meet_for_switch(own.at, here, here.pending, ahead=int(own.makes_steps))
 
+    def _give_up_hopeless(self, own: Own, newest: World) -> list[Action]:
+        """Give up, for all, a switch in which an idle member was to work that is not in the newest generation."""
+        there = {own.registry.numbers.get(member) for member in newest.members}
+        asked = [(place, one.pending) for place, one in enumerate(own.engines) if one.pending is not None]
+        hopeless = [(place, one) for place, one in asked if not there >= {*one.members} - {*one.source_members}]
+        if not hopeless or own.is_aborted:
+            return []
+        record = {"commit": False, "reason": newest.reason}
+        said = [Post(one.record_key, record, place, is_decision=True, is_present=True) for place, one in hopeless]
+        return [*said, GiveUp(newest.reason)]
+
     def _connect(self, place: int, here: Held, asked: Proposal) -> list[Action]:
         """Connect the next world's members at the step that rank 0 names: its next one, if it is before the switch."""
         if here.lacks is None or asked.at is None:
             return []
         key = f"{asked.ahead_key}/step"
-        if (place, asked.generation) not in self._ahead:
+        if self._ahead[0] is not asked:
             here.settle()
             step = here.board.read(key)
             if step is None:
@@ -468,8 +481,8 @@ class ChangeMachine:
                     return []
                 step = IN_THE_PAUSE if is_late or not here.lacks() else here.step + 1
                 return [Post(key, step, place, is_decision=True, is_present=True)]
-            self._ahead[place, asked.generation] = int(step)
-        is_now = IN_THE_PAUSE < self._ahead[place, asked.generation] <= here.step < asked.at
+            self._ahead = asked, int(step)
+        is_now = IN_THE_PAUSE < self._ahead[1] <= here.step < asked.at
         return [Connect(place)] if is_now else []
 
     def _meet_for_switch(self, place: int, here: Held, asked: Proposal, ahead: int) -> list[Action]:

@@ -110,6 +110,8 @@ class Job:
     entered: dict[tuple[int, str], tuple[Proposal, ...]] = field(default_factory=dict)
     starts: int = 0
     """How often a job was begun."""
+    wishes: dict[tuple[int, int, int], int] = field(default_factory=dict)
+    """Widths that the script asks for, by the start of the job, the engine's generation and the step."""
     building: list[int] = field(default_factory=list)
     """So many turns the next newcomers need to make their engines; none when they are used up."""
 
@@ -154,6 +156,13 @@ class Job:
         """Those that have ended since the job began, or began anew."""
         return [member for member in self.members.values() if member.end and not member.is_past]
 
+    def wish(self, width: int, soon: int) -> None:
+        """The script asks for another width, after so many steps more."""
+        working = [one for one in self.alive if any(engine.works for engine in one.engines)]
+        if working and self.engines == 1:
+            step = max(member.engines[0].step for member in working) + soon
+            self.wishes[working[0].starts, working[0].engines[0].generation, step] = width
+
     def kill(self, member: Member) -> None:
         member.end = "dead"
         self.driver.die(member.id)
@@ -177,6 +186,13 @@ class Member:
         self.turns_to_build = 0
         self.coming: list[Engine] = []
         self.restores_from: tuple[WholeCopies, ...] = ()
+        self.asked: Proposal | None = None
+        """The switch that its script has asked for, while it is prepared."""
+
+    @property
+    def present(self) -> Board:
+        """The board of the generation that it is in."""
+        return Board({}) if self.elastic.world is None else self.job.board(self.elastic.world)
 
     # ---- what it hears and says --------------------------------------------------------------------------------------
 
@@ -208,12 +224,15 @@ class Member:
             self._wait()
         else:
             self._train()
-            self._reach_boundary()
+            if self.waits_in is None:
+                self._reach_boundary()
         if not self.end:
             self.say()
 
     @property
     def own(self) -> do.Own:
+        is_change = self.world is not None and any(one.prepared not in (None, self.asked) for one in self.engines)
+        there = self.job.board(self.world) if is_change and self.world is not None else self.present
         held = tuple(
             do.Held(
                 one.number,
@@ -223,12 +242,12 @@ class Member:
                 one.attempt,
                 one.generation,
                 one.step,
-                Board({}),
+                Board(there.values, place),
                 pending=one.prepared,
                 can_restore=self.job.has_checkpoints,
                 copies=partial(_had, one),
             )
-            for one in self.engines
+            for place, one in enumerate(self.engines)
         )
         elastic, is_leaving = self.elastic, self.elastic.member.is_leaving
         return do.Own(self.id, elastic.world, elastic.registry, elastic.is_aborted, held, is_leaving)
@@ -292,6 +311,8 @@ class Member:
                 engine.step = mine
                 if self.job.has_buddies and first.layout.world_size > 1:
                     engine.keep(first)
+            if (*key, first.step) in self.job.wishes and self.elastic.world is not None:
+                self.waits_in = "ask", self.elastic.world, ()
 
     def _reach_boundary(self) -> None:
         first = self.engines[0]
@@ -329,6 +350,8 @@ class Member:
             case do.Open(world):
                 self.world = world
             case do.GiveUp():
+                if self.asked is not None:  # the others wait for it in vain, and roll it back
+                    self.present.decide(self.asked.record_key, {"commit": False, "reason": "given up"})
                 for engine in self.engines:
                     self._drop(engine)
             case do.Leave(must_save):
@@ -345,6 +368,20 @@ class Member:
             case do.Spend(proposals):
                 for engine, proposal in zip(self.engines, proposals, strict=True):
                     engine.prepared, engine.attempt = None, proposal.generation
+            case do.Post(key, value, 0, is_decision=True, is_present=True):
+                self.present.decide(key, value)
+            case do.Follow(0, asked):
+                self._prepare_asked(asked)
+            case do.PassBy(0, asked, is_committed):
+                self.asked = self.engines[0].prepared = None
+                self.engines[0].attempt = asked.generation
+                if is_committed:
+                    self.engines[0].layout, self.engines[0].members = asked.layout, asked.members
+                    self.elastic.retrain(asked.members)
+            case do.Transact(0):
+                assert self.asked is not None and self.elastic.world is not None
+                self.present.values[0, f"{_meeting(self.asked)}/{self.engines[0].number}"] = {}
+                self.waits_in = "switch", self.elastic.world, (self.asked,)
             case do.Enter(world, registry, proposals):
                 self._enter(world, registry, proposals)
             case _:
@@ -393,13 +430,46 @@ class Member:
 
     def _drop(self, engine: Engine) -> None:
         if engine.prepared is not None:
-            engine.attempt, engine.prepared = engine.prepared.generation, None
+            engine.attempt, engine.prepared, self.asked = engine.prepared.generation, None, None
 
     def _post_job(self, board: Board, registry: Registry) -> None:
         for place, engine in enumerate(self.engines):
             record = {"engines": len(self.engines), "attempt": engine.attempt, "layout": engine.layout.to_dict()}
             record["starts"] = self.starts
             board.values[place, "job"] = {**record, "members": engine.members, "registry": to_record(registry)}
+
+    def refuse(self) -> None:
+        """Refuse what it has asked for, as its board is lost; the others learn that by their time-out at the latest."""
+        first, self.waits_in = self.engines[0], None
+        self.present.values[0, f"{_request(first)}/{first.number}"] = 0, False
+
+    def _ask(self, world: World) -> None:
+        """Ask for a switch with all that train; each refuses while it prepares another one."""
+        first, board = self.engines[0], self.job.board(world)
+        key, is_over = _request(first), self.elastic.is_aborted
+        board.values.setdefault((0, f"{key}/{first.number}"), (first.attempt + 1, first.prepared is None))
+        if not is_over and not board.all_posted(key, first.members):
+            return
+        self.waits_in = None
+        said = [board.read(f"{key}/{member}") or (0, False) for member in first.members]
+        pool = sorted(self.elastic.registry.numbers.values(), key=lambda number: (number != first.members[0], number))
+        width = self.job.wishes[self.starts, first.generation, first.step]
+        target = first.layout.replace(data=width), tuple(pool[:width])
+        is_refused = width > len(pool) or target == (first.layout, first.members)
+        if is_over or is_refused or not all(is_free for _, is_free in said):
+            return
+        asked = Proposal(said[0][0], first.layout, first.members, *target, None)
+        board.decide(f"proposal/{asked.generation}", to_record(asked))
+        self._prepare_asked(asked)
+
+    def _prepare_asked(self, asked: Proposal) -> None:
+        first, key = self.engines[0], f"prepared/{asked.generation}"
+        assert first.prepared is None, "one after the other"
+        self.asked = first.prepared = asked
+        first.attempt = asked.generation
+        self.present.values[0, f"{key}/{first.number}"] = True
+        if self.present.all_posted(key, asked.union):
+            self.present.values[0, f"{key}/all"] = ""
 
     def _prepare(self, board: Board, proposals: do.Proposals) -> None:
         if self.machine.tries >= WITH_NEWCOMERS and not self.machine.restores:
@@ -429,23 +499,27 @@ class Member:
         self.elastic.enter(world, registry, registry.ids_of(proposals[0].members))
 
     def _wait(self) -> None:
-        """In a transaction, or restoring."""
+        """In a transaction, restoring, or asking for a switch."""
         assert self.waits_in is not None
         what, world, proposals = self.waits_in
+        if what == "ask":
+            self._ask(world)
+            return
+        is_switch = what in ("transact", "switch")
         board, key = self.job.board(world), f"record/{proposals[0].generation}"
         union = {one for each in proposals if not each.moves_nothing for one in each.union}
         is_over = self.elastic.is_over(world.generation)
         copies = self.restores_from
-        if what != "transact":
+        if not is_switch:
             key, union = f"restored/{proposals[0].generation}", set(proposals[0].members)
             union |= {member for whole in copies for member in whole.members}
         if board.read(key) is None:
-            here = _meeting(proposals[0]) if what == "transact" else f"restoring/{proposals[0].generation}"
+            here = _meeting(proposals[0]) if is_switch else f"restoring/{proposals[0].generation}"
             if is_over:
                 board.decide(key, {"commit": False, "reason": "somebody died"})
             elif board.all_posted(here, union):
                 votes = self.job.votes
-                is_good = what != "transact" or (votes.pop() if votes else True)
+                is_good = not is_switch or (votes.pop() if votes else True)
                 board.decide(key, {"commit": is_good, "reason": "it could not be"})
             else:
                 return
@@ -464,6 +538,11 @@ class Member:
         else:
             for engine in self.engines:
                 self._drop(engine)
+        if what == "switch":
+            self.asked = None
+            if decision["commit"]:
+                self.elastic.retrain(proposals[0].members)
+            return
         ended = self.machine.restored if what == "restore" else None
         if ended is not None:
             self._carry_out(ended(self.own, decision["commit"]))
@@ -518,3 +597,8 @@ def _had(engine: Engine) -> tuple[Had, ...]:
 def _meeting(proposal: Proposal) -> str:
     """Where those stand who take part; see `Proposal.has_begun`."""
     return f"{proposal.key}/meet/0"
+
+
+def _request(engine: Engine) -> str:
+    """Where all that train ask for a switch."""
+    return f"request/{engine.generation}/{engine.step}"

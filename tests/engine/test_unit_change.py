@@ -271,12 +271,13 @@ class TestCopies:
 class TestLeading:
     def test_a_switch_that_was_asked_for_comes_first(self) -> None:
         """Nothing is proposed meanwhile: members find a proposal at different times, and may be in that switch."""
+        of_two = replace(ASKED, layout=PRESENT.replace(zero_stage=1), members=(0, 1))
         machine, board, newest = ChangeMachine(stay), Board({}), world("a/0", "b/0", "c/0")
-        assert not steps(machine, own(pending=ASKED), newest, board)
+        assert not steps(machine, own(pending=of_two), newest, board)
         known = [type(action) for action in steps(machine, own(), newest, board)]
         assert known == [GiveUp, Open, Know, PostJob]
         board.values[0, "built/2"] = True
-        assert not steps(machine, own(pending=ASKED), newest, board)
+        assert not steps(machine, own(pending=of_two), newest, board)
         found = steps(machine, own(), newest, board)
         assert isinstance(found[-1], Prepare) and found[-1].proposals[0].generation == 8
 
@@ -413,6 +414,17 @@ class TestSwitch:
         both = replace(first, engines=(*first.engines, *second.engines))
         assert not ChangeMachine(stay).advance(both, None, ())
         assert ChangeMachine(stay).advance(replace(both, at=1), world(*MEMBERS), ()) == [Transact(1)]
+
+    def test_a_switch_is_given_up_with_the_idle_member_that_it_needs(self) -> None:
+        """Told to leave, it may go before it has read of it; the planned change would wait for the switch for ever."""
+        known = replace(own(pending=ASKED), registry=Registry().extended(MEMBERS))
+        said = Post("record/8", {"commit": False, "reason": "c/0 leaves"}, is_decision=True, is_present=True)
+        newest = world("a/0", "b/0", reason="c/0 leaves")
+        assert ChangeMachine(stay).advance(known, newest, ()) == [said, GiveUp("c/0 leaves")]
+        assert not ChangeMachine(stay).advance(known, world(*MEMBERS), ()), "it comes first"
+        narrower = replace(ASKED, layout=PRESENT.replace(data=1), members=(0,))
+        asked = replace(known, engines=(replace(known.engines[0], pending=narrower),))
+        assert not ChangeMachine(stay).advance(asked, newest, ()), "it needs no other member"
 
     def test_a_change_that_was_proposed_comes_first(self) -> None:
         machine, board, newest = ChangeMachine(wider), Board({}), world(*MEMBERS)

@@ -26,7 +26,7 @@ from ds_dynatrain.membership.change import Action, ChangeMachine, GiveUp, Held, 
 class Bug:
     """owner: whose `method` it is; instead: what is there in its place; seed: of the first history that finds it.
 
-    parts: in these histories hosts lose each other.
+    parts: in these histories hosts lose each other. asks: the script asks for switches.
     """
 
     owner: Any
@@ -34,6 +34,7 @@ class Bug:
     instead: Any
     seed: int
     parts: bool = False
+    asks: bool = False
 
 
 def _plain_harmless(self: Elastic, world: World) -> bool:
@@ -145,6 +146,10 @@ BUGS: dict[str, Bug] = {
             self.world is None and (own.world is None or newest.generation > own.world.generation)
         ),
         seed=0,
+    ),
+    "a switch waits for one that has left": Bug(ChangeMachine, "_give_up_hopeless", _always([]), seed=1698, asks=True),
+    "idle members follow no switch where members come and go": Bug(
+        ChangeMachine, "_follow_switch", _always([]), seed=23, asks=True
     ),
 }
 

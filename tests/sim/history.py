@@ -40,10 +40,12 @@ class SimulatedJob(Job):
     seed: int = 0
     parts: bool = False
     """Whether hosts lose each other while both reach the coordinator."""
+    asks: bool = False
+    """Whether its script asks for switches."""
     came: int = 0
 
     def __post_init__(self) -> None:
-        self.chance = random.Random(self.seed)
+        self.chance, self.mood = random.Random(self.seed), random.Random(f"asks {self.seed}")
         self.network = Network(Settings(self.least, self.most, **SETTINGS), self.chance, self._hear, self._end)
         self.driver = self.network  # type: ignore[assignment]
         self.broken: set[str] = set()
@@ -116,11 +118,17 @@ class SimulatedJob(Job):
         """Its store is gone with it: whoever is in a change finds the board lost."""
         self.network.kill_coordinator()
         for member in self.alive:
-            if member.world is not None and member.waits_in is None and member.engines:
+            if (member.world or member.asked) and member.waits_in is None and member.engines:
                 member._carry_out(member.machine.board_is_lost("cut"))
+            elif member.waits_in is not None and member.waits_in[0] == "ask":
+                member.refuse()
+            elif member.waits_in is not None and member.waits_in[0] == "switch":
+                member.present.decide(member.waits_in[2][0].record_key, {"commit": False, "reason": "cut"})
 
     def fault(self) -> None:
         """One thing goes wrong, or somebody comes or goes."""
+        if self.asks and self.mood.random() < 0.5:
+            self.wish(self.mood.randint(1, self.widest), self.mood.randint(1, 2))
         alive = self.alive
         one = self.chance.choice(alive) if alive else None
         seconds = self.chance.choice((0.1, 0.5, 1.5, 3.0))
@@ -263,16 +271,16 @@ class SimulatedJob(Job):
         return ""
 
 
-def history(seed: int, parts: bool = False) -> SimulatedJob:
+def history(seed: int, parts: bool = False, asks: bool = False) -> SimulatedJob:
     """Run one. AssertionError if something happens that never may, StuckError if it does not come to rest.
 
-    parts: hosts lose each other, too.
+    parts: hosts lose each other, too. asks: the script asks for switches.
     """
     chance = random.Random(f"shape {seed}")
     nodes = chance.randint(1, 3)
     job = SimulatedJob(
         nodes, nodes + chance.randint(0, 2), chance.randint(0, 1), chance.choice((1, 1, 2)), chance.randint(1, 4),
-        chance.random() < 0.5, least=min(nodes, chance.choice((1, 1, 1, 2))), seed=seed, parts=parts,
+        chance.random() < 0.5, least=min(nodes, chance.choice((1, 1, 1, 2))), seed=seed, parts=parts, asks=asks,
     )  # fmt: skip
     job.widest = max(job.widest, job.least)
     job.network.run(chance.uniform(1.0, 2.5))

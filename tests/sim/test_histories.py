@@ -25,6 +25,11 @@ def test_all_come_to_rest_where_hosts_lose_each_other(part: int) -> None:
         history(seed, parts=True)
 
 
+def test_all_come_to_rest_where_the_script_asks_for_switches() -> None:
+    for seed in range(HISTORIES // PARTS):
+        history(seed, parts=bool(seed % 2), asks=True)
+
+
 def test_all_scripts_of_a_launch_come_to_their_ends() -> None:
     ended = [one for seed in range(LAUNCHES) for one in launch(seed).ended]
     assert all(any(one.late == late for one in ended) for late in (True, False)), "switches of both kinds"
@@ -42,9 +47,9 @@ def test_a_mistake_in_a_launch_is_found(name: str) -> None:
 def test_a_mistake_is_found(name: str) -> None:
     """By a history that finds nothing without it. Where the simulator has changed, the next test says by which."""
     bug = BUGS[name]
-    history(bug.seed, bug.parts)
+    history(bug.seed, bug.parts, bug.asks)
     with put_in(bug), pytest.raises(AssertionError):
-        history(bug.seed, bug.parts)
+        history(bug.seed, bug.parts, bug.asks)
 
 
 @pytest.mark.full
@@ -58,7 +63,7 @@ def _first_to_find(bug: Bug, is_launch: bool) -> int:
     with put_in(bug):
         for seed in range(MOST_TO_FIND):
             try:
-                launch(seed) if is_launch else history(seed, bug.parts)
+                launch(seed) if is_launch else history(seed, bug.parts, bug.asks)
             except AssertionError:
                 return seed
     raise ValueError(f"nothing in {MOST_TO_FIND} histories")
