@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ds_dynatrain.engine.checkpoints import restore, stock
-from ds_dynatrain.engine.checkpoints.restore import ALL, Part
 from ds_dynatrain.engine.checkpoints.saving import PendingSave, Saver
+from ds_dynatrain.engine.checkpoints.sources import ALL, Part
 from ds_dynatrain.engine.discarded import Window
 from ds_dynatrain.engine.switcher import Switcher
 from ds_dynatrain.errors import CheckpointError
@@ -43,7 +43,7 @@ class Checkpoints:
     def load(self, path: str | os.PathLike[str], tag: str | None, trust_pickle: bool, part: Part = ALL) -> Restored:
         """Load a checkpoint; see `DynatrainEngine.load`. Uses up a generation, as a switch does.
 
-        part: see `from_checkpoint`.
+        part: see `FromCheckpoint`.
         """
         agreed = self._arrive("load", path, tag)
         if agreed is None:

@@ -18,8 +18,8 @@ from ds_dynatrain.adapters.world import World
 from ds_dynatrain.adapters.worlds import add_groups
 from ds_dynatrain.data import BatchArithmetic, Cursor, EvaluationLoader, MicroBatch, TrainLoader
 from ds_dynatrain.engine.changes import OnChange
-from ds_dynatrain.engine.checkpoints.restore import Part
 from ds_dynatrain.engine.checkpoints.saving import PendingSave
+from ds_dynatrain.engine.checkpoints.sources import Part
 from ds_dynatrain.engine.discarded import needs_peers, plain
 from ds_dynatrain.engine.loaders import Shuffling
 from ds_dynatrain.engine.parts import EngineParts

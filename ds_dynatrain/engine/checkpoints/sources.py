@@ -1,373 +1,254 @@
-"""Sources to restore a state from: a checkpoint of ours, or one of DeepSpeed's own in whatever layout it was written.
+"""Checkpoints as sources to restore a state from; here those of ours, and what all have in common.
 
-Each is a manifest, whose rows say where each element lies, and a carry. A checkpoint of DeepSpeed's has less, as does
-one of ours that was converted from another tool's: random streams, loaders' positions and the user's objects then stay
-as they are, as with DeepSpeed's own load.
+A checkpoint is a manifest, whose rows say where each element lies, and a carry. Checkpoints of other tools are in
+`other_tools`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
+import numpy as np
 
-from ds_dynatrain.adapters.optimizers import rule_of
-from ds_dynatrain.adapters.pipeline import PipelineTemplate
+from ds_dynatrain.adapters.placement import Memory
 from ds_dynatrain.adapters.regroup import Regrouping
-from ds_dynatrain.adapters.scaler import taken_from
-from ds_dynatrain.checkpoint import Manifest, Reader, Row, Saved
-from ds_dynatrain.checkpoint.extents import WORD, name_of, named
-from ds_dynatrain.checkpoint.files import WHERE_DAMAGED, naming
-from ds_dynatrain.checkpoint.others import (
-    ZeroFolder,
-    carry_of,
-    check_crcs,
-    frozen_left_out,
-    is_zero_folder,
-    rows_of,
-    scalars_of,
-    then,
-    value_of,
-    with_values,
-)
-from ds_dynatrain.checkpoint.others.foreign import number_of
-from ds_dynatrain.checkpoint.record import RECORD
+from ds_dynatrain.adapters.state import Buffers
+from ds_dynatrain.checkpoint import Manifest, Reader, Saved
+from ds_dynatrain.checkpoint.extents import name_of
 from ds_dynatrain.engine.checkpoints.extra_state import rest_for, shared_of, streams_for
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 from ds_dynatrain.report import logger
 from ds_dynatrain.reshard import streams
+from ds_dynatrain.reshard.certificate import agreed
 from ds_dynatrain.reshard.core import EngineCore
-from ds_dynatrain.space import MASTER, WEIGHT, Layout, row_of
+from ds_dynatrain.reshard.digests import side_digests, state_digest
+from ds_dynatrain.reshard.registration import regrouping_to
+from ds_dynatrain.reshard.restoration import Goal, StateSource
+from ds_dynatrain.space import WEIGHT, LogicalTensor, Pieces, VirtualParameterSpace, row_of
 
 Key = tuple[str, str]
 """Tensor and state kind."""
 Gather = Callable[[str, Any], Mapping[int, Any]]
 """Function that posts a record under a name, and returns the records of all members."""
 
-NO_CLIENT_STATE = frozenset(
-    {
-        "data_sampler",
-        "dp_world_size",
-        "frozen_param_fragments",
-        "global_steps",
-        "lr_scheduler",
-        "module",
-        "mp_world_size",
-        "optimizer",
-        "random_ltd",
-        "skipped_steps",
-        "sparse_tensor_module_names",
-    }
-)
-"""Keys that DeepSpeed does not return from `load_checkpoint`, and the parts of frozen tensors."""
+
+class Part(NamedTuple):
+    """Part of a checkpoint that DeepSpeed's `load_checkpoint` is asked for, in its order; by default all of it."""
+
+    load_module_strict: bool = True
+    load_optimizer_states: bool = True
+    load_lr_scheduler_states: bool = True
+    load_module_only: bool = False
+    custom_load_fn: Callable[..., Any] | None = None
+
+    @property
+    def is_read_here(self) -> bool:
+        """Whether it can be read here: masters and states, with or without the schedule and the frozen weights."""
+        return self._replace(load_module_strict=True, load_lr_scheduler_states=True) == Part()
 
 
-class Universal:
-    """A checkpoint of ours, open. kinds: state kinds in it. client_state: what `load_checkpoint` returns.
+ALL = Part()
+"""All of the state, which `engine.load` asks for."""
 
-    kept: numbers of the frozen tensors that it was saved without. carry: state that is no tensor and that all ranks
-    share, as it was saved. registration: see `StateSource`.
+
+class FromCheckpoint(StateSource):
+    """A checkpoint in a folder as a `StateSource`.
+
+    present: the present shared carry, empty if there is none. part: the part that is asked for; `is_read_here` is true.
+    State that it leaves out stays as it is: the schedule, and frozen weights that the checkpoint lacks, which are
+    refused otherwise. tensors: those that it has. kept: numbers of the frozen tensors that it was saved without.
+    registration: of its parameters and groups, if it has any.
     """
 
+    kinds: Sequence[str] = ()
+    tensors: tuple[LogicalTensor, ...] = ()
     kept: tuple[int, ...] = ()
+    registration: Regrouping | None = None
 
-    def __init__(self, saved: Saved) -> None:
-        self.saved, self.path, self.manifest, self.kinds = saved, saved.path, saved.manifest, saved.record.kinds
-        self.tensors, self.carry, self.client_state = saved.record.logical_tensors(), shared_of(saved), dict[str, Any]()
+    def __init__(
+        self, path: Path, manifest: Manifest, engine: EngineCore, goal: Goal, present: dict[str, Any] | None, part: Part
+    ) -> None:
+        self.path, self.manifest, self.engine, self.goal = path, manifest, engine, goal
+        self.present, self._part = present or {}, part
+        self.reader = Reader(path, manifest, engine.settings.memory_budget_bytes)
+        self._memory: dict[str, Memory] = {}
+        self._numbers: dict[int, int] = {}
+
+    def __exit__(self, *_: object) -> None:
+        """Close the files."""
+        self.reader.__exit__()
+
+    @property
+    def regrouping(self) -> Regrouping | None:
+        return None if self.registration is None else regrouping_to(self.engine, self.registration)
+
+    @cached_property
+    def _vps(self) -> VirtualParameterSpace:
+        """Space to fill, once the parameters are registered as in the checkpoint."""
+        return self.engine.vps.with_layout(self.goal.layout, self.goal.members)
+
+    def memory(self, memory: Mapping[str, Memory]) -> dict[str, Memory]:
+        self._numbers = self._checked_tensors()
+        self._check_kept()
+        there = [kind for kind in self.kinds if row_of(kind).is_moment]
+        here = [kind for kind in memory if row_of(kind).is_moment]
+        if there and set(there) != set(here):
+            raise CheckpointError(
+                f"its optimizer keeps {', '.join(sorted(there))}, and this one "
+                f"{', '.join(sorted(here)) or 'nothing'}; use the optimizer of the job that saved it"
+            )
+        self._memory = {
+            kind: made_of for kind, made_of in memory.items() if kind in there or not row_of(kind).is_moment
+        }
+        for row in self.manifest:
+            made_of = self._memory.get(row.kind)
+            if made_of is not None and row.kind != WEIGHT and row.dtype != name_of(made_of.dtype):
+                raise CheckpointError(
+                    f"{row.kind} of {row.tensor!r} is {row.dtype} there and {name_of(made_of.dtype)} here; give the "
+                    "types of the job that saved it (bf16, fp16, data_types)"
+                )
+        return self._memory
+
+    def _checked_tensors(self) -> dict[int, int]:
+        """Map tensor numbers in the checkpoint to numbers here; CheckpointError, naming a tensor, for another model."""
+        here = {tensor.name: (number, tensor) for number, tensor in enumerate(self._vps.tensors)}
+        found = {}
+        for number, tensor in enumerate(self.tensors):
+            mine = here.pop(tensor.name, None)
+            if mine is None:
+                raise CheckpointError(
+                    f"it has {tensor.name!r} {tensor.shape}, and this model has no such parameter; build the model of "
+                    "the job that saved it"
+                )
+            if mine[1] != tensor:
+                raise CheckpointError(
+                    f"{tensor.name!r} is {tensor.words} in it, and {mine[1].words} in this training; build the model "
+                    "of the job that saved it, and give initialize the same trainable parameters in the same optimizer "
+                    "groups (requires_grad, model_parameters)"
+                )
+            found[number] = mine[0]
+        if here:
+            raise CheckpointError(
+                f"this model has {next(iter(here))!r}, which is not in it; build the model of the job that saved it"
+            )
+        return found
+
+    def _check_kept(self) -> None:
+        kept = self.kept
+        if kept and self._part.load_module_strict:
+            raise CheckpointError(
+                f"it was saved without {len(kept)} frozen parameters that this model has, such as "
+                f"{self._vps.tensors[kept[0]].name!r}; load_checkpoint(..., load_module_strict=False) leaves them as "
+                "they are in this model"
+            )
+
+    def fill(self, rank: int, buffers: Buffers) -> None:
+        self.reader.fill(self._vps, self.goal.layout, rank, buffers, self._keep(rank, buffers))
+
+    def _keep(self, rank: int, buffers: Buffers) -> Pieces | None:
+        """Copy weights that stay as they are from the engine, which is in this layout; return their pieces."""
+        vps, kept = self._vps, np.array(self.kept, dtype=np.int64)
+        if not len(kept):
+            return None
+        pieces = vps.holding(self.goal.layout, rank, WEIGHT).restrict(vps.bases[kept], vps.bases[kept + 1])
+        present, _ = self.engine.host.state_buffers()
+        for number in np.unique(pieces.buffer).tolist():
+            key = WEIGHT, pieces.buffers[number]
+            buffers[key].copy_(present[key])
+        if rank == 0:
+            logger.warning(
+                "%s was saved without %d frozen parameters, which stay as they are in this model",
+                self.path,
+                len(kept),
+            )
+        return pieces
+
+    def shared(self) -> dict[str, Any]:
+        try:
+            shared = self._shared(self._numbers)
+            groups, here = len(shared["groups"]), len(self.engine.host.basic_optimizer.param_groups)
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
+            raise CheckpointDamaged(
+                f"the carry cannot be read ({type(error).__name__}: {error}); load another checkpoint"
+            ) from None
+        if groups != here:
+            raise CheckpointError(
+                f"the checkpoint has {groups} optimizer groups, and this job has {here}: build the optimizer with the "
+                "groups of the job that saved it"
+            )
+        if self._part.load_lr_scheduler_states or not self.present:
+            return shared
+        return {**shared, "scheduler": self.present["scheduler"]}
+
+    def _shared(self, numbers: Mapping[int, int]) -> dict[str, Any]:
+        """Return the shared carry. numbers: a tensor's number in the checkpoint -> its number here."""
+        raise NotImplementedError
+
+    def _digests(self, place: int, places: int, gather: Gather) -> dict[Key, int]:
+        """Return the digests of whole tensors in their stored types; `places` members share any reading for that."""
+        raise NotImplementedError
+
+    def _damaged(self, keys: list[Key], place: int, places: int) -> list[str]:
+        """Return which stored extents of these tensors are damaged, in this member's share of the reading."""
+        return []
+
+    def prove(self, rank: int, buffers: Buffers, kinds: Sequence[str]) -> str:
+        vps, session = self._vps, self.goal.session(self.engine.control)
+        places = len(self.goal.members)
+        mine, _ = side_digests(vps, self.goal.layout, rank, buffers, tuple(kinds))
+        whole = agreed(session, "digests", vps, self.goal.layout, rank, mine, "loaded")
+        there = self._digests(rank, places, session.all)
+        wrong = []
+        for kind in whole:
+            for number, tensor in enumerate(vps.tensors):
+                rows = self.manifest.rows.get((tensor.name, kind))
+                if rows is None or rows[0].dtype != name_of(self._memory[kind].dtype):
+                    continue
+                if not tensor.trainable and kind != WEIGHT:
+                    continue  # it has a master there, from which its weight was cast
+                if int(whole[kind][number]) != there[tensor.name, kind]:
+                    wrong.append((tensor.name, kind))
+        if not wrong:
+            return state_digest(whole)
+        damaged = self._damaged(wrong, rank, places)
+        found = [each for member in session.all("damaged", damaged).values() for each in member]
+        if found:
+            raise CheckpointDamaged(f"{found[0]}: not what was saved ({len(found)} such places)")
+        name, kind = wrong[0]
+        raise CheckpointDamaged(f"{kind} of {name!r} is not what was saved, though each part of it is")
+
+
+class Universal(FromCheckpoint):
+    """A checkpoint of ours. carry: state that is no tensor and that all ranks share, as it was saved."""
+
+    def __init__(
+        self, saved: Saved, engine: EngineCore, goal: Goal, present: dict[str, Any] | None, part: Part
+    ) -> None:
+        super().__init__(saved.path, saved.manifest, engine, goal, present, part)
+        self.saved, self.kinds, self.tensors = saved, saved.record.kinds, saved.record.logical_tensors()
+        self.carry = shared_of(saved)
         said = self.carry.get("registration")  # an early checkpoint has none
         self.registration = None if said is None else Regrouping.from_json(said)
 
-    def shared(self, numbers: Mapping[int, int]) -> dict[str, Any]:
-        """Return the shared carry. numbers: a tensor's number in the checkpoint -> its number here."""
+    def _shared(self, numbers: Mapping[int, int]) -> dict[str, Any]:
         scalars = {
             name: {str(numbers[int(number)]): value for number, value in table.items()}
             for name, table in self.carry["scalars"].items()
         }
         return {**self.carry, "scalars": scalars}
 
-    def rest(self, reader: Reader, layout: Layout, rank: int) -> dict[str, Any]:
-        """Return the state of one rank that is no tensor of a plan, such as buffers and objects of the user."""
-        return rest_for(self.saved, reader, layout, rank)
+    def rest(self, rank: int) -> dict[str, Any]:
+        return rest_for(self.saved, self.reader, self.goal.layout, rank)
 
-    def streams(self, layout: Layout, rank: int) -> streams.Streams:
-        """Return a rank's random streams."""
-        return streams_for(self.saved, layout, rank)
+    def streams(self, rank: int) -> streams.Streams:
+        return streams_for(self.saved, self.goal.layout, rank)
 
-    def digests(self, reader: Reader, place: int, places: int, gather: Gather) -> dict[Key, int]:
-        """Return the digests of whole tensors in their stored types; `places` members share any reading for that."""
+    def _digests(self, place: int, places: int, gather: Gather) -> dict[Key, int]:
         return {key: self.manifest.digest(*key) for key in self.manifest.rows if key[1] in self.kinds}
 
-
-class Converted(Universal):
-    """A checkpoint of ours that was converted from another tool's. present: the present shared carry.
-
-    Its tensors are those of this training by name and shape. Groups and frozen tensors stay as they are here, and each
-    group takes the hyper-parameters that its tensors have in the checkpoint. If it has weights only, the optimizer
-    begins as new.
-
-    there: number and tensor in the checkpoint, by name. parameters: of this model, by each of their names. names: name
-    here -> name in the checkpoint, which for a tied parameter may be another of its names.
-    """
-
-    def __init__(self, saved: Saved, engine: EngineCore, present: dict[str, Any]) -> None:
-        super().__init__(saved)
-        self.engine, self.present = engine, present
-        self.there = {each.name: (number, each) for number, each in enumerate(self.tensors)}
-        self.parameters = dict(engine.host.module.named_parameters(remove_duplicate=False))
-        self.names = dict[str, str]()
-        for tensor in engine.vps.tensors:
-            mine = self.parameters.get(tensor.name)
-            ties = (name for name, held in self.parameters.items() if held is mine and name in self.there)
-            self.names[tensor.name] = tensor.name if tensor.name in self.there else next(ties, tensor.name)
-        self._check_tensors()
-        self.tensors = engine.vps.tensors
-        rows = dict(saved.manifest.rows)
-        for here, there in self.names.items():
-            if here != there:
-                for kind in self.kinds:
-                    if (there, kind) in rows:
-                        rows[here, kind] = tuple(replace(row, tensor=here) for row in rows[there, kind])
-        self.manifest = Manifest(rows)
-
-    def _check_tensors(self) -> None:
-        """Raise CheckpointError, naming them, for tensors that do not match."""
-        others = {*self.names.values(), *(name for name, _ in self.engine.host.module.named_buffers())}
-        wrong = list[str]()
-        for tensor in self.engine.vps.tensors:
-            _, held = self.there.get(self.names[tensor.name], (0, None))
-            if held is None:
-                wrong.append(f"this model has {tensor.name!r} {tensor.shape}, which is not in it")
-            elif held.shape != tensor.shape:
-                wrong.append(f"it has {tensor.name!r} {held.shape}, and this model's is {tensor.shape}")
-            elif tensor.trainable and tensor.numel and (held.name, MASTER) not in self.saved.manifest.rows:
-                wrong.append(f"this model trains {tensor.name!r}, which has no master there: it was frozen")
-        for name, (_, held) in self.there.items():
-            if name not in others and not self._is_copy(name):
-                wrong.append(f"it has {name!r} {held.shape}, and this model has no such parameter")
-        if wrong:
-            more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-            raise CheckpointError(f"{'; '.join(wrong[:3])}{more}; build the model of the job that saved it")
-
-    def _is_copy(self, name: str) -> bool:
-        """Return whether a name in the checkpoint is a tied parameter's second copy."""
-        kind = MASTER if (name, MASTER) in self.saved.manifest.rows else WEIGHT
-        return name in self.parameters and any(
-            self.parameters.get(other) is self.parameters[name]
-            and self._digest(there, kind) == self._digest(name, kind)
-            for other, there in self.names.items()
-        )
-
-    def _digest(self, name: str, kind: str) -> int | None:
-        manifest = self.saved.manifest
-        return manifest.digest(name, kind) if (name, kind) in manifest.rows else None
-
-    def shared(self, numbers: Mapping[int, int]) -> dict[str, Any]:
-        """Return the present carry, updated from the checkpoint."""
-        said = self.carry
-        if "groups" in said:
-            said = {**said, "groups": self._groups(said["groups"])}
-        keys = {number: str(self.there[self.names[each.name]][0]) for number, each in enumerate(self.tensors)}
-        there = {
-            name: {number: table[key] for number, key in keys.items() if key in table}
-            for name, table in said.get("scalars", {}).items()
-        }
-        return over(self.present, {**said, "scalars": kept_scalars(self, there)})
-
-    def _groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the hyper-parameters of each group's tensors; CheckpointError if they differ within a group here."""
-        found: list[dict[str, Any]] = [{} for _ in self.present["groups"]]
-        first: dict[int, str] = {}
-        for tensor in self.tensors:
-            there = self.there[self.names[tensor.name]][1]
-            if not tensor.trainable or not there.trainable:
-                continue
-            mine = found[tensor.group]
-            if tensor.group in first and mine != groups[there.group]:
-                raise CheckpointError(
-                    f"{first[tensor.group]!r} and {tensor.name!r} are in one optimizer group here, and had different "
-                    "hyper-parameters there: build the same groups"
-                )
-            first.setdefault(tensor.group, tensor.name)
-            found[tensor.group] = groups[there.group]
-        return found
-
-    def rest(self, reader: Reader, layout: Layout, rank: int) -> dict[str, Any]:
-        found = rest_for(self.saved, reader, self.saved.record.world, 0)
-        for name, held in self.engine.host.module.named_buffers():
-            if name in self.there and name not in self.names.values():
-                found["buffers"][name] = self._buffer(reader, name, held.shape)
-        return found
-
-    def _buffer(self, reader: Reader, name: str, shape: torch.Size) -> torch.Tensor:
-        """Return a buffer that is among the checkpoint's tensors, since another tool did not tell them apart."""
-        tensor = self.there[name][1]
-        rows: tuple[Row, ...] = ()
-        for kind in (MASTER, WEIGHT):
-            rows = rows or self.saved.manifest.rows.get((name, kind), ())
-        if tensor.shape != shape:
-            raise CheckpointError(
-                f"it has {name!r} {tensor.shape}, and this model's is {tuple(shape)}; build the model of the job that "
-                "saved it"
-            )
-        if not tensor.numel:
-            return torch.empty(shape)
-        if len(rows) != 1 or not reader.is_sound(rows[0]):
-            raise CheckpointDamaged(f"{self.path}: {name!r} is not what was saved; {WHERE_DAMAGED}")
-        return reader.values(rows[0]).to(named(rows[0].dtype)).view(shape)
-
-    def streams(self, layout: Layout, rank: int) -> streams.Streams:
-        return streams.capture()
-
-
-class Stock:
-    """A checkpoint of DeepSpeed's. present: the present shared carry. space: under the layout that it was saved in."""
-
-    registration: Regrouping | None = None
-
-    def __init__(self, folder: ZeroFolder, engine: EngineCore, present: dict[str, Any]) -> None:
-        self.folder, self.path, self.engine, self.present = folder, folder.path, engine, present
-        self.tensors, self.space = engine.vps.tensors, then(folder, engine.vps)
-        self.manifest = Manifest.of(rows_of(folder, self.space, engine.host.element_types.weight))
-        held = {kind for _, kind in self.manifest.rows}
-        self.kinds = [kind for kind in self.space.present_kinds() if kind in held]
-        self.kept = frozen_left_out(self.space, self.manifest)
-
-    @property
-    def client_state(self) -> dict[str, Any]:
-        """The rest of the model states, with values for small tensors."""
-        said = self.folder.model(0)
-        found: dict[str, Any] = with_values(
-            self.path, {key: value for key, value in said.items() if key not in NO_CLIENT_STATE}
-        )
-        return found
-
-    def shared(self, numbers: Mapping[int, int]) -> dict[str, Any]:
-        said, here = self.folder.model(0), len(self.present["groups"])
-        carry = carry_of(self.path, said, self.folder.optimizer(0, 0))
-        there = len(carry.get("groups", self.present["groups"]))
-        if there != here:
-            raise CheckpointError(
-                f"{self.path} has {there} optimizer groups, and this job has {here}; "
-                "build the optimizer with the groups of the job that saved it"
-            )
-        if said.get("data_sampler") is not None:
-            logger.warning("%s: the position in the data is not taken over; loaders go on where they are", self.path)
-        with naming(self.path):
-            scalars = scalars_of(self.folder, self.space)
-        return over(self.present, {**carry, "scalars": kept_scalars(self, scalars)})
-
-    def rest(self, reader: Reader, layout: Layout, rank: int) -> dict[str, Any]:
-        wanted = {name for name, _ in self.engine.host.module.named_buffers()}
-        held = {name: each for part in range(self.folder.parts) for name, each in self.folder.weights(part).items()}
-        buffers = {name: value_of(self.path, each) for name, each in held.items() if name in wanted}
-        return {"grad_norm": None, "buffers": buffers, "objects": {}}
-
-    def streams(self, layout: Layout, rank: int) -> streams.Streams:
-        return streams.capture()
-
-    def digests(self, reader: Reader, place: int, places: int, gather: Gather) -> dict[Key, int]:
-        weight = self.engine.host.element_types.weight
-        check_crcs(self.path, self.folder.archives, place, places)
-        rows = sorted((row for row in self.manifest if row.file), key=lambda row: (row.file, row.offset))[place::places]
-        mine: dict[Key, int] = {}
-        for row in rows:
-            share = {row.kind: reader.digest(row)}
-            if row.kind == MASTER:
-                share[WEIGHT] = share[MASTER] if row.dtype == name_of(weight) else reader.digest(row, weight)
-            for kind, total in share.items():
-                mine[row.tensor, kind] = mine.get((row.tensor, kind), 0) + total
-        found: dict[Key, int] = {}
-        for record in gather("there", [[*key, f"{total:x}"] for key, total in mine.items()]).values():
-            for tensor, kind, total in record:
-                found[tensor, kind] = (found.get((tensor, kind), 0) + int(total, 16)) & WORD
-        return found
-
-
-Source = Universal | Stock
-
-
-def opened(path: Path, engine: EngineCore, present: dict[str, Any] | None, trust_pickle: bool) -> Source:
-    """Open the checkpoint in a folder. present: the present shared carry, into which another tool's is read.
-
-    Raise CheckpointError for a folder without a checkpoint, and for another tool's checkpoint if there is no carry.
-    """
-    if (path / RECORD).is_file() or present is None or not is_zero_folder(path):
-        saved = Saved.open(path)
-        if not saved.record.converted_from:
-            return Universal(saved)
-        if present is None:
-            raise CheckpointError(
-                f"{path} was converted from {saved.record.converted_from}, which is not all of a training; load it "
-                "with engine.load in a training that has begun"
-            )
-        return Converted(saved, engine, present)
-    template = getattr(engine.host.shaper, "template", None)
-    prefixes = template.prefixes() if isinstance(template, PipelineTemplate) else ()
-    held = ZeroFolder.open(path, trust_pickle, prefixes)
-    check_batch(engine, held)
-    return Stock(held, engine, present)
-
-
-def check_batch(engine: EngineCore, held: ZeroFolder) -> None:
-    """Raise CheckpointError if a checkpoint of DeepSpeed's was trained with another global batch than this job has.
-
-    DeepSpeed's own load does not notice if the batch follows from the micro-batch and the number of ranks.
-    """
-    there, here = held.global_batches(), int(engine.job.batch_sizes.train_batch_size)
-    if there and here not in there:
-        raise CheckpointError(
-            f"{held.path}: the global batch is {there[-1]} samples there and {here} here, so steps, rates and the "
-            f'order of samples would be others; give "train_batch_size": {there[-1]}'
-        )
-
-
-def over(present: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the whole carry: `present`, updated by `said`.
-
-    said: keys as in `checkpoint.others.foreign`; groups and scalars are numbered as here.
-    """
-    taken = {key: said[key] for key in ("windows", "scalars") if key in said}
-    taken["counters"] = {**present["counters"], **said.get("counters", {})}
-    if "groups" in said:
-        taken["groups"] = [
-            {name: there.get(name, value) for name, value in here.items()}
-            for here, there in zip(present["groups"], said["groups"], strict=True)
-        ]
-    if "scaler" in said:
-        taken["scaling"] = taken_from(present["scaling"], said["scaler"])
-    for key in ("scheduler", "random-LTD"):
-        if present[key] is not None and said.get(key) is not None:
-            taken[key] = said[key]
-    return {**present, **taken}
-
-
-def kept_scalars(source: Stock | Converted, there: Mapping[str, Mapping[int, Any]]) -> dict[str, dict[str, float]]:
-    """Return the scalars that the present optimizer keeps: name -> number of the tensor -> value.
-
-    there: the scalars of the source. Raise CheckpointError for a missing scalar of a tensor that has moments.
-    """
-    engine, found = source.engine, dict[str, dict[str, float]]()
-    basic, moments = engine.host.basic_optimizer, {kind for kind in source.kinds if row_of(kind).is_moment}
-    for number, tensor in enumerate(engine.vps.tensors):
-        if not tensor.trainable or not tensor.numel:
-            continue
-        for name in rule_of(basic).scalars_of(basic.param_groups[tensor.group]):
-            value = there.get(name, {}).get(number)
-            if value is not None:
-                found.setdefault(name, {})[str(number)] = number_of(source.path, value)
-            elif any((tensor.name, kind) in source.manifest.rows for kind in moments):
-                raise CheckpointError(
-                    f"its optimizer has no {name!r} of {tensor.name!r}; use the optimizer of the job that saved it"
-                )
-    return found
-
-
-def damaged_rows(source: Source, reader: Reader, keys: list[Key], place: int, places: int) -> list[str]:
-    """Return which stored extents of these tensors are damaged, in this member's share of the reading."""
-    if not isinstance(source, Universal):
-        return []
-    stored = [row for key in keys for row in source.manifest.rows[key] if row.file]
-    return [str(row) for row in stored[place::places] if not reader.is_sound(row)]
+    def _damaged(self, keys: list[Key], place: int, places: int) -> list[str]:
+        stored = [row for key in keys for row in self.manifest.rows[key] if row.file]
+        return [str(row) for row in stored[place::places] if not self.reader.is_sound(row)]

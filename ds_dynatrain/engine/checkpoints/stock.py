@@ -10,8 +10,8 @@ import numpy as np
 from ds_dynatrain.checkpoint import folder
 from ds_dynatrain.checkpoint.others import ZeroFolder, rules_then
 from ds_dynatrain.checkpoint.record import RECORD
-from ds_dynatrain.engine.checkpoints.restore import Part
-from ds_dynatrain.engine.checkpoints.sources import check_batch
+from ds_dynatrain.engine.checkpoints.other_tools import check_batch
+from ds_dynatrain.engine.checkpoints.sources import Part
 from ds_dynatrain.errors import CheckpointError
 from ds_dynatrain.membership.session import Session
 from ds_dynatrain.reshard.core import EngineCore

@@ -1,0 +1,318 @@
+"""Checkpoints of other tools as sources: converted to ours, or DeepSpeed's own in whatever layout it was written.
+
+They have less than ours: random streams, loaders' positions and the user's objects stay as they are, as with
+DeepSpeed's own load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ds_dynatrain.adapters.optimizers import rule_of
+from ds_dynatrain.adapters.pipeline import PipelineTemplate
+from ds_dynatrain.adapters.scaler import taken_from
+from ds_dynatrain.checkpoint import Manifest, Row, Saved
+from ds_dynatrain.checkpoint.extents import WORD, name_of, named
+from ds_dynatrain.checkpoint.files import WHERE_DAMAGED, naming
+from ds_dynatrain.checkpoint.others import (
+    ZeroFolder,
+    carry_of,
+    check_crcs,
+    frozen_left_out,
+    is_zero_folder,
+    rows_of,
+    scalars_of,
+    then,
+    value_of,
+    with_values,
+)
+from ds_dynatrain.checkpoint.others.foreign import number_of
+from ds_dynatrain.checkpoint.record import RECORD
+from ds_dynatrain.engine.checkpoints.extra_state import rest_for
+from ds_dynatrain.engine.checkpoints.sources import FromCheckpoint, Gather, Key, Part, Universal
+from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
+from ds_dynatrain.report import logger
+from ds_dynatrain.reshard import streams
+from ds_dynatrain.reshard.core import EngineCore
+from ds_dynatrain.reshard.restoration import Goal
+from ds_dynatrain.space import MASTER, WEIGHT, row_of
+
+NO_CLIENT_STATE = frozenset(
+    {
+        "data_sampler",
+        "dp_world_size",
+        "frozen_param_fragments",
+        "global_steps",
+        "lr_scheduler",
+        "module",
+        "mp_world_size",
+        "optimizer",
+        "random_ltd",
+        "skipped_steps",
+        "sparse_tensor_module_names",
+    }
+)
+"""Keys that DeepSpeed does not return from `load_checkpoint`, and the parts of frozen tensors."""
+
+
+class Converted(Universal):
+    """A checkpoint of ours that was converted from another tool's.
+
+    Its tensors are those of this training by name and shape. Groups and frozen tensors stay as they are here, and each
+    group takes the hyper-parameters that its tensors have in the checkpoint. If it has weights only, the optimizer
+    begins as new.
+
+    there: number and tensor in the checkpoint, by name. parameters: of this model, by each of their names. names: name
+    here -> name in the checkpoint, which for a tied parameter may be another of its names.
+    """
+
+    def __init__(self, saved: Saved, engine: EngineCore, goal: Goal, present: dict[str, Any], part: Part) -> None:
+        super().__init__(saved, engine, goal, present, part)
+        self.there = {each.name: (number, each) for number, each in enumerate(self.tensors)}
+        self.parameters = dict(engine.host.module.named_parameters(remove_duplicate=False))
+        self.names = dict[str, str]()
+        for tensor in engine.vps.tensors:
+            mine = self.parameters.get(tensor.name)
+            ties = (name for name, held in self.parameters.items() if held is mine and name in self.there)
+            self.names[tensor.name] = tensor.name if tensor.name in self.there else next(ties, tensor.name)
+        self._check_tensors()
+        self.tensors = engine.vps.tensors
+        rows = dict(saved.manifest.rows)
+        for here, there in self.names.items():
+            if here != there:
+                for kind in self.kinds:
+                    if (there, kind) in rows:
+                        rows[here, kind] = tuple(replace(row, tensor=here) for row in rows[there, kind])
+        self.manifest = self.reader.manifest = Manifest(rows)
+
+    def _check_tensors(self) -> None:
+        """Raise CheckpointError, naming them, for tensors that do not match."""
+        others = {*self.names.values(), *(name for name, _ in self.engine.host.module.named_buffers())}
+        wrong = list[str]()
+        for tensor in self.engine.vps.tensors:
+            _, held = self.there.get(self.names[tensor.name], (0, None))
+            if held is None:
+                wrong.append(f"this model has {tensor.name!r} {tensor.shape}, which is not in it")
+            elif held.shape != tensor.shape:
+                wrong.append(f"it has {tensor.name!r} {held.shape}, and this model's is {tensor.shape}")
+            elif tensor.trainable and tensor.numel and (held.name, MASTER) not in self.saved.manifest.rows:
+                wrong.append(f"this model trains {tensor.name!r}, which has no master there: it was frozen")
+        for name, (_, held) in self.there.items():
+            if name not in others and not self._is_copy(name):
+                wrong.append(f"it has {name!r} {held.shape}, and this model has no such parameter")
+        if wrong:
+            more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+            raise CheckpointError(f"{'; '.join(wrong[:3])}{more}; build the model of the job that saved it")
+
+    def _is_copy(self, name: str) -> bool:
+        """Return whether a name in the checkpoint is a tied parameter's second copy."""
+        kind = MASTER if (name, MASTER) in self.saved.manifest.rows else WEIGHT
+        return name in self.parameters and any(
+            self.parameters.get(other) is self.parameters[name]
+            and self._digest(there, kind) == self._digest(name, kind)
+            for other, there in self.names.items()
+        )
+
+    def _digest(self, name: str, kind: str) -> int | None:
+        manifest = self.saved.manifest
+        return manifest.digest(name, kind) if (name, kind) in manifest.rows else None
+
+    def _shared(self, numbers: Mapping[int, int]) -> dict[str, Any]:
+        """Return the present carry, updated from the checkpoint."""
+        said = self.carry
+        if "groups" in said:
+            said = {**said, "groups": self._groups(said["groups"])}
+        keys = {number: str(self.there[self.names[each.name]][0]) for number, each in enumerate(self.tensors)}
+        there = {
+            name: {number: table[key] for number, key in keys.items() if key in table}
+            for name, table in said.get("scalars", {}).items()
+        }
+        return over(self.present, {**said, "scalars": kept_scalars(self, there)})
+
+    def _groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the hyper-parameters of each group's tensors; CheckpointError if they differ within a group here."""
+        found: list[dict[str, Any]] = [{} for _ in self.present["groups"]]
+        first: dict[int, str] = {}
+        for tensor in self.tensors:
+            there = self.there[self.names[tensor.name]][1]
+            if not tensor.trainable or not there.trainable:
+                continue
+            mine = found[tensor.group]
+            if tensor.group in first and mine != groups[there.group]:
+                raise CheckpointError(
+                    f"{first[tensor.group]!r} and {tensor.name!r} are in one optimizer group here, and had different "
+                    "hyper-parameters there: build the same groups"
+                )
+            first.setdefault(tensor.group, tensor.name)
+            found[tensor.group] = groups[there.group]
+        return found
+
+    def rest(self, rank: int) -> dict[str, Any]:
+        found = rest_for(self.saved, self.reader, self.saved.record.world, 0)
+        for name, held in self.engine.host.module.named_buffers():
+            if name in self.there and name not in self.names.values():
+                found["buffers"][name] = self._buffer(name, held.shape)
+        return found
+
+    def _buffer(self, name: str, shape: torch.Size) -> torch.Tensor:
+        """Return a buffer that is among the checkpoint's tensors, since another tool did not tell them apart."""
+        tensor = self.there[name][1]
+        rows: tuple[Row, ...] = ()
+        for kind in (MASTER, WEIGHT):
+            rows = rows or self.saved.manifest.rows.get((name, kind), ())
+        if tensor.shape != shape:
+            raise CheckpointError(
+                f"it has {name!r} {tensor.shape}, and this model's is {tuple(shape)}; build the model of the job that "
+                "saved it"
+            )
+        if not tensor.numel:
+            return torch.empty(shape)
+        if len(rows) != 1 or not self.reader.is_sound(rows[0]):
+            raise CheckpointDamaged(f"{self.path}: {name!r} is not what was saved; {WHERE_DAMAGED}")
+        return self.reader.values(rows[0]).to(named(rows[0].dtype)).view(shape)
+
+    def streams(self, rank: int) -> streams.Streams:
+        return streams.capture()
+
+
+class Stock(FromCheckpoint):
+    """A checkpoint of DeepSpeed's. space: under the layout that it was saved in."""
+
+    def __init__(self, folder: ZeroFolder, engine: EngineCore, goal: Goal, present: dict[str, Any], part: Part) -> None:
+        self.folder, self.space = folder, then(folder, engine.vps)
+        manifest = Manifest.of(rows_of(folder, self.space, engine.host.element_types.weight))
+        super().__init__(folder.path, manifest, engine, goal, present, part)
+        self.tensors = engine.vps.tensors
+        held = {kind for _, kind in self.manifest.rows}
+        self.kinds = [kind for kind in self.space.present_kinds() if kind in held]
+        self.kept = frozen_left_out(self.space, self.manifest)
+
+    @property
+    def client_state(self) -> dict[str, Any]:
+        """The rest of the model states, with values for small tensors."""
+        said = self.folder.model(0)
+        found: dict[str, Any] = with_values(
+            self.path, {key: value for key, value in said.items() if key not in NO_CLIENT_STATE}
+        )
+        return found
+
+    def _shared(self, numbers: Mapping[int, int]) -> dict[str, Any]:
+        said, here = self.folder.model(0), len(self.present["groups"])
+        carry = carry_of(self.path, said, self.folder.optimizer(0, 0))
+        there = len(carry.get("groups", self.present["groups"]))
+        if there != here:
+            raise CheckpointError(
+                f"{self.path} has {there} optimizer groups, and this job has {here}; "
+                "build the optimizer with the groups of the job that saved it"
+            )
+        if said.get("data_sampler") is not None:
+            logger.warning("%s: the position in the data is not taken over; loaders go on where they are", self.path)
+        with naming(self.path):
+            scalars = scalars_of(self.folder, self.space)
+        return over(self.present, {**carry, "scalars": kept_scalars(self, scalars)})
+
+    def rest(self, rank: int) -> dict[str, Any]:
+        wanted = {name for name, _ in self.engine.host.module.named_buffers()}
+        held = {name: each for part in range(self.folder.parts) for name, each in self.folder.weights(part).items()}
+        buffers = {name: value_of(self.path, each) for name, each in held.items() if name in wanted}
+        return {"grad_norm": None, "buffers": buffers, "objects": {}}
+
+    def _digests(self, place: int, places: int, gather: Gather) -> dict[Key, int]:
+        weight = self.engine.host.element_types.weight
+        check_crcs(self.path, self.folder.archives, place, places)
+        rows = sorted((row for row in self.manifest if row.file), key=lambda row: (row.file, row.offset))[place::places]
+        mine: dict[Key, int] = {}
+        for row in rows:
+            share = {row.kind: self.reader.digest(row)}
+            if row.kind == MASTER:
+                share[WEIGHT] = share[MASTER] if row.dtype == name_of(weight) else self.reader.digest(row, weight)
+            for kind, total in share.items():
+                mine[row.tensor, kind] = mine.get((row.tensor, kind), 0) + total
+        found: dict[Key, int] = {}
+        for record in gather("there", [[*key, f"{total:x}"] for key, total in mine.items()]).values():
+            for tensor, kind, total in record:
+                found[tensor, kind] = (found.get((tensor, kind), 0) + int(total, 16)) & WORD
+        return found
+
+
+def opened(
+    path: Path, engine: EngineCore, goal: Goal, present: dict[str, Any] | None, part: Part, trust_pickle: bool
+) -> FromCheckpoint:
+    """Open the checkpoint in a folder; see `FromCheckpoint`. Another tool's is read into the present shared carry.
+
+    Raise CheckpointError for a folder without a checkpoint, and for another tool's checkpoint if there is no carry.
+    """
+    if (path / RECORD).is_file() or present is None or not is_zero_folder(path):
+        saved = Saved.open(path)
+        if not saved.record.converted_from:
+            return Universal(saved, engine, goal, present, part)
+        if present is None:
+            raise CheckpointError(
+                f"{path} was converted from {saved.record.converted_from}, which is not all of a training; load it "
+                "with engine.load in a training that has begun"
+            )
+        return Converted(saved, engine, goal, present, part)
+    template = getattr(engine.host.shaper, "template", None)
+    prefixes = template.prefixes() if isinstance(template, PipelineTemplate) else ()
+    held = ZeroFolder.open(path, trust_pickle, prefixes)
+    check_batch(engine, held)
+    return Stock(held, engine, goal, present, part)
+
+
+def check_batch(engine: EngineCore, held: ZeroFolder) -> None:
+    """Raise CheckpointError if a checkpoint of DeepSpeed's was trained with another global batch than this job has.
+
+    DeepSpeed's own load does not notice if the batch follows from the micro-batch and the number of ranks.
+    """
+    there, here = held.global_batches(), int(engine.job.batch_sizes.train_batch_size)
+    if there and here not in there:
+        raise CheckpointError(
+            f"{held.path}: the global batch is {there[-1]} samples there and {here} here, so steps, rates and the "
+            f'order of samples would be others; give "train_batch_size": {there[-1]}'
+        )
+
+
+def over(present: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the whole carry: `present`, updated by `said`.
+
+    said: keys as in `checkpoint.others.foreign`; groups and scalars are numbered as here.
+    """
+    taken = {key: said[key] for key in ("windows", "scalars") if key in said}
+    taken["counters"] = {**present["counters"], **said.get("counters", {})}
+    if "groups" in said:
+        taken["groups"] = [
+            {name: there.get(name, value) for name, value in here.items()}
+            for here, there in zip(present["groups"], said["groups"], strict=True)
+        ]
+    if "scaler" in said:
+        taken["scaling"] = taken_from(present["scaling"], said["scaler"])
+    for key in ("scheduler", "random-LTD"):
+        if present[key] is not None and said.get(key) is not None:
+            taken[key] = said[key]
+    return {**present, **taken}
+
+
+def kept_scalars(source: FromCheckpoint, there: Mapping[str, Mapping[int, Any]]) -> dict[str, dict[str, float]]:
+    """Return the scalars that the present optimizer keeps: name -> number of the tensor -> value.
+
+    there: the scalars of the source. Raise CheckpointError for a missing scalar of a tensor that has moments.
+    """
+    engine, found = source.engine, dict[str, dict[str, float]]()
+    basic, moments = engine.host.basic_optimizer, {kind for kind in source.kinds if row_of(kind).is_moment}
+    for number, tensor in enumerate(engine.vps.tensors):
+        if not tensor.trainable or not tensor.numel:
+            continue
+        for name in rule_of(basic).scalars_of(basic.param_groups[tensor.group]):
+            value = there.get(name, {}).get(number)
+            if value is not None:
+                found.setdefault(name, {})[str(number)] = number_of(source.path, value)
+            elif any((tensor.name, kind) in source.manifest.rows for kind in moments):
+                raise CheckpointError(
+                    f"its optimizer has no {name!r} of {tensor.name!r}; use the optimizer of the job that saved it"
+                )
+    return found
