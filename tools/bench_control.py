@@ -38,7 +38,7 @@ from ds_dynatrain.reshard import streams
 from ds_dynatrain.reshard.certificate import SIDES, certify, joined_sides, shares
 from ds_dynatrain.reshard.digests import SideDigests
 from ds_dynatrain.reshard.meeting import over_all
-from ds_dynatrain.reshard.preparation import joined_readiness, why_unready
+from ds_dynatrain.reshard.preparation import joined_readiness, judged_readiness
 from ds_dynatrain.reshard.ways import POLL_SECONDS
 from ds_dynatrain.space import Layout, LogicalTensor, VirtualParameterSpace, ZeroRules, standard_kinds
 
@@ -190,8 +190,8 @@ def prepare(mine: Control, proposal: Proposal) -> None:
     key, node = f"machine/{proposal.generation}/{mine.member // PER_NODE}", f"near/{proposal.generation}"
     mine.add_to_list(key, mine.member)
     session = Session(mine, f"prepare/{proposal.generation}", proposal.union, "bench", longest=POLL_SECONDS)
-    said = {"errors": [], "own_groups": [[mine.member, 0]]}
-    session.reduce("building", said, joined_readiness, why_unready)
+    said = {"errors": [], "own_groups": [[mine.member, 0]], "groups": {}}
+    session.reduce("building", said, joined_readiness, judged_readiness)
     near = mine.read_list(key)
     for step in ("cards", "readable"):
         mine.post(f"{node}/{step}/{mine.member}", {"machine": "x" * 40, "probe": list(range(16))})

@@ -47,11 +47,11 @@ class Watch:
         """Stand around `Transaction.vote` and `Transaction.conclude`."""
         watch, vote, conclude = self, Transaction.vote, Transaction.conclude
 
-        def begin(self: Transaction) -> Decision:
+        def begin(self: Transaction, work: Callable[[], dict[str, Any]] | None = None) -> Decision:
             watch._resident = memory.resident()
             memory.reset_high_water()
             watch._begin = time.perf_counter()
-            return watch._profiled(lambda: vote(self))
+            return watch._profiled(lambda: vote(self, work))
 
         def end(self: Transaction, decision: Decision) -> None:
             watch._profiled(lambda: conclude(self, decision))

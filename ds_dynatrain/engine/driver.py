@@ -111,6 +111,7 @@ class Driver:
     def advance(self, engine: EngineParts, place: str, has_waited: bool = True) -> None:
         """Carry out all actions that are due now, at a boundary of an engine. has_waited: see `Own`."""
         self._at, self._place, self._has_waited = self.engines.index(engine), place, has_waited
+        engine.release_old_state(unless_needed=True)
         if self._elastic is not None:
             self._elastic.member.built()
         while actions := self.on_board(self._decided):

@@ -168,6 +168,7 @@ class EngineParts(EngineCore):
         """Leave the world and install the launch group, unless another engine of the process is just being made."""
         if not PROCESS.is_joining:
             self.launch.install()
+        self.release_old_state()
         if self.world is not None:
             self.before_leaving_world()
             self.control.track_teardown(drop(self.world))

@@ -337,6 +337,7 @@ class Switcher:
     def at_boundary(self, place: str) -> None:
         """Take part, at a boundary, in a switch that is due. An idle member returns only when it works."""
         self.engine.has_stood = True
+        self.engine.release_old_state(unless_needed=True)
         self.engine.control.raise_if_lost()
         self._saver.look()
         self._steps.at_boundary(PROCESS.membership.at_boundary(self.engine, place))

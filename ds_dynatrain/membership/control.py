@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,11 @@ LATER = 1 / 3
 STOP_SECONDS = 0.01
 MOST_STOP_SECONDS = 0.25
 """Longest time between two looks for a reason to give up; `STOP_SECONDS` is the shortest."""
+LONGEST_SECONDS = 1800.0
+"""Longest wait for work of unknown duration, on a disk: as long as DeepSpeed waits for a collective."""
+BEAT_SECONDS = 1.0
+SILENT_BEATS = 5
+"""Fewer missing beats than this may come of a slow store or a busy machine, however short the time-out."""
 AGAIN_SECONDS = 0.1
 """Time between two attempts to reach the store for a decision."""
 
@@ -148,7 +154,7 @@ class Control:
 
     def read_list(self, key: str) -> list[int]:
         """Return the numbers on a list, ascending; wait for the first one."""
-        return sorted(int(entry) for entry in self._store.get(key).decode().split(",") if entry)
+        return sorted(map(int, self._store.get(key).decode().rstrip(",").split(",")))
 
     def answers(self, seconds: float) -> bool:
         """Return whether the store answers within so many seconds. A second call before the answer waits longer."""
@@ -186,14 +192,23 @@ class Control:
         crowd: int = 1,
         longest: float = LONGEST_POLL_SECONDS,
         is_there: bool = True,
+        is_patient: bool = False,
     ) -> dict[int, Any]:
         """Return each member's record under its own key, as soon as all were posted; as `gather`.
 
         crowd: how many members wait at the same time. longest: seconds between two looks at most, for a small crowd.
-        is_there: whether the records may have been posted already.
+        is_there: whether the records may have been posted already. is_patient: whether the work takes an unknown time;
+        then a member is missing once its heartbeat has stood still for the time-out, or after half an hour. A board
+        with a `watch` has no heartbeats, and knows who is alive.
         """
-        begin, names = time.monotonic(), list(keys.values())
-        end = begin + self.timeout_seconds if deadline is None else deadline
+        begin, names, patience = time.monotonic(), list(keys.values()), self.timeout_seconds
+        beats = dict[int, Any]()
+        if is_patient and self.watch is not None:
+            patience = LONGEST_SECONDS
+        elif is_patient:
+            patience = max(patience, SILENT_BEATS * BEAT_SECONDS)
+            beats = {member: self.read(f"alive/{member}") for member in keys}
+        end = begin + patience if deadline is None else deadline
         shortest = max(longest / POLL_RANGE, crowd / POLLS_PER_SECOND)
         look = begin + STOP_SECONDS
         if not is_there:
@@ -202,6 +217,11 @@ class Control:
             now = time.monotonic()
             if now > end:
                 missing = [member for member, name in keys.items() if not self._store.check([name])]
+                if beats and now - begin <= LONGEST_SECONDS:
+                    beating = {member: self.read(f"alive/{member}") for member in missing}
+                    missing = [member for member in missing if beating[member] == beats[member]]
+                    beats.update(beating)
+                    end = now + patience
                 if missing:
                     raise MemberMissing(what, missing, now - begin)
             if self.watch is not None:
@@ -258,7 +278,7 @@ class Teardowns:
 def pack(value: Any) -> bytes:
     """Return `value`, plain JSON whose leaves may be one-dimensional uint64 arrays, as bytes."""
     parts: list[bytes] = []
-    text = json.dumps(value, default=lambda held: _placed(held, parts)).encode()
+    text = json.dumps(value, default=partial(_placed, parts)).encode()
     if not parts:
         return text
     return b"".join([_WITH_ARRAYS, len(text).to_bytes(_LENGTH, "little"), text, *parts])
@@ -271,12 +291,12 @@ def unpack(data: bytes) -> Any:
     begin = len(_WITH_ARRAYS) + _LENGTH
     end = begin + int.from_bytes(data[len(_WITH_ARRAYS) : begin], "little")
     try:
-        return json.loads(data[begin:end], object_hook=lambda held: _found(held, data, end))
+        return json.loads(data[begin:end], object_hook=partial(_found, data, end))
     except ValueError as error:
         raise TransferError(f"a record of {len(data)} bytes cannot be read: {error}") from None
 
 
-def _placed(held: Any, parts: list[bytes]) -> dict[str, list[int]]:
+def _placed(parts: list[bytes], held: Any) -> dict[str, list[int]]:
     """Append an array to `parts`, and return its place there; raise TypeError for any other value, as `json` does."""
     if not isinstance(held, np.ndarray) or held.dtype != np.uint64 or held.ndim != 1:
         raise TypeError(f"a {type(held).__name__} is neither plain JSON nor an array of uint64")
@@ -285,7 +305,7 @@ def _placed(held: Any, parts: list[bytes]) -> dict[str, list[int]]:
     return {_MARK: [start, len(held)]}
 
 
-def _found(held: dict[str, Any], data: bytes, base: int) -> Any:
+def _found(data: bytes, base: int, held: dict[str, Any]) -> Any:
     if _MARK not in held:
         return held
     start, count = held[_MARK]

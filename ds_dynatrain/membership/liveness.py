@@ -11,13 +11,8 @@ from types import TracebackType
 
 from ds_dynatrain.adapters.watched import is_lost_peer
 from ds_dynatrain.errors import MemberMissing
-from ds_dynatrain.membership.control import Control
+from ds_dynatrain.membership.control import BEAT_SECONDS, SILENT_BEATS, Control
 from ds_dynatrain.report import logger
-
-BEAT_SECONDS = 1.0
-SILENT_BEATS = 5
-"""Fewer missing beats than this may come of a slow store or a busy machine, however short the time-out."""
-
 
 FIRST_ERROR = "first_error"
 """Key of the error that ended a script first: [member, words]."""
@@ -83,9 +78,10 @@ class Watch:
             return all(end == "done" for end in ends.values())
         failed = [member for member, end in ends.items() if end == "error"]
         if failed:
+            first = self.control.read(FIRST_ERROR)
             logger.error(
                 "member %d waits for work; the script of member %s ended with an error: %s",
-                *(me, failed, first_error(self.control) or "see there"),
+                *(me, failed, "see there" if first is None else "member {}: {}".format(*first)),
             )
             time.sleep(BEAT_SECONDS)  # let the launcher see the one that failed first
             raise SystemExit(1)
@@ -129,21 +125,15 @@ def say_last_words(control: Control, error: BaseException | None) -> None:
     if error is None:
         return
     if is_lost_peer(error) or isinstance(error, MemberMissing):
-        end, found = time.monotonic() + LAST_WORDS_SECONDS, control.read(FIRST_ERROR)
-        while found is None and time.monotonic() < end:
-            time.sleep(BEAT_SECONDS / 50)
-            found = control.read(FIRST_ERROR)
+        deadline = time.monotonic() + LAST_WORDS_SECONDS
+        try:
+            (found,) = control.wait({control.member: FIRST_ERROR}, "the first error", deadline).values()
+        except MemberMissing:
+            return
     else:
         said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         found = control.decide(FIRST_ERROR, [control.member, said])
-    if found is not None:
-        logger.error("the job has ended with an error of member %d: %s", *found)
-
-
-def first_error(control: Control) -> str:
-    """Return the error that ended the job, with its member; empty if no member has posted one."""
-    found = control.read(FIRST_ERROR)
-    return "" if found is None else f"member {found[0]}: {found[1]}"
+    logger.error("the job has ended with an error of member %d: %s", *found)
 
 
 class Wait:

@@ -17,10 +17,9 @@ the record, which says no; a member that waits watches the record meanwhile and 
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial, reduce
+from functools import reduce
 from typing import Any, TypeVar
 
 from ds_dynatrain.errors import (
@@ -32,7 +31,6 @@ from ds_dynatrain.errors import (
     SwitchFailed,
 )
 from ds_dynatrain.membership.control import LONGEST_POLL_SECONDS, Control, pack, unpack
-from ds_dynatrain.membership.liveness import BEAT_SECONDS, SILENT_BEATS
 
 T = TypeVar("T")
 Join = Callable[[Any, Any], Any]
@@ -44,8 +42,6 @@ Differ = Callable[[int, int, Mapping[int, Any]], str]
 
 ASK_ALL = "call it on every working member, at the same step and with the same arguments"
 ASK_ALIKE = "make the decision depend on engine.global_steps and on values that are equal on all ranks"
-LONGEST_SECONDS = 1800.0
-"""Longest wait for work of unknown duration, on a disk: as long as DeepSpeed waits for a collective."""
 WIDTH = 64
 """Number of members that one leads, itself included: their reports take milliseconds to read."""
 
@@ -196,6 +192,10 @@ class Session:
         said = self.reduce(step, {str(self.board.member): mine}, _merged)
         return {int(member): each for member, each in said.items()}
 
+    def have_come(self, step: str) -> bool:
+        """Return whether all members have come to a `reduce`, also after it ended without them. Polls; never blocks."""
+        return self.board.all_posted(f"{self.key}/{step}/0", self.members)
+
     def forget(self, step: str) -> None:
         """Remove what this member has said in a `reduce` from the board; for steps that recur.
 
@@ -238,7 +238,11 @@ class Session:
         try:
             joined = self._up(place, mine, join, doing, lambda: self._stop_if_answered(key, doing))
             if self.is_first:
-                self.board.decide(key, self._answer(joined, judge))
+                try:
+                    answer = {"said": joined if judge is None else judge(joined)}
+                except Exception as error:  # the others wait for an answer, whatever it is
+                    answer = {"failed": _words(error, self.board.member)}
+                self.board.decide(key, answer)
             found = self._wait({self.members[0]: key}, doing, self.stop)[self.members[0]]
         except MemberMissing as missing:
             found = self.board.decide(key, self._account(place, missing))
@@ -261,11 +265,16 @@ class Session:
         `reduce`; judge: makes the decision from all reports. Raise OutcomeUnknown if the decision cannot be read:
         others may have committed, so this member must not train on.
         """
-        mine, place = Decision(True), f"{self.key}/vote"
+        mine, place, first = Decision(True), f"{self.key}/vote", self.members[0]
         try:
-            heard = self._heard(place, work(), join or _nothing)
-            if not self.is_first:
-                return _read(heard)
+            report = work()
+            try:
+                heard = self._up(place, report, join or _nothing, self.what, self.stop)
+                if not self.is_first:
+                    return Decision(**self._wait({first: self.record}, self.what, self._stop)[first])
+            except MemberMissing as missing:
+                account = self._account(place, missing)
+                raise MemberMissing(self.what, account["missing"], account["seconds"]) from None
             if judge is not None:
                 mine = judge(heard)
         except BaseException as error:
@@ -286,7 +295,7 @@ class Session:
         Raise torch's DistError if it cannot be read.
         """
         vote = {"commit": mine.commit, "reason": mine.reason, "is_damaged": mine.is_damaged, "said": mine.said}
-        return replace(_read(self.board.decide(self.record, vote)), interrupt=mine.interrupt)
+        return replace(Decision(**self.board.decide(self.record, vote)), interrupt=mine.interrupt)
 
     def _against(self, error: BaseException) -> Decision:
         interrupt = None if isinstance(error, Exception) else error
@@ -320,26 +329,8 @@ class Session:
         return mine
 
     def _wait(self, keys: Mapping[int, str], doing: str, stop: Callable[[], None] | None) -> dict[int, Any]:
-        wait = partial(self.board.wait, keys, doing, stop=stop, longest=self._longest)
-        wait = partial(wait, crowd=len(self.members), is_there=len(keys) > 1)
-        return wait_for_living(self.board, keys, doing, wait) if self._is_patient else wait()
-
-    def _answer(self, joined: Any, judge: Callable[[Any], Any] | None) -> dict[str, Any]:
-        """Return the first member's answer, or its error: the others wait for one, whatever it is."""
-        try:
-            return {"said": joined if judge is None else judge(joined)}
-        except Exception as error:
-            return {"failed": _words(error, self.board.member)}
-
-    def _heard(self, place: str, mine: Any, join: Join) -> Any:
-        """Return what all report on the first member, and on the others the record, once there is one."""
-        first = self.members[0]
-        try:
-            heard = self._up(place, mine, join, self.what, self.stop)
-            return heard if self.is_first else self._wait({first: self.record}, self.what, self._stop)[first]
-        except MemberMissing as missing:
-            account = self._account(place, missing)
-            raise MemberMissing(self.what, account["missing"], account["seconds"]) from None
+        how = len(self.members), self._longest, len(keys) > 1, self._is_patient
+        return self.board.wait(keys, doing, None, stop, *how)
 
     def _stop_if_answered(self, key: str, doing: str) -> None:
         """Stop a leader's wait once the answer is there: another member has found that some are missing."""
@@ -353,37 +344,9 @@ class Session:
         return {"missing": absent or list(missing.members), "seconds": missing.seconds}
 
 
-def wait_for_living(
-    control: Control, members: Iterable[int], what: str, wait: Callable[[float], dict[int, Any]]
-) -> dict[int, Any]:
-    """Call `wait(deadline)` for work of unknown duration, again as long as the missing members' hearts beat.
-
-    Raise MemberMissing for one whose heartbeat stood still for the time-out, or that beats and does not answer for half
-    an hour.
-    """
-    wanted, begin = tuple(members), time.monotonic()
-    if control.watch is not None:  # without heartbeats: the board knows who is alive
-        return wait(begin + LONGEST_SECONDS)
-    patience = max(control.timeout_seconds, SILENT_BEATS * BEAT_SECONDS)
-    while True:
-        beats = {member: control.read(f"alive/{member}") for member in wanted}
-        try:
-            return wait(time.monotonic() + patience)
-        except MemberMissing as missing:
-            now = time.monotonic() - begin
-            silent = [member for member in missing.members if control.read(f"alive/{member}") == beats[member]]
-            if silent or now > LONGEST_SECONDS:
-                raise MemberMissing(what, silent or missing.members, now) from None
-
-
 def ask_for_different_things(one: int, other: int, asked: Mapping[int, Any]) -> str:
     """Return the message of a refusal of different requests, which quotes both."""
     return f"members {one} and {other} ask for different things: {asked[one]} and {asked[other]}"
-
-
-def _read(record: Mapping[str, Any]) -> Decision:
-    named = {name: record[name] for name in ("reason", "is_damaged", "said") if name in record}
-    return Decision(record["commit"], **named)
 
 
 def joined_requests(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,6 @@ Start with `switch` (living members are the source) and `restoration` (copies or
 | `census`, `digests`, `certificate` | where elements lie; what is summed up; the proof of a switch |
 | `replicas` | replicas that ranks compute each for itself, within a tolerance |
 | `meeting`, `switch` | how members meet and are connected for the next world; the switch, in one vote or in two |
-| `swap` | an optimizer off one memory and over another, or back: the one undo |
+| `swap`, `old_state` | an optimizer off one memory and over another: the one undo; what is held after a commit |
 | `restoration`, `regrouping` | new buffers, filled from a source and proved; the same state in other parameter groups |
 """

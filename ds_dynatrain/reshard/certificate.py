@@ -16,7 +16,6 @@ A sum that is not 0 names the tensor. Members then tell whose copies differ for 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import reduce
 from typing import Any, TypedDict
 
 import numpy as np
@@ -50,16 +49,25 @@ def joined(one: Shares, other: Shares) -> Shares:
     """Add the shares of two parts of the members."""
     first, *others = (*one["kinds"], *other["kinds"])
     differing = [each for each in others if each[1] != first[1]]
-    whole, copies = _added(one["whole"], other["whole"]), _added(one["copies"], other["copies"])
-    return Shares(
-        kinds=[first, *differing[:1]], whole=whole, copies=copies, places=_added(one["places"], other["places"])
-    )
+    total = Shares(kinds=[first, *differing[:1]], whole={}, copies={}, places={})
+    for sums, mine, theirs in (
+        (total["whole"], one["whole"], other["whole"]),
+        (total["copies"], one["copies"], other["copies"]),
+        (total["places"], one["places"], other["places"]),
+    ):
+        sums.update({**mine, **theirs})
+        for kind in mine.keys() & theirs.keys():
+            sums[kind] = mine[kind] + theirs[kind]
+    return total
 
 
 def joined_sides(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     """Add two reports, each of which has shares, or None, for both sides."""
-    pairs = {side: [each[side] for each in (one, other) if each[side] is not None] for side in SIDES}
-    return {side: reduce(joined, pair) if pair else None for side, pair in pairs.items()}
+    found = dict[str, Any]()
+    for side in SIDES:
+        mine, theirs = one[side], other[side]
+        found[side] = joined(mine, theirs) if mine and theirs else mine or theirs
+    return found
 
 
 def certify(vps: VirtualParameterSpace, source: Layout, target: Layout, report: Mapping[str, Shares]) -> dict[str, Any]:
@@ -68,13 +76,15 @@ def certify(vps: VirtualParameterSpace, source: Layout, target: Layout, report: 
     Return {"doubts": ...} for copies that differ. report: the sums over all members of each side. Raise
     CertificateError, naming the tensor and the kind, if the sides differ.
     """
+    wrong, wholes = dict[str, Doubts](), list[SideDigests]()
     for side in SIDES:
-        _check_kinds(report[side], side)
-    wrong = {side: {**doubts(report[side]["places"]), **doubts(report[side]["copies"])} for side in SIDES}
-    if any(wrong.values()):
+        sums = report[side]
+        _check_kinds(sums, side)
+        wrong[side] = {**doubts(sums["places"]), **doubts(sums["copies"])}
+        wholes.append(filled(sums["whole"], vps, sums["kinds"][0][1]))
+    if wrong["source"] or wrong["target"]:
         return {"doubts": wrong}
-    held, arrived = (filled(report[side]["whole"], vps, report[side]["kinds"][0][1]) for side in SIDES)
-    kept = SideDigests()
+    (held, arrived), kept = wholes, SideDigests()
     for kind in held:
         if kind not in arrived:
             if not vps.is_held(target, kind):
@@ -88,9 +98,10 @@ def certify(vps: VirtualParameterSpace, source: Layout, target: Layout, report: 
                 f"differ in this kind){hint(kind)}"
             )
         kept[kind] = held[kind]
-    extra = sorted(kind for kind in set(arrived) - set(held) if vps.is_held(source, kind))
-    if extra:
-        raise CertificateError(f"state kinds {extra} appeared in the switch")
+    if new := arrived.keys() - held.keys():
+        extra = sorted(kind for kind in new if vps.is_held(source, kind))
+        if extra:
+            raise CertificateError(f"state kinds {extra} appeared in the switch")
     return {"digest": state_digest(kept)}
 
 
@@ -104,8 +115,11 @@ def _check_kinds(sums: Shares, side: str) -> None:
 
 def doubts(sums: Mapping[str, Digests]) -> Doubts:
     """Return the tensors whose sums are not 0."""
-    found = {kind: np.flatnonzero(values).tolist() for kind, values in sums.items()}
-    return {kind: numbers for kind, numbers in found.items() if numbers}
+    found = Doubts()
+    for kind, values in sums.items():
+        if values.any():
+            found[kind] = np.flatnonzero(values).tolist()
+    return found
 
 
 def shares(vps: VirtualParameterSpace, layout: Layout, members: tuple[int, ...], rank: int, own: SideDigests) -> Shares:
@@ -165,7 +179,7 @@ def differing(
 
 def filled(whole: Mapping[str, Digests], vps: VirtualParameterSpace, kinds: Iterable[str]) -> SideDigests:
     """Add zeros for a kind of which no member has an element."""
-    return {kind: whole.get(kind, np.zeros(len(vps.tensors), np.uint64)) for kind in kinds}
+    return {**dict.fromkeys(kinds, np.zeros(len(vps.tensors), np.uint64)), **whole}
 
 
 def explained(
@@ -229,11 +243,6 @@ def _holders(vps: VirtualParameterSpace, layout: Layout, kind: str, number: int,
     if vps.kind(kind).overlaps(layout):
         return [rank for rank in ranks.tolist() if number in vps.local(layout, rank).rows(kind)[0]]
     return ranks.tolist() if vps.is_replicated(layout, kind) else []
-
-
-def _added(one: Mapping[str, Digests], other: Mapping[str, Digests]) -> SideDigests:
-    both = {**one, **other}
-    return {kind: one[kind] + other[kind] if kind in one and kind in other else held for kind, held in both.items()}
 
 
 # ---- who counts for what ---------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from ds_dynatrain.membership.proposal import Proposal
 from ds_dynatrain.report import SwitchEvent
 from ds_dynatrain.reshard.context import Candidates, Context, Job, OwnGroups
 from ds_dynatrain.reshard.feasible import dealt
+from ds_dynatrain.reshard.old_state import OldState
 from ds_dynatrain.reshard.pending import PendingSwitch
 from ds_dynatrain.reshard.preparation import Preparation
 from ds_dynatrain.reshard.streams import Held
@@ -83,6 +84,8 @@ class EngineCore:
     """The switch that was asked for and has not happened yet."""
     preparation: Preparation | None = None
     """The switch that is being prepared."""
+    old_state: OldState | None = None
+    """The state before the last switch, as long as a member has not acknowledged its commit."""
     own: Own | None = None
     """State put aside while other engines use the process; None if this engine has the process to itself."""
     registered: list[dict[str, Any]] = field(default_factory=list)
@@ -294,7 +297,14 @@ class EngineCore:
 
     def enter(self, proposal: Proposal, world: World | None) -> None:
         """Become part of a committed world, or idle; called by the transaction."""
+        self.release_old_state()
         self.world, self.layout, self.members = world, proposal.layout, proposal.members
+
+    def release_old_state(self, unless_needed: bool = False) -> None:
+        """Let go of the state before the last switch, if it is held. unless_needed: keep it if a member may need it."""
+        if self.old_state is not None and not (unless_needed and self.old_state.is_needed(self.control)):
+            self.old_state.release()
+            self.old_state = None
 
     def take_shape(
         self, space: VirtualParameterSpace, layout: Layout, rank: int, made: Made | None = None

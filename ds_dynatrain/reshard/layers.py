@@ -36,14 +36,10 @@ class LayerMove:
 
 
 def layer_moves(before: Stages, after: Stages, proposal: Proposal) -> tuple[LayerMove, ...]:
-    """Return the moves of a switch, in the order of the layers before; none if state does not go by layers."""
-    source, had = proposal.source_layout, dict[int, Sequence[str]]()
-    for rank, member in enumerate(proposal.source_members):
-        had[member] = before[source.coordinate(rank)["pipe"]] if before else ()
-    wants = {
-        member: after[proposal.layout.coordinate(rank)["pipe"]] if after else ()
-        for rank, member in enumerate(proposal.members)
-    }
+    """Return the moves of a switch, in the order of the layers before."""
+    source, target = proposal.source_layout, proposal.layout
+    had = {member: before[source.coordinate(rank)["pipe"]] for rank, member in enumerate(proposal.source_members)}
+    wants = {member: after[target.coordinate(rank)["pipe"]] for rank, member in enumerate(proposal.members)}
     first = {layer: stage for stage in reversed(range(len(before))) for layer in before[stage]}
     found = []
     for layer in dict.fromkeys(layer for stage in before for layer in stage):
@@ -54,21 +50,14 @@ def layer_moves(before: Stages, after: Stages, proposal: Proposal) -> tuple[Laye
 
 
 class LayerStates:
-    """The layers' states in one switch, on one member.
-
-    go_by_layers: whether each layer's state goes by itself, as in pipelines. is_resized: see `ModuleState`.
-    """
+    """The layers' states in one switch, on one member of a model that is dealt out by layers."""
 
     def __init__(self, engine: EngineCore, control: Control, proposal: Proposal) -> None:
-        host, layouts = engine.host, (proposal.source_layout, proposal.layout)
-        before, after = map(host.stage_layers, layouts)
-        self.go_by_layers = bool(before)
-        self._module, self._control = host.module, control
-        self.is_resized = len({(layout.expert, layout.tensor) for layout in layouts}) > 1
-        self._key, self._moves = f"layers/{proposal.generation}", layer_moves(before, after, proposal)
-        mine = control.member
-        self._given = [move for move in self._moves if move.sender == mine]
-        self._taken = [move for move in self._moves if mine in move.receivers]
+        before, after = map(engine.host.stage_layers, (proposal.source_layout, proposal.layout))
+        self._module, self._control = engine.host.module, control
+        self._key, moves = f"layers/{proposal.generation}", layer_moves(before, after, proposal)
+        self._given = [move for move in moves if move.sender == control.member]
+        self._taken = [move for move in moves if control.member in move.receivers]
         self._states: dict[str, ModuleState] = {}
 
     def offer(self) -> None:
@@ -113,10 +102,10 @@ class LayerStates:
             self._states[layer] = state
         return sent
 
-    def put(self) -> None:
-        """Put the received states into their layers on this member."""
+    def put(self, is_resized: bool) -> None:
+        """Put the received states into their layers on this member. is_resized: see `ModuleState`."""
         for layer, state in self._states.items():
-            take_state(self._module.get_submodule(layer), {**state, "resized": self.is_resized})
+            take_state(self._module.get_submodule(layer), {**state, "resized": is_resized})
         self._states.clear()
 
 

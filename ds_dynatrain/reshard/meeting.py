@@ -21,11 +21,13 @@ from ds_dynatrain.membership.proposal import CONNECTING, Proposal
 from ds_dynatrain.membership.session import Decision, Session
 from ds_dynatrain.reshard.census import check_census
 from ds_dynatrain.reshard.core import EngineCore
+from ds_dynatrain.reshard.old_state import ACKNOWLEDGED
 from ds_dynatrain.reshard.preparation import Preparation
 from ds_dynatrain.reshard.swap import Before
 from ds_dynatrain.space import row_of
 from ds_dynatrain.transfer import TransferStats
 
+NO_MOVES = TransferStats(0, 0, 0, 0, 0.0, 0.0, 0.0)
 SUMS = frozenset({"kept", "local", "sent", "late_bytes", "layers"})
 """Measures that are added up over all members; of all others the event has the largest value."""
 
@@ -63,13 +65,13 @@ class Outcome:
 
     def measured(self) -> dict[str, Any]:
         """Return what this member measured, as one of the records that `over_all` adds up."""
-        moved = [stats for stats in (self.stats, self.late_stats) if stats is not None]
+        now, late = self.stats or NO_MOVES, self.late_stats or NO_MOVES
         return {
-            "kept": sum(stats.bytes_in_place for stats in moved),
-            "local": sum(stats.bytes_local for stats in moved),
-            "sent": sum(stats.bytes_sent for stats in moved) + self.layer_bytes,
+            "kept": now.bytes_in_place + late.bytes_in_place,
+            "local": now.bytes_local + late.bytes_local,
+            "sent": now.bytes_sent + late.bytes_sent + self.layer_bytes,
             "layers": self.layer_bytes,
-            "late_bytes": self.late_stats.bytes_sent if self.late_stats else 0,
+            "late_bytes": late.bytes_sent,
             "late_ms": self.late_ms,
             "certificate_ms": self.certificate_ms,
             "peak_memory": self.peak_memory,
@@ -88,18 +90,21 @@ class Outcome:
         finally:
             self.phases_ms[name] = 1e3 * (time.perf_counter() - begin)
 
-    def acknowledge(self, session: Session) -> None:
-        """Wait, after the commit, until all members have read it, and learn what all have measured."""
+    def acknowledge(self, session: Session) -> bool:
+        """Wait, after the commit, until all members have read it, and learn what all have measured.
+
+        Return whether they have; a member that is missing is only warned of, as no member may go back.
+        """
         try:
-            self.over_all = session.reduce("acknowledged", self.measured(), over_all, doing="acknowledging the commit")
-        except (DynatrainError, td.DistError) as missing:  # committed: no member may go back
+            self.over_all = session.reduce(ACKNOWLEDGED, self.measured(), over_all, doing="acknowledging the commit")
+        except (DynatrainError, td.DistError) as missing:
             self.warnings.append(str(missing))
+        return bool(self.over_all)
 
 
 def over_all(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     """Join the measures of two parts of the members."""
-    sums = {name: one[name] + other[name] for name in SUMS}
-    return {**sums, **{name: max(one[name], other[name]) for name in one.keys() - SUMS}}
+    return {name: (mine + other[name]) if name in SUMS else max(mine, other[name]) for name, mine in one.items()}
 
 
 def meet(session: Session, engine: EngineCore, preparation: Preparation, place: str) -> None:
@@ -119,7 +124,8 @@ def drain(engine: EngineCore, proposal: Proposal, rank: int, outcome: Outcome) -
     refuse_changes(engine.host)
     before = Before.of(engine)
     check_census(engine.host, engine.vps, rank, before.buffers, "before the moves")
-    outcome.warnings += last_gradients_warning(engine, proposal)
+    if engine.host.without_gradient:
+        outcome.warnings += last_gradients_warning(engine, proposal)
     return before
 
 
@@ -132,7 +138,7 @@ def last_gradients_warning(engine: EngineCore, proposal: Proposal) -> list[str]:
     rows = [row_of(kind.name) for kind in vps.kinds]
     offloads = any(row.is_offloaded for row in rows)
     keeping = {stage for row in rows if row.is_gradient for stage in row.stages}
-    if not names or len({layout.zero_stage in keeping for layout in (proposal.source_layout, proposal.layout)}) == 1:
+    if len({layout.zero_stage in keeping for layout in (proposal.source_layout, proposal.layout)}) == 1:
         return []
     where = "stages 1 to 3 re-use their last gradient under CPU offload, stage 0 does"
     where = where if offloads else "stage 3 re-uses their last gradient, the other stages do"

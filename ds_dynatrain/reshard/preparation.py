@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import astuple, dataclass, field
-from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -67,6 +66,15 @@ class Figures:
         return Figures(cost.bytes_sent, cost.bytes_busiest, cost.highest_peak_bytes)
 
 
+def unguarded() -> AbstractContextManager[Note]:
+    """Return a block that does nothing around the building of groups."""
+    return nullcontext(ignore)
+
+
+def nothing() -> None:
+    """Do nothing: the default of a preparation's hooks."""
+
+
 @dataclass
 class Preparation:
     """One member's side of a switch to come. `start` runs it in a thread, and `join` waits for that.
@@ -79,7 +87,8 @@ class Preparation:
     cannot take part. building: block around the building of groups; present: the world that this member trains in.
     stop: called in every wait, raises if the switch will not come about; committed: called as soon as it is committed.
     is_lean: no buffer of the target is made yet, since the source has to go first. connections: to the next world's
-    members, once they are made.
+    members, once they are made. source_rank, target_rank: this member's rank in the present world and in the next one;
+    None if it has none. ways: those that bytes take between members.
     """
 
     proposal: Proposal
@@ -93,10 +102,10 @@ class Preparation:
     way: str = "auto"
     on_device: frozenset[str] = frozenset()
     is_lean: bool = False
-    check: Callable[[], None] = lambda: None
-    building: Callable[[], AbstractContextManager[Note]] = lambda: nullcontext(ignore)
-    stop: Callable[[], None] = lambda: None
-    committed: Callable[[], None] = lambda: None
+    check: Callable[[], None] = nothing
+    building: Callable[[], AbstractContextManager[Note]] = unguarded
+    stop: Callable[[], None] = nothing
+    committed: Callable[[], None] = nothing
     status: GroupStatus | None = None
     present: World | None = None
     own: Callable[[], Mapping[str, tuple[int, ...]]] = dict
@@ -119,17 +128,15 @@ class Preparation:
     _stop: threading.Event = field(default_factory=threading.Event)
     _has_said: bool = False
 
-    @cached_property
-    def ways(self) -> Ways:
-        """The ways that bytes take between members."""
-        return Ways(self.way, self.control, self.proposal, self._stop_if_abandoned)
-
-    @cached_property
-    def session(self) -> Session:
-        """The session in which members prepare together."""
-        what = f"preparing the switch to {self.proposal.layout}"
-        key = f"prepare/{self.proposal.generation}"
-        return Session(self.control, key, self.proposal.union, what, stop=self._stop_if_abandoned, longest=POLL_SECONDS)
+    def __post_init__(self) -> None:
+        proposal, member = self.proposal, self.control.member
+        members, sources = proposal.members, proposal.source_members
+        self.target_rank = members.index(member) if member in members else None
+        self.source_rank = sources.index(member) if member in sources else None
+        what, key = f"preparing the switch to {proposal.layout}", f"prepare/{proposal.generation}"
+        stop = self._stop_if_abandoned
+        self._session = Session(self.control, key, proposal.union, what, stop=stop, longest=POLL_SECONDS)
+        self.ways = Ways(self.way, self.control, proposal, stop)
 
     @property
     def own_error(self) -> BaseException | None:
@@ -140,20 +147,10 @@ class Preparation:
         is_limit = isinstance(error, MemoryError) or any(words in str(error) for words in LIMITS)
         return error if is_limit else None
 
-    @property
-    def target_rank(self) -> int | None:
-        """This member's rank in the next world; None if it has none."""
-        member = self.control.member
-        return self.proposal.members.index(member) if member in self.proposal.members else None
-
-    @property
-    def source_rank(self) -> int | None:
-        """This member's rank in the present world; None if it has none."""
-        member, members = self.control.member, self.proposal.source_members
-        return members.index(member) if member in members else None
-
     def start(self) -> None:
         """Begin in the background; post `prepared` at the end, with the error if there was one."""
+        if self.proposal.late or (self.status is not None and is_accelerated()):
+            self.present = None  # see `_build`
         self._thread = start_thread(self._run, f"dynatrain-prepare-{self.proposal.generation}")
 
     def join(self) -> None:
@@ -164,30 +161,178 @@ class Preparation:
         if self.error is not None:
             raise self.error
 
+    def abandon(self) -> None:
+        """Release groups and memory of a switch that does not come about."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(self.control.timeout_seconds + ABANDON_SECONDS)  # a peer may die while groups are built
+        self.ways.end()
+        if self.world is not None:
+            self.control.track_teardown(drop(self.world, is_broken=True))
+            self.world = None
+        self.buffers, self.mine, self.sides, self.made, self.present = {}, {}, {}, None, None
+
+    # ---- in the thread -----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        begin = time.monotonic()
+        try:
+            self.check()
+            own = self.own()
+            if not self.is_lean:
+                self._make_target()
+                self.ways.announce()
+            wrong, anew = self._say_ready(None)
+            if wrong:
+                raise SwitchFailed(wrong)
+            with self.building() as note:
+                self.world = self._build(own, anew, note)
+            if not self.is_lean:
+                self._make_moves(self.world)
+            if self._stop.is_set():
+                self.ways.end()
+                self.control.track_teardown(drop(self.world))
+                self.world = None
+        except Exception as error:
+            self.error = error
+        self.live = {}
+        self.seconds = time.monotonic() - begin
+        try:
+            said = None if self.error is None else f"{type(self.error).__name__}: {self.error}"
+            if not self._has_said:
+                self._say_ready(said)
+            agreement.say_prepared(self.control, self.proposal, said)
+        except (td.DistError, DynatrainError) as error:  # the store is gone, as the main thread will see, too
+            self.error = self.error or error
+
+    def _make_target(self) -> None:
+        """Make the target's buffers, the module's children, and what the pause would otherwise compute."""
+        rank = self.target_rank
+        if rank is not None:
+            self.kept = self.reusable(self.live)
+            local = self.vps.local(self.proposal.layout, rank)
+            self.buffers = provide(local, self.memory, self.kept, self.live, self._touched)
+        self._look_ahead()
+        if rank is not None:
+            self.made = self.make(self.proposal.layout, rank)
+
+    def _look_ahead(self) -> None:
+        """Compute holders for the certificate, on one member the event's figures, and the tables that digests of both
+        sides read, as far as the budget allows.
+        """
+        proposal, source, target, kinds = self.proposal, self.source_rank, self.target_rank, self.vps.present_kinds()
+        if source == 0:
+            figures = Figures.of(self.plan(kinds), self.budget_bytes)
+            self.control.post(f"figures/{proposal.generation}", {"kinds": kinds, "figures": astuple(figures)})
+        for layout in (proposal.source_layout, proposal.layout):
+            mesh = self.vps.mesh(layout)
+            _ = mesh and mesh.holders
+        room = self.budget_bytes // SIDES_SHARE
+        if source is not None:
+            side = Side(self.vps, proposal.source_layout, source)
+            self.sides[proposal.source_layout, source] = side
+            side.make_ready(self.live, kinds, self.kept, room)
+            room -= side.nbytes
+        if target is not None:
+            side = self.sides.setdefault((proposal.layout, target), Side(self.vps, proposal.layout, target))
+            room += side.nbytes
+            kinds = tuple(kind for kind in kinds if self.vps.is_held(proposal.layout, kind))
+            side.make_ready(self.buffers, kinds, self.kept, room, has_share=source is not None)
+
+    def _touched(self, numel: int, memory: Memory) -> torch.Tensor:
+        if memory.place != HERE:
+            return zeros(numel, memory)
+        tensor = allocate(numel, memory.dtype)
+        if tensor.untyped_storage().nbytes() < 1 << 22:
+            return tensor.zero_()
+        prefault(tensor, stop=self._stop)
+        return tensor
+
+    def _say_ready(self, error: str | None) -> tuple[str, list[str]]:
+        """Tell the others, once, that this member is ready to build groups, or that they would wait in vain.
+
+        Return (why no groups are to be built, or ""; the groups that are not handed on), the same on all. They wait for
+        each other since building groups cannot be interrupted, and a thread that is doing so when Python ends aborts
+        the process. Raise MemberMissing for members that are not ready in time, SwitchFailed if the switch is given up
+        meanwhile.
+        """
+        self._has_said = True
+        mine, present = self.control.member, self.present
+        errors = [] if error is None else [f"member {mine}: {error}"]
+        groups = {} if present is None else present.says(apart=self.apart)
+        said = {"errors": errors, "own_groups": [[mine, self.own_count]], "groups": groups}
+        doing = "building the next world's groups"
+        wrong, anew = self._session.reduce("building", said, joined_readiness, judged_readiness, doing)
+        return wrong, anew
+
+    def _build(self, own: Mapping[str, tuple[int, ...]], anew: Collection[str], note: Note) -> World:
+        """Build the next world. Groups of the present one may stay with their members.
+
+        None do in a late switch: a batch that is given up in the new world leaves messages behind, and the old one has
+        to continue. None do on an accelerator in a job whose members come and go, in which no communicator is kept.
+        """
+        board, proposal = self.control, self.proposal
+        spec = WorldSpec(
+            proposal.generation,
+            board.member,
+            proposal.members,
+            proposal.source_members,
+            proposal.layout,
+            self.vps.ties(proposal.layout),
+            own,
+            self.number,
+            self.has_sequence,
+            moves_apart=proposal.late,
+        )
+        return build_world(board.store, spec, board.timeout_seconds, self.status, self.present, anew, note)
+
+    def _make_moves(self, world: World) -> None:
+        """Find the ways, and make the moves that go by them."""
+        self.ways.meet()
+        kinds = self.vps.present_kinds()
+        if is_accelerated() or self.way == "nccl":
+            stay = frozenset(kind for kind, held in self.memory.items() if held.place.device != HOST) & self.on_device
+            self.ways.agree_on_batching(self._part(kinds), stay, self.budget_bytes, self._session, world)
+        self.moves(kinds)
+        if self.proposal.late:
+            self.moves(kinds, is_late=True)
+
+    def _stop_if_abandoned(self) -> None:
+        if self._stop.is_set():
+            raise SwitchFailed("the switch was given up while it was being prepared")
+        self.stop()
+
+    # ---- what the switch asks for ------------------------------------------------------------------------------------
+
     def plan(self, kinds: tuple[str, ...]) -> SwitchPlan:
         """Return the plan for the state kinds that exist now (no moments before the first step)."""
         if kinds not in self.plans:
             self.plans[kinds] = plan_switch(self.vps, self.proposal.layout, self.proposal.members, kinds)
         return self.plans[kinds]
 
+    def _part(self, kinds: tuple[str, ...], is_late: bool = False) -> MemberPlan:
+        """Return this member's part of the plan: of the pause, or of the late kinds.
+
+        A late kind is not read in the pause: no weight is cast from a master that comes after it.
+        """
+        late = self.late_kinds(kinds)
+        if late and not is_late:
+            kinds = tuple(kind for kind in kinds if kind not in late)
+        part = self.plan(kinds).for_member(self.control.member)
+        return part.only(late) if is_late else part
+
     def moves(self, kinds: tuple[str, ...], is_late: bool = False) -> ReadyPlan:
         """Return this member's moves of these kinds: those of the pause, or the late ones.
 
-        A late kind is not read in the pause: no weight is cast from a master that comes after it. Late kinds take no
-        batches: two communicators wait for each other if ranks begin their kernels in different orders.
+        Late kinds take no batches: two communicators wait for each other if ranks begin their kernels in different
+        orders.
         """
         if (kinds, is_late) not in self.mine:
-            sharing, batching = self.ways.sharing(self.on_device), None if is_late else self.ways.batching
-            plan = self._late_plan(kinds) if is_late else self._pause_plan(kinds)
-            self.mine[kinds, is_late] = ReadyPlan.of(plan, self.budget_bytes, not is_accelerated(), sharing, batching)
+            sharing = self.ways.sharing(self.on_device) if self.on_device else None
+            batching = None if is_late else self.ways.batching
+            part = self._part(kinds, is_late)
+            self.mine[kinds, is_late] = ReadyPlan.of(part, self.budget_bytes, not is_accelerated(), sharing, batching)
         return self.mine[kinds, is_late]
-
-    def _pause_plan(self, kinds: tuple[str, ...]) -> MemberPlan:
-        late = self.late_kinds(kinds)
-        return self.plan(tuple(kind for kind in kinds if kind not in late)).for_member(self.control.member)
-
-    def _late_plan(self, kinds: tuple[str, ...]) -> MemberPlan:
-        return self.plan(kinds).for_member(self.control.member).only(self.late_kinds(kinds))
 
     def late_kinds(self, kinds: tuple[str, ...]) -> tuple[str, ...]:
         """Return the kinds that no code reads or writes before an optimizer step; none if the switch is not late.
@@ -211,6 +356,17 @@ class Preparation:
         kept = reusable(vps, rank, self.proposal.layout, target, live, self.memory)
         return {key for key in kept if not row_of(key[0]).is_gradient} if self.proposal.late else kept
 
+    def target(self, rank: int, live: Buffers, kinds: tuple[str, ...]) -> Buffers:
+        """Return the target buffers of these kinds; provide new ones if the live ones are not those that were kept."""
+        for key in self.kept:
+            if key not in live or live[key].data_ptr() != self.buffers[key].data_ptr():
+                self.kept = self.reusable(live)
+                local = self.vps.local(self.proposal.layout, rank)
+                self.buffers = provide(local, self.memory, self.kept, live, zeros)
+                break
+        absent = {*self.vps.present_kinds(self.proposal.source_layout)} - {*kinds}
+        return {key: held for key, held in self.buffers.items() if key[0] not in absent}
+
     def figures(self, kinds: tuple[str, ...]) -> Figures:
         """Return the figures of the plan for these state kinds: as rank 0 has posted them, or else computed here."""
         known = None
@@ -223,169 +379,6 @@ class Preparation:
     def lacks(self, old_world: World | None) -> bool:
         """Return whether the next world needs communicators, on this member, that the old one does not have."""
         return self.world is not None and self.world.lacks(old_world)
-
-    def abandon(self) -> None:
-        """Release groups and memory of a switch that does not come about."""
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join(self.control.timeout_seconds + ABANDON_SECONDS)  # a peer may die while groups are built
-        self.ways.end()
-        if self.world is not None:
-            self.control.track_teardown(drop(self.world, is_broken=True))
-            self.world = None
-        self.buffers, self.mine, self.sides, self.made, self.present = {}, {}, {}, None, None
-
-    def _run(self) -> None:
-        begin = time.monotonic()
-        try:
-            self.check()
-            own = self.own()
-            if not self.is_lean:
-                self._make_target()
-                self.ways.announce()
-            anew = self._wait_for_all()
-            with self.building() as note:
-                self.world = self._build(own, anew, note)
-            if not self.is_lean:
-                self._find_ways(self.world)
-            if self._stop.is_set():
-                self.ways.end()
-                self.control.track_teardown(drop(self.world))
-                self.world = None
-        except Exception as error:
-            self.error = error
-        self.live = {}
-        self.seconds = time.monotonic() - begin
-        try:
-            said = None if self.error is None else f"{type(self.error).__name__}: {self.error}"
-            if not self._has_said:
-                self._say_ready(said)
-            agreement.say_prepared(self.control, self.proposal, said)
-        except (td.DistError, DynatrainError) as error:  # the store is gone, as the main thread will see, too
-            self.error = self.error or error
-
-    def _make_target(self) -> None:
-        self._reserve()
-        if not is_accelerated():
-            self._make_moves()
-        self._look_ahead()
-        if self.target_rank is not None:
-            self.made = self.make(self.proposal.layout, self.target_rank)
-
-    def _find_ways(self, world: World) -> None:
-        self.ways.meet()
-        stays_there = {kind for kind, held in self.memory.items() if held.place.device != HOST}
-        plan = partial(self._pause_plan, self.vps.present_kinds())
-        self.ways.agree_on_batching(plan, self.on_device & stays_there, self.budget_bytes, self.session, world)
-        if is_accelerated():
-            self._make_moves()  # moves depend on the ways
-
-    def _make_moves(self) -> None:
-        self.moves(self.vps.present_kinds())
-        if self.proposal.late:
-            self.moves(self.vps.present_kinds(), is_late=True)
-
-    def _build(self, own: Mapping[str, tuple[int, ...]], anew: Collection[str], note: Note) -> World:
-        board, proposal = self.control, self.proposal
-        spec = WorldSpec(
-            proposal.generation,
-            board.member,
-            proposal.members,
-            proposal.source_members,
-            proposal.layout,
-            self.vps.ties(proposal.layout),
-            own,
-            self.number,
-            self.has_sequence,
-            moves_apart=proposal.late,
-        )
-        return build_world(board.store, spec, board.timeout_seconds, self.status, self._handing_on, anew, note)
-
-    @property
-    def _handing_on(self) -> World | None:
-        """The present world, if its groups may stay with their members; else None.
-
-        None in a late switch: a batch that is given up in the new world leaves messages behind, and the old one has to
-        continue. None on an accelerator in a job whose members come and go, in which no communicator is kept.
-        """
-        may_break = self.status is not None and is_accelerated()
-        return None if may_break or self.proposal.late else self.present
-
-    def _wait_for_all(self) -> list[str]:
-        """Wait until all members are ready to build groups; return the groups that are built anew, the same on all.
-
-        Building groups cannot be interrupted, and a thread that is doing so when Python ends aborts the process. Raises
-        MemberMissing for members that are not ready in time; SwitchFailed if the switch is given up meanwhile, a member
-        cannot come, or members have asked for different groups of the user's.
-        """
-        wrong, anew = self._say_ready(None)
-        if wrong:
-            raise SwitchFailed(wrong)
-        return anew
-
-    def _say_ready(self, error: str | None) -> tuple[str, list[str]]:
-        """Tell the others, once, that this member is ready to build groups, or that they would wait in vain.
-
-        Return (why no groups are to be built, or ""; the groups that are not handed on).
-        """
-        self._has_said = True
-        mine, present = self.control.member, self._handing_on
-        errors = [] if error is None else [f"member {mine}: {error}"]
-        groups = {} if present is None else present.says(apart=self.apart)
-        said = {"errors": errors, "own_groups": [[mine, self.own_count]], "groups": groups}
-        wrong, anew = self.session.reduce(
-            "building", said, joined_readiness, judged_readiness, "building the next world's groups"
-        )
-        return wrong, anew
-
-    def _stop_if_abandoned(self) -> None:
-        if self._stop.is_set():
-            raise SwitchFailed("the switch was given up while it was being prepared")
-        self.stop()
-
-    def _look_ahead(self) -> None:
-        """Compute ahead what the pause would compute once: holders for the certificate, and on one member the event's
-        figures.
-        """
-        if self.control.member == self.proposal.source_members[0]:
-            kinds = self.vps.present_kinds()
-            figures = Figures.of(self.plan(kinds), self.budget_bytes)
-            self.control.post(f"figures/{self.proposal.generation}", {"kinds": kinds, "figures": astuple(figures)})
-        for layout in (self.proposal.source_layout, self.proposal.layout):
-            mesh = self.vps.mesh(layout)
-            _ = mesh and mesh.holders
-        self._make_sides()
-
-    def _make_sides(self) -> None:
-        """Make the tables that digests of both sides read, as far as the budget allows."""
-        proposal, source, target = self.proposal, self.source_rank, self.target_rank
-        room, kinds = self.budget_bytes // SIDES_SHARE, self.vps.present_kinds()
-        if source is not None:
-            side = Side(self.vps, proposal.source_layout, source)
-            self.sides[proposal.source_layout, source] = side
-            side.make_ready(self.live, kinds, self.kept, room)
-            room -= side.nbytes
-        if target is not None:
-            side = self.sides.setdefault((proposal.layout, target), Side(self.vps, proposal.layout, target))
-            room += side.nbytes
-            kinds = tuple(kind for kind in kinds if self.vps.is_held(proposal.layout, kind))
-            side.make_ready(self.buffers, kinds, self.kept, room, has_share=source is not None)
-
-    def _reserve(self) -> None:
-        if self.target_rank is None:
-            return
-        self.kept = self.reusable(self.live)
-        local = self.vps.local(self.proposal.layout, self.target_rank)
-        self.buffers = provide(local, self.memory, self.kept, self.live, self._touched)
-
-    def _touched(self, numel: int, memory: Memory) -> torch.Tensor:
-        if memory.place != HERE:
-            return zeros(numel, memory)
-        tensor = allocate(numel, memory.dtype)
-        if tensor.untyped_storage().nbytes() < 1 << 22:
-            return tensor.zero_()
-        prefault(tensor, stop=self._stop)
-        return tensor
 
 
 def joined_readiness(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
@@ -403,16 +396,11 @@ def joined_readiness(one: dict[str, Any], other: dict[str, Any]) -> dict[str, An
 
 def judged_readiness(found: dict[str, Any]) -> tuple[str, list[str]]:
     """Return (why no groups are to be built, or ""; the present world's groups that are not handed on)."""
-    return why_unready(found), unfit(found["groups"])
-
-
-def why_unready(found: dict[str, Any]) -> str:
-    if found["errors"]:
-        return "; ".join(found["errors"])
-    if len(found["own_groups"]) == 1:
-        return ""
-    (one, first), (other, second) = found["own_groups"]
-    return (
-        f"member {one} has called engine.new_group {first} times and member {other} {second} times: call it on every "
-        "process, before the first batch"
-    )
+    wrong = "; ".join(found["errors"])
+    if not wrong and len(found["own_groups"]) > 1:
+        (one, first), (other, second) = found["own_groups"]
+        wrong = (
+            f"member {one} has called engine.new_group {first} times and member {other} {second} times: call it on "
+            "every process, before the first batch"
+        )
+    return wrong, unfit(found["groups"])

@@ -292,6 +292,7 @@ class Restoration:
 def let_go(engine: EngineCore) -> None:
     """Make an engine as empty as an idle member's, without a message to anybody; its state is lost."""
     engine.close_loaders()
+    engine.release_old_state()
     if engine.world is not None:
         engine.host.detach()
         engine.host.leave_world()

@@ -1,8 +1,20 @@
-"""One switch on one member: meet, drain, rebuild, move, verify, commit, or roll back.
+"""One switch on one member: the path from its call to its commit, or back.
 
-Up to the commit record every failure ends in a roll-back on all members, after it in none: the record is written once,
-by the member that comes first, and each member reads what was written before it acts. Source buffers are held until
-every member has acknowledged the record, or the time-out has passed.
+Read `vote`, then the phases that `_carry_out` names, in order, then `conclude`:
+
+| phase | every member |
+|---|---|
+| drain | checks that nothing is under way, notes its state, and posts what others need of it |
+| meet | waits for all others at one boundary, and reads what rank 0 carries |
+| digest | digests the state that it holds |
+| rebuild | connects the next world; the old optimizer comes off, the new one goes over the prepared memory |
+| move | sends and receives |
+| carry | takes over counters, hyper-parameters and random streams |
+| verify | proves its own part of the new state, and reports both sides for the certificate |
+
+The first member judges the sum of all reports, and its decision is the record, which is written once: then each one
+commits or goes back. Until the record every failure ends in a roll-back on all members, after it in none. The source is
+held until every member has acknowledged the record, or another world is entered.
 
 A *late* switch has two votes: state that no forward pass reads moves during the first global batch of the new world.
 The first vote, in the pause, says that everything that a forward pass reads has arrived (`Preparation.late_kinds` are
@@ -27,9 +39,8 @@ from typing import Any
 import torch
 import torch.distributed as td
 
-from ds_dynatrain.adapters.communicators import END_SECONDS, Connections, end
-from ds_dynatrain.adapters.device import beside, start_thread, synchronize
-from ds_dynatrain.adapters.memory import provide, release, zeros
+from ds_dynatrain.adapters.communicators import END_SECONDS, end
+from ds_dynatrain.adapters.device import beside, is_accelerated, start_thread, synchronize
 from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.adapters.world import World
 from ds_dynatrain.adapters.worlds import drop
@@ -38,27 +49,19 @@ from ds_dynatrain.membership.session import Decision, Session
 from ds_dynatrain.reshard import streams
 from ds_dynatrain.reshard.carry import Carried, Taken, differing_values, rest_carry, scalars_of, shared_carry, take
 from ds_dynatrain.reshard.census import check_census
-from ds_dynatrain.reshard.certificate import (
-    SIDES,
-    Doubts,
-    Shares,
-    certify,
-    differing,
-    explained,
-    joined_sides,
-    shares,
-)
+from ds_dynatrain.reshard.certificate import SIDES, Doubts, certify, differing, explained, joined_sides, shares
 from ds_dynatrain.reshard.core import EngineCore
 from ds_dynatrain.reshard.digests import SideDigests, side_digests
 from ds_dynatrain.reshard.encoding import blank_tensors, decode, encode, fingerprint
 from ds_dynatrain.reshard.layers import LayerStates
 from ds_dynatrain.reshard.meeting import Outcome, connect, drain, meet
+from ds_dynatrain.reshard.old_state import OldState
 from ds_dynatrain.reshard.preparation import ABANDON_SECONDS, Preparation
 from ds_dynatrain.reshard.process import PROCESS
 from ds_dynatrain.reshard.replicas import Settlement, furthest
 from ds_dynatrain.reshard.replicas import judge as judge_replicas
 from ds_dynatrain.reshard.swap import Before, Swap
-from ds_dynatrain.space import VirtualParameterSpace, row_of
+from ds_dynatrain.space import Layout, row_of
 from ds_dynatrain.transfer import DeviceLink, ReadyPlan, TransferStats, Transport, execute, send_down
 
 POLL_SECONDS = 0.02
@@ -71,6 +74,7 @@ class Transaction:
 
     is_part: whether it is one of several engines' in a process, for which the caller decides together. interrupt: to be
     raised once it is concluded. source_rank, target_rank: None if this member has none. old_world: None if it was idle.
+    sides: the layout, the members and this member's rank before and after.
     """
 
     def __init__(self, engine: EngineCore, preparation: Preparation, place: str, is_part: bool = False) -> None:
@@ -78,28 +82,37 @@ class Transaction:
         self.proposal, self.control = preparation.proposal, preparation.board
         self.source_rank, self.target_rank = preparation.source_rank, preparation.target_rank
         self.old_world: World | None = engine.world
-        self.outcome = Outcome()
+        self.outcome, self.swap, self.settlement = Outcome(), Swap(engine), Settlement()
+        proposal, generation = self.proposal, self.proposal.generation
+        self.sides: dict[str, tuple[Layout, tuple[int, ...], int | None]] = {
+            "source": (proposal.source_layout, proposal.source_members, self.source_rank),
+            "target": (proposal.layout, proposal.members, self.target_rank),
+        }
+        self.newcomers = sorted({*proposal.members} - {*proposal.source_members})
+        """Members that start to work with this switch."""
+        has_layers = bool(engine.host.stage_layers(proposal.source_layout))
+        self.layers = LayerStates(engine, self.control, proposal) if has_layers else None
         self.before: Before | None = None
         self.source: Buffers = {}
         self.target: Buffers = {}
         self.carried = Carried({}, {}, "", ())
+        self.kinds: tuple[str, ...] = ()
+        """State kinds that exist now."""
+        self.proved_at_once: tuple[str, ...] = ()
+        """State kinds whose digests are computed in the pause."""
         self.rest: dict[str, Any] = {}
         self.new_streams: streams.Streams | None = None
-        self.source_digests: SideDigests = {}
-        self.target_digests: SideDigests = {}
+        self.digests: dict[str, SideDigests] = {side: {} for side in SIDES}
         self.kept_share: SideDigests = {}
-        self.settlement = Settlement()
-        self.layers = LayerStates(engine, self.control, self.proposal)
-        self.swap = Swap(engine)
-        key, generation = self.proposal.key, self.proposal.generation
-        kind = "part" if is_part else "entered" if self.proposal.late else "record"
-        self.session = self._session(key, f"{kind}/{generation}")
-        self._final = self._session(f"{key}/late", f"record/{generation}", is_patient=True)
+        """Digests of the source in buffers that stay."""
+        self.digest = ""
+        self.interrupt: BaseException | None = None
+        kind = "part" if is_part else "entered" if proposal.late else "record"
+        self.session = self._session(proposal.key, f"{kind}/{generation}")
+        self._final = self._session(f"{proposal.key}/late", f"record/{generation}", is_patient=True)
         self._entered: Decision | None = None
         self._thread: threading.Thread | None = None
         self._late_error: BaseException | None = None
-        self.digest = ""
-        self.interrupt: BaseException | None = None
 
     def _session(
         self, key: str, record: str | None = None, members: tuple[int, ...] = (), is_patient: bool = False
@@ -109,16 +122,15 @@ class Transaction:
         members = members or self.proposal.union
         return Session(self.control, key, members, what, record=record, is_patient=is_patient, stop=stop)
 
-    # ---- the protocol --------------------------------------------------------------------------------------------
+    # ---- from the call to the end --------------------------------------------------------------------------------
 
-    def vote(self) -> Decision:
-        """Do everything that can fail, and return the decision of all members; one that fails says no for all."""
-        return self._vote(self._carry_out)
+    def vote(self, work: Callable[[], dict[str, Any]] | None = None) -> Decision:
+        """Do everything that can fail, and return the decision of all members; one that fails says no for all.
 
-    def _vote(self, work: Callable[[], dict[str, Any]]) -> Decision:
-        """Vote on what `work` reports, judged by the certificate."""
+        work: does it and returns this member's report; by default `_carry_out`.
+        """
         try:
-            decision = self.session.vote(work, joined_sides, self._judge)
+            decision = self.session.vote(work or self._carry_out, joined_sides, self._judge)
         except OutcomeUnknown as lost:  # others may have read a commit
             self.outcome.is_uncertain, self.interrupt = True, lost.__cause__ or lost
             if self.control.watch is not None:  # in an elastic job the outcome is found out later
@@ -145,12 +157,12 @@ class Transaction:
         with phase("drain"):
             self._drain()
         with phase("meet"):
-            self.meet()
-            self._settle_results()
-            self._receive_carry()
+            self._meet()
         with phase("digest"):
-            self._digest_pause()
-            self._settle_replicas()
+            self.kept_share = self._digest("source", self.source, self.proved_at_once)
+            layout = self.proposal.source_layout
+            if layout.pipe * layout.tensor > 1 and self.source_rank is not None:
+                self._settle_replicas(self.source_rank)
         with phase("rebuild"):
             self._rebuild()
         with phase("move"):
@@ -159,6 +171,305 @@ class Transaction:
             self._carry()
         with phase("verify"):
             return self._verify()
+
+    # ---- the phases before the vote ------------------------------------------------------------------------------
+
+    def _drain(self) -> None:
+        """Check that nothing is under way and no window is open; note this member's state, and post its carry."""
+        engine, generation, rank = self.engine, self.proposal.generation, self.source_rank
+        if rank is None:
+            return
+        self.before = drain(engine, self.proposal, rank, self.outcome)
+        self.source = self.before.buffers
+        if self.proposal.late:  # forward passes of a void batch must leave no trace in the module's buffers
+            held = [(buffer, buffer.detach().clone()) for buffer in engine.host.module.buffers()]
+            self.swap.on_undo(_put_back, held)
+        own = self.swap.streams
+        self.control.post(f"stream/{generation}/{rank}", {"states": own, "print": fingerprint(own)})
+        if self.layers is not None:
+            self.layers.offer()
+        if rank == 0:
+            self.rest = rest_carry(engine, has_module=self.layers is None)
+            there = {kind for kind, _ in self.source}
+            kinds = [kind for kind in engine.vps.present_kinds() if kind in there]
+            record = {"shared": encode(self.before.shared, None), "rest": encode(self.rest, []), "kinds": kinds}
+            record["rest_print"] = fingerprint(self.rest) if self.newcomers else ""
+            self.control.post(f"carry/{generation}", record)
+
+    def _meet(self) -> None:
+        """Wait until all members are prepared and stand at one boundary, and learn there what rank 0 carries."""
+        meet(self.session, self.engine, self.preparation, self.place)
+        if self.old_world is not None and self.old_world.has_gate:
+            self._settle_results()
+        self.carried = Carried.of(self.control.value(f"carry/{self.proposal.generation}"))
+        self.kinds = self.outcome.kinds = self.proved_at_once = self.carried.kinds
+        if self.proposal.late:  # a backward pass writes to these: later there would be nothing left to compare
+            self.proved_at_once = tuple(kind for kind in self.kinds if row_of(kind).is_gradient)
+        if self.before is not None:
+            self._compare_carry(self.before.shared, "before")
+        if self.target_rank is not None:
+            self.target = self.preparation.target(self.target_rank, self.source, self.kinds)
+
+    def _settle_results(self) -> None:
+        """Make sure that all members of the source have the results of the last step's collectives.
+
+        Called only if a death may abort an accelerator's collectives; a later death in the switch then leaves nothing
+        in doubt. In a world that has lost a member, none of the remaining ones is in doubt.
+        """
+        among = self._among_sources()
+        if among.reduce("doubts", self.engine.is_in_doubt, or_):
+            self.engine.agree(lambda number: among.reduce(f"results/{number}", number, max))
+
+    def _among_sources(self) -> Session:
+        """Return a session of the members of the old world, for a step in between."""
+        return self._session(f"{self.session.key}/source", self.session.record, self.proposal.source_members)
+
+    def _digest(
+        self, side: str, held: Buffers, kinds: tuple[str, ...], share: SideDigests | None = None
+    ) -> SideDigests:
+        """Add digests of this member's buffers of a side; return their share that lies in buffers that stay.
+
+        share: the same, if it is known already.
+        """
+        layout, members, rank = self.sides[side]
+        if rank is None:
+            return {}
+        vps, ready = self.preparation.vps.with_layout(layout, members), self.preparation.sides.get((layout, rank))
+        kinds = tuple(kind for kind in kinds if vps.is_held(layout, kind))
+        found, share = side_digests(vps, layout, rank, held, kinds, self.preparation.kept, share, ready)
+        self.digests[side] = {**self.digests[side], **found}
+        return share
+
+    def _settle_replicas(self, rank: int) -> None:
+        """Set tensors that several stages or tensor ranks hold to their owners' values, before anything is read."""
+        vps, session = self.engine.vps, self._among_sources()
+        drifting = differing(session, "drifting", vps, vps.layout, rank, self.digests["source"], "source")
+        if not drifting:
+            return
+        self.swap.on_undo(self.settlement.undo)
+        transport = self.preparation.ways.transport(self.preparation.world)
+        self.settlement.take_owners(vps, rank, self.source, drifting, transport, self.control.timeout_seconds)
+        found = session.reduce("distances", self.settlement.distances, furthest)
+        types = self.engine.host.element_types
+        tolerance = self.engine.settings.replica_tolerance
+        self.outcome.warnings.append(judge_replicas(found, tolerance, {kind: types.of(kind) for kind in drifting}))
+        self.kept_share = self._digest("source", self.source, self.proved_at_once)
+
+    def _rebuild(self) -> None:
+        """Take the old optimizer off, install the new groups, and put the new optimizer over the prepared memory."""
+        if is_accelerated():
+            self.connect()
+        world, before = self.preparation.world, self.before
+        if before is not None:
+            self.swap.off(before)
+            self.swap.on_undo(self.settlement.undo)  # before the old optimizer reads them
+        if self.target_rank is not None and world is not None:
+            self.swap.into(world)
+            scalars = scalars_of(self.carried.shared) if before is None else before.scalars
+            made, self.preparation.made = self.preparation.made, None
+            vps, layout = self.preparation.vps, self.proposal.layout
+            self.swap.over(vps, layout, world, self.target_rank, self.target, scalars, made)
+
+    def connect(self) -> None:
+        """Connect the next world's groups over the accelerator, unless they are connected."""
+        connect(self.preparation, self.old_world, self.session)
+        self.outcome.connections = self.preparation.connections or self.outcome.connections
+
+    def _move(self) -> None:
+        """Fill the new buffers; send what else the next world needs, to members that lack it."""
+        transport, seconds = self.preparation.ways.transport(self.preparation.world), self.control.timeout_seconds
+        link = None if self.preparation.ways.batching is None else self._link()
+        self.outcome.stats = self._execute(self.preparation.moves(self.kinds), transport, link)
+        if self.newcomers:
+            self._send_rest(transport)
+        if self.layers is not None:
+            self.outcome.layer_bytes = self.layers.exchange(transport, seconds)
+
+    def _execute(self, plan: ReadyPlan, transport: Transport, link: DeviceLink | None = None) -> TransferStats:
+        return execute(plan, self.source, self.target, transport, self.control.timeout_seconds, link)
+
+    def _link(self) -> DeviceLink | None:
+        """Return the link between devices, or None if there is none.
+
+        Raise SwitchFailed if the link is lent by the old world and another member has gone back without using it.
+        """
+        link = self.preparation.ways.link(self.preparation.world, self.session.stop)
+        is_lent = link is not None and link.communicator is self.preparation.ways.may_lend(self.old_world)
+        if is_lent and not self._decides(begins=True):
+            raise SwitchFailed("another member has given the switch up before the moves")
+        return link
+
+    def _decides(self, begins: bool) -> bool:
+        """Return whether moves over a communicator of the old world begin: the first member to say decides for all."""
+        return bool(self.control.decide(f"batches/{self.proposal.generation}", {"begin": begins})["begin"])
+
+    def _send_rest(self, transport: Transport) -> None:
+        """Send tensors of the carry (module buffers, the user's objects) from rank 0 to the members that start to work.
+
+        They go down a tree in which no member sends to more than two others.
+        """
+        deadline = time.monotonic() + self.control.timeout_seconds
+        tree = [self.proposal.source_members[0], *self.newcomers]
+        if self.source_rank == 0:
+            tensors: list[torch.Tensor] = []
+            encode(self.rest, tensors)
+            send_down(tree, self.control.member, tensors, transport, deadline)
+        elif self.control.member in self.newcomers:
+            tensors = blank_tensors(self.carried.rest)
+            send_down(tree, self.control.member, tensors, transport, deadline)
+            self.rest = decode(self.carried.rest, tensors)
+            if fingerprint(self.rest) != self.carried.rest_print:
+                raise CertificateError(
+                    f"module buffers or carried objects of member {self.control.member} are not those of rank 0"
+                )
+
+    def _carry(self) -> None:
+        """Take over the state that is no tensor element: rank 0's, and the streams of this member's new place."""
+        source, target, rank = self.proposal.source_layout, self.proposal.layout, self.target_rank
+        if rank is None:
+            return
+        is_resized = (source.expert, source.tensor) != (target.expert, target.tensor)
+        if self.source_rank is None:
+            take(self.engine, {**self.carried.shared, **self.rest, "resized": is_resized}, Taken.START)
+        else:
+            take(self.engine, self.carried.shared, Taken.NEW_OPTIMIZER)
+        if self.layers is not None:
+            self.layers.put(is_resized)
+        seed, generation = self.engine.job.job_seed, self.proposal.generation
+        self.new_streams = streams.continued(source, target, rank, seed, generation, self._streams_of)
+        streams.restore(self.new_streams)
+
+    def _streams_of(self, rank: int) -> streams.Streams:
+        """Return the random streams of a rank of the old world."""
+        record = self.control.value(f"stream/{self.proposal.generation}/{rank}")
+        found: streams.Streams = record["states"]
+        if fingerprint(found) != record["print"]:
+            raise CertificateError(
+                f"random streams of rank {rank}: those of member {self.control.member} are not those that member "
+                f"{self.proposal.source_members[rank]} had"
+            )
+        return found
+
+    def _verify(self) -> dict[str, Any]:
+        """Check the target; return this member's report on both sides."""
+        begin, rank, layout = time.perf_counter(), self.target_rank, self.proposal.layout
+        if rank is not None:
+            vps = self.preparation.vps.with_layout(layout, self.proposal.members)
+            held, scalars = self.engine.host.state_buffers()
+            check_census(self.engine.host, vps, rank, held, "after the moves")
+            for kind, name in self.target.keys() - held.keys():
+                if kind in self.kinds and vps.is_held(layout, kind):
+                    raise CensusError(f"rank {rank}: {kind} of {name} is not in the rebuilt optimizer")
+            self._digest("target", held, self.proved_at_once, self.kept_share)
+            if streams.capture() != self.new_streams:
+                raise CertificateError(f"random streams of rank {rank} are not those that its place in the layout has")
+            self._compare_carry(shared_carry(self.engine, scalars), "after")
+        self.outcome.certificate_ms = self.outcome.phases_ms["digest"] + 1e3 * (time.perf_counter() - begin)
+        return self._report()
+
+    def _compare_carry(self, mine: dict[str, Any], when: str) -> None:
+        """Raise CertificateError unless this member has the carry that rank 0 had before the moves."""
+        parts = differing_values(mine, self.carried.shared)
+        if parts:
+            raise CertificateError(
+                f"carry of member {self.control.member} {when} the moves differs from rank 0's before them in: "
+                f"{', '.join(parts)}"
+            )
+
+    def _report(self) -> dict[str, Any]:
+        """Return this member's digests, as shares of the sums over all."""
+        self._measure()
+        report = dict[str, Any]()
+        for side, (layout, members, rank) in self.sides.items():
+            vps = self.preparation.vps
+            report[side] = None if rank is None else shares(vps, layout, members, rank, self.digests[side])
+        return report
+
+    def _measure(self) -> None:
+        """Measure the state held at once on this member: source, additions of the target, and staging."""
+        total, end = 0, 0
+        for held in sorted([*self.source.values(), *self.target.values()], key=torch.Tensor.data_ptr):
+            start, stop = held.data_ptr(), held.data_ptr() + held.nbytes
+            total, end = total + max(0, stop - max(start, end)), max(end, stop)
+        staging = self.outcome.stats.staging_peak if self.outcome.stats else 0
+        self.outcome.peak_memory = total + staging
+
+    # ---- the judgement -------------------------------------------------------------------------------------------
+
+    def _judge(self, report: dict[str, Any]) -> Decision:
+        """Return the decision by the certificate, from what all members report. Called on the first member."""
+        vps, layouts = self.preparation.vps, (self.proposal.source_layout, self.proposal.layout)
+        try:
+            said = certify(vps, *layouts, report)
+        except CertificateError as error:
+            return Decision(False, f"CertificateError: {error}")
+        return Decision("digest" in said, "copies of one state differ" if "doubts" in said else "", said=said)
+
+    def _explained(self, wrong: dict[str, Doubts]) -> str:
+        """Return a message about whose copies differ, the same on all members."""
+        side = next(each for each in SIDES if wrong[each])
+        layout, members, _ = self.sides[side]
+        among, own = self._session(self.session.key), self.digests[side] or None
+        what = among, "differing", self.preparation.vps, layout, members, own, wrong[side], side
+        try:
+            return f"CertificateError: {explained(*what)}"
+        except (DynatrainError, td.DistError) as error:  # the switch is rolled back in any case
+            return f"CertificateError: copies of one state differ, and it is not known whose ({error})"
+
+    # ---- commit, or undo -----------------------------------------------------------------------------------------
+
+    def _commit(self) -> None:
+        """Enter the new world for good; let go of the old one once all members have read the record."""
+        engine, world, ways = self.engine, self.preparation.world, self.preparation.ways
+        works, track = self.target_rank is not None, self.control.track_teardown
+        self.swap.keep()
+        engine.enter(self.proposal, world if works else None)
+        if PROCESS.is_shared and works:
+            engine.activate()  # another engine has had its turn since the vote
+        self.preparation.committed()
+        engine.old_state = OldState(self.session, self.source, self.old_world, ways)
+        if self.outcome.acknowledge(self.session):
+            engine.release_old_state()
+        if works:
+            engine.host.forget_steps()
+        else:
+            engine.host.leave_world()
+            engine.launch.install()
+        self.source, self.target, self.preparation.buffers, self.preparation.sides = {}, {}, {}, {}
+        if world is not None:
+            track(world.retire_transfer() if works else drop(world))
+
+    def _roll_back(self) -> None:
+        """Put back the old optimizer over the old memory, the old groups and the old streams."""
+        try:
+            self._mend_communicator()
+        finally:
+            self.swap.undo()
+            self._measure()
+            self.source, self.target, self.before = {}, {}, None
+            self.preparation.abandon()
+        if self._thread is not None:
+            self._thread.join(ABANDON_SECONDS)  # it may still wait for messages that will not come
+            if self.source_rank is not None:
+                self.engine.repeat_places()
+
+    def _mend_communicator(self) -> None:
+        """Renew a communicator of the old world over which moves have failed: it may be in any state. All do so.
+
+        Raise SwitchFailed if that fails: the old world cannot compute without it, and the job has to end.
+        """
+        old, lent = self.old_world, self.preparation.ways.may_lend(self.old_world)
+        if old is None or lent is None or self.outcome.is_uncertain or not self._decides(begins=False):
+            return
+        end([lent], is_broken=True)
+        seconds = self.control.timeout_seconds + END_SECONDS  # as long as another member may wait for its device
+        try:
+            old.renew(lent, f"anew/{self.proposal.generation}", seconds)
+        except RuntimeError as error:
+            raise SwitchFailed(
+                f"the switch to {self.proposal.layout} was rolled back ({self.outcome.reason}), and the communicator "
+                f"that its moves had used could not be made anew: {error}. Start the job again from a checkpoint"
+            ) from error
 
     # ---- a late switch: the two votes ----------------------------------------------------------------------------
 
@@ -203,7 +514,7 @@ class Transaction:
         if decision.commit:
             self.session = self._final
             with self.outcome.phase("late"):
-                decision = self._vote(self._arrive)
+                decision = self.vote(self._arrive)
         elif not self.outcome.is_uncertain:
             with suppress(RuntimeError, OSError):  # for members without a part in it, which read only the record
                 self._final.decide(replace(decision, said=None, interrupt=None))
@@ -223,7 +534,7 @@ class Transaction:
                 transport = self.preparation.ways.transport(self.preparation.world)
                 self.outcome.late_stats = self._execute(moves, transport)
                 kinds = tuple(kind for kind in self.kinds if not row_of(kind).is_gradient)
-                self._digest_target(self.target, kinds, self._digest_source(self.preparation.vps, kinds))
+                self._digest("target", self.target, kinds, self._digest("source", self.source, kinds))
         except BaseException as error:
             self._late_error = error
         self.outcome.late_ms = 1e3 * (time.perf_counter() - begin)
@@ -233,380 +544,13 @@ class Transaction:
 
         Raise what the thread that moves them raised. All waits of that thread have a time-out.
         """
-        while True:
-            self._final.stop()
-            if self._thread is None or not self._thread.is_alive():
-                break
+        self._final.stop()
+        while self._thread is not None and self._thread.is_alive():
             self._thread.join(POLL_SECONDS)
+            self._final.stop()
         if self._late_error is not None:
             raise self._late_error
-        self._measure()
         return self._report()
-
-    # ---- before the commit ---------------------------------------------------------------------------------------
-
-    def meet(self) -> None:
-        """Wait until all members are prepared and stand at one boundary."""
-        meet(self.session, self.engine, self.preparation, self.place)
-
-    def connect(self) -> None:
-        """Connect the next world's groups over the accelerator, unless they are connected."""
-        connect(self.preparation, self.old_world, self.session)
-        self.outcome.connections = self.preparation.connections or Connections()
-
-    def _drain(self) -> None:
-        """Check that nothing is under way and no window is open; note this member's state, and post its carry."""
-        engine, generation, rank = self.engine, self.proposal.generation, self.source_rank
-        if rank is None:
-            return
-        self.before = drain(engine, self.proposal, rank, self.outcome)
-        self.source = self.before.buffers
-        if self.proposal.late:  # forward passes of a void batch must leave no trace in the module's buffers
-            held = [(buffer, buffer.detach().clone()) for buffer in engine.host.module.buffers()]
-            self.swap.on_undo(_put_back, held)
-        own = self.swap.streams
-        self.control.post(f"stream/{generation}/{rank}", {"states": own, "print": fingerprint(own)})
-        self.layers.offer()
-        if rank == 0:
-            self.rest = rest_carry(engine, has_module=not self.layers.go_by_layers)
-            kinds = [kind for kind in engine.vps.present_kinds() if any(kind == held for held, _ in self.source)]
-            record = {"shared": encode(self.before.shared, None), "rest": encode(self.rest, []), "kinds": kinds}
-            record["rest_print"] = fingerprint(self.rest) if self.newcomers else ""
-            self.control.post(f"carry/{generation}", record)
-
-    def _settle_results(self) -> None:
-        """Make sure that all members of the source have the results of the last step's collectives.
-
-        Only if a death may abort an accelerator's collectives; a later death in the switch then leaves nothing in
-        doubt. In a world that has lost a member, none of the remaining ones is in doubt.
-        """
-        if self.old_world is None or not self.old_world.has_gate:
-            return
-        among = self._among(self.proposal.source_members)
-        if among.reduce("doubts", self.engine.is_in_doubt, or_):
-            self.engine.agree(lambda number: among.reduce(f"results/{number}", number, max))
-
-    def _receive_carry(self) -> None:
-        """Read rank 0's carry, which all others must have, too; it was posted before rank 0 came to the meeting."""
-        self.carried = Carried.of(self.control.value(f"carry/{self.proposal.generation}"))
-        self.outcome.kinds = self.kinds
-        if self.before is not None:
-            self._compare_carry(self.before.shared, "before")
-        self._settle_target()
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """State kinds that exist now."""
-        return self.carried.kinds
-
-    def _compare_carry(self, mine: dict[str, Any], when: str) -> None:
-        """Raise CertificateError unless this member has the carry that rank 0 had before the moves."""
-        parts = differing_values(mine, self.carried.shared)
-        if parts:
-            raise CertificateError(
-                f"carry of member {self.control.member} {when} the moves differs from rank 0's before them in: "
-                f"{', '.join(parts)}"
-            )
-
-    def _digest_pause(self) -> None:
-        """Digest the source in the pause.
-
-        For a late switch, only the kinds that a backward pass writes to: later there would be nothing left to compare.
-        """
-        self.kept_share = self._digest_source(self.engine.vps, self._proved_at_once)
-
-    @property
-    def _proved_at_once(self) -> tuple[str, ...]:
-        """State kinds whose digests are computed in the pause."""
-        return tuple(kind for kind in self.kinds if not self.proposal.late or row_of(kind).is_gradient)
-
-    def _digest_source(self, vps: VirtualParameterSpace, kinds: tuple[str, ...]) -> SideDigests:
-        """Add digests of this member's source buffers; return the share of them in buffers that stay."""
-        if self.source_rank is None:
-            return {}
-        side, kept = (self.proposal.source_layout, self.source_rank), self.preparation.kept
-        found, share = side_digests(vps, *side, self.source, kinds, kept, ready=self.preparation.sides.get(side))
-        self.source_digests = {**self.source_digests, **found}
-        return share
-
-    def _digest_target(self, held: Buffers, kinds: tuple[str, ...], share: SideDigests) -> None:
-        """Add digests of this member's target buffers. share: of buffers that have stayed."""
-        if self.target_rank is None:
-            return
-        vps = self.preparation.vps.with_layout(self.proposal.layout, self.proposal.members)
-        side, kept = (self.proposal.layout, self.target_rank), self.preparation.kept
-        kinds = tuple(kind for kind in kinds if kind in vps.present_kinds())
-        found, _ = side_digests(vps, *side, held, kinds, kept, share, self.preparation.sides.get(side))
-        self.target_digests = {**self.target_digests, **found}
-
-    def _settle_replicas(self) -> None:
-        """Set tensors that several stages or tensor ranks hold to their owners' values, before anything is read."""
-        layout, members = self.proposal.source_layout, self.proposal.source_members
-        if layout.pipe * layout.tensor == 1 or self.source_rank is None:
-            return
-        vps, rank, session = self.engine.vps, self.source_rank, self._among(members)
-        drifting = differing(session, "drifting", vps, layout, rank, self.source_digests, "source")
-        if not drifting:
-            return
-        self.swap.on_undo(self.settlement.undo)
-        transport = self.preparation.ways.transport(self.preparation.world)
-        self.settlement.take_owners(vps, rank, self.source, drifting, transport, self.control.timeout_seconds)
-        found = session.reduce("distances", self.settlement.distances, furthest)
-        types = self.engine.host.element_types
-        tolerance = self.engine.settings.replica_tolerance
-        self.outcome.warnings.append(judge_replicas(found, tolerance, {kind: types.of(kind) for kind in drifting}))
-        self._digest_pause()
-
-    def _among(self, members: tuple[int, ...]) -> Session:
-        """Return a session of some of the members, for a step in between."""
-        return self._session(f"{self.session.key}/source", self.session.record, members)
-
-    def _settle_target(self) -> None:
-        """Choose the target buffers; provide new ones if live buffers are no longer those that were to be kept."""
-        preparation = self.preparation
-        if self.target_rank is None:
-            return
-        layout, vps = self.proposal.layout, preparation.vps
-        stale = [
-            key
-            for key in preparation.kept
-            if key not in self.source or self.source[key].data_ptr() != preparation.buffers[key].data_ptr()
-        ]
-        if stale:
-            preparation.kept = preparation.reusable(self.source)
-            local = vps.local(layout, self.target_rank)
-            preparation.buffers = provide(local, preparation.memory, preparation.kept, self.source, zeros)
-        absent = set(vps.present_kinds(self.proposal.source_layout)) - set(self.kinds)
-        self.target = {key: held for key, held in preparation.buffers.items() if key[0] not in absent}
-
-    def _rebuild(self) -> None:
-        """Take the old optimizer off, install the new groups, and put the new optimizer over the prepared memory."""
-        self.connect()
-        world, before = self.preparation.world, self.before
-        if before is not None:
-            self.swap.off(before)
-            self.swap.on_undo(self.settlement.undo)  # before the old optimizer reads them
-        if self.target_rank is not None and world is not None:
-            self.swap.into(world)
-            scalars = scalars_of(self.carried.shared) if before is None else before.scalars
-            made, self.preparation.made = self.preparation.made, None
-            vps, layout = self.preparation.vps, self.proposal.layout
-            self.swap.over(vps, layout, world, self.target_rank, self.target, scalars, made)
-
-    def _move(self) -> None:
-        transport = self.preparation.ways.transport(self.preparation.world)
-        self.outcome.stats = self._execute(self.preparation.moves(self.kinds), transport, self._link())
-        self._send_rest(transport)
-        self.outcome.layer_bytes = self.layers.exchange(transport, self.control.timeout_seconds)
-
-    def _execute(self, plan: ReadyPlan, transport: Transport, link: DeviceLink | None = None) -> TransferStats:
-        return execute(plan, self.source, self.target, transport, self.control.timeout_seconds, link)
-
-    def _link(self) -> DeviceLink | None:
-        """Return the link between devices, or None if the plan needs none.
-
-        Raise SwitchFailed if the link is lent by the old world and another member has gone back without using it.
-        """
-        link = self.preparation.ways.link(self.preparation.world, self.session.stop)
-        is_lent = link is not None and link.communicator is self.preparation.ways.may_lend(self.old_world)
-        if is_lent and not self._decides(begins=True):
-            raise SwitchFailed("another member has given the switch up before the moves")
-        return link
-
-    def _decides(self, begins: bool) -> bool:
-        """Return whether moves over a communicator of the old world begin: the first member to say decides for all."""
-        return bool(self.control.decide(f"batches/{self.proposal.generation}", {"begin": begins})["begin"])
-
-    def _send_rest(self, transport: Transport) -> None:
-        """Send tensors of the carry (module buffers, the user's objects) from rank 0 to the members that start to work.
-
-        They go down a tree in which no member sends to more than two others.
-        """
-        deadline = time.monotonic() + self.control.timeout_seconds
-        tree = [self.proposal.source_members[0], *self.newcomers]
-        if self.source_rank == 0:
-            tensors: list[torch.Tensor] = []
-            encode(self.rest, tensors)
-            send_down(tree, self.control.member, tensors, transport, deadline)
-        elif self.control.member in self.newcomers:
-            tensors = blank_tensors(self.carried.rest)
-            send_down(tree, self.control.member, tensors, transport, deadline)
-            self.rest = decode(self.carried.rest, tensors)
-            if fingerprint(self.rest) != self.carried.rest_print:
-                raise CertificateError(
-                    f"module buffers or carried objects of member {self.control.member} are not those of rank 0"
-                )
-
-    def _carry(self) -> None:
-        if self.target_rank is None:
-            return
-        if self.source_rank is None:
-            whole = {**self.carried.shared, **self.rest, "resized": self.layers.is_resized}
-            take(self.engine, whole, Taken.START)
-        else:
-            take(self.engine, self.carried.shared, Taken.NEW_OPTIMIZER)
-        self.layers.put()
-        self.new_streams = self._streams_of(self.target_rank)
-        streams.restore(self.new_streams)
-
-    def _streams_of(self, rank: int) -> streams.Streams:
-        """Return the random streams of a rank of the next world, from those that the present ranks have posted."""
-        proposal = self.proposal
-
-        def posted(origin: int) -> streams.Streams:
-            record = self.control.value(f"stream/{proposal.generation}/{origin}")
-            found: streams.Streams = record["states"]
-            if fingerprint(found) != record["print"]:
-                raise CertificateError(
-                    f"random streams of rank {origin}: those that member {self.control.member} has read are not those "
-                    f"that member {proposal.source_members[origin]} had"
-                )
-            return found
-
-        layouts, seed = (proposal.source_layout, proposal.layout), self.engine.job.job_seed
-        return streams.continued(*layouts, rank, seed, proposal.generation, posted)
-
-    def _verify(self) -> dict[str, Any]:
-        """Check the target; return this member's report on both sides."""
-        begin = time.perf_counter()
-        if self.target_rank is not None:
-            self._check_target(self.target_rank)
-        self.outcome.certificate_ms = self.outcome.phases_ms["digest"] + 1e3 * (time.perf_counter() - begin)
-        self._measure()
-        return self._report()
-
-    def _report(self) -> dict[str, Any]:
-        """Return this member's digests, as shares of the sums over all."""
-        vps, report = self.preparation.vps, dict[str, Shares | None]({"source": None, "target": None})
-        if self.source_rank is not None:
-            side = self.proposal.source_layout, self.proposal.source_members, self.source_rank
-            report["source"] = shares(vps, *side, self.source_digests)
-        if self.target_rank is not None:
-            side = self.proposal.layout, self.proposal.members, self.target_rank
-            report["target"] = shares(vps, *side, self.target_digests)
-        return report
-
-    def _check_target(self, rank: int) -> None:
-        layout = self.proposal.layout
-        vps = self.preparation.vps.with_layout(layout, self.proposal.members)
-        held, scalars = self.engine.host.state_buffers()
-        check_census(self.engine.host, vps, rank, held, "after the moves")
-        present = vps.present_kinds()
-        gone = [key for key in self.target if key[0] in self.kinds and key[0] in present and key not in held]
-        if gone:
-            raise CensusError(f"rank {rank}: {gone[0][0]} of {gone[0][1]} is not in the rebuilt optimizer")
-        self._digest_target(held, self._proved_at_once, self.kept_share)
-        if streams.capture() != self.new_streams:
-            raise CertificateError(f"random streams of rank {rank} are not those that its place in the layout has")
-        self._compare_carry(shared_carry(self.engine, scalars), "after")
-
-    def _judge(self, report: dict[str, Any]) -> Decision:
-        """Return the decision by the certificate, from what all members report. Called on the first member."""
-        vps, layouts = self.preparation.vps, (self.proposal.source_layout, self.proposal.layout)
-        try:
-            said = certify(vps, *layouts, report)
-        except CertificateError as error:
-            return Decision(False, f"CertificateError: {error}")
-        return Decision("digest" in said, "copies of one state differ" if "doubts" in said else "", said=said)
-
-    def _explained(self, wrong: dict[str, Doubts]) -> str:
-        """Return a message about whose copies differ, the same on all members."""
-        side = next(each for each in SIDES if wrong[each])
-        proposal, session = self.proposal, self.session
-        layout, members, own = {
-            "source": (proposal.source_layout, proposal.source_members, self.source_digests),
-            "target": (proposal.layout, proposal.members, self.target_digests),
-        }[side]
-        among = self._session(session.key)
-        what = among, "differing", self.preparation.vps, layout, members, own or None, wrong[side], side
-        try:
-            return f"CertificateError: {explained(*what)}"
-        except (DynatrainError, td.DistError) as error:  # the switch is rolled back in any case
-            return f"CertificateError: copies of one state differ, and it is not known whose ({error})"
-
-    # ---- at and after the commit ---------------------------------------------------------------------------------
-
-    def _commit(self) -> None:
-        """Enter the new world for good; let go of the old one once all members have read the record."""
-        engine, proposal = self.engine, self.proposal
-        self.swap.keep()
-        engine.enter(proposal, self.preparation.world if self.target_rank is not None else None)
-        if PROCESS.is_shared and self.target_rank is not None:
-            engine.activate()  # another engine has had its turn since the vote
-        self.preparation.committed()
-        self.outcome.acknowledge(self.session)
-        if self.target_rank is not None:
-            engine.host.forget_steps()
-        self.preparation.ways.end()
-        self.target, self.preparation.buffers, self.preparation.sides = {}, {}, {}
-        self.control.track_teardown(release(self.source))
-        if self.old_world is not None:
-            self.control.track_teardown(drop(self.old_world))
-        if self.target_rank is None:
-            engine.host.leave_world()
-            engine.launch.install()
-            if self.preparation.world is not None:
-                self.control.track_teardown(drop(self.preparation.world))
-        elif self.preparation.world is not None:
-            self.control.track_teardown(self.preparation.world.retire_transfer())
-
-    def _roll_back(self) -> None:
-        """Put back the old optimizer over the old memory, the old groups and the old streams."""
-        try:
-            self._mend_communicator()
-        finally:
-            self.swap.undo()
-            self._measure()
-            self.source, self.target, self.before = {}, {}, None
-            self.preparation.abandon()
-        if self._thread is not None:
-            self._thread.join(ABANDON_SECONDS)  # it may still wait for messages that will not come
-            if self.source_rank is not None:
-                self.engine.repeat_places()
-
-    def _mend_communicator(self) -> None:
-        """Renew a communicator of the old world over which moves have failed: it may be in any state. All do so.
-
-        Raise SwitchFailed if that fails: the old world cannot compute without it, and the job has to end.
-        """
-        old, lent = self.old_world, self.preparation.ways.may_lend(self.old_world)
-        if old is None or lent is None or self.outcome.is_uncertain or not self._decides(begins=False):
-            return
-        end([lent], is_broken=True)
-        seconds = self.control.timeout_seconds + END_SECONDS  # as long as another member may wait for its device
-        try:
-            old.renew(lent, f"anew/{self.proposal.generation}", seconds)
-        except RuntimeError as error:
-            raise SwitchFailed(
-                f"the switch to {self.proposal.layout} was rolled back ({self.outcome.reason}), and the communicator "
-                f"that its moves had used could not be made anew: {error}. Start the job again from a checkpoint"
-            ) from error
-
-    # ---- small things --------------------------------------------------------------------------------------------
-
-    @property
-    def newcomers(self) -> list[int]:
-        """Members that start to work with this switch."""
-        return [member for member in self.proposal.members if member not in self.proposal.source_members]
-
-    def _measure(self) -> None:
-        """Measure the state held at once on this member: source, additions of the target, and staging."""
-        held = {_memory(buffer) for buffer in (*self.source.values(), *self.target.values())}
-        staging = self.outcome.stats.staging_peak if self.outcome.stats else 0
-        self.outcome.peak_memory = _union_bytes(held) + staging
-
-
-def _memory(buffer: torch.Tensor) -> tuple[int, int]:
-    return buffer.data_ptr(), buffer.data_ptr() + buffer.numel() * buffer.element_size()
-
-
-def _union_bytes(runs: set[tuple[int, int]]) -> int:
-    """Return the bytes covered by address runs that may overlap."""
-    total, end = 0, 0
-    for start, stop in sorted(runs):
-        total += max(0, stop - max(start, end))
-        end = max(end, stop)
-    return total
 
 
 def _put_back(held: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -6,9 +6,8 @@ accelerators the library of their collectives sends, and all remaining bytes go 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from ds_dynatrain.adapters.communicators import Communicator, CommunicatorLink, can_send_between_devices
@@ -48,16 +47,22 @@ class Ways:
     stop: Callable[[], None]
     neighbors: Neighbors | None = None
     batching: Batching | None = None
+    _machine: str = ""
+    """Key of the list of members on this machine."""
+    _on_machine: Sequence[int] = ()
+    """Members on this machine, including this one."""
 
     def announce(self) -> None:
         """Say which machine this member is on; all do so before any of them calls `meet`."""
         if self.way != "gloo":
+            self._machine = f"machine/{self.proposal.generation}/{machine()}"
             self.control.add_to_list(self._machine, self.control.member)
 
     def meet(self) -> None:
         """Find the neighbors; raise SwitchRefused if all members were to be read, and some cannot be."""
         if self.way == "gloo":
             return
+        self._on_machine = self.control.read_list(self._machine)
         member, device, seconds = self.control.member, compute_device(), self.control.timeout_seconds
         read = None if self.way == "nccl" else device
         self.neighbors = Neighbors.meet(member, self._share, seconds, self.stop, read)
@@ -71,7 +76,7 @@ class Ways:
             )
 
     def agree_on_batching(
-        self, plan: Callable[[], MemberPlan], kinds: frozenset[str], budget_bytes: int, session: Session, world: World
+        self, plan: MemberPlan, kinds: frozenset[str], budget_bytes: int, session: Session, world: World
     ) -> None:
         """Agree on the moves that go by the library of the accelerators' collectives.
 
@@ -89,14 +94,13 @@ class Ways:
             )
         if self.way not in ("auto", "nccl") or not can_send_between_devices():
             return
-        mine = len(plan().split(self._far, kinds, kinds)[1])
+        mine = len(plan.split(self._far, kinds, kinds)[1])
         most = session.reduce("batches", mine, max, doing="finding the way between devices")
         world.moves_by_device = most > 0
         self.batching = Batching(self._far, kinds, most, budget_bytes) if most else None
 
     def sharing(self, kinds: frozenset[str]) -> Sharing | None:
-        """Return whose memory on accelerators this member reads; None if it reads none, or its neighbors are not known
-        yet.
+        """Return whose memory on accelerators this member reads; None if it reads none.
 
         kinds: the state kinds whose present buffers are on accelerators.
         """
@@ -156,13 +160,3 @@ class Ways:
         board.post(f"{key}/{board.member}", record)
         keys = {member: f"{key}/{member}" for member in self._on_machine}
         return board.wait(keys, "finding neighbors", stop=self.stop, longest=POLL_SECONDS, is_there=False)
-
-    @cached_property
-    def _on_machine(self) -> list[int]:
-        """Members on this machine, including this one."""
-        return self.control.read_list(self._machine)
-
-    @property
-    def _machine(self) -> str:
-        """Key of the list of members on this machine."""
-        return f"machine/{self.proposal.generation}/{machine()}"

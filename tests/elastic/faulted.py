@@ -46,7 +46,7 @@ from tests.engine.models import Sequences
 
 PLACES: dict[str, tuple[type, str]] = {
     "prepare": (Preparation, "_build"),
-    "meet": (Transaction, "meet"),
+    "meet": (Transaction, "_meet"),
     "drain": (Transaction, "_drain"),
     "connect": (Transaction, "connect"),
     "rebuild": (Transaction, "_rebuild"),

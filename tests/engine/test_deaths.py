@@ -12,6 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as td
 
+from ds_dynatrain.reshard.old_state import OldState
 from ds_dynatrain.reshard.switch import Transaction
 from tests.engine import faults, jobs
 from tests.engine.pool import Died, RankPool
@@ -23,14 +24,18 @@ ASK_AT = 3
 
 
 @contextmanager
-def befallen(victim: int, method: str, before: bool, dies: bool) -> Iterator[None]:
-    """On member `victim` something happens to the process right before or right after a method of the transaction."""
-    own = getattr(Transaction, method)
+def befallen(victim: int, method: str, before: bool, dies: bool) -> Iterator[list[float]]:
+    """On member `victim` something happens to the process right before or right after a method of the transaction.
+
+    The block's value gets the time at which it goes on.
+    """
+    own, woken = getattr(Transaction, method), list[float]()
 
     def happen(switch: Transaction) -> None:
         if dies:
             os._exit(9)
         time.sleep(LONGER)
+        woken.append(time.monotonic())
 
     def wrapped(self: Transaction, *arguments: Any) -> Any:
         if before:
@@ -41,22 +46,43 @@ def befallen(victim: int, method: str, before: bool, dies: bool) -> Iterator[Non
         return result
 
     if td.get_rank() != victim:
-        yield
+        yield woken
         return
     with patch.object(Transaction, method, wrapped):
-        yield
+        yield woken
 
 
-def case(start: jobs.Sizes, target: jobs.Sizes, steps: int, fate: tuple[int, str, bool, bool] | None) -> dict[str, Any]:
-    """Train to `steps`, or leave the loop right after the switch if `steps` is 0; `fate` is what `befallen` takes."""
+@contextmanager
+def noting_releases() -> Iterator[list[float]]:
+    """Inside the block the times are noted at which this process lets go of the state before a switch."""
+    own, released = OldState.release, list[float]()
+
+    def release(self: OldState) -> None:
+        released.append(time.monotonic())
+        own(self)
+
+    with patch.object(OldState, "release", release):
+        yield released
+
+
+def case(
+    start: jobs.Sizes, target: jobs.Sizes, steps: int, fate: tuple[int, str, bool, bool] | None, rest: float = 0.0
+) -> dict[str, Any]:
+    """Train to `steps`, or leave the loop right after the switch if `steps` is 0; `fate` is what `befallen` takes.
+
+    rest: seconds after each step.
+    """
     settings = jobs.config("fp32", start)
     settings["dynatrain"]["timeout_seconds"] = SECONDS
     result: dict[str, Any] = {"record": jobs.Record()}
-    with jobs.job(settings) as made, befallen(*(fate or (-1, "_move", False, False))):
+    happens = befallen(*(fate or (-1, "_move", False, False)))
+    with noting_releases() as released, jobs.job(settings) as made, happens as woken:
+        result |= {"released": released, "woken": woken}
         engine = made.engine
         try:
             if steps:
-                faults.train(made, steps, {ASK_AT: target} if fate else {}, result["record"])
+                schedule = {ASK_AT: target} if fate else {}
+                faults.train(made, steps, schedule, result["record"], lambda made: time.sleep(rest))
             else:
                 for batch in made.loader:
                     if engine.last_switch is not None:
@@ -85,10 +111,14 @@ CHANGES = [
 
 @pytest.mark.parametrize(("start", "target", "victim"), CHANGES)
 def test_hang_between_vote_and_commit(pool: RankPool, start: jobs.Sizes, target: jobs.Sizes, victim: int) -> None:
-    found = pool.run(case, start=start, target=target, steps=ASK_AT + 5, fate=(victim, "conclude", True, False))
+    fate = victim, "conclude", True, False
+    found = pool.run(case, start=start, target=target, steps=ASK_AT + 5, fate=fate, rest=0.5)
     events = check_decision(found, list(range(4)), "committed")
     assert any(f"no answer from member {victim}" in warning for event in events for warning in event.warnings)
     assert len(jobs.global_losses([each["record"] for each in found])) == ASK_AT + 5
+    (woken,) = found[victim]["woken"]
+    assert all(woken <= released for each in found for released in each["released"])  # a warning releases nothing
+    assert all(len(each["released"]) == 1 for each in found)
 
 
 @pytest.mark.parametrize(("start", "target", "victim"), CHANGES)
@@ -112,7 +142,7 @@ def test_death_between_vote_and_commit(pool: RankPool, start: jobs.Sizes, target
 
 @pytest.mark.parametrize(
     "method",
-    ["_move", "_verify", *(pytest.param(name, marks=pytest.mark.full) for name in ("meet", "_rebuild", "_carry"))],
+    ["_move", "_verify", *(pytest.param(name, marks=pytest.mark.full) for name in ("_meet", "_rebuild", "_carry"))],
 )
 def test_death_of_a_waking_member_before_its_vote(pool: RankPool, method: str) -> None:
     """The others roll back and train on: the dead one had no part in the present world."""

@@ -96,13 +96,13 @@ def act(name: str, after: str, restoration: Any) -> None:
 @contextmanager
 def injected(names: Sequence[str]) -> Iterator[None]:
     """Inside the block the job's first switch fails by the first fault, its second by the second, and so on."""
-    by_record = {f"record/{faults.FIRST_GENERATION + number}": name for number, name in enumerate(names)}
+    by_key = {f"switch/{faults.FIRST_GENERATION + number}/restore": name for number, name in enumerate(names)}
 
     def followed(method: str) -> Any:
         own = getattr(Restoration, method)
 
         def wrapped(self: Any, *arguments: Any) -> None:
-            name = by_record.get(self.goal.record, "")  # what is read to go back has another record
+            name = by_key.get(self.goal.key, "")  # what is read to go back has another key
             if method == "_read" and name == "corrupted message" and self.rank == faults.WHERE:
                 with patch.object(Reader, "_pread", corrupted(Reader._pread)):
                     own(self, *arguments)

@@ -1,19 +1,21 @@
-"""A switch that holds no more than the larger side: through a checkpoint of this very step ("safety": "lean").
+"""A switch that holds no more than the larger side: save, then restore from that checkpoint ("safety": "lean").
 
-The working members save a checkpoint, as `engine.save` does, and read it back to check it. One record then says whether
-to go on: until it is written every failure leaves all as it was. After it the source is freed, before anything of the
-target is allocated; the members of the target restore from the checkpoint, in the new world, under the same proofs as
-`engine.load`. If that fails, those of the source restore from it in the old world, whose groups are kept until then. So
-the memory held at once is at most max(source, target), and the staging of reads and writes.
+There are two votes. In the first one the working members save a checkpoint, as `engine.save` does, and read it back to
+check it: until it is a yes every failure leaves all as it was. Then the source is freed, before anything of the target
+is allocated. In the second one the members of the target restore from the checkpoint in the new world, by the same
+`Restoration` and under the same proofs as `engine.load`; its decision is the record of the switch. If it is a no, the
+swap is undone: the members of the source restore from the checkpoint in the old world, whose groups are kept until
+then. So the memory held at once is at most max(source, target), and the staging of reads and writes.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ds_dynatrain.adapters.communicators import Connections
 from ds_dynatrain.adapters.state import Buffers
+from ds_dynatrain.adapters.world import World
 from ds_dynatrain.adapters.worlds import drop
 from ds_dynatrain.checkpoint import Reader, Saved
 from ds_dynatrain.engine.checkpoints.restore import restored
@@ -23,8 +25,11 @@ from ds_dynatrain.extension import backups_of
 from ds_dynatrain.membership.session import Decision, Session
 from ds_dynatrain.reshard.core import EngineCore
 from ds_dynatrain.reshard.meeting import Outcome, connect, drain, meet
+from ds_dynatrain.reshard.old_state import OldState
 from ds_dynatrain.reshard.preparation import Preparation
 from ds_dynatrain.reshard.restoration import Goal, let_go
+from ds_dynatrain.reshard.swap import Swap
+from ds_dynatrain.space import Layout
 
 
 class LeanTransaction:
@@ -33,11 +38,14 @@ class LeanTransaction:
     def __init__(self, engine: EngineCore, preparation: Preparation, place: str, saver: Saver) -> None:
         self.engine, self.preparation, self.place, self._saver = engine, preparation, place, saver
         self.proposal, self.control = preparation.proposal, preparation.board
-        self.old_world, self.outcome = engine.world, Outcome()
-        self.key, what = self.proposal.key, f"switch to {self.proposal.layout}"
-        members, stop = self.proposal.union, preparation.stop
-        self.session = Session(self.control, self.key, members, what, is_patient=True, stop=stop)
+        self.old_world, self.outcome, self.swap = engine.world, Outcome(), Swap(engine)
+        self.key = self.proposal.key
+        self.session = self._session(self.key)
         self.interrupt: BaseException | None = None
+
+    def _session(self, key: str, record: str | None = None) -> Session:
+        what, stop = f"switch to {self.proposal.layout}", self.preparation.stop
+        return Session(self.control, key, self.proposal.union, what, record=record, is_patient=True, stop=stop)
 
     def vote(self) -> Decision:
         """Save a checkpoint, and return the decision of all members whether to go on from it.
@@ -45,133 +53,124 @@ class LeanTransaction:
         Raise OutcomeUnknown if it cannot be read whether others have let go.
         """
         try:
-            decision = self.session.vote(self._save_soundly)
+            saved = self.session.vote(self._save, _joined, _yes)
         except OutcomeUnknown:
             self.preparation.abandon()
             raise
-        self.interrupt = decision.interrupt
-        if self.session.is_first and not decision.commit:  # for members that have no part in it
-            record = {"commit": False, "reason": decision.reason}
-            self.control.decide(f"record/{self.proposal.generation}", record)
-        return decision
+        self.interrupt = saved.interrupt
+        if self.session.is_first and not saved.commit:  # for members that have no part in it
+            self.control.decide(self.proposal.record_key, {"commit": False, "reason": saved.reason})
+        return saved
 
-    def conclude(self, decision: Decision) -> None:
-        """Do what was decided, with the same outcome on every member.
+    def conclude(self, saved: Decision) -> None:
+        """Do what was decided: go on from the checkpoint, or stay, with the same outcome on every member.
 
         Raise CheckpointError, on all members alike, if neither side could be restored: the engine then holds nothing,
-        and the checkpoint that the error names has the state.
+        and the checkpoint that the error names has the state. Raise OutcomeUnknown if it cannot be read whether others
+        have restored.
         """
-        self.outcome.reason = decision.reason
-        if decision.commit:
-            self._cross(self._path())
-        else:
-            self.preparation.abandon()
-
-    def _cross(self, path: str) -> None:
-        """Go from the source to the target, or back; in between only the checkpoint has the state."""
         outcome = self.outcome
+        if not saved.commit:
+            outcome.reason = saved.reason
+            self.preparation.abandon()
+            return
+        path = Path(saved.said["path"])
         with outcome.phase("free"):
-            if self.old_world is not None:
-                let_go(self.engine)
+            self._free(path)
         with outcome.phase("restore"):
-            failed = self._restore(path)
-        outcome.committed, outcome.reason, outcome.is_rebuilt = not failed, failed, True
-        with outcome.phase("roll back" if failed else "commit"):
-            self._roll_back(path) if failed else self._commit()
+            session = self._session(f"{self.key}/restored", self.proposal.record_key)
+            decision = session.vote(partial(self._restore, path), _joined, _yes)
+        self.interrupt = self.interrupt or decision.interrupt
+        outcome.committed, outcome.reason, outcome.is_rebuilt = decision.commit, decision.reason, True
+        with outcome.phase("commit" if decision.commit else "roll back"):
+            if decision.commit:
+                outcome.digest, outcome.kinds = decision.said["digest"], tuple(decision.said["kinds"])
+                self._commit()
+            else:
+                self.swap.undo()
+                self.preparation.abandon()
 
-    # ---- until the source is freed -----------------------------------------------------------------------------------
-
-    def _save_soundly(self) -> None:
+    def _save(self) -> dict[str, Any]:
+        """Save a checkpoint and check it; return its path, on members that have a part of it."""
+        engine, rank, found = self.engine, self.preparation.source_rank, dict[str, Any]()
+        backups = backups_of(engine.job.extensions)
         with self.outcome.phase("meet"):
-            meet(self.session, self.engine, self.preparation, self.place)
+            meet(self.session, engine, self.preparation, self.place)
         with self.outcome.phase("save"):
-            path = self._written()
+            if rank is not None and backups is not None:
+                self.outcome.peak_memory = _bytes(drain(engine, self.proposal, rank, self.outcome).buffers)
+                found["path"] = str(self._saver.save(backups.path, None, f"{self.key}/save", "", backups.keep))
         with self.outcome.phase("verify"):
-            self._read_back(path)
+            if rank is not None and found:
+                self._read_back(found["path"], rank)
             connect(self.preparation, self.old_world, self.session)
-            self.outcome.connections = self.preparation.connections or Connections()
+            self.outcome.connections = self.preparation.connections or self.outcome.connections
+        return found
 
-    def _written(self) -> str:
-        """Save; return the folder, which all members of either world learn."""
-        engine, backups = self.engine, backups_of(self.engine.job.extensions)
-        if self.old_world is not None and backups is not None:
-            held = drain(engine, self.proposal, self.preparation.source_rank or 0, self.outcome).buffers
-            self.outcome.peak_memory = _bytes(held)
-            path = self._saver.save(backups.path, None, f"{self.key}/save", "", backups.keep)
-            if self.preparation.source_rank == 0:
-                self.session.say("path", str(path))
-        return self._path()
-
-    def _path(self) -> str:
-        return str(self.session.said_by(self.proposal.source_members[0], "path", "saving a checkpoint"))
-
-    def _read_back(self, path: str) -> None:
+    def _read_back(self, path: str, rank: int) -> None:
         """Check the checkpoint, each member that holds the state a part of it; CheckpointError if it differs.
 
         Called before any member lets go of its state.
         """
-        rank, size = self.preparation.source_rank, len(self.proposal.source_members)
-        damaged: list[str] = []
-        if self.old_world is not None:
-            saved = Saved.open(Path(path))
-            rows = [row for row in saved.manifest if row.file][rank or 0 :: size]
-            with Reader(saved.path, saved.manifest, self.engine.settings.memory_budget_bytes) as reader:
-                damaged = [str(row) for row in rows if not reader.is_sound(row)]
+        saved = Saved.open(Path(path))
+        rows = [row for row in saved.manifest if row.file][rank :: len(self.proposal.source_members)]
+        with Reader(saved.path, saved.manifest, self.engine.settings.memory_budget_bytes) as reader:
+            damaged = [str(row) for row in rows if not reader.is_sound(row)]
         if damaged:
             raise CheckpointError(
                 f"{path}: {damaged[0]}: not what was written ({len(damaged)} such places); check the disk, or set "
                 'dynatrain.safety to "rollback"'
             )
 
-    # ---- from there on: the checkpoint has the state -----------------------------------------------------------------
-
-    def _restore(self, path: str) -> str:
-        """Restore in the new world; return why it failed, the same on all members, or an empty text."""
-        engine, proposal, world = self.engine, self.proposal, self.preparation.world
-        over: dict[str, Any] = {"failed": "", "digest": "", "kinds": []}
-        if self.preparation.target_rank is not None and world is not None:
-            self.preparation.world = None  # it is the engine's now, or dropped below
-            record = f"record/{proposal.generation}"
-            try:
-                goal = Goal(proposal.layout, proposal.members, world, f"{record}/restore", record, begins_anew=False)
-                found = restored(engine, goal, Path(path))
-            except OutcomeUnknown:  # others may have restored
-                raise
-            except BaseException as error:
-                self.interrupt = self.interrupt or (None if isinstance(error, Exception) else error)
-                over["failed"] = str(error) or type(error).__name__
-                self.control.track_teardown(drop(world, is_broken=True))
-            else:
-                over |= {"digest": found.digest, "kinds": list(found.kinds)}
-                self.outcome.peak_memory = max(self.outcome.peak_memory, _bytes(engine.host.state_buffers()[0]))
-                self.control.track_teardown(world.retire_transfer())
-            if self.preparation.target_rank == 0:
-                self.session.say("over", over)
-        over = self.session.said_by(proposal.members[0], "over", "restoring the state")
-        self.outcome.digest, self.outcome.kinds = str(over["digest"]), tuple(over["kinds"])
-        return str(over["failed"])
-
-    def _roll_back(self, path: str) -> None:
-        """Restore the members that had the state, in the world that they had it in."""
-        engine, proposal, record = self.engine, self.proposal, f"{self.key}/back"
-        if self.old_world is None:
-            engine.launch.install()
+    def _free(self, path: Path) -> None:
+        """Let go of the source. From here on only the checkpoint has the state."""
+        proposal, world = self.proposal, self.old_world
+        if world is None:
+            self.swap.on_undo(self.engine.launch.install)
         else:
-            side = proposal.source_layout, proposal.source_members, self.old_world
-            restored(engine, Goal(*side, f"{record}/restore", record, begins_anew=False), Path(path))
-        self.preparation.abandon()
+            source = proposal.source_layout, proposal.source_members, world
+            self.swap.on_undo(restored, self.engine, self._goal("back", *source), path)
+            let_go(self.engine)
+
+    def _restore(self, path: Path) -> dict[str, Any]:
+        """Restore in the new world; return what was restored, on members that have a part of it."""
+        engine, proposal, world = self.engine, self.proposal, self.preparation.world
+        if self.preparation.target_rank is None or world is None:
+            return {}
+        self.swap.on_undo(let_go, engine)
+        found = restored(engine, self._goal("restore", proposal.layout, proposal.members, world), path)
+        self.outcome.peak_memory = max(self.outcome.peak_memory, _bytes(engine.host.state_buffers()[0]))
+        return {"digest": found.digest, "kinds": list(found.kinds)}
+
+    def _goal(self, step: str, layout: Layout, members: tuple[int, ...], world: World) -> Goal:
+        """Return the goal of a restoration that is a step of this switch, and no start of a training."""
+        key = f"{self.key}/{step}"
+        return Goal(layout, members, world, key, f"{key}/record", begins_anew=False)
 
     def _commit(self) -> None:
-        engine = self.engine
-        if self.preparation.target_rank is None:
+        """Let go of the old world once all members have read the record."""
+        engine, world, track = self.engine, self.preparation.world, self.control.track_teardown
+        self.swap.keep()
+        works = self.preparation.target_rank is not None
+        if not works:
             engine.enter(self.proposal, None)
             engine.launch.install()
-            if self.preparation.world is not None:
-                self.control.track_teardown(drop(self.preparation.world))
-        if self.old_world is not None:
-            self.control.track_teardown(drop(self.old_world))
-        self.outcome.acknowledge(self.session)
+        if world is not None:
+            track(world.retire_transfer() if works else drop(world))
+        engine.old_state = OldState(self.session, {}, self.old_world, self.preparation.ways)
+        if self.outcome.acknowledge(self.session):
+            engine.release_old_state()
+
+
+def _joined(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Join what two members report; all that report something report the same."""
+    return one or other
+
+
+def _yes(report: dict[str, Any]) -> Decision:
+    """Return the decision that follows if no member has failed."""
+    return Decision(True, said=report)
 
 
 def _bytes(held: Buffers) -> int:
-    return sum(part.numel() * part.element_size() for part in held.values())
+    return sum(part.nbytes for part in held.values())

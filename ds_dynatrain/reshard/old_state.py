@@ -1,0 +1,47 @@
+"""State from before a switch that was committed, held until no member can need it any more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as td
+
+from ds_dynatrain.adapters.memory import release
+from ds_dynatrain.adapters.state import Buffers
+from ds_dynatrain.adapters.world import World
+from ds_dynatrain.adapters.worlds import drop
+from ds_dynatrain.membership.control import Control
+from ds_dynatrain.membership.session import Session
+from ds_dynatrain.reshard.ways import Ways
+
+ACKNOWLEDGED = "acknowledged"
+"""Step of a switch's session in which members say that they have read the commit."""
+
+
+@dataclass(frozen=True)
+class OldState:
+    """Buffers, groups and ways to them from before a switch.
+
+    A member that has not acknowledged the commit may still stand in the switch. So this is released once all members
+    have acknowledged it, or a later generation is entered: no member of that stands in the switch any more.
+    """
+
+    session: Session
+    buffers: Buffers
+    world: World | None
+    ways: Ways
+
+    def is_needed(self, board: Control) -> bool:
+        """Return whether a member may still stand in the switch. Polls and never blocks. board: of the generation."""
+        try:
+            return board is self.session.board and not self.session.have_come(ACKNOWLEDGED)
+        except td.DistError:  # the board is gone, and the job ends, or another generation comes
+            return True
+
+    def release(self) -> None:
+        """Give the memory back, and take the groups down, in threads."""
+        self.ways.end()
+        track = self.session.board.track_teardown
+        track(release(self.buffers))
+        if self.world is not None:
+            track(drop(self.world))
