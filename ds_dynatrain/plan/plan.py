@@ -79,7 +79,7 @@ class SwitchPlan:
     @property
     def kinds(self) -> tuple[str, ...]:
         """Names of the state kinds that move."""
-        return tuple(kind.name for kind in self.sides.kinds)
+        return self.sides.names
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -246,7 +246,7 @@ class Cost:
 
 def estimate(plan: SwitchPlan, budget_bytes: int, bytes_per_second: float) -> Cost:
     """Return the cost with at most `budget_bytes` packed in flight per member, at `bytes_per_second` each way."""
-    sides, kinds = plan.sides, plan.kinds
+    sides, kinds = plan.sides, plan.sides.names
     after = list(kinds)
     for kind in sides.vps.present_kinds(sides.layout):  # gradients are allocated at the target even if none moves
         if row_of(kind).is_gradient and kind not in kinds:

@@ -25,7 +25,7 @@ Rows = tuple[Ints, Ints, Ints]
 
 
 class Needs(NamedTuple):
-    """What a target rank will hold of a kind, by where it comes from: local before derived before remote.
+    """Elements of a kind that a target rank will hold, by origin: local before derived before remote.
 
     local: (source kind, wanted, held) for each kind of source buffers that its member holds. derived: the same for the
     target buffers that it can be cast from. Wanted elements that are held come from there. remote: the rest.
@@ -42,8 +42,8 @@ class Sides:
 
     kinds: the kinds that are present at the source and move; every other one is absent on both sides, and they name
     only each other. held_as: kinds that the source does not hold as its layout would, but cut as another kind is.
-    code: the number of each kind of the space. source_rank, target_rank: the rank of each member. source_ranks: the
-    source rank of each target rank's member, or ABSENT.
+    names: those of the kinds. code: the number of each kind of the space. source_rank, target_rank: the rank of each
+    member. source_ranks: the source rank of each target rank's member, or ABSENT.
     """
 
     vps: VirtualParameterSpace
@@ -51,6 +51,7 @@ class Sides:
     members: tuple[int, ...]
     kinds: tuple[Kind, ...]
     held_as: Mapping[str, str]
+    names: tuple[str, ...] = field(init=False)
     code: dict[str, int] = field(init=False)
     source_rank: dict[int, int] = field(init=False)
     target_rank: dict[int, int] = field(init=False)
@@ -59,9 +60,9 @@ class Sides:
     def __post_init__(self) -> None:
         """Raise LayoutError for members that do not fill the world, SwitchRefused for a kind that the source lacks."""
         check_members(self.layout, self.members)
-        names = [kind.name for kind in self.kinds]
+        names = tuple(kind.name for kind in self.kinds)
         if len(set(names)) != len(names):
-            raise LayoutError(f"a state kind is named twice in {names}; name each once")
+            raise LayoutError(f"a state kind is named twice in {list(names)}; name each once")
         present, kinds = self.vps.present_kinds(), []
         for kind in self.kinds:
             if kind.name not in present and len(self.target(kind.name).region()[0]):
@@ -74,6 +75,7 @@ class Sides:
         source_rank = dict(zip(self.vps.members, range(len(self.vps.members)), strict=True))
         ranks = [source_rank.get(member, ABSENT) for member in self.members]
         object.__setattr__(self, "kinds", tuple(kinds))
+        object.__setattr__(self, "names", names)
         object.__setattr__(self, "code", {kind.name: number for number, kind in enumerate(self.vps.kinds)})
         object.__setattr__(self, "source_rank", source_rank)
         object.__setattr__(self, "target_rank", dict(zip(self.members, range(len(self.members)), strict=True)))

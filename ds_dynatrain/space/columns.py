@@ -55,16 +55,13 @@ class Columns:
             )
         common = samples if shares is None else math.gcd(*shares)
         for size in range(1, samples // columns + 1):
-            if common % size == 0:
-                yield cls._in(size, samples, columns, shares)
-
-    @classmethod
-    def _in(cls, size: int, samples: int, columns: int, shares: tuple[int, ...] | None) -> Columns:
-        """Return the columns whose micro-batches have `size` samples."""
-        if shares is not None:
-            return cls(size, tuple(share // size for share in shares))
-        each, more = divmod(samples // size, columns)
-        return cls(size, tuple(each + (column < more) for column in range(columns)))
+            if common % size:
+                continue
+            if shares is not None:
+                yield cls(size, tuple(share // size for share in shares))
+            else:
+                each, more = divmod(samples // size, columns)
+                yield cls(size, tuple(each + (column < more) for column in range(columns)))
 
     @property
     def longest(self) -> int:

@@ -185,7 +185,9 @@ class DimCut:
         Raise LayoutError if the blocks do not cover the dim.
         """
         _check_index(self, index)
-        size = _dim(shape, self.dim)
+        if not 0 <= self.dim < len(shape):
+            raise LayoutError(f"a tensor of shape {shape} has no dim {self.dim}; give 0 to {len(shape) - 1}")
+        size = shape[self.dim]
         last = sum(map(sum, self.blocks[:-1]))
         if not last <= size <= last + sum(self.blocks[-1]):
             total = last + sum(self.blocks[-1])
@@ -238,12 +240,6 @@ def _through(part: Placed, piece: Placed, buffer: tuple[int, ...]) -> Placed | N
         return None
     by = tuple(first - index for first, index in zip(piece.box.start, start, strict=True))
     return Placed(common.box.shift(by), common.offset, common.strides)
-
-
-def _dim(shape: tuple[int, ...], dim: int) -> int:
-    if not 0 <= dim < len(shape):
-        raise LayoutError(f"a tensor of shape {shape} has no dim {dim}; give 0 to {len(shape) - 1}")
-    return shape[dim]
 
 
 def _check_index(cut: Cut, index: int) -> None:

@@ -66,7 +66,7 @@ class Mesh:
             start, stop = taken[experts]
             primary = index_map.subtract(start, stop)
             taken[experts] = interval.union(np.append(start, index_map.start), np.append(stop, index_map.stop))
-            shard_groups.append(ShardGroup(ranks, self._local_line(place), experts, index_map, primary))
+            shard_groups.append(ShardGroup(ranks, self.local_line(place), experts, index_map, primary))
         object.__setattr__(self, "shard_groups", tuple(shard_groups))
 
     @cached_property
@@ -84,10 +84,6 @@ class Mesh:
                     rows.append((number, index, first.setdefault(boxes, index)))
         tensors, shard_groups, firsts = np.array(rows, dtype=np.int64).reshape(-1, 3).T
         return tensors, shard_groups, firsts
-
-    def local_line(self, rank: int) -> Line:
-        """Return the line of a rank's local tensors, numbered as the logical ones; tensors held elsewhere are empty."""
-        return self._local_line(self.place(rank))
 
     def shard(self, rank: int, tensor: int) -> Shard:
         """Return the pieces of a logical tensor, and its local shape, on a rank before ZeRO cuts it."""
@@ -139,15 +135,10 @@ class Mesh:
             self._shards[key] = self.partition[tensor].shard(self.line.tensors[tensor].shape, *place)
         return self._shards[key]
 
-    def _runs_at(self, place: Place, tensor: int) -> list[tuple[Ints, Ints, Ints]]:
-        """Return (start, stop, offset) of the runs of a tensor's pieces at a place, relative to its first element."""
-        key = self._key(place, tensor)
-        if key not in self._runs:
-            shape, pieces = self.line.tensors[tensor].shape, self._shard(place, tensor).pieces
-            self._runs[key] = [_runs(piece, shape) for piece in pieces]
-        return self._runs[key]
-
-    def _local_line(self, place: Place) -> Line:
+    def local_line(self, place: Place) -> Line:
+        """Return the line of the local tensors at a place, numbered as the logical ones; those held elsewhere are
+        empty.
+        """
         if place not in self._lines:
             shapes = tuple(self._shard(place, first).shape for first in self._firsts)
             if shapes not in self._alike_lines:
@@ -160,13 +151,18 @@ class Mesh:
 
     def _index_map(self, place: Place, experts: bool) -> Pieces:
         """Return where the elements of a place's dense or expert tensors lie."""
-        line, alike = self._local_line(place), np.array(self._alike)
+        line, alike = self.local_line(place), np.array(self._alike)
         nothing = np.empty(0, np.int64)
         parts: list[tuple[Ints, Ints, Ints]] = [(nothing, nothing, nothing)]
         for one, first in enumerate(self._firsts):
             numbers = np.flatnonzero((alike == one) & (self.line.experts == experts))
-            bases, local_bases = self.line.bases[numbers, None], line.bases[numbers, None]
-            for start, stop, local in self._runs_at(place, first) if len(numbers) else ():
+            if not len(numbers):
+                continue
+            key, bases, local_bases = self._key(place, first), self.line.bases[numbers, None], line.bases[numbers, None]
+            if key not in self._runs:
+                shape = self.line.tensors[first].shape
+                self._runs[key] = [_runs(piece, shape) for piece in self._shard(place, first).pieces]
+            for start, stop, local in self._runs[key]:
                 runs = start + bases, stop + bases, local + local_bases
                 parts.append((runs[0].reshape(-1), runs[1].reshape(-1), runs[2].reshape(-1)))
         start, stop, local = join(parts)

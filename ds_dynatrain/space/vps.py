@@ -80,7 +80,8 @@ class VirtualParameterSpace:
     def mesh(self, layout: Layout) -> Mesh | None:
         """Return which rank holds what before ZeRO cuts the tensors; None if every rank has all of them. Computed once.
 
-        Raise LayoutError for an axis that the space was built without, or that does not cut a tensor.
+        Raise LayoutError for an axis that the space was built without, or that does not cut a tensor, and if tensor
+        ranks have different numbers of ZeRO-3 sub-groups.
         """
         cuts = is_partitioned(layout)
         if not cuts and not self.line.experts.any():
@@ -92,7 +93,14 @@ class VirtualParameterSpace:
                 )
             partition = self.partitioner(layout) if cuts and self.partitioner else (WHOLE,) * len(self.tensors)
             mesh = Mesh(self.line, layout, partition)
-            self._check_subgroups(mesh, layout)
+            if layout.zero_stage == 3 and layout.tensor > 1:  # each sums the norms of its sub-groups in turn
+                counts = [zero.subgroup_count(group.line, self.rules, layout) for group in mesh.shard_groups]
+                if len(set(counts)) > 1:
+                    raise LayoutError(
+                        f"{layout}: with sub_group_size {self.rules.sub_group_size} the tensor ranks have "
+                        f"{', '.join(map(str, counts))} sub-groups, and would wait for each other's norms for ever; "
+                        "make zero_optimization.sub_group_size larger, or take a tensor size that cuts evenly"
+                    )
             self._meshes[layout] = mesh
         return self._meshes[layout]
 
@@ -101,25 +109,13 @@ class VirtualParameterSpace:
         mesh = self.mesh(layout)
         return () if mesh is None else shared_stages(mesh.partition)
 
-    def _check_subgroups(self, mesh: Mesh, layout: Layout) -> None:
-        """Raise LayoutError if tensor ranks have different numbers of ZeRO-3 sub-groups: each sums norms in turn."""
-        if layout.zero_stage < 3 or layout.tensor == 1:
-            return
-        counts = [zero.subgroup_count(group.line, self.rules, layout) for group in mesh.shard_groups]
-        if len(set(counts)) > 1:
-            raise LayoutError(
-                f"{layout}: with sub_group_size {self.rules.sub_group_size} the tensor ranks have "
-                f"{', '.join(map(str, counts))} sub-groups, and would wait for each other's norms for ever; make "
-                "zero_optimization.sub_group_size larger, or take a tensor size that cuts evenly"
-            )
-
     def local(self, layout: Layout, rank: int) -> LocalSpace:
         """Return the part of the state that a rank holds, in terms of its own local tensors."""
         mesh, layout = self.mesh(layout), zero.as_cut(self.rules, layout)
         if mesh is None:
             return LocalSpace(self.line, self.rules, self.kinds, layout, rank)
         places = mesh.zero_rank(rank), layout.expert_place(rank)[1]
-        return LocalSpace(mesh.local_line(rank), self.rules, self.kinds, layout, *places)
+        return LocalSpace(mesh.local_line(mesh.place(rank)), self.rules, self.kinds, layout, *places)
 
     def sharding(self, layout: Layout, kind: str) -> Sharding:
         """Return how a layout holds a kind; computed once."""

@@ -323,21 +323,15 @@ class LocalSpace:
             if not is_held(self.layout, kind.name):
                 continue
             if kind.overlaps(self.layout):
-                found.update(self._overlapping_sizes(kind.name))
+                for pieces in self.holding(kind.name):  # whole tensors only; a buffer without a piece is left out
+                    for piece in pieces:
+                        key = kind.name, piece.buffer
+                        found[key] = found.get(key, 0) + piece.stop - piece.start
                 continue
             is_whole = is_replicated(self.layout, kind.name)
             for name, group, numel, whole in buffers:
                 if row_of(kind.name).of_frozen or (group != FROZEN and kind.is_of(group)):
                     found[kind.name, name] = whole if is_whole else numel
-        return found
-
-    def _overlapping_sizes(self, kind: str) -> dict[tuple[str, BufferId], int]:
-        """Return the elements of the buffers that hold whole tensors only; a buffer without a piece is left out."""
-        found: dict[tuple[str, BufferId], int] = {}
-        for pieces in self.holding(kind):
-            for piece in pieces:
-                key = kind, piece.buffer
-                found[key] = found.get(key, 0) + piece.stop - piece.start
         return found
 
     def rows(self, kind: str) -> tuple[Ints, Pieces]:

@@ -220,7 +220,9 @@ class Neighbors:
     def __init__(self, lines: Mapping[int, Line], lenders: frozenset[int] = frozenset()) -> None:
         self._lines, self.lenders = lines, lenders
         self._poll = select.poll()
-        self._by_descriptor = {line.socket.fileno(): line for line in lines.values()}
+        self._by_descriptor = dict[int, Line]()
+        for line in lines.values():
+            self._by_descriptor[line.socket.fileno()] = line
 
     @classmethod
     def meet(

@@ -182,7 +182,11 @@ class Stream:
                 if not self._slots:
                     return
                 self._slots -= 1
-                self._start_staged(parcel)
+                staged = self.staging.take(parcel.nbytes)
+                if self.is_send:
+                    self.regions.pack(parcel.matrices, staged)
+                    self.regions.wait()  # the host is about to read and send it
+                self._start(parcel, staged, staged)
             else:
                 self._start(parcel, self.regions.view(parcel.matrices[0]), None)
             self._next += 1
@@ -200,13 +204,6 @@ class Stream:
             self.regions.wait()  # the slot is another message's next
         self.staging.give(oldest.staged)
         self._slots += 1
-
-    def _start_staged(self, parcel: Parcel) -> None:
-        staged = self.staging.take(parcel.nbytes)
-        if self.is_send:
-            self.regions.pack(parcel.matrices, staged)
-            self.regions.wait()  # the host is about to read and send it
-        self._start(parcel, staged, staged)
 
     def _start(self, parcel: Parcel, data: torch.Tensor, staged: torch.Tensor | None) -> None:
         start = self.transport.send if self.is_send else self.transport.receive

@@ -103,18 +103,14 @@ class GroupTransport:
         tag: int,
         landing: Landing = None,
     ) -> Handle:
-        rank, begins = self._peer(member), range(0, data.numel(), MESSAGE_BYTES)
+        rank, begins = self._rank_of.get(member), range(0, data.numel(), MESSAGE_BYTES)
+        if rank is None or rank == self._group.rank():
+            raise TransferError(f"member {member} is no peer here; the group has the members {sorted(self._rank_of)}")
         try:
             works = [call([data[begin : begin + MESSAGE_BYTES]], rank, tag) for begin in begins]
         except RuntimeError as error:
             raise TransferError(f"cannot {what} member {member}: {error}") from error
         return _GroupHandle(works, f"{what.split()[0]} of {data.numel()} bytes", member, self._stop, landing)
-
-    def _peer(self, member: int) -> int:
-        rank = self._rank_of.get(member)
-        if rank is None or rank == self._group.rank():
-            raise TransferError(f"member {member} is no peer here; the group has the members {sorted(self._rank_of)}")
-        return rank
 
 
 @dataclass
