@@ -78,7 +78,7 @@ class FromCheckpoint(StateSource):
         self._numbers: dict[int, int] = {}
 
     def __exit__(self, *_: object) -> None:
-        """Close the files."""
+        """Close the open files of the checkpoint."""
         self.reader.__exit__()
 
     @property
