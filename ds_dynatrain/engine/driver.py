@@ -6,7 +6,6 @@ commits unless each could.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial, singledispatchmethod
@@ -348,11 +347,10 @@ class Driver:
         record: board and key of the one record of several engines, which is written once each could commit; None for
         one engine, whose transaction writes its own.
         """
-        begin, votes = time.perf_counter(), list[Transaction | LeanTransaction]()
+        votes, is_part = list[Transaction | LeanTransaction](), record is not None
         for engine, preparation in parts:
             given = engine, preparation, self._place
             with engine.turn():
-                is_part = record is not None
                 votes.append(LeanTransaction(*given, engine.saver) if engine.is_lean else Transaction(*given, is_part))
         for (engine, _), transaction in zip(parts, votes, strict=True):
             with engine.turn():
@@ -368,11 +366,10 @@ class Driver:
             except td.DistError as lost:  # others may have read a commit
                 outcome.is_uncertain = True
                 decision = Decision(False, f"{decision.reason or 'the board is gone'} ({lost})")
-        for (engine, preparation), transaction in zip(parts, votes, strict=True):
-            was = engine.layout, engine.members
+        for (engine, _), transaction in zip(parts, votes, strict=True):
             with engine.turn():
                 transaction.conclude(decision)
-                engine.switcher.note(preparation, transaction.outcome, was, begin)
+                engine.switcher.note(transaction)
         outcome.is_uncertain = any(transaction.outcome.is_uncertain for transaction in votes)
         return votes
 

@@ -177,7 +177,8 @@ def into(elastic: ElasticMembership, world: World, alone: LaunchWorld, seconds: 
     try:
         boards = elastic.open_boards(world, seconds=seconds, engine=engine)
         if not _all_start(elastic, world, boards, engine):
-            record = _job_record(elastic, world, boards)
+            whom = "rank 0 of the running job to say what it trains"
+            record = _wait_on(elastic, world, whom, lambda: boards[0].read("job"))
             if record is None:
                 return None
             number = from_record(Registry, record["registry"]).numbers[elastic.member.id]
@@ -245,11 +246,6 @@ def _all_start(elastic: Elastic, world: World, boards: Boards, engine: int) -> b
     if not _wait_on(elastic, world, whom, lambda: boards[0].all_posted("survivor", asked)):
         return False
     return not any(boards[0].value(f"survivor/{one}")["holds"] for one in asked)
-
-
-def _job_record(elastic: Elastic, world: World, boards: Boards) -> dict[str, Any] | None:
-    """Return rank 0's record of the running job; None if a later generation comes first."""
-    return _wait_on(elastic, world, "rank 0 of the running job to say what it trains", lambda: boards[0].read("job"))
 
 
 def _wait_on(elastic: Elastic, world: World, whom: str, look: Callable[[], T]) -> T | None:

@@ -21,6 +21,7 @@ from ds_dynatrain.adapters.state import Scalars
 from ds_dynatrain.adapters.worlds import installed, stand_in_world
 from ds_dynatrain.data.workers import without_collection
 from ds_dynatrain.engine.changes import Changes
+from ds_dynatrain.engine.checkpoints.lean import LeanTransaction
 from ds_dynatrain.engine.checkpoints.saving import Saver
 from ds_dynatrain.engine.telling import event_of, tell, tell_of_switch
 from ds_dynatrain.errors import SwitchRefused, WorldChanged
@@ -64,15 +65,6 @@ class Reason:
 SCRIPT = Reason()
 
 
-@dataclass(frozen=True)
-class _Entered:
-    """A late switch between its two votes. was: layout and members before it; begin: in seconds."""
-
-    transaction: Transaction
-    was: tuple[Layout, tuple[int, ...]]
-    begin: float
-
-
 class Switcher:
     """Switches of one engine; see the module. listeners: the user's, called after each switch that was committed.
 
@@ -93,7 +85,8 @@ class Switcher:
         self._note_window, self._discard_window = note_window, discard_window
         self._steps = Steps()
         self._asked: tuple[tuple[str, int], int] = (("", 0), 0)
-        self._entered: _Entered | None = None
+        self._entered: Transaction | None = None
+        """Late switch between its two votes."""
         self.listeners: list[OnSwitch] = []
         self.bytes_per_second = ASSUMED_BYTES_PER_SECOND
         self._answered: PendingSwitch | None = None
@@ -374,9 +367,8 @@ class Switcher:
 
     def enter(self, preparation: Preparation, place: str) -> None:
         """Carry out the pause of a late switch; on a member that does not train in the new world, the whole switch."""
-        engine, begin = self.engine, time.perf_counter()
-        transaction = Transaction(engine, preparation, place)
-        self._entered = _Entered(transaction, (engine.layout, engine.members), begin)
+        engine = self.engine
+        transaction = self._entered = Transaction(engine, preparation, place)
         engine.late_worlds = transaction.worlds
         with without_collection():
             goes_on = transaction.enter(self._discard_window)
@@ -389,24 +381,23 @@ class Switcher:
         engine.awaits_late = True
         self._note_window()
         self._compile_anew()
-        transaction.outcome.pause_ms = 1e3 * (time.perf_counter() - begin)
+        transaction.outcome.pause_ms = 1e3 * (time.perf_counter() - transaction.begin)
 
     def settle(self) -> bool:
         """End a late switch before an optimizer step. Return whether the step may be made.
 
         It may not if late kinds did not come: then this batch is void.
         """
-        entered, self._entered = self._entered, None
-        if entered is None:
+        transaction, self._entered = self._entered, None
+        if transaction is None:
             return True
-        begin, transaction = time.perf_counter(), entered.transaction
+        begin, outcome = time.perf_counter(), transaction.outcome
         try:
             transaction.settle()
         finally:
             self.engine.awaits_late, self.engine.late_worlds = False, ()
-        outcome = transaction.outcome
         outcome.late_wait_ms = 1e3 * (time.perf_counter() - begin)
-        self.note(transaction.preparation, outcome, entered.was, entered.begin)
+        self.note(transaction)
         PROCESS.membership.ended(self.engine, transaction.proposal, outcome)
         if transaction.interrupt is not None:
             raise transaction.interrupt
@@ -415,12 +406,12 @@ class Switcher:
     @property
     def entered_at(self) -> str:
         """Place at which a late switch was entered whose record is not written; "" if there is none."""
-        return "" if self._entered is None else self._entered.transaction.place
+        return "" if self._entered is None else self._entered.place
 
     def give_up_late(self, reason: str) -> None:
         """Go back to the world before a late switch, if its record is not written."""
         if self._entered is not None:
-            self._entered.transaction.give_up(reason)
+            self._entered.give_up(reason)
             self.settle()
 
     def _compile_anew(self) -> None:
@@ -432,18 +423,14 @@ class Switcher:
         if compilations.count:
             compilations.forget()
 
-    def note(
-        self, preparation: Preparation, outcome: Outcome, was: tuple[Layout, tuple[int, ...]], begin: float
-    ) -> None:
-        """Report a switch that has ended to the log, the user and all listeners.
-
-        was: layout and members before it; begin: when it began, in seconds.
-        """
+    def note(self, transaction: Transaction | LeanTransaction) -> None:
+        """Report a switch that has ended to the log, the user and all listeners."""
+        preparation, outcome = transaction.preparation, transaction.outcome
         engine, self.engine.preparation = self.engine, None
         if not engine.idle:
             (engine.settle_state if outcome.committed else engine.note_safe)()
-        pause_ms = 1e3 * (time.perf_counter() - begin) if outcome.pause_ms is None else outcome.pause_ms
-        event = event_of(engine, preparation, outcome, was, pause_ms)
+        pause_ms = 1e3 * (time.perf_counter() - transaction.begin) if outcome.pause_ms is None else outcome.pause_ms
+        event = event_of(engine, preparation, outcome, transaction.was, pause_ms)
         engine.last_switch, self._first_step_is_due = event, True
         if not outcome.is_rebuilt:
             engine.host.compilations.begin()

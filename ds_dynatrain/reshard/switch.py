@@ -73,11 +73,13 @@ class Transaction:
     Call `vote`, and then `conclude`; or for a late switch `enter`, and `settle` before the next optimizer step.
 
     is_part: whether it is one of several engines' in a process, for which the caller decides together. interrupt: to be
-    raised once it is concluded. source_rank, target_rank: None if this member has none. old_world: None if it was idle.
-    sides: the layout, the members and this member's rank before and after.
+    raised once it is concluded. begin, was: when it began, in seconds, and layout and members before it. source_rank,
+    target_rank: None if this member has none. old_world: None if it was idle. sides: the layout, the members and this
+    member's rank before and after.
     """
 
     def __init__(self, engine: EngineCore, preparation: Preparation, place: str, is_part: bool = False) -> None:
+        self.begin, self.was = time.perf_counter(), (engine.layout, engine.members)
         self.engine, self.preparation, self.place, self.is_part = engine, preparation, place, is_part
         self.proposal, self.control = preparation.proposal, preparation.board
         self.source_rank, self.target_rank = preparation.source_rank, preparation.target_rank

@@ -10,6 +10,7 @@ then. So the memory held at once is at most max(source, target), and the staging
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ class LeanTransaction:
     """One switch on one member: every member of either world calls `vote` at a boundary, and then `conclude`."""
 
     def __init__(self, engine: EngineCore, preparation: Preparation, place: str, saver: Saver) -> None:
+        self.begin, self.was = time.perf_counter(), (engine.layout, engine.members)
         self.engine, self.preparation, self.place, self._saver = engine, preparation, place, saver
         self.proposal, self.control = preparation.proposal, preparation.board
         self.old_world, self.outcome, self.swap = engine.world, Outcome(), Swap(engine)
