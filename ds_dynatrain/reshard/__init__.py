@@ -6,7 +6,7 @@ Start with `switch` (living members are the source) and `restoration` (copies or
 |---|---|
 | `context`, `core`, `process` | what a member has around it; all that an engine holds; the engines of this process |
 | `membership`, `sync_points` | who trains together with this process; where the scripts are between two steps |
-| `space`, `feasible`, `registration` | an engine's space; refusals; what is trained in which groups |
+| `feasible`, `registration` | refusals; what is trained in which groups, and the space of it |
 | `targets`, `pending`, `preparation` | layouts to switch to; a switch to come; what is made ready for it |
 | `ways` | which way bytes go between two members |
 | `carry`, `encoding`, `streams` | state that is no tensor element, as JSON; random streams |
