@@ -33,7 +33,7 @@ def watch(tmp_path: Path, train: Callable[..., Job]) -> Callable[..., tuple[Job,
         report, port = tmp_path / "report.jsonl", free_port()
         block = {"report": {"jsonl": str(report)}, "fallback": {"path": str(tmp_path / "fallback"), "every_steps": 3}}
         block["buddies"] = {}
-        job = train(nodes="1:4", block=block, variables={"WORKERS": "0", "STEP_SECONDS": "0.2"}, **given)
+        job = train(nodes="1:4", block=block, variables={"WORKERS": "0", "STEP_SECONDS": "0.4"}, **given)
         job.coordinator("coordinator", f"--http=127.0.0.1:{port}", f"--http-token-file={readers(tmp_path)}")
         return job, f"http://127.0.0.1:{port}", report
 
