@@ -189,7 +189,7 @@ def test_a_switch_that_fails_is_tried_again_as_an_ordinary_one(train: Callable[.
     job = train(nodes="1:9", block=LATE)
     job.coordinator("coordinator")
     for name in "abc":
-        gated(job, name, **({"FAULT": in_window("joiner", "_digest_late", act="fail")[0]} if name == "c" else {}))
+        gated(job, name, **({"FAULT": in_window("joiner", "_arrive", act="fail")[0]} if name == "c" else {}))
     generation = 0
     for count, name in enumerate("abc", 1):
         open_gate(job, name)
