@@ -428,6 +428,9 @@ def check_names(*names: Names) -> None:
 
 
 def paths(holder: str, names: str) -> list[list[str]]:
-    """Return the path of each name in a row of a table: the module, then the levels below it."""
+    """Return, for each of the names, the module and the attributes that lead to the name.
+
+    holder: "module" or "module:Class". names: separated by spaces; a name may have dots.
+    """
     module, *classes = holder.split(":")
     return [[module, *classes, *name.split(".")] for name in names.split()]

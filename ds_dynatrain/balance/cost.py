@@ -258,7 +258,10 @@ class _Model:
         return np.add.reduceat(values, np.array(self.cut[:-1]))
 
     def _passes(self) -> tuple[Floats, Floats]:
-        """Return (end, busy) of each [stage, data index]; equal data indices are simulated once."""
+        """Return two arrays of seconds, [stages, data]: when the passes end, and how long each stage is busy.
+
+        Data indices with the same work are simulated once.
+        """
         ends, busy = np.zeros_like(self.pace), np.zeros_like(self.pace)
         counts, sizes = self._micro_batches()
         alike: dict[bytes, list[int]] = {}

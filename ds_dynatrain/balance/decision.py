@@ -266,7 +266,9 @@ class Pause:
 
 @dataclass(frozen=True)
 class Slow:
-    """The slow members. since: member -> the step of the first of the consecutive windows that have found it slow."""
+    """Members that the last window found slow.
+
+    since: by member, the step of the first window of the unbroken run of windows that found the member slow."""
 
     since: Mapping[int, int] = field(default_factory=dict)
 

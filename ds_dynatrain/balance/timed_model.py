@@ -43,7 +43,7 @@ class TimedModel:
 
     @property
     def cut(self) -> tuple[int, ...]:
-        """Boundaries of the stages, in layers."""
+        """First layer of each stage, and the number of layers."""
         return 0, len(self._modules) + 1
 
     def timer(self) -> Timer:
@@ -91,7 +91,7 @@ class TimedStages(TimedModel):
 
     @property
     def cut(self) -> tuple[int, ...]:
-        """Boundaries of the stages, in layers."""
+        """First layer of each stage, and the number of layers."""
         return tuple(self.present.boundaries or ())
 
     def timer(self) -> Timer:

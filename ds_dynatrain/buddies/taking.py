@@ -42,7 +42,7 @@ def rows_of(buffers: Buffers) -> Rows:
 
 
 def nbytes_of(rows: Rows, tensors: Iterable[Shape]) -> int:
-    """Return the bytes that buffers and further tensors take as `spread` lays them out."""
+    """Return the size in bytes of the memory that `spread` divides into these buffers and tensors."""
     return sum(map(_padded, [*rows.values(), *tensors]))
 
 

@@ -219,7 +219,7 @@ class TrainLoader(Loader):
 
     @property
     def mid_window(self) -> bool:
-        """Whether a global batch was begun on this rank and not dealt in full."""
+        """Whether this rank has taken some, but not all, micro-batches of a global batch."""
         return self._micro > 0
 
     @property

@@ -62,7 +62,7 @@ Answer = TypeVar("Answer", bound=Message)
 
 
 def new_nonce() -> str:
-    """Return a random number that was never used before, in hexadecimal."""
+    """Return a fresh 128-bit random number in hexadecimal."""
     return secrets.token_hex(16)
 
 

@@ -424,7 +424,7 @@ class Switcher:
             compilations.forget()
 
     def note(self, transaction: Transaction | LeanTransaction) -> None:
-        """Report a switch that has ended to the log, the user and all listeners."""
+        """Report the outcome of a switch to the log, the `PendingSwitch` and the listeners."""
         preparation, outcome = transaction.preparation, transaction.outcome
         engine, self.engine.preparation = self.engine, None
         if not engine.idle:

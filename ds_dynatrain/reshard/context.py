@@ -20,7 +20,7 @@ from ds_dynatrain.space import Layout
 from ds_dynatrain.support.axes import PIPELINE, ULYSSES, Features
 
 Boards = tuple[Control, Control]
-"""Board of a generation, and the same over another connection."""
+"""Two connections to the board of one generation: for the main thread, and for threads in the background."""
 
 
 @dataclass(frozen=True)

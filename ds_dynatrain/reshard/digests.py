@@ -170,7 +170,7 @@ def hint(kind: str) -> str:
 
 
 def only(pieces: Pieces, names: Names) -> Pieces:
-    """Return the pieces in the named buffers, with a table of just these."""
+    """Return the pieces that lie in the named buffers; the buffer numbers in the result index `names`."""
     if names == pieces.buffers:
         return pieces
     number = dict(zip(names, count()))

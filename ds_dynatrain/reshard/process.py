@@ -219,7 +219,7 @@ PROCESS = Process()
 
 
 def refuse_idle(layout: Layout, processes: int) -> None:
-    """Raise UnsupportedError for a layout of one of several engines that leaves processes without work."""
+    """Raise UnsupportedError if a layout leaves processes idle; called for each of several engines of a process."""
     if layout.world_size < processes:
         raise usage("idle processes beside another engine").error(_idle_in(layout, processes))
 

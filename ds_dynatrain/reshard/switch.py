@@ -326,7 +326,7 @@ class Transaction:
                 )
 
     def _carry(self) -> None:
-        """Take over the state that is no tensor element: rank 0's, and the streams of this member's new place."""
+        """Load rank 0's counters and hyper-parameters, and the random streams of this member's place."""
         source, target, rank = self.proposal.source_layout, self.proposal.layout, self.target_rank
         if rank is None:
             return
