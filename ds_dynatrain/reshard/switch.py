@@ -80,7 +80,7 @@ class Transaction:
 
     def __init__(self, engine: EngineCore, preparation: Preparation, place: str, is_part: bool = False) -> None:
         self.begin, self.was = time.perf_counter(), (engine.layout, engine.members)
-        self.engine, self.preparation, self.place, self.is_part = engine, preparation, place, is_part
+        self.engine, self.preparation, self.place = engine, preparation, place
         self.proposal, self.control = preparation.proposal, preparation.board
         self.source_rank, self.target_rank = preparation.source_rank, preparation.target_rank
         self.old_world: World | None = engine.world
