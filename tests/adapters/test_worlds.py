@@ -6,7 +6,9 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from operator import gt
+from pathlib import Path
 from typing import Any
 
 import deepspeed.comm as dist
@@ -158,7 +160,17 @@ def used() -> tuple[int, int, int]:
 
 
 def _used() -> tuple[int, int, int]:
-    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), len(td.distributed_c10d._world.pg_map)
+    threads = [name for name in _thread_names() if not name.startswith("iou-")]  # the kernel's workers for io_uring
+    return len(threads), len(os.listdir("/proc/self/fd")), len(td.distributed_c10d._world.pg_map)
+
+
+def _thread_names() -> list[str]:
+    """Return the names of this process's threads; a thread may end between the listing and the read."""
+    names = []
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(OSError):
+            names.append((thread / "comm").read_text().strip())
+    return names
 
 
 def check_gone(threads: list[threading.Thread], before: tuple[int, int, int]) -> None:
@@ -168,7 +180,7 @@ def check_gone(threads: list[threading.Thread], before: tuple[int, int, int]) ->
     deadline = time.monotonic() + SECONDS
     while any(map(gt, _used(), before)) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not any(map(gt, _used(), before)), (_used(), before)
+    assert not any(map(gt, _used(), before)), (_used(), before, _thread_names())
 
 
 def visit(path: list[tuple[dict[str, int], Table]], generation: int) -> None:
