@@ -102,12 +102,12 @@ def _invitation(
 
 
 def _hosted(nodes: int, least: int, most: int | None, token: str | None) -> dict[str, Any]:
-    from ds_dynatrain.elastic.hosting import Host  # imports torch
+    from ds_dynatrain.elastic.hosting import CoordinatorHost  # imports torch
 
     made = secrets.token_hex(32)
     address = Address(LOOPBACK if nodes == 1 else socket.gethostname(), 0)
     job = f"mpi-{secrets.token_hex(4)}"
-    host = Host(address, Settings(least, max(least, nodes) if most is None else most), token or made, job)
+    host = CoordinatorHost(address, Settings(least, max(least, nodes) if most is None else most), token or made, job)
     host.start()
     atexit.register(host.outlive)
     return {"endpoint": str(host.address), "job": job, "token": made if token is None else None}

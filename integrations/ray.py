@@ -27,12 +27,12 @@ class Coordinator:
     def __init__(self, job: str, min_nodes: int, max_nodes: int) -> None:
         import ray
 
-        from ds_dynatrain.elastic.hosting import Host  # imports torch
+        from ds_dynatrain.elastic.hosting import CoordinatorHost  # imports torch
 
         self._token = secrets.token_hex(32)
         self._job = job
         address = Address(ray.util.get_node_ip_address(), 0)
-        self._host = Host(address, Settings(min_nodes, max_nodes), self._token, job)
+        self._host = CoordinatorHost(address, Settings(min_nodes, max_nodes), self._token, job)
         self._host.start()
 
     def invitation(self) -> tuple[str, str, str]:

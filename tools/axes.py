@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from variants import Change, Variant
 
-from ds_dynatrain.comparison.workload import Block
+from ds_dynatrain.comparison.workload import TransformerBlock
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 LAYERS, WIDTH, HEADS, KEYS, WORDS = 12, 384, 8, 4, 8192
@@ -79,7 +79,7 @@ def pipeline() -> nn.Module:
 
     layers = [
         TiedLayerSpec("words", Words),
-        *(LayerSpec(Block, WIDTH, HEADS) for _ in range(LAYERS)),
+        *(LayerSpec(TransformerBlock, WIDTH, HEADS) for _ in range(LAYERS)),
         LayerSpec(nn.LayerNorm, WIDTH),
         TiedLayerSpec("words", Words, forward_fn=guess),
     ]

@@ -33,7 +33,7 @@ from ds_dynatrain.membership import agreement
 from ds_dynatrain.membership.agreement import SwitchRequest
 from ds_dynatrain.membership.control import Control, pack
 from ds_dynatrain.membership.proposal import Proposal
-from ds_dynatrain.membership.session import Decision, Join, Session, joined_requests
+from ds_dynatrain.membership.session import Join, Session, VoteResult, joined_requests
 from ds_dynatrain.reshard import streams
 from ds_dynatrain.reshard.certificate import SIDES, certify, joined_sides, shares
 from ds_dynatrain.reshard.digests import SideDigests
@@ -104,10 +104,10 @@ class Switch:
             side: shares(self.vps, layout, self.members, rank, self.digests(layout, rank)) for side, layout in sides
         }
 
-    def judge(self, report: dict[str, Any]) -> Decision:
+    def judge(self, report: dict[str, Any]) -> VoteResult:
         """As a switch does."""
         said = certify(self.vps, self.source, self.target, report)
-        return Decision("digest" in said, said=said)
+        return VoteResult("digest" in said, said=said)
 
     def proposal(self, generation: int) -> Proposal:
         """In place, from one stage to another."""

@@ -36,7 +36,7 @@ from ds_dynatrain.elastic.hosting import raise_descriptors
 from ds_dynatrain.elastic.main_thread import MainThread
 from ds_dynatrain.elastic.messages import HEADER, Announce, Changed, Report, encode
 from ds_dynatrain.elastic.store import open_store
-from ds_dynatrain.elastic.world import World
+from ds_dynatrain.elastic.world import Generation
 from ds_dynatrain.membership.control import Seal
 
 FILES = 1024
@@ -81,7 +81,7 @@ class Members:
         self._links: dict[int, tuple[Connection, Report]] = {}
         self._stop = threading.Event()
         self._poll = select.poll()
-        self.world: World | None = None
+        self.world: Generation | None = None
         for number in range(count):
             link = Connection.open(address, token, seconds=60.0)
             link.send(Announce(node=f"n{number}", local_rank=0, local_size=1, pid=1 + number))
@@ -335,7 +335,7 @@ def heartbeat(token: str, port: int) -> list[list[object]]:
 def tags() -> list[list[object]]:
     """Of a heartbeat, of a world of 64, and of records on the board."""
     members = tuple(f"node-{number}/0" for number in range(64))
-    world = World(term="feed", generation=7, change="planned", members=members)
+    world = Generation(term="feed", generation=7, change="planned", members=members)
     beat, change = encode(Report(ready=True, entered=7, step=1000)), encode(Changed(world=world))
     nonces, token, seal = (new_nonce(), new_nonce()), secrets.token_hex(16), Seal(secrets.token_bytes(32))
     channel, rows = Channel(token, nonces, "peer"), list[list[object]]()

@@ -26,7 +26,7 @@ from figures import keep, machine, table
 
 from ds_dynatrain.space import BufferId, Pieces
 from ds_dynatrain.transfer import Form, ReadyDigest, digest, digests, is_compiled
-from ds_dynatrain.transfer.weighing import InNumpy, Runs
+from ds_dynatrain.transfer.weighing import HostRuns, InNumpy
 
 SIZES = {"1 MB": 1 << 20, "16 MB": 1 << 24, "256 MB": 1 << 28}
 BAR = 4.0
@@ -54,7 +54,7 @@ def row(dtype: torch.dtype, name: str, nbytes: int, repeats: int) -> list[object
     values = torch.randn(nbytes // dtype.itemsize, generator=torch.Generator().manual_seed(0)).to(dtype)
     words = values.view(torch.uint8).numpy().view(np.uint64)
     found = speed(lambda: digest(values), nbytes, repeats)
-    runs = Runs(0, 0, 1, nbytes, 0, 0)
+    runs = HostRuns(0, 0, 1, nbytes, 0, 0)
     without = speed(lambda: InNumpy().sum(words.view(np.uint8), runs), nbytes, repeats)
     reading = speed(lambda: np.add.reduce(words), nbytes, repeats)
     verdict = "pass" if found >= BAR else f"missed by {BAR - found:.1f} GB/s"

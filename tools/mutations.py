@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from specimens import Specimen
 
-from ds_dynatrain.checkpoint import Extent, Manifest, Row, record
+from ds_dynatrain.checkpoint import Extent, Manifest, ManifestRow, record
 
 Files = dict[str, bytes]
 Mutation = Callable[[Random, Specimen], Files]
@@ -273,7 +273,7 @@ def _edited_ours(draw: Random, files: Files) -> Files:
     return files
 
 
-def _another(draw: Random, row: Row) -> Row:
+def _another(draw: Random, row: ManifestRow) -> ManifestRow:
     """A row that lies."""
     number = draw.choice((-1, 0, 1, 3, 8, 64, 1 << 31, 1 << 40, 1 << 62))
     word = draw.choice(WORDS)

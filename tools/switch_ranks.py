@@ -26,7 +26,7 @@ from variants import VARIANTS, allow_fp16, gpt_step, model_of, settings_of
 from workload import SIZES, Samples, config, quiet
 
 import ds_dynatrain
-from ds_dynatrain.membership.session import Decision
+from ds_dynatrain.membership.session import VoteResult
 from ds_dynatrain.plan import plan_switch
 from ds_dynatrain.reshard.switch import Transaction
 
@@ -47,13 +47,13 @@ class Watch:
         """Stand around `Transaction.vote` and `Transaction.conclude`."""
         watch, vote, conclude = self, Transaction.vote, Transaction.conclude
 
-        def begin(self: Transaction, work: Callable[[], dict[str, Any]] | None = None) -> Decision:
+        def begin(self: Transaction, work: Callable[[], dict[str, Any]] | None = None) -> VoteResult:
             watch._resident = memory.resident()
             memory.reset_high_water()
             watch._begin = time.perf_counter()
             return watch._profiled(lambda: vote(self, work))
 
-        def end(self: Transaction, decision: Decision) -> None:
+        def end(self: Transaction, decision: VoteResult) -> None:
             watch._profiled(lambda: conclude(self, decision))
             watch.measure(self)
 

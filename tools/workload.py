@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ds_dynatrain
-from ds_dynatrain.comparison.workload import Block
+from ds_dynatrain.comparison.workload import TransformerBlock
 
 CONTEXT = 256
 SIZES: dict[str, dict[str, int]] = {
@@ -37,7 +37,7 @@ class GPT(nn.Module):
     def __init__(self, layers: int, width: int, heads: int, vocabulary: int) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(CONTEXT, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(TransformerBlock(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
 
     def forward(self, tokens: Tensor) -> Tensor:

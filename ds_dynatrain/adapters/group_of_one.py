@@ -47,7 +47,7 @@ class GroupOfOne(PythonGroup):
         return MEANINGS[name](*arguments, **named)
 
 
-class Finished(Work):
+class CompletedWork(Work):
     """A collective of one rank.
 
     On a device it is done when its stream comes to it: waiting orders the present stream behind that, and the host goes
@@ -98,7 +98,7 @@ class Finished(Work):
 def _keep(tensors: Tensors, opts: Any = None, *_: Any, **__: Any) -> Work:
     """Leave the tensors as they are: with one rank they are the sum, and the values of all ranks."""
     _check(opts)
-    return Finished(tensors)
+    return CompletedWork(tensors)
 
 
 def _copy(
@@ -123,7 +123,7 @@ def _copy(
     with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
         for output, given in zip(outputs, inputs, strict=True):
             output.copy_(given.reshape(output.shape))
-    return Finished(outputs)
+    return CompletedWork(outputs)
 
 
 def _exchange_rows(
@@ -145,7 +145,7 @@ def _exchange_rows(
 
 
 def _meet(*_: Any, **__: Any) -> Work:
-    return Finished()
+    return CompletedWork()
 
 
 def _meet_here(*_: Any, **__: Any) -> None:

@@ -24,7 +24,7 @@ from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.zero.partition_parameters import Init
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_dynatrain.adapters.group_of_one import Finished
+from ds_dynatrain.adapters.group_of_one import CompletedWork
 from ds_dynatrain.adapters.replaced import replaced
 from ds_dynatrain.adapters.versions import present
 
@@ -129,7 +129,7 @@ _COLLECTIVES = """
 def silent_communication() -> Iterator[None]:
     """Make DeepSpeed's collectives do nothing inside the block."""
     silent = SimpleNamespace() if ds_comm.cdb is None else copy.copy(ds_comm.cdb)
-    vars(silent).update(dict.fromkeys(_COLLECTIVES, lambda *_, **__: Finished()))
+    vars(silent).update(dict.fromkeys(_COLLECTIVES, lambda *_, **__: CompletedWork()))
     with replaced(ds_comm, "cdb", silent):
         yield
 

@@ -36,7 +36,7 @@ class ElementTypes:
         return self.moments.get(kind, of_job)
 
 
-class Place(NamedTuple):
+class MemoryPlace(NamedTuple):
     """A device. pinned: whether it is host memory that an accelerator copies from and to by itself."""
 
     device: torch.device
@@ -50,7 +50,7 @@ class Place(NamedTuple):
         return f"{'pinned memory of ' if self.pinned else ''}{self.device}"
 
 
-HERE = Place(HOST)
+HERE = MemoryPlace(HOST)
 """Host memory whose pages come when they are touched."""
 
 
@@ -59,10 +59,10 @@ class Memory:
     """Element type and place of the buffers of a state kind."""
 
     dtype: torch.dtype
-    place: Place = HERE
+    place: MemoryPlace = HERE
 
 
-def place_of(config: Any, kind: str, zero_stage: int) -> Place:
+def place_of(config: Any, kind: str, zero_stage: int) -> MemoryPlace:
     """Return the place of one state kind under a stage, by DeepSpeed's parsed configuration.
 
     It is the device, or the host for what `offload_optimizer` and `offload_param` say; pinned if they say so. Moments,
@@ -73,8 +73,8 @@ def place_of(config: Any, kind: str, zero_stage: int) -> Place:
     block = config.zero_config.offload_param if is_weight else config.zero_config.offload_optimizer
     is_on_device = block is None or str(getattr(block.device, "value", block.device)) == "none"
     if device == HOST or is_on_device or zero_stage == 0 or (is_weight and zero_stage < 3):
-        return Place(device)
-    return Place(HOST, pinned=is_weight or (bool(block.pin_memory) and zero_stage in row_of(kind).pinned_in))
+        return MemoryPlace(device)
+    return MemoryPlace(HOST, pinned=is_weight or (bool(block.pin_memory) and zero_stage in row_of(kind).pinned_in))
 
 
 def is_pinned(tensor: torch.Tensor) -> bool:

@@ -66,7 +66,7 @@ class Regrouping:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class RegroupRequest:
     """Requested changes of one registration.
 
     requires_grad: whether each parameter requires a gradient now, by its tensor's name; parameters that are left out
@@ -79,7 +79,7 @@ class Wanted:
     begun: bool
 
 
-def wanted_of(model: ModelMap, module: nn.Module, groups: Sequence[Mapping[str, Any]], begun: bool) -> Wanted:
+def wanted_of(model: ModelMap, module: nn.Module, groups: Sequence[Mapping[str, Any]], begun: bool) -> RegroupRequest:
     """Return what the parameters of this rank and the caller's `groups` request.
 
     Raises SwitchRefused, naming the parameter, if one of them is unknown to the model map.
@@ -101,10 +101,10 @@ def wanted_of(model: ModelMap, module: nn.Module, groups: Sequence[Mapping[str, 
                 )
         rest = {key: value for key, value in group.items() if key != "params"}
         asked.append((tuple(names[id(each)] for each in parameters), rest))
-    return Wanted({names[id(each)]: each.requires_grad for each in module.parameters()}, tuple(asked), begun)
+    return RegroupRequest({names[id(each)]: each.requires_grad for each in module.parameters()}, tuple(asked), begun)
 
 
-def regroup(model: ModelMap, optimizer: torch.optim.Optimizer, wanted: Wanted) -> Regrouping | None:
+def regroup(model: ModelMap, optimizer: torch.optim.Optimizer, wanted: RegroupRequest) -> Regrouping | None:
     """Return the groups that follow from the present flags and the requested groups; None if groups stay as they are.
 
     A newly trainable parameter goes into a new group of its own, with the hyper-parameters of the group that it was

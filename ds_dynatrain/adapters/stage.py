@@ -1,7 +1,7 @@
 """The state of DeepSpeed's optimizers of every ZeRO stage: how it is read, taken off and put back.
 
 Each optimizer steps some tensors, the *masters*, by a torch optimizer, and casts weights from them: a master for each
-tensor, for each optimizer group (or a rank's part of it), or for each sub-group. A `Stage` says which tensors are
+tensor, for each optimizer group (or a rank's part of it), or for each sub-group. A `ZeroStage` says which tensors are
 masters and where DeepSpeed keeps them; reading and writing them is the same for all stages. Moments and scalars of one
 master are read and written by the rule of the torch optimizer's class (see `optimizers`).
 """
@@ -48,7 +48,7 @@ class Stepped(NamedTuple):
     whole: int | None = None
 
 
-class Stage(ABC):
+class ZeroStage(ABC):
     """One kind of DeepSpeed optimizer: where its state lies, and how it is taken off and put on a module."""
 
     alone: ClassVar[str] = "tensor"

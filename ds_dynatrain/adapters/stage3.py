@@ -19,7 +19,7 @@ from torch import nn
 
 from ds_dynatrain.adapters.model import ModelMap
 from ds_dynatrain.adapters.offload import keeps_gradients
-from ds_dynatrain.adapters.stage import Stage, Stepped
+from ds_dynatrain.adapters.stage import Stepped, ZeroStage
 from ds_dynatrain.adapters.state import Buffers, Found, Scalars
 from ds_dynatrain.space import HOST_GRAD, MASTER, STALE_GRAD, WEIGHT, BufferId
 
@@ -40,7 +40,7 @@ _RELEASES = "_PartitionedParameterCoordinator__params_to_release"
 _GRADIENT_PARTS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 
 
-class PartitionedStage(Stage):
+class PartitionedStage(ZeroStage):
     """ZeRO stage 3: every parameter is cut over the ranks."""
 
     alone = "partition"

@@ -1,4 +1,4 @@
-"""Choice of the `Stage` for a DeepSpeed optimizer, by its class and not by its number; stages 0, 1 and 2.
+"""Choice of the `ZeroStage` for a DeepSpeed optimizer, by its class and not by its number; stages 0, 1 and 2.
 
 | class | its groups |
 |---|---|
@@ -41,8 +41,8 @@ from ds_dynatrain.adapters.optimizers import rule_of
 from ds_dynatrain.adapters.replaced import replaced
 from ds_dynatrain.adapters.stage import (
     Slots,
-    Stage,
     Stepped,
+    ZeroStage,
     end_to_end,
     fill_absent,
     is_empty_group,
@@ -56,7 +56,7 @@ from ds_dynatrain.errors import UnsupportedError
 from ds_dynatrain.space import FROZEN, HOST_GRAD, MASTER, WEIGHT, BufferId
 
 
-class ReplicatedStage(Stage):
+class ReplicatedStage(ZeroStage):
     """ZeRO stage 0: every rank holds every tensor whole.
 
     An optimizer group of which a pipeline stage has no tensor has a stand-in element there (`fill_empty_groups`), which
@@ -112,7 +112,7 @@ def _masters(engine: Any, model: ModelMap) -> list[torch.Tensor]:
     return [next(held) if each.numel() else torch.empty_like(each) for each in parameters]
 
 
-class FlatGroups(Stage):
+class FlatGroups(ZeroStage):
     """Stages with a flat weight buffer for each optimizer group, and a flat fp32 master: a rank's part of it, or the
     whole.
     """
@@ -227,7 +227,7 @@ class AccumulatingStage(FlatGroups):
         held.bf16_partitioned_groups[group] = list(flat.split(each.master.numel()))
 
 
-STAGES: tuple[tuple[type, Stage], ...] = (
+STAGES: tuple[tuple[type, ZeroStage], ...] = (
     (DeepSpeedZeroOptimizer_Stage3, PartitionedStage()),
     (DeepSpeedZeroOptimizer, FlatStages()),
     (BF16_Optimizer, AccumulatingStage()),
@@ -238,7 +238,7 @@ STAGES: tuple[tuple[type, Stage], ...] = (
 """Stages by optimizer class; the first class that an optimizer is an instance of counts."""
 
 
-def stage_of(optimizer: object) -> Stage:
+def stage_of(optimizer: object) -> ZeroStage:
     """Return the stage of an engine's present optimizer; UnsupportedError, naming the class, if there is none."""
     for kind, stage in STAGES:
         if isinstance(optimizer, kind):

@@ -29,7 +29,7 @@ Names = Mapping[str, str]
 
 
 @dataclass(frozen=True)
-class Refusal:
+class RefusedKey:
     """Reason to refuse a key of the configuration in one series; `harmless` values of it are accepted."""
 
     reason: str
@@ -57,7 +57,7 @@ class Series:
     tested: str
     names: Names
     collector: str
-    refused: Mapping[str, Refusal] = field(default_factory=dict)
+    refused: Mapping[str, RefusedKey] = field(default_factory=dict)
     steps_frozen: bool = False
     gathers_by_address: bool = False
     waits_for_last_gather: bool = False
@@ -127,33 +127,35 @@ SERIES: Mapping[tuple[int, int], Series] = {
         },
         collector="deepspeed.runtime.zero.stage3",
         refused={
-            "data_efficiency.enabled": Refusal(UNTRIED),
-            "data_types.buffer_dtype": Refusal(NEWER),
-            "data_types.grad_accum_dtype": Refusal(
+            "data_efficiency.enabled": RefusedKey(UNTRIED),
+            "data_types.buffer_dtype": RefusedKey(NEWER),
+            "data_types.grad_accum_dtype": RefusedKey(
                 "BF16_Optimizer of DeepSpeed 0.18 leaves the last micro-batch of a window unreduced; leave it out, or "
                 "install DeepSpeed 0.19",
                 (None, "auto"),
             ),
-            "data_types.keep_in_fp32_modules": Refusal(NEWER),
-            "data_types.param_dtype": Refusal(NEWER),
-            "disable_python_gc": Refusal(NEWER),
-            "fp16.enabled": Refusal("its loss scale is followed with DeepSpeed 0.19 only; take bf16, or install that"),
-            "gradient_allreduce_op": Refusal(NEWER, (None, "mean", "auto")),
-            "managed_gradient_accumulation": Refusal(NEWER, (None, True, "auto")),
-            "zero_optimization.compute_grad_norm": Refusal(NEWER, (None, True, "auto")),
-            "zero_optimization.parameter_alignment": Refusal(NEWER),
-            "zero_optimization.offload_optimizer.device": Refusal(
+            "data_types.keep_in_fp32_modules": RefusedKey(NEWER),
+            "data_types.param_dtype": RefusedKey(NEWER),
+            "disable_python_gc": RefusedKey(NEWER),
+            "fp16.enabled": RefusedKey(
+                "its loss scale is followed with DeepSpeed 0.19 only; take bf16, or install that"
+            ),
+            "gradient_allreduce_op": RefusedKey(NEWER, (None, "mean", "auto")),
+            "managed_gradient_accumulation": RefusedKey(NEWER, (None, True, "auto")),
+            "zero_optimization.compute_grad_norm": RefusedKey(NEWER, (None, True, "auto")),
+            "zero_optimization.parameter_alignment": RefusedKey(NEWER),
+            "zero_optimization.offload_optimizer.device": RefusedKey(
                 "offload was not tried with DeepSpeed 0.18; leave it out, or install DeepSpeed 0.19", (None, "none")
             ),
-            "zero_optimization.offload_param.device": Refusal(
+            "zero_optimization.offload_param.device": RefusedKey(
                 "offload was not tried with DeepSpeed 0.18; leave it out, or install DeepSpeed 0.19", (None, "none")
             ),
-            "zero_optimization.round_robin_gradients": Refusal(
+            "zero_optimization.round_robin_gradients": RefusedKey(
                 "DeepSpeed 0.18 cannot link parameters to their masters then; leave it out, or install DeepSpeed 0.19"
             ),
-            "zero_optimization.cpu_offload": Refusal(UNTRIED),
-            "zero_optimization.cpu_offload_param": Refusal(UNTRIED),
-            "zero_optimization.contiguous_gradients": Refusal(
+            "zero_optimization.cpu_offload": RefusedKey(UNTRIED),
+            "zero_optimization.cpu_offload_param": RefusedKey(UNTRIED),
+            "zero_optimization.contiguous_gradients": RefusedKey(
                 "false leaves gradients unreduced on a CPU in DeepSpeed 0.18; leave it out, or install DeepSpeed 0.19",
                 (None, True, "auto"),
             ),

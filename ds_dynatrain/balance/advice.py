@@ -9,11 +9,11 @@ from typing import Literal
 
 import numpy as np
 
-from ds_dynatrain.balance.choose import Choice, Members, Search, choose
+from ds_dynatrain.balance.choose import FittingLayout, Members, Search, choose
 from ds_dynatrain.balance.config import BalanceConfig
 from ds_dynatrain.balance.cost import StepTime, step_time
 from ds_dynatrain.balance.deal import Deal
-from ds_dynatrain.balance.decision import Decision, History, Offer, decide
+from ds_dynatrain.balance.decision import BalanceDecision, DecisionHistory, Offer, decide
 from ds_dynatrain.balance.partition import PLENTY
 from ds_dynatrain.balance.profile import Bools, Profile
 from ds_dynatrain.errors import LayoutError
@@ -24,12 +24,12 @@ SLACK = 0.02
 Shape = Literal["boundaries", "any"]
 """Freedom of the search: boundaries alone, or also the number of stages and data ranks of the same members, and shares.
 """
-MoveTo = Callable[[Layout, tuple[int, ...]], "Move | None"]
+MoveTo = Callable[[Layout, tuple[int, ...]], "MoveCost | None"]
 """Callback that returns the cost of moving to a layout without some ranks, by number; None if a switch refuses it."""
 
 
 @dataclass(frozen=True)
-class Move:
+class MoveCost:
     """The cost of moving to a layout: bytes that travel, and seconds for which training pauses."""
 
     nbytes: int
@@ -48,8 +48,8 @@ class Advice:
     proposed: Layout
     present_time: StepTime
     proposed_time: StepTime
-    move: Move
-    decision: Decision
+    move: MoveCost
+    decision: BalanceDecision
     without: tuple[int, ...] = ()
 
     @property
@@ -90,7 +90,7 @@ class Situation:
     present: Layout
     accumulation: Callable[[Layout], int]
     step: int
-    history: History
+    history: DecisionHistory
     rules: BalanceConfig
     memory_bytes: int = PLENTY
     shape: Shape = "boundaries"
@@ -120,7 +120,7 @@ def advise(profile: Profile, at: Situation, move_to: MoveTo) -> Advice:
     if at.slow and (fewer := _without(profile, at, move_to)) is not None and fewer.seconds < best.seconds:
         best, without = fewer, tuple(sorted(at.slow))
     move = move_to(best.layout, without) if without or best.layout != at.present else None
-    moved = move or Move(0, 0.0)
+    moved = move or MoveCost(0, 0.0)
     # The saving is predicted; further time of a step (messages, data) is part of the measured one.
     present = max(now.seconds, at.step_seconds)
     error = _error(profile, at.deal(profile), at.present, best.layout)
@@ -129,7 +129,7 @@ def advise(profile: Profile, at: Situation, move_to: MoveTo) -> Advice:
     return Advice(at.present, best.layout, now, best.time, moved, decision, without)
 
 
-def _best(profile: Profile, at: Situation, move_to: MoveTo) -> Choice:
+def _best(profile: Profile, at: Situation, move_to: MoveTo) -> FittingLayout:
     """Return the best of the layouts that all present members may form."""
     present = at.present
 
@@ -145,7 +145,7 @@ def _best(profile: Profile, at: Situation, move_to: MoveTo) -> Choice:
     return choose(profile, present, _members(profile.speeds, at), _search(at), is_other)[0]
 
 
-def _without(profile: Profile, at: Situation, move_to: MoveTo) -> Choice | None:
+def _without(profile: Profile, at: Situation, move_to: MoveTo) -> FittingLayout | None:
     """Return the best layout that the other members may form without the slow ones; None if there is none.
 
     Idle members may take the places of the slow ones, but no further places.

@@ -15,18 +15,18 @@ from functools import partial
 from typing import Any
 
 from ds_dynatrain.balance.adapters.timing import StageTimes, Timer
-from ds_dynatrain.balance.advice import Advice, Move, Situation, advise
+from ds_dynatrain.balance.advice import Advice, MoveCost, Situation, advise
 from ds_dynatrain.balance.config import BalanceConfig
-from ds_dynatrain.balance.course import ENOUGH_STEPS, Course, Wanted
-from ds_dynatrain.balance.decision import History, Pause, Slow
+from ds_dynatrain.balance.course import ENOUGH_STEPS, Course, WantedMove
+from ds_dynatrain.balance.decision import DecisionHistory, Pause, Slow
 from ds_dynatrain.balance.partition import PLENTY
 from ds_dynatrain.balance.profile import BESIDE, Profile
 from ds_dynatrain.balance.timed_model import metered_model, timed_model
-from ds_dynatrain.balance.window import Averaged, Measured, Rows, StepSeconds, Window
+from ds_dynatrain.balance.window import Averaged, Measured, Rows, StepSeconds, TimingWindow
 from ds_dynatrain.engine.parts import EngineParts
 from ds_dynatrain.engine.switcher import Reason
 from ds_dynatrain.errors import ConfigError, MemberMissing, ProfileError, SwitchRefused, WorldChanged
-from ds_dynatrain.membership.session import Request, Session, ask_for_different_things
+from ds_dynatrain.membership.session import MemberRequest, Session, ask_for_different_things
 from ds_dynatrain.records import from_record, to_record
 from ds_dynatrain.report import SwitchEvent, logger
 from ds_dynatrain.reshard.pending import PendingSwitch
@@ -43,7 +43,7 @@ class Acting:
 
     def __init__(self, engine: EngineParts, course: Course) -> None:
         self._engine, self.course = engine, course
-        self._asked: tuple[Wanted, PendingSwitch, Layout] | None = None
+        self._asked: tuple[WantedMove, PendingSwitch, Layout] | None = None
         """The move under way: the wanted move, its switch, and the layout before it."""
         self._open: SwitchEvent | None = None
         """The event of the move that waits for its judgement."""
@@ -65,7 +65,7 @@ class Acting:
         if course.wanted is not None and self._asked is None:
             self._move(course.wanted, present)
 
-    def _move(self, wanted: Wanted, present: Layout) -> None:
+    def _move(self, wanted: WantedMove, present: Layout) -> None:
         engine = self._engine
         reason = Reason(CAUSE, wanted.predicted_gain, tuple(engine.members[rank] for rank in wanted.without))
         try:
@@ -162,7 +162,7 @@ class Balancer:
                 raise MemberMissing(what, (), waited)
 
         session = Session(engine.control, key, engine.members, what, stop=stop)
-        session.agree(Request({"step": engine.global_steps}), True, _cannot_note, ask_for_different_things)
+        session.agree(MemberRequest({"step": engine.global_steps}), True, _cannot_note, ask_for_different_things)
         self._are_new, self._next, self._timer = True, engine.global_steps, None
         self._steps.forget()
         if engine.rank == 0:
@@ -198,7 +198,7 @@ class Balancer:
         course = self._acting.course.at(self._averaged.since)
         return self._advise(profile, course.slow, self._step_seconds, course.history)
 
-    def _advise(self, profile: Profile, slow: Slow, step_seconds: float, history: History) -> Advice:
+    def _advise(self, profile: Profile, slow: Slow, step_seconds: float, history: DecisionHistory) -> Advice:
         engine, settings = self._engine, self._settings
         counted = slow.counted(engine.global_steps, settings.slow_seen_steps)
         at = Situation(
@@ -216,10 +216,10 @@ class Balancer:
         )
         return advise(profile, at, self._move_to)
 
-    def _move_to(self, layout: Layout, without: tuple[int, ...]) -> Move | None:
+    def _move_to(self, layout: Layout, without: tuple[int, ...]) -> MoveCost | None:
         """Return the cost of moving to a layout without some ranks; None if a switch would be refused."""
         estimate = self._engine.switcher.dry_run(layout, {}, tuple(self._engine.members[rank] for rank in without))
-        return None if estimate.refusal else Move(estimate.bytes_sent, self._pause.seconds(estimate.bytes_sent))
+        return None if estimate.refusal else MoveCost(estimate.bytes_sent, self._pause.seconds(estimate.bytes_sent))
 
     @property
     def _due(self) -> int:
@@ -348,7 +348,7 @@ class Balancer:
         engine, settings = self._engine, self._settings
         timed = {int(rank): from_record(_Timed, each) for rank, each in said.items()}
         rows, beside = {rank: each.rows for rank, each in timed.items()}, [each.beside for each in timed.values()]
-        window = Window.of(rows, engine.layout, self._model.cut, beside)
+        window = TimingWindow.of(rows, engine.layout, self._model.cut, beside)
         batch = engine.host.global_batch_size, int(engine.deepspeed.train_micro_batch_size_per_gpu())
         averaged = Averaged.after(self._averaged, window, batch, step, settings.least_gain, self._are_new)
         self._pause = Pause(ASSUMED_PAUSE_SECONDS, 1 / engine.switcher.bytes_per_second).fitted(self._switches)

@@ -18,7 +18,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ds_dynatrain.balance.cost import FREE, Links, StepTime, column_seconds, step_time
+from ds_dynatrain.balance.cost import FREE, LinkCosts, StepTime, column_seconds, step_time
 from ds_dynatrain.balance.deal import Deal, gathered_bytes, peak_bytes, shares_of, taken_bytes
 from ds_dynatrain.balance.partition import PLENTY, Problem, partition
 from ds_dynatrain.balance.profile import Floats, Profile
@@ -114,7 +114,7 @@ class Members:
 
     speeds: tuple[float, ...]
     memory_bytes: int = PLENTY
-    links: Links = FREE
+    links: LinkCosts = FREE
     are_placed: bool = False
 
     def __post_init__(self) -> None:
@@ -205,7 +205,7 @@ class Search:
 
 
 @dataclass(frozen=True)
-class Choice:
+class FittingLayout:
     """A layout that fits. members: by rank; members not listed are idle. peak_bytes: of the rank with the most.
 
     switch_seconds: seconds of the switch to this layout. seconds: of a step, with its part of the switch.
@@ -234,7 +234,7 @@ def choose(
     search: Search | None = None,
     refused: Refuses = lambda layout, deal: False,
     switch_seconds: Callable[[Layout], float] = lambda layout: 0.0,
-) -> tuple[Choice, ...]:
+) -> tuple[FittingLayout, ...]:
     """Return the best layouts, best first; axes other than pipe and data are those of `present`, and moves start there.
 
     refused: says what a switch would refuse, besides the rules known here (`is_possible`). switch_seconds: of a switch
@@ -304,8 +304,8 @@ class _Choosing:
     def bound(self) -> Bound:
         return Bound(self.profile, self.members.speeds)
 
-    def best(self) -> tuple[Choice, ...]:
-        found: list[Choice] = []
+    def best(self) -> tuple[FittingLayout, ...]:
+        found: list[FittingLayout] = []
         for each in self._in_order():
             if len(found) == self.search.count:
                 most = found[-1].seconds
@@ -397,7 +397,7 @@ class _Choosing:
         counts = shares_of(slowest.tolist(), sum(deal.counts), fill.tolist())
         return _samples(deal, counts)
 
-    def _fitted(self, layout: Layout, deal: Deal) -> Iterator[Choice]:
+    def _fitted(self, layout: Layout, deal: Deal) -> Iterator[FittingLayout]:
         """Yield choices with the best boundaries, and with the present ones, which were found for other costs and may
         not fit.
         """
@@ -447,14 +447,14 @@ class _Choosing:
             return ()
         return (cut if layout.pipe > 1 else self.present.boundaries if self.present.pipe == 1 else None,)
 
-    def _choice(self, layout: Layout, deal: Deal) -> Choice:
+    def _choice(self, layout: Layout, deal: Deal) -> FittingLayout:
         working = self.members.working(layout.world_size)
         speeds = [self.members.speeds[member] for member in working]
         time = step_time(self.profile, layout, deal, speeds, self.members.links.between_members(working))
         peak = max(peak_bytes(self.profile, layout, deal))
         switch = 0.0 if layout == self.present else self.switch_seconds(layout)
         part = switch / self.search.horizon_steps if self.search.horizon_steps else 0.0
-        return Choice(layout, deal, working, time, peak, switch, time.seconds + part)
+        return FittingLayout(layout, deal, working, time, peak, switch, time.seconds + part)
 
     def _why_none(self) -> str:
         count, present, number = len(self.members.speeds), self.present, self.search.micro_batches

@@ -43,11 +43,11 @@ def balance(
     Exit code: 0, or 2 if the profile cannot be used or nothing fits.
     """
     from ds_dynatrain.balance.cost import Link
-    from ds_dynatrain.balance.prediction import Question, advise, report, show
+    from ds_dynatrain.balance.prediction import PredictionOptions, advise, report, show
 
     with saying("balance"):
         link = Link(bytes_per_second, latency_seconds)
-        asked = Question(stages, members, micro_batches, zero_stage, memory, present, link)
+        asked = PredictionOptions(stages, members, micro_batches, zero_stage, memory, present, link)
         found = advise(profile, asked)
     if as_json:
         typer.echo(report(found))

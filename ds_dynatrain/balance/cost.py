@@ -63,7 +63,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Links:
+class LinkCosts:
     """The links inside nodes and between them; by default all messages are free.
 
     per_node: number of members of a node, in the order of their numbers; None if all are on one node. members: by rank;
@@ -87,7 +87,7 @@ class Links:
         nodes = {(self.members[rank] if self.members else rank) // self.per_node for rank in ranks}
         return self.inside if len(nodes) == 1 else self.between
 
-    def between_members(self, members: tuple[int, ...]) -> Links:
+    def between_members(self, members: tuple[int, ...]) -> LinkCosts:
         """Return the same links with these members at the ranks."""
         return dataclasses.replace(self, members=members)
 
@@ -153,7 +153,7 @@ def simulate(work: StageWork, micro_batches: int) -> Simulated:
     return Simulated(clock, passes.sum(axis=0))
 
 
-FREE = Links()
+FREE = LinkCosts()
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class StepTime:
 
 
 def step_time(
-    profile: Profile, layout: Layout, deal: Deal, speeds: Sequence[float] | None = None, links: Links = FREE
+    profile: Profile, layout: Layout, deal: Deal, speeds: Sequence[float] | None = None, links: LinkCosts = FREE
 ) -> StepTime:
     """Predict a step of the layout. speeds: by rank; without them every member has speed 1.
 
@@ -215,7 +215,7 @@ def step_time(
 
 
 def column_seconds(
-    profile: Profile, layout: Layout, deal: Deal, speeds: Sequence[float], links: Links = FREE
+    profile: Profile, layout: Layout, deal: Deal, speeds: Sequence[float], links: LinkCosts = FREE
 ) -> tuple[Floats, Floats]:
     """Return ([data], [data]): seconds until each data index has made its passes, and seconds of one more micro-batch.
 
@@ -234,7 +234,7 @@ class _Model:
     layout: Layout
     deal: Deal
     pace: Floats
-    links: Links
+    links: LinkCosts
 
     def predict(self) -> StepTime:
         ends, busy = self._passes()

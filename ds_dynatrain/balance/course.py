@@ -12,8 +12,7 @@ import numpy as np
 
 from ds_dynatrain.balance.advice import Advice
 from ds_dynatrain.balance.config import BalanceConfig
-from ds_dynatrain.balance.decision import Drift, History, Slow, Verdict, drift_of, judge
-from ds_dynatrain.balance.decision import Move as Made
+from ds_dynatrain.balance.decision import DecisionHistory, Drift, MoveVerdict, PastMove, Slow, drift_of, judge
 from ds_dynatrain.balance.profile import Bools, Ints, Profile
 from ds_dynatrain.balance.window import LAST_STEPS, Measured
 from ds_dynatrain.errors import LayoutError
@@ -25,7 +24,7 @@ EXPLAINS = 0.5
 """A change of layers' seconds may explain a change of a step's seconds if it is at least this share of it."""
 
 
-def can_judge(move: Made, measured: Measured) -> bool:
+def can_judge(move: PastMove, measured: Measured) -> bool:
     """Return whether enough steps were seen after a move.
 
     If they look slower, which may be noise, more steps are needed, up to all that are remembered.
@@ -59,7 +58,7 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedMove:
     """A move that is to be made now. before: the measured step before it. costs: layers' costs before it.
 
     without: ranks that are let go. back: whether it takes the last move back.
@@ -83,23 +82,23 @@ class Course:
     needs_steps: whether a move would be made if enough steps had been seen before it. why: the decision in words.
     """
 
-    history: History
+    history: DecisionHistory
     slow: Slow = field(default_factory=Slow)
     left: Layout | None = None
     costs: Costs | None = None
-    verdict: Verdict | None = None
+    verdict: MoveVerdict | None = None
     gain: float | None = None
-    wanted: Wanted | None = None
+    wanted: WantedMove | None = None
     needs_steps: bool = False
     why: str = ""
 
     @classmethod
     def new(cls, rules: BalanceConfig, step: int = 0) -> Course:
         """Return the course before any measurement."""
-        return cls(History.new(rules, step))
+        return cls(DecisionHistory.new(rules, step))
 
     def at(self, since: tuple[int, ...], slow: Slow | None = None) -> Course:
-        """Return the course with the changes of costs that are known by now. since: see `History`."""
+        """Return the course with the changes of costs that are known by now. since: see `DecisionHistory`."""
         return replace(self, history=replace(self.history, since=since), slow=self.slow if slow is None else slow)
 
     def in_doubt(self) -> Course:
@@ -118,7 +117,7 @@ class Course:
         measured: Measured,
         present: Layout,
         profile: Profile,
-        advise: Callable[[History], Advice],
+        advise: Callable[[DecisionHistory], Advice],
     ) -> Course:
         """Return the course after one more window. measured: a step by the clock. present: the layout, with its
         boundaries.
@@ -144,7 +143,7 @@ class Course:
             return replace(course, needs_steps=True, why=why)
         saved = advice.present_time.seconds - advice.proposed_time.seconds
         gain = saved / max(advice.present_time.seconds, measured.seconds)
-        wanted = Wanted(advice.proposed, gain, advice.decision.why, measured, Costs.of(profile), advice.without)
+        wanted = WantedMove(advice.proposed, gain, advice.decision.why, measured, Costs.of(profile), advice.without)
         return replace(course, wanted=wanted, why=advice.decision.why)
 
     def _drift(self, least: float, present: Layout, now: Costs) -> Drift:
@@ -158,22 +157,22 @@ class Course:
         return self.costs.drift(now, stages[0] == stages[1], least)
 
     def _judged(
-        self, rules: BalanceConfig, move: Made, step: int, measured: Measured, costs: Costs, drift: Drift
+        self, rules: BalanceConfig, move: PastMove, step: int, measured: Measured, costs: Costs, drift: Drift
     ) -> Course:
         verdict, history = judge(rules, self.history, step, measured.seconds, measured.error, drift)
-        gain = None if verdict is Verdict.UNKNOWN else 1 - measured.seconds / move.before_seconds
+        gain = None if verdict is MoveVerdict.UNKNOWN else 1 - measured.seconds / move.before_seconds
         course = replace(self, history=history, left=None, costs=None, verdict=verdict, gain=gain)
-        if verdict is not Verdict.BACK or self.left is None:
+        if verdict is not MoveVerdict.BACK or self.left is None:
             return course
         worse = 1 - move.before_seconds / measured.seconds
-        back = Wanted(self.left, worse, verdict.value, measured, costs, back=True)
+        back = WantedMove(self.left, worse, verdict.value, measured, costs, back=True)
         return replace(course, wanted=back, why=verdict.value)
 
-    def moved(self, wanted: Wanted, step: int, left: Layout) -> Course:
+    def moved(self, wanted: WantedMove, step: int, left: Layout) -> Course:
         """Return the course after the wanted move was made. A move back is judged by no window."""
         if wanted.back:
             return replace(self, wanted=None)
-        move = Made(step, wanted.predicted_gain, wanted.before.seconds, wanted.before.error)
+        move = PastMove(step, wanted.predicted_gain, wanted.before.seconds, wanted.before.error)
         return replace(self, history=self.history.moved(move), left=left, costs=wanted.costs, wanted=None)
 
     def overtaken(self) -> Course:

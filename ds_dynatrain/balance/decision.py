@@ -31,7 +31,7 @@ CERTAIN = 4.0
 REMEMBERED = 9
 """Number of remembered changes of costs; the intervals between them count."""
 LEAST_FACTOR = 0.1
-"""Lower limit of `History.factor`: a large gain can still be had after a move that gained nothing."""
+"""Lower limit of `DecisionHistory.factor`: a large gain can still be had after a move that gained nothing."""
 
 
 class Answer(Enum):
@@ -45,7 +45,7 @@ class Answer(Enum):
     ACT = "the move pays"
 
 
-class Verdict(Enum):
+class MoveVerdict(Enum):
     """A window's judgement of the move before it."""
 
     KEPT = "it gained at least half of what was predicted"
@@ -64,9 +64,9 @@ class Drift(Enum):
 
 
 SPEAKING = {
-    Verdict.KEPT: (Drift.SAME, Drift.LONGER),
-    Verdict.LESS: (Drift.SAME,),
-    Verdict.BACK: (Drift.SAME, Drift.SHORTER),
+    MoveVerdict.KEPT: (Drift.SAME, Drift.LONGER),
+    MoveVerdict.LESS: (Drift.SAME,),
+    MoveVerdict.BACK: (Drift.SAME, Drift.SHORTER),
 }
 """The drifts with which a verdict holds: layers that take longer may be why steps did not become faster, but not why
 they did. Layers often take longer once stages compute side by side that used to wait: they share caches and memory.
@@ -89,7 +89,7 @@ class Offer:
 
 
 @dataclass(frozen=True)
-class Move:
+class PastMove:
     """A move that was made. predicted_gain: the offer's. before_seconds, before_error: a measured step before it."""
 
     step: int
@@ -103,7 +103,7 @@ class Move:
 
 
 @dataclass(frozen=True)
-class Decision:
+class BalanceDecision:
     """An answer, and the numbers behind it as text."""
 
     answer: Answer
@@ -116,7 +116,7 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class History:
+class DecisionHistory:
     """The memory of decisions; every method returns the next one.
 
     waits: steps to wait after the next move. since: the steps at which costs changed, the last few of them, beginning
@@ -128,14 +128,14 @@ class History:
     since: tuple[int, ...] = (0,)
     cool_from: int = 0
     factor: float = 1.0
-    open: Move | None = None
+    open: PastMove | None = None
 
     @classmethod
-    def new(cls, rules: BalanceConfig, step: int = 0) -> History:
+    def new(cls, rules: BalanceConfig, step: int = 0) -> DecisionHistory:
         """Return the history before any measurement."""
         return cls(rules.cooldown_steps, (step,))
 
-    def moved(self, move: Move) -> History:
+    def moved(self, move: PastMove) -> DecisionHistory:
         """Return the history after a move, which waits for its judgement."""
         return dataclasses.replace(self, open=move, cool_from=move.step + self.waits)
 
@@ -176,7 +176,7 @@ def drift_of(before: Floats, after: Floats, error: Floats, least: float) -> Drif
     return Drift.LONGER if total > 0 else Drift.SHORTER
 
 
-def decide(rules: BalanceConfig, history: History, step: int, offer: Offer) -> Decision:
+def decide(rules: BalanceConfig, history: DecisionHistory, step: int, offer: Offer) -> BalanceDecision:
     """Decide whether to make this move at this step."""
     saved = (offer.present_seconds - offer.target_seconds) * history.factor
     gain, steps = offer.gain * history.factor, history.horizon(rules, step)
@@ -199,13 +199,15 @@ def decide(rules: BalanceConfig, history: History, step: int, offer: Offer) -> D
     )
     for answer, holds, numbers in table:
         if holds:
-            return Decision(answer, f"{answer.value}: {numbers}")
-    return Decision(Answer.ACT, f"{Answer.ACT.value}: {gain:.3f} of a step, {saved * steps:.4g} s in {steps:.0f} steps")
+            return BalanceDecision(answer, f"{answer.value}: {numbers}")
+    return BalanceDecision(
+        Answer.ACT, f"{Answer.ACT.value}: {gain:.3f} of a step, {saved * steps:.4g} s in {steps:.0f} steps"
+    )
 
 
 def judge(
-    rules: BalanceConfig, history: History, step: int, seconds: float, error: float, drift: Drift = Drift.SAME
-) -> tuple[Verdict, History]:
+    rules: BalanceConfig, history: DecisionHistory, step: int, seconds: float, error: float, drift: Drift = Drift.SAME
+) -> tuple[MoveVerdict, DecisionHistory]:
     """Return the verdict of the first window after a move, and the history after that; ConfigError if no move is open.
 
     seconds, error: of a step, measured in that window. drift: of layers and members that the move left in place; where
@@ -216,15 +218,15 @@ def judge(
         raise ConfigError(f"there is no move to judge at step {step}; call judge after a move was decided")
     move, closed = history.open, dataclasses.replace(history, open=None)
     share = (1 - seconds / move.before_seconds) / move.predicted_gain
-    verdict = Verdict.KEPT if share >= 0.5 else Verdict.LESS
+    verdict = MoveVerdict.KEPT if share >= 0.5 else MoveVerdict.LESS
     if seconds > move.slower_from(error):
-        verdict = Verdict.BACK
+        verdict = MoveVerdict.BACK
     if drift not in SPEAKING[verdict]:
-        return Verdict.UNKNOWN, closed
-    if verdict is Verdict.BACK:
+        return MoveVerdict.UNKNOWN, closed
+    if verdict is MoveVerdict.BACK:
         waits = max(1, 2 * history.waits)
         return verdict, dataclasses.replace(closed, waits=waits, cool_from=step + waits)
-    return verdict, dataclasses.replace(closed, factor=1.0 if verdict is Verdict.KEPT else max(share, LEAST_FACTOR))
+    return verdict, dataclasses.replace(closed, factor=1.0 if verdict is MoveVerdict.KEPT else max(share, LEAST_FACTOR))
 
 
 RECENT = 16

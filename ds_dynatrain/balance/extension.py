@@ -12,7 +12,7 @@ from ds_dynatrain.adapters.device import is_accelerated, total_bytes
 from ds_dynatrain.adapters.pipeline import PROFILE, Cut
 from ds_dynatrain.adapters.stage_module import PipelineShaper
 from ds_dynatrain.balance.balancer import Balancer
-from ds_dynatrain.balance.choose import Choice, Members, Search, choose
+from ds_dynatrain.balance.choose import FittingLayout, Members, Search, choose
 from ds_dynatrain.balance.config import BalanceConfig
 from ds_dynatrain.balance.cost import step_time
 from ds_dynatrain.balance.deal import Deal
@@ -29,7 +29,7 @@ from ds_dynatrain.space import Layout
 
 def suggest(
     engine: EngineParts, profile: Profile | str | Path | None, members: int | None, horizon_steps: float | None
-) -> tuple[Choice, ...]:
+) -> tuple[FittingLayout, ...]:
     """Answer `engine.suggest`, whose arguments these are; the job may have no `balance` block."""
     own = engine.extension("balance")
     if profile is not None:
@@ -76,7 +76,7 @@ def fastest(
     memory_bytes: int,
     horizon_steps: float | None = None,
     switch_seconds: Callable[[Layout], float] = lambda layout: 0.0,
-) -> tuple[Choice, ...]:
+) -> tuple[FittingLayout, ...]:
     """Return the best layouts for this many members, best first; LayoutError if there is none.
 
     The present members are as fast as the profile says, if it has a speed for each; others are all alike. They are

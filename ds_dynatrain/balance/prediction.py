@@ -12,7 +12,7 @@ from typing import Any
 import typer
 
 from ds_dynatrain.balance.choose import Members, Search, choose, is_possible
-from ds_dynatrain.balance.cost import Link, Links, StepTime, step_time
+from ds_dynatrain.balance.cost import Link, LinkCosts, StepTime, step_time
 from ds_dynatrain.balance.deal import Deal, cut_of, peak_bytes
 from ds_dynatrain.balance.partition import PLENTY, uniform
 from ds_dynatrain.balance.profile import Profile
@@ -23,7 +23,7 @@ BEST = "proposed"
 
 
 @dataclass(frozen=True)
-class Question:
+class PredictionOptions:
     """The options of the command. stages: None for any number; members: None for one per stage, or as in the profile.
 
     present: boundaries; None for uniform ones of this many stages. memory: bytes of a member.
@@ -56,7 +56,7 @@ class Predicted:
 
 
 @dataclass(frozen=True)
-class Advice:
+class Prediction:
     """The prediction for the present boundaries, if any can be trained, and for the layouts that fit, best first."""
 
     profile: Profile
@@ -70,7 +70,7 @@ class Advice:
         return self.choices[:1] if self.present is None else (self.present, self.choices[0])
 
 
-def advise(file: Path, question: Question) -> Advice:
+def advise(file: Path, question: PredictionOptions) -> Prediction:
     """Read the profile and search; raises ProfileError, LayoutError, ConfigError or OSError."""
     profile = Profile.load(file)
     members = _members(profile, question)
@@ -85,10 +85,10 @@ def advise(file: Path, question: Question) -> Advice:
         Predicted(each.layout, each.deal, each.time, peak_bytes(profile, each.layout, each.deal), "" if place else BEST)
         for place, each in enumerate(choose(profile, start, members, search))
     )
-    return Advice(profile, members.memory_bytes, _present(profile, start, members, question, search), choices)
+    return Prediction(profile, members.memory_bytes, _present(profile, start, members, question, search), choices)
 
 
-def _members(profile: Profile, question: Question) -> Members:
+def _members(profile: Profile, question: PredictionOptions) -> Members:
     """Return the members; ConfigError for a number that does not fit the speeds of the profile."""
     measured = profile.speeds
     alone = question.stages if question.stages is not None and len(measured) == 1 else len(measured)
@@ -110,10 +110,10 @@ def _members(profile: Profile, question: Question) -> Members:
     if question.memory is not None and not 1 <= question.memory < PLENTY:
         raise ConfigError(f"--memory {question.memory:g}: give the bytes of a member, such as 80e9")
     speeds = measured if len(measured) == count else measured * count
-    return Members(speeds, PLENTY if question.memory is None else int(question.memory), Links(question.link))
+    return Members(speeds, PLENTY if question.memory is None else int(question.memory), LinkCosts(question.link))
 
 
-def _start(profile: Profile, question: Question) -> Layout:
+def _start(profile: Profile, question: PredictionOptions) -> Layout:
     """Return the present layout but for data; ConfigError for malformed boundaries, LayoutError for wrong ones."""
     if question.present is not None:
         try:
@@ -126,7 +126,9 @@ def _start(profile: Profile, question: Question) -> Layout:
     return Layout(zero_stage=question.zero_stage, pipe=question.stages or 1)
 
 
-def _present(profile: Profile, start: Layout, members: Members, question: Question, search: Search) -> Predicted | None:
+def _present(
+    profile: Profile, start: Layout, members: Members, question: PredictionOptions, search: Search
+) -> Predicted | None:
     """Predict the present layout with as many data ranks as possible; None if it needs more members, or was not asked
     for.
     """
@@ -146,7 +148,7 @@ def _present(profile: Profile, start: Layout, members: Members, question: Questi
     return None
 
 
-def show(advice: Advice) -> None:
+def show(advice: Prediction) -> None:
     """Print the advice for a reader."""
     profile, shown = advice.profile, [each.layout for each in advice.known]
     measured = f"{profile.train_batch_size} samples a step, timed in micro-batches of {profile.micro_batch_size}"
@@ -161,7 +163,7 @@ def show(advice: Advice) -> None:
     typer.echo(f"\nA prediction from the profile{_gain(advice)}. Nothing has been changed.")
 
 
-def _gain(advice: Advice) -> str:
+def _gain(advice: Prediction) -> str:
     """Compare both layouts in words; "" if there is no present layout, or it would not fit."""
     present, best = advice.present, advice.choices[0].time.seconds
     if present is None or max(present.stages) > advice.memory_bytes:
@@ -178,7 +180,7 @@ def _row(each: Predicted) -> tuple[str, ...]:
     return (each.name, axes, cut, str(each.deal.micro_batches), *figures)
 
 
-def _stages(advice: Advice, each: Predicted) -> Iterator[tuple[str, ...]]:
+def _stages(advice: Prediction, each: Predicted) -> Iterator[tuple[str, ...]]:
     names = advice.profile.names
     for stage, (start, stop) in enumerate(itertools.pairwise(cut_of(advice.profile, each.layout))):
         total = each.stages[stage]
@@ -193,7 +195,7 @@ def _columns(rows: Sequence[tuple[str, ...]]) -> str:
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
-def report(advice: Advice) -> str:
+def report(advice: Prediction) -> str:
     """Return one object of JSON, whose keys are documented in docs/balance.md."""
     present = None if advice.present is None else _with_bytes(advice.present)
     said = {"present": present, "proposed": _with_bytes(advice.choices[0]), "choices": [*map(_said, advice.choices)]}

@@ -68,7 +68,7 @@ def _median(passes: Floats) -> tuple[Floats, Floats]:
 
 
 @dataclass(frozen=True, eq=False)
-class Window:
+class TimingWindow:
     """The merged timings of all ranks. rows: [layers of the model, COLUMNS] on a member of speed 1. speeds: by rank.
 
     beside: [BESIDE], the median over the ranks that have measured it, else 0. Speeds compare the ranks of one stage,
@@ -87,7 +87,7 @@ class Window:
         layout: Layout,
         boundaries: Sequence[int],
         beside: Sequence[Sequence[float]] = (),
-    ) -> Window:
+    ) -> TimingWindow:
         """Merge the rows of all ranks. beside: [ranks, BESIDE].
 
         ProfileError unless every rank has a row for each layer of its stage.
@@ -222,7 +222,13 @@ class Averaged:
 
     @classmethod
     def after(
-        cls, before: Averaged | None, window: Window, batch: tuple[int, int], step: int, least: float, is_new: bool
+        cls,
+        before: Averaged | None,
+        window: TimingWindow,
+        batch: tuple[int, int],
+        step: int,
+        least: float,
+        is_new: bool,
     ) -> Averaged:
         """Return the mean after one more window. least: share of all layers' seconds that a change of costs must
         exceed.
@@ -241,12 +247,12 @@ class Averaged:
             return before._begun_anew(window, doubted.step)
         return replace(before, speeds=window.speeds, doubted=Doubted(window.rows, step))
 
-    def _begun_anew(self, window: Window, step: int) -> Averaged:
+    def _begun_anew(self, window: TimingWindow, step: int) -> Averaged:
         """Begin the mean anew at a step. The doubted window stays out: it may have been noise after all."""
         since = (*self.since, step)[-REMEMBERED:]
         return Averaged(window.rows, window.speeds, self._beside(window, 1.0), self.batch, since=since)
 
-    def _with(self, window: Window) -> Averaged:
+    def _with(self, window: TimingWindow) -> Averaged:
         share = max(NEW_SHARE, 1 / (self.windows + 1))
         rows = (1 - share) * self.rows + share * window.rows
         rows[:, ERROR_COLUMNS] = np.hypot(
@@ -254,7 +260,7 @@ class Averaged:
         )
         return Averaged(rows, window.speeds, self._beside(window, share), self.batch, self.windows + 1, self.since)
 
-    def _beside(self, window: Window, share: float) -> Floats:
+    def _beside(self, window: TimingWindow, share: float) -> Floats:
         """Average [BESIDE]: values that the window has not measured stay, values measured for the first time count in
         full.
         """

@@ -20,7 +20,7 @@ from ds_dynatrain.adapters.device import start_thread
 from ds_dynatrain.adapters.watched import GroupStatus
 from ds_dynatrain.adapters.world import World
 from ds_dynatrain.buddies.placement import wards_of
-from ds_dynatrain.buddies.taking import Taken, copy_of, header_of, take
+from ds_dynatrain.buddies.taking import UndigestedCopy, copy_of, header_of, take
 from ds_dynatrain.engine.copies.kept import Kept, Room
 from ds_dynatrain.errors import DynatrainError, TransferError, WorldChanged
 from ds_dynatrain.membership.whole import Mark
@@ -58,7 +58,7 @@ class Round:
     def __init__(
         self,
         mark: Mark,
-        taken: Taken | None,
+        taken: UndigestedCopy | None,
         buddies: Sequence[int],
         wards: Sequence[Ward],
         transport: Transport,
@@ -263,7 +263,7 @@ class Keeper:
         engine, begin = self.engine, time.perf_counter()
         rank, members, wards = engine.rank, engine.members, wards_of(self.buddies, engine.rank)
         own, rooms = self.kept.begin(mark, len(wards))
-        taken: Taken | None = None
+        taken: UndigestedCopy | None = None
         try:
             with PROCESS.turn(engine):
                 taken = take(engine, own, mark, everything=not self.has_single_holders)

@@ -101,7 +101,7 @@ def _padded(shape: Shape) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class Taken:
+class UndigestedCopy:
     """A copy without its digests, which the thread of its round computes.
 
     frozen: see `Kept`. memory: all its tensors, flat uint8.
@@ -131,7 +131,7 @@ def mark_of(engine: EngineCore, first: Mark | None = None) -> Mark:
     return Mark(*when, engine.layout, () if first is None else first.moment)
 
 
-def take(engine: EngineCore, room: Room, mark: Mark | None = None, everything: bool = False) -> Taken:
+def take(engine: EngineCore, room: Room, mark: Mark | None = None, everything: bool = False) -> UndigestedCopy:
     """Copy the state that this rank holds alone into a room.
 
     Parameters that stage 3 has gathered stay gathered: their parts are the state. mark: the present moment, if it is
@@ -154,4 +154,4 @@ def take(engine: EngineCore, room: Room, mark: Mark | None = None, everything: b
     for there, here in zip([*buffers.values(), *others], [*held.values(), *tensors], strict=True):
         there.copy_(here.detach())
     frozen = frozen_elsewhere(engine.vps, engine.layout, state)
-    return Taken(engine.vps, mark or mark_of(engine), engine.rank, frozen, buffers, said, others, memory)
+    return UndigestedCopy(engine.vps, mark or mark_of(engine), engine.rank, frozen, buffers, said, others, memory)

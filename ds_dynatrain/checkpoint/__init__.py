@@ -15,20 +15,20 @@ Geometry, digests and bytes: no engine, no DeepSpeed, no messages between proces
 
 from ds_dynatrain.checkpoint.extents import Extent
 from ds_dynatrain.checkpoint.folder import latest, newest, tags
-from ds_dynatrain.checkpoint.manifest import Manifest, Row
+from ds_dynatrain.checkpoint.manifest import Manifest, ManifestRow
 from ds_dynatrain.checkpoint.reading import Reader
-from ds_dynatrain.checkpoint.record import Record, Saved
+from ds_dynatrain.checkpoint.record import Saved, TrainingRecord
 from ds_dynatrain.checkpoint.writing import HostMemory, Share, shares_of, write_shares
 
 __all__ = [
     "Extent",
     "HostMemory",
     "Manifest",
+    "ManifestRow",
     "Reader",
-    "Record",
-    "Row",
     "Saved",
     "Share",
+    "TrainingRecord",
     "latest",
     "newest",
     "shares_of",

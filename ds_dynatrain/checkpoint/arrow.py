@@ -36,7 +36,7 @@ _OPENING = 8
 # ---- data files -----------------------------------------------------------------------------------------------------
 
 
-class Outline:
+class ArrowOutline:
     """A file of one column without its values: the bytes around them, and where they belong."""
 
     def __init__(self, dtype: torch.dtype) -> None:

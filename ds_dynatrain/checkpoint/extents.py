@@ -15,7 +15,7 @@ import torch
 from ds_dynatrain.errors import CheckpointDamaged
 from ds_dynatrain.space import BufferId, Pieces
 from ds_dynatrain.space.interval import Ints
-from ds_dynatrain.space.tensor import Line, split_by_tensor
+from ds_dynatrain.space.tensor import CoordinateLine, split_by_tensor
 from ds_dynatrain.transfer import digest, digest_pieces
 from ds_dynatrain.transfer.series import series
 
@@ -61,7 +61,7 @@ class Extent:
 
 
 def placed(
-    line: Line, sides: tuple[Pieces, ...], buffers: tuple[dict[BufferId, torch.Tensor], ...]
+    line: CoordinateLine, sides: tuple[Pieces, ...], buffers: tuple[dict[BufferId, torch.Tensor], ...]
 ) -> Iterator[tuple[int, Extent, tuple[torch.Tensor, ...]]]:
     """Yield the fewest extents of pieces, in order: tensor, extent, and its local memory, one row per run.
 

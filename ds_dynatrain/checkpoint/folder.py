@@ -18,8 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from ds_dynatrain.checkpoint.files import read_note
-from ds_dynatrain.checkpoint.manifest import Manifest, Row
-from ds_dynatrain.checkpoint.record import MANIFEST, RECORD, Record, Saved, sizes_of, sum_of, to_bytes
+from ds_dynatrain.checkpoint.manifest import Manifest, ManifestRow
+from ds_dynatrain.checkpoint.record import MANIFEST, RECORD, Saved, TrainingRecord, sizes_of, sum_of, to_bytes
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 
 LATEST, LOCK = "latest", ".lock"
@@ -70,7 +70,7 @@ def begin(folder: Path, tag: str) -> Path:
     return path
 
 
-def seal(path: Path, record: Record, rows: Iterable[Row], sums: Mapping[str, str]) -> None:
+def seal(path: Path, record: TrainingRecord, rows: Iterable[ManifestRow], sums: Mapping[str, str]) -> None:
     """Write manifest and record into a hidden folder that has all other files. sums: checksums of the small ones.
 
     Raise CheckpointDamaged for rows that do not tile their tensors, or do not fit the files in the folder.

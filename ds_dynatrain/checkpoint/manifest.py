@@ -44,7 +44,7 @@ MOST_ELEMENTS = 1 << 56
 
 
 @dataclass(frozen=True)
-class Row:
+class ManifestRow:
     """An extent of a tensor's kind. offset: its first byte in the file. digest: its share in the tensor's digest."""
 
     tensor: str
@@ -72,7 +72,7 @@ class Row:
 
 
 @dataclass(frozen=True, eq=False)
-class Runs:
+class ElementRuns:
     """Positions of the elements of one tensor and kind: runs that tile it, in order.
 
     file: number of the file in `files`, or -1 if the run is not stored. position: first byte in the file.
@@ -90,17 +90,17 @@ class Runs:
 class Manifest:
     """The rows of a checkpoint, by tensor and kind."""
 
-    rows: Mapping[tuple[str, str], tuple[Row, ...]]
+    rows: Mapping[tuple[str, str], tuple[ManifestRow, ...]]
 
     @staticmethod
-    def of(rows: Iterable[Row]) -> Manifest:
+    def of(rows: Iterable[ManifestRow]) -> Manifest:
         """Build a manifest from rows in any order."""
-        found: dict[tuple[str, str], list[Row]] = {}
+        found: dict[tuple[str, str], list[ManifestRow]] = {}
         for row in rows:
             found.setdefault((row.tensor, row.kind), []).append(row)
         return Manifest({key: tuple(sorted(held, key=lambda row: row.extent.start)) for key, held in found.items()})
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[ManifestRow]:
         for held in self.rows.values():
             yield from held
 
@@ -136,7 +136,7 @@ class Manifest:
             if row.file == after.file and row.offset + row.nbytes > after.offset:  # a small file would be endless
                 yield f"{row} and {after} are in one place"
 
-    def runs(self, tensor: str, kind: str) -> Runs:
+    def runs(self, tensor: str, kind: str) -> ElementRuns:
         """Return the runs of a tensor and kind; CheckpointDamaged unless its rows tile it. Call `check` first."""
         held = self.rows[tensor, kind]
         files = tuple(sorted({row.file for row in held if row.file}))
@@ -155,7 +155,7 @@ class Manifest:
             wrong = int(np.flatnonzero(np.append(start[0] != 0, stop != ends[1:]))[0])
             at = int(stop[wrong - 1]) if wrong else 0
             raise CheckpointDamaged(f"{kind} of {tensor!r} is there twice or not at all at element {at}")
-        return Runs(start, stop, file[order], position[order], files, held[0].dtype)
+        return ElementRuns(start, stop, file[order], position[order], files, held[0].dtype)
 
     def to_bytes(self) -> bytes:
         """Return the manifest as an Arrow IPC file."""
@@ -172,10 +172,10 @@ class Manifest:
 
         found = arrow.read_table(data, COLUMNS)
         columns = list(found.values())
-        return Manifest.of(map(Row, *columns[:4], map(Extent, *columns[4:8]), *columns[8:]))
+        return Manifest.of(map(ManifestRow, *columns[:4], map(Extent, *columns[4:8]), *columns[8:]))
 
 
-def _wrong_row(row: Row, first: Row) -> str:
+def _wrong_row(row: ManifestRow, first: ManifestRow) -> str:
     """Return what is impossible about a row, whatever is in the files; an empty text if nothing is."""
     extent, numel = row.extent, row.numel
     if (row.shape, row.dtype) != (first.shape, first.dtype):
@@ -195,7 +195,7 @@ def _wrong_row(row: Row, first: Row) -> str:
     return ""
 
 
-def _wrong_place(row: Row, folder: Path, sizes: dict[str, int]) -> str:
+def _wrong_place(row: ManifestRow, folder: Path, sizes: dict[str, int]) -> str:
     """Return what is wrong with the file and position of a row; an empty text if nothing is."""
     if not row.file:
         return "" if row.kind == WEIGHT else "no file has it"

@@ -18,7 +18,7 @@ import torch
 
 from ds_dynatrain.checkpoint.extents import WORD, Extent, digest_of, named, placed
 from ds_dynatrain.checkpoint.files import open_regular
-from ds_dynatrain.checkpoint.manifest import Manifest, Row
+from ds_dynatrain.checkpoint.manifest import Manifest, ManifestRow
 from ds_dynatrain.checkpoint.writing import Buffers
 from ds_dynatrain.errors import CheckpointDamaged
 from ds_dynatrain.space import (
@@ -53,7 +53,7 @@ _ALONE = Layout(data=1, zero_stage=0)
 _BUFFER = BufferId("tensor", 0)
 
 
-class Request(NamedTuple):
+class ReadRequest(NamedTuple):
     """Runs to read, all of one type in the files.
 
     columns: number of the file, first byte in it, elements, number of the target buffer, and offset there.
@@ -119,7 +119,7 @@ class Reader:
         missing = cast.subtract(*interval.union(held.start, held.stop))
         self._read(self._requests(vps, MASTER, missing)[0], weights)
 
-    def _requests(self, vps: VirtualParameterSpace, kind: str, pieces: Pieces) -> tuple[list[Request], Pieces]:
+    def _requests(self, vps: VirtualParameterSpace, kind: str, pieces: Pieces) -> tuple[list[ReadRequest], Pieces]:
         """Return (what to read for the pieces, the pieces to cast from masters)."""
         numbers, parts = split_by_tensor(vps.line, pieces)
         found: dict[torch.dtype, list[Ints]] = {}
@@ -142,7 +142,7 @@ class Reader:
             columns = known[runs.file[run]], position, last - first, parts.buffer[low:high][row], offset
             found.setdefault(dtype, []).append(np.stack(columns)[:, here])
         requests = [
-            Request(_joined(np.concatenate(each, axis=1), dtype.itemsize), tuple(files), parts.buffers, dtype)
+            ReadRequest(_joined(np.concatenate(each, axis=1), dtype.itemsize), tuple(files), parts.buffers, dtype)
             for dtype, each in found.items()
         ]
         if not cast:
@@ -151,11 +151,11 @@ class Reader:
 
     # ---- bytes -------------------------------------------------------------------------------------------------------
 
-    def _read(self, requests: list[Request], buffers: Mapping[BufferId, torch.Tensor]) -> None:
+    def _read(self, requests: list[ReadRequest], buffers: Mapping[BufferId, torch.Tensor]) -> None:
         for request in requests:
             self._read_one(request, buffers)
 
-    def _read_one(self, request: Request, buffers: Mapping[BufferId, torch.Tensor]) -> None:
+    def _read_one(self, request: ReadRequest, buffers: Mapping[BufferId, torch.Tensor]) -> None:
         file, position, numel, buffer, offset = request.columns
         stage, length = self._stage, numel * request.dtype.itemsize
         end, short = position + length, length < DIRECT_BYTES
@@ -207,17 +207,17 @@ class Reader:
 
     # ---- checks ------------------------------------------------------------------------------------------------------
 
-    def values(self, row: Row) -> torch.Tensor:
+    def values(self, row: ManifestRow) -> torch.Tensor:
         """Return the values of a stored extent, flat, in new memory."""
         found = torch.empty(row.nbytes, dtype=torch.uint8)
         self._pread(row.file, row.offset, found)
         return found.view(named(row.dtype)) if row.nbytes else torch.empty(0, dtype=named(row.dtype))
 
-    def is_sound(self, row: Row) -> bool:
+    def is_sound(self, row: ManifestRow) -> bool:
         """Return whether a stored extent still has its digest of when it was written; read chunk by chunk."""
         return self.digest(row) == row.digest
 
-    def digest(self, row: Row, dtype: torch.dtype | None = None) -> int:
+    def digest(self, row: ManifestRow, dtype: torch.dtype | None = None) -> int:
         """Return the digest of a stored extent, or of its values cast to another type; read chunk by chunk."""
         stored, stage, total = named(row.dtype), self._stage, 0
         length = row.extent.length
@@ -237,7 +237,7 @@ class Reader:
 
 
 def _joined(columns: Ints, itemsize: int) -> Ints:
-    """Sort columns of a `Request` by file and position; join rows that are one run in both file and buffer."""
+    """Sort columns of a `ReadRequest` by file and position; join rows that are one run in both file and buffer."""
     columns = columns[:, np.lexsort((columns[1], columns[0]))]
     file, position, numel, buffer, offset = columns
     goes_on = (np.diff(file) == 0) & (np.diff(buffer) == 0) & (np.diff(offset) == numel[:-1])

@@ -22,7 +22,7 @@ from ds_dynatrain.checkpoint.files import WHERE_DAMAGED, dumped, naming, parsed,
 from ds_dynatrain.checkpoint.manifest import FILE_NAME, MOST_ELEMENTS, Manifest
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError, LayoutError
 from ds_dynatrain.space import WEIGHT, Layout, LogicalTensor
-from ds_dynatrain.space.tensor import Line
+from ds_dynatrain.space.tensor import CoordinateLine
 from ds_dynatrain.version import __version__
 
 FORMAT, VERSION = "ds_dynatrain universal checkpoint", (1, 1)
@@ -38,7 +38,7 @@ Tensor = Annotated[tuple[str, Shape, Group, bool], Strict(False)]
 
 
 @validated(frozen=True, config=ConfigDict(strict=True))
-class Record:
+class TrainingRecord:
     """The state of a whole training without its tensors: only types of JSON, with numbers in their possible ranges.
 
     step: optimizer steps done. generation, seed: of the job that saved, for random streams of new places. kinds: state
@@ -82,13 +82,13 @@ def sum_of(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
-def to_bytes(record: Record) -> bytes:
+def to_bytes(record: TrainingRecord) -> bytes:
     """Return the content of `checkpoint.json`, with its own checksum."""
     content = {"format": FORMAT, "version": list(VERSION), **asdict(record)}
     return dumped({**content, "sum": sum_of(_canonical(content))})
 
 
-def from_bytes(data: bytes) -> Record:
+def from_bytes(data: bytes) -> TrainingRecord:
     """Read what `to_bytes` wrote; CheckpointError for another version, CheckpointDamaged for other or changed bytes."""
     content = parsed(data, RECORD)
     if content.get("format") != FORMAT:
@@ -104,7 +104,9 @@ def from_bytes(data: bytes) -> Record:
     if content.pop("sum", None) != sum_of(_canonical(content)):
         raise CheckpointDamaged(f"{RECORD} is not what was saved: its checksum is another")
     try:
-        record = Record(**{each.name: content[each.name] for each in fields(Record) if each.name in content})
+        record = TrainingRecord(
+            **{each.name: content[each.name] for each in fields(TrainingRecord) if each.name in content}
+        )
         check_tensors(record.logical_tensors())
         ranks = record.world.world_size
     except ValidationError as error:
@@ -135,7 +137,7 @@ def check_tensors(tensors: Sequence[LogicalTensor]) -> None:
     if twice:
         raise CheckpointDamaged(f"two of {len(tensors)} tensors have one name, {twice[0]!r}")
     try:
-        Line(tuple(tensors))
+        CoordinateLine(tuple(tensors))
     except LayoutError as error:
         raise CheckpointDamaged(f"its tensors: {error}") from None
 
@@ -161,7 +163,7 @@ class Saved:
     """An opened checkpoint, whose tensors have not been read yet."""
 
     path: Path
-    record: Record
+    record: TrainingRecord
     manifest: Manifest
 
     @staticmethod
@@ -205,7 +207,7 @@ def sizes_of(path: Path) -> dict[str, int]:
     return {each.name: each.stat().st_size for each in names if each.is_file() and not each.is_symlink()}
 
 
-def _checked(path: Path, record: Record, name: str) -> bytes:
+def _checked(path: Path, record: TrainingRecord, name: str) -> bytes:
     data = read_small(path / name)
     if sum_of(data) != record.sums.get(name):
         raise CheckpointDamaged(f"{path / name} is not what was saved: its checksum is another; {WHERE_DAMAGED}")

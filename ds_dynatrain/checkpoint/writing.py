@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from ds_dynatrain.checkpoint.extents import WORD, Extent, chunks, digest_of, name_of, placed
-from ds_dynatrain.checkpoint.manifest import Row
+from ds_dynatrain.checkpoint.manifest import ManifestRow
 from ds_dynatrain.space import FROZEN, MASTER, WEIGHT, BufferId, Layout, Pieces, VirtualParameterSpace, of_kind
 from ds_dynatrain.transfer import allocate
 
@@ -66,9 +66,9 @@ class Share:
         pairs = zip(chunks(weight, most), chunks(master, most), strict=True)
         return all(_same_bits(held, of.to(held.dtype)) for (_, held), (_, of) in pairs)
 
-    def row(self, dtype: torch.dtype, digest: int, file: str = "", offset: int = 0) -> Row:
+    def row(self, dtype: torch.dtype, digest: int, file: str = "", offset: int = 0) -> ManifestRow:
         """Return the row of the manifest about it."""
-        return Row(self.tensor, self.kind, name_of(dtype), self.shape, self.extent, file, offset, digest & WORD)
+        return ManifestRow(self.tensor, self.kind, name_of(dtype), self.shape, self.extent, file, offset, digest & WORD)
 
 
 # ---- who writes what -------------------------------------------------------------------------------------------------
@@ -140,13 +140,15 @@ def _padded(values: torch.Tensor) -> int:
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-def write_shares(folder: Path, number: int, shares: Iterable[Share], chunk_bytes: int = CHUNK_BYTES) -> list[Row]:
+def write_shares(
+    folder: Path, number: int, shares: Iterable[Share], chunk_bytes: int = CHUNK_BYTES
+) -> list[ManifestRow]:
     """Write the files of member `number` of the world, down to the disk; return their rows of the manifest.
 
     Raise OSError as the system gives it, such as for a full disk.
     """
     by_type: dict[torch.dtype, list[Share]] = {}
-    rows: list[Row] = []
+    rows: list[ManifestRow] = []
     for share in shares:
         if share.is_cast(chunk_bytes):
             rows.append(cast_row(share, share.matrix.dtype, chunk_bytes))
@@ -162,22 +164,26 @@ def write_shares(folder: Path, number: int, shares: Iterable[Share], chunk_bytes
 @contextmanager
 def data_file(
     folder: Path, number: int, dtype: torch.dtype, chunk_bytes: int = CHUNK_BYTES, large: bool = True
-) -> Iterator[Callable[[Share], Row]]:
+) -> Iterator[Callable[[Share], ManifestRow]]:
     """Open one file of a member, which is complete and on the disk after the block.
 
     The block gets a function that writes a share of this type as the next batch and returns its row of the manifest.
     large: flush the file to the disk meanwhile. Raise OSError as the system gives it.
     """
-    from ds_dynatrain.checkpoint.arrow import Outline
+    from ds_dynatrain.checkpoint.arrow import ArrowOutline
 
-    name, outline, most = f"{number:05d}.{name_of(dtype)}.arrow", Outline(dtype), max(1, chunk_bytes // dtype.itemsize)
+    name, outline, most = (
+        f"{number:05d}.{name_of(dtype)}.arrow",
+        ArrowOutline(dtype),
+        max(1, chunk_bytes // dtype.itemsize),
+    )
     file = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     def put_outline() -> None:
         for at, data in outline.drain():
             _put(file, at, data)
 
-    def write(share: Share) -> Row:
+    def write(share: Share) -> ManifestRow:
         begin, total, numel = outline.batch(share.extent.numel, share.nbytes), 0, math.prod(share.shape)
         put_outline()
         for place, values in chunks(share.matrix, most):
@@ -195,7 +201,7 @@ def data_file(
         os.close(file)
 
 
-def cast_row(share: Share, dtype: torch.dtype, chunk_bytes: int = CHUNK_BYTES) -> Row:
+def cast_row(share: Share, dtype: torch.dtype, chunk_bytes: int = CHUNK_BYTES) -> ManifestRow:
     """Return the row of weights of type `dtype` that are not stored. share: the weights, or their masters."""
     most, numel = max(1, chunk_bytes // share.matrix.element_size()), math.prod(share.shape)
     parts = chunks(share.matrix, most)

@@ -9,7 +9,7 @@ from typing import Any
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
-from ds_dynatrain.checkpoint import Reader, Row, Saved, latest
+from ds_dynatrain.checkpoint import ManifestRow, Reader, Saved, latest
 from ds_dynatrain.cli.terminal import stdout_console
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 
@@ -86,7 +86,7 @@ def damage(saved: Saved) -> Iterator[str]:
             yield str(error)
 
 
-def _damage_of(reader: Reader, row: Row) -> Iterator[str]:
+def _damage_of(reader: Reader, row: ManifestRow) -> Iterator[str]:
     try:
         if not reader.is_sound(row):
             yield f"{row}: not what was saved"

@@ -51,7 +51,7 @@ def run_coordinator(
 ) -> None:
     """Serve one job until it has finished, and show it at `http`. ConfigError or ElasticError if it cannot begin, or if
     another coordinator has taken its place in the file `announce`."""
-    from ds_dynatrain.elastic.hosting import Host  # imports torch
+    from ds_dynatrain.elastic.hosting import CoordinatorHost  # imports torch
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     where = Address.parse(address)
@@ -59,7 +59,7 @@ def run_coordinator(
     token, found_in = job_token(endpoint, file=None if token_file is None else str(token_file))
     reading = Reading.of(http, http_token_file, token)
     try:
-        host = Host(where, settings, token, job, store_port, reading, found_in)
+        host = CoordinatorHost(where, settings, token, job, store_port, reading, found_in)
     except OSError as error:
         raise ElasticError(
             f"cannot listen at {where}: {error}; give another port, or end the process that has this one"

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from ds_dynatrain.comparison.job import WAYS, Change
+from ds_dynatrain.comparison.job import WAYS, ComparedChange
 from ds_dynatrain.comparison.results import Comparison
 from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.exits import REFUSED, saying
@@ -81,7 +81,7 @@ def compare(
         except ImportError as error:
             raise ConfigError("the page needs matplotlib: pip install matplotlib") from error
         if figures is None:
-            wanted = [Change.parse(text) for text in change or CHANGES]
+            wanted = [ComparedChange.parse(text) for text in change or CHANGES]
             sizes = size or [each for each in Size if each is not Size.TINY]
             found = measured(sizes, wanted, [*(way or WayName)] * repeats, limit_seconds, scratch, out)
         else:
@@ -93,7 +93,12 @@ def compare(
 
 
 def measured(
-    sizes: list[Size], changes: list[Change], ways: list[WayName], limit_seconds: float, scratch: Path | None, out: Path
+    sizes: list[Size],
+    changes: list[ComparedChange],
+    ways: list[WayName],
+    limit_seconds: float,
+    scratch: Path | None,
+    out: Path,
 ) -> Comparison:
     """Measure the changes, print a line for each way, and keep the figures so far as JSON in the folder."""
     from ds_dynatrain.comparison.comparison import compare as compared

@@ -20,7 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 from statistics import mean, median
 
-from ds_dynatrain.comparison.job import AFTER, BATCH, BEFORE, LEAD, Change, Task, Way
+from ds_dynatrain.comparison.job import AFTER, BATCH, BEFORE, LEAD, ComparedChange, Task, Way
 from ds_dynatrain.comparison.notes import Notes
 from ds_dynatrain.comparison.results import Comparison, Measure
 from ds_dynatrain.errors import DynatrainError
@@ -186,7 +186,7 @@ def _losses(run: Run) -> dict[int, float]:
 
 def compare(
     sizes: Sequence[str],
-    changes: Sequence[Change],
+    changes: Sequence[ComparedChange],
     ways: Sequence[Way],
     command: str,
     limit_seconds: float,
@@ -218,7 +218,7 @@ def machine() -> str:
     return f"{name}, {os.cpu_count()} cores, {versions}, Python {python}, load {load:.1f}"
 
 
-def _one(way: Way, size: str, change: Change, folder: Path, limit_seconds: float) -> Measure:
+def _one(way: Way, size: str, change: ComparedChange, folder: Path, limit_seconds: float) -> Measure:
     try:
         return measure(_run(way, size, change, folder, limit_seconds))
     except LaunchError as error:
@@ -227,7 +227,7 @@ def _one(way: Way, size: str, change: Change, folder: Path, limit_seconds: float
         return Measure(way.name, size, str(change), reason=f"a rank did not note {error}")
 
 
-def _run(way: Way, size: str, change: Change, folder: Path, limit_seconds: float) -> Run:
+def _run(way: Way, size: str, change: ComparedChange, folder: Path, limit_seconds: float) -> Run:
     state, converter = folder / "state", None
     state.mkdir()
     whole, old, new = (Task(way, part, size, change, str(state)) for part in ("whole", "old", "new"))

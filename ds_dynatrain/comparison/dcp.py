@@ -22,7 +22,7 @@ from ds_dynatrain.comparison.job import MOMENTS, Task
 from ds_dynatrain.comparison.notes import Notes
 
 
-class Trainer(workload.Trainer):
+class DcpTrainer(workload.Trainer):
     """A model sharded by FSDP2, and its optimizer."""
 
     def __init__(self, task: Task, notes: Notes) -> None:
@@ -72,5 +72,5 @@ class Trainer(workload.Trainer):
 
 def run(task: Task, notes: Notes) -> None:
     """Run the old job or the new one."""
-    workload.restarted(task, notes, Trainer)
+    workload.restarted(task, notes, DcpTrainer)
     td.destroy_process_group()

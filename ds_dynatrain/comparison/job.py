@@ -20,7 +20,7 @@ SHAPES: Mapping[str, tuple[int, int, int]] = {
 
 
 @dataclass(frozen=True)
-class Side:
+class ComparedLayout:
     """A layout of data parallelism alone, which every way can have."""
 
     data: int
@@ -31,24 +31,24 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Change:
+class ComparedChange:
     """A change from one layout to another."""
 
-    source: Side
-    target: Side
+    source: ComparedLayout
+    target: ComparedLayout
 
     def __str__(self) -> str:
         return f"{self.source} → {self.target}"
 
     @staticmethod
-    def parse(text: str) -> Change:
+    def parse(text: str) -> ComparedChange:
         """Read "data=4,zero_stage=1:data=3,zero_stage=2"; ConfigError for anything else."""
         try:
             sides = []
             for part in text.split(":"):
                 sizes = dict(size.split("=") for size in part.split(","))
-                sides.append(Side(**{name: int(size) for name, size in sizes.items()}))
-            change = Change(*sides)
+                sides.append(ComparedLayout(**{name: int(size) for name, size in sizes.items()}))
+            change = ComparedChange(*sides)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{text!r} is no change; write data=4,zero_stage=1:data=3,zero_stage=2") from error
         for side in sides:
@@ -117,7 +117,7 @@ class Task:
     way: Way
     part: str
     size: str
-    change: Change
+    change: ComparedChange
     folder: str
 
     @property

@@ -22,7 +22,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Switch:
+class SwitchNote:
     """A switch as a rank saw it, in seconds and bytes. failed: why; wait: of the first step, for late state."""
 
     failed: str
@@ -47,7 +47,7 @@ class Notes:
     apart: float = 0.0
     waited: float = 0.0
     steps: dict[int, Step] = field(default_factory=dict)
-    switches: list[Switch] = field(default_factory=list)
+    switches: list[SwitchNote] = field(default_factory=list)
     digests: dict[str, str] = field(default_factory=dict)
     peak: int = 0
     parameters: int = 0

@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 import ds_dynatrain
-from ds_dynatrain.comparison.job import BEFORE, LEAD, Side, Task
-from ds_dynatrain.comparison.notes import Notes, Switch
+from ds_dynatrain.comparison.job import BEFORE, LEAD, ComparedLayout, Task
+from ds_dynatrain.comparison.notes import Notes, SwitchNote
 from ds_dynatrain.comparison.stock import DeepSpeedTrainer
 from ds_dynatrain.comparison.workload import config, go_on, restarted
 from ds_dynatrain.report import SwitchEvent
@@ -34,10 +34,10 @@ IN_STEP = ("late", "commit")
 """Phases of a late switch for which the first step waits."""
 
 
-class Trainer(DeepSpeedTrainer):
+class DynatrainTrainer(DeepSpeedTrainer):
     """An engine in a layout, and the loader of its batches."""
 
-    def __init__(self, task: Task, notes: Notes, side: Side) -> None:
+    def __init__(self, task: Task, notes: Notes, side: ComparedLayout) -> None:
         super().__init__(task, notes)
         settings = config(side.zero_stage)
         settings["dynatrain"] = {
@@ -83,19 +83,19 @@ def run(task: Task, notes: Notes) -> None:
     """Carry out the task's way."""
     if task.way.is_restarted:
         side = task.change.source if task.part == "old" else task.change.target
-        restarted(task, notes, partial(Trainer, side=side))
+        restarted(task, notes, partial(DynatrainTrainer, side=side))
     else:
         (_here if task.way.name == "here" else _live)(task, notes)
 
 
 def _live(task: Task, notes: Notes) -> None:
-    trainer = Trainer(task, notes, task.change.source)
+    trainer = DynatrainTrainer(task, notes, task.change.source)
     engine, target = trainer.engine, task.change.target
 
     def note(event: SwitchEvent) -> None:
         failed = "" if event.outcome == "committed" else event.reason
         times = (event.pause_ms / 1e3, event.late_wait_ms / 1e3, event.certificate_ms / 1e3)
-        notes.switches.append(Switch(failed, *times, event.bytes_sent))
+        notes.switches.append(SwitchNote(failed, *times, event.bytes_sent))
         for name, milliseconds in event.phases_ms.items():
             phase = PHASES.get(name, "rest")
             notes.phases[phase] = notes.phases.get(phase, 0.0) + milliseconds / 1e3
@@ -123,7 +123,7 @@ def _live(task: Task, notes: Notes) -> None:
 
 def _here(task: Task, notes: Notes) -> None:
     """Run "here": all processes stay alive, and those that are idle on one side of the change wait."""
-    trainer = Trainer(task, notes, task.change.source)
+    trainer = DynatrainTrainer(task, notes, task.change.source)
     if trainer.engine.idle:
         notes.forget_memory()
         trainer.next()
@@ -137,7 +137,7 @@ def _here(task: Task, notes: Notes) -> None:
     with notes.phase("initialize"):
         trainer.engine.destroy()
         del trainer
-        trainer = Trainer(task, notes, task.change.target)
+        trainer = DynatrainTrainer(task, notes, task.change.target)
     if trainer.engine.idle:
         trainer.next()
         return

@@ -40,7 +40,7 @@ class DeepSpeedTrainer(workload.Trainer):
                 yield deepspeed.utils.safe_get_full_optimizer_state(parameter, name)
 
 
-class Trainer(DeepSpeedTrainer):
+class StockTrainer(DeepSpeedTrainer):
     """An engine of stock DeepSpeed."""
 
     def __init__(self, task: Task, notes: Notes) -> None:
@@ -64,5 +64,5 @@ class Trainer(DeepSpeedTrainer):
 
 def run(task: Task, notes: Notes) -> None:
     """Run the old job or the new one."""
-    workload.restarted(task, notes, Trainer)
+    workload.restarted(task, notes, StockTrainer)
     td.destroy_process_group()

@@ -21,7 +21,7 @@ TEXT_BYTES = 400_000
 LEARNING_RATE = 5e-4
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Attention to earlier places, then a feed-forward layer, each added to its input."""
 
     def __init__(self, width: int, heads: int) -> None:
@@ -46,7 +46,7 @@ class GPT(nn.Module):
     def __init__(self, layers: int, width: int, heads: int) -> None:
         super().__init__()
         self.byte, self.place = nn.Embedding(256, width), nn.Embedding(LENGTH, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(TransformerBlock(width, heads) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256)
 
     def forward(self, tokens: Tensor) -> Tensor:

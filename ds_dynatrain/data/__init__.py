@@ -9,13 +9,14 @@ on torch and not on DeepSpeed.
 from ds_dynatrain.data.batch import BatchArithmetic, ColumnArithmetic, Leaf, LeafArithmetic, Slot, nearest_even
 from ds_dynatrain.data.loader import EvaluationLoader, MicroBatch, Pass, TrainLoader
 from ds_dynatrain.data.order import Cursor, EpochOrder
-from ds_dynatrain.data.source import Source
+from ds_dynatrain.data.source import DataSource
 from ds_dynatrain.data.workers import WorkerStart
 
 __all__ = [
     "BatchArithmetic",
     "ColumnArithmetic",
     "Cursor",
+    "DataSource",
     "EpochOrder",
     "EvaluationLoader",
     "Leaf",
@@ -23,7 +24,6 @@ __all__ = [
     "MicroBatch",
     "Pass",
     "Slot",
-    "Source",
     "TrainLoader",
     "WorkerStart",
     "nearest_even",

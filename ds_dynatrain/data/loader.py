@@ -35,12 +35,12 @@ from torch.utils.data import DataLoader
 
 from ds_dynatrain.data.batch import BatchArithmetic, Slot
 from ds_dynatrain.data.order import Cursor, EpochOrder
-from ds_dynatrain.data.source import Source, in_epoch
+from ds_dynatrain.data.source import DataSource, in_epoch
 from ds_dynatrain.data.workers import apart, like_stock, without_collection
 from ds_dynatrain.errors import DataError
 
 
-class Host(Protocol):
+class LoaderHost(Protocol):
     """The present world as a loader sees it. It may change inside `before_batch` and `before_micro_batch`, and
     nowhere else.
 
@@ -149,7 +149,7 @@ class Windows:
 class Loader:
     """Attributes that train and evaluation loaders share with torch's `DataLoader`."""
 
-    source: Source
+    source: DataSource
 
     @property
     def dataset(self) -> Any:
@@ -173,7 +173,9 @@ class TrainLoader(Loader):
     Raises `DataError` if an epoch would have no global batch.
     """
 
-    def __init__(self, source: Source, host: Host, name: str = "train", order: EpochOrder | None = None) -> None:
+    def __init__(
+        self, source: DataSource, host: LoaderHost, name: str = "train", order: EpochOrder | None = None
+    ) -> None:
         self.name = name
         self.source = source
         self.order: EpochOrder = source.order(host.batch.train_batch_size) if order is None else order
@@ -317,7 +319,9 @@ class TrainLoader(Loader):
 class Pass(Iterator[Any]):
     """The iterator of a `TrainLoader`; it holds everything that belongs to the present world."""
 
-    def __init__(self, loader: TrainLoader, host: Host, stream: torch.Generator | None, is_over: bool = False) -> None:
+    def __init__(
+        self, loader: TrainLoader, host: LoaderHost, stream: torch.Generator | None, is_over: bool = False
+    ) -> None:
         self.loader = loader
         self._host = host
         self._stream = stream
@@ -368,8 +372,8 @@ class Pass(Iterator[Any]):
             return batch
 
     def next_window(self) -> tuple[MicroBatch, ...]:
-        """Return this rank's micro-batches of the next whole global batch. They are not announced to `Host.deal`, which
-        is left to the code that trains them.
+        """Return this rank's micro-batches of the next whole global batch. They are not announced to
+        `LoaderHost.deal`, which is left to the code that trains them.
 
         Raises DataError if `next` has already dealt a part of the present global batch.
         """
@@ -483,7 +487,7 @@ class _Remaining:
     Position, rank and world are those at the time of `iter()`, which a torch loader calls whenever it starts over.
     """
 
-    def __init__(self, loader: TrainLoader, host: Host) -> None:
+    def __init__(self, loader: TrainLoader, host: LoaderHost) -> None:
         self._loader = loader
         self._host = host
 
@@ -519,7 +523,9 @@ class EvaluationLoader(Loader):
     `drop_last` is not applied, because the samples that it drops would depend on the world.
     """
 
-    def __init__(self, source: Source, host: Host, batch_size: int | None = None, name: str = "evaluation") -> None:
+    def __init__(
+        self, source: DataSource, host: LoaderHost, batch_size: int | None = None, name: str = "evaluation"
+    ) -> None:
         self.name = name
         self.source = source
         self.samples = 0

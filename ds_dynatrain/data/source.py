@@ -65,13 +65,13 @@ _FETCHED = (
     *("collate_fn", "num_workers", "pin_memory", "batch_size", "worker_init_fn", "prefetch_factor", "timeout"),
     "multiprocessing_context",
 )
-"""Attributes of a torch `DataLoader` that a `Source` takes over as they are."""
+"""Attributes of a torch `DataLoader` that a `DataSource` takes over as they are."""
 SAMPLERS = "leave it out (samples are dealt by global index in every world), or put its order into the data set itself"
 
 
 @dataclass(frozen=True)
-class Source:
-    """A data set with all settings that decide its order and how its samples are fetched; made by `Source.build`.
+class DataSource:
+    """A data set with all settings that decide its order and how its samples are fetched; made by `DataSource.build`.
 
     `batch_size` is that of a torch `DataLoader` that was taken apart: evaluation keeps it, training does not use it.
     """
@@ -112,7 +112,7 @@ class Source:
         drop_last: bool | None = None,
         pin_memory: bool | None = None,
         seeds_samples: bool = False,
-    ) -> Source:
+    ) -> DataSource:
         """Make a source from a map-style data set or a torch `DataLoader` over one.
 
         An argument that is None is taken from the `DataLoader`, and without one from stock DeepSpeed: two workers,
@@ -185,7 +185,7 @@ def _map_style(dataset: Any) -> Any:
 
 
 def _sampling(loader: DataLoader[Any], length: int) -> dict[str, Any]:
-    """Return the fields of a `Source` that reproduce the order of a torch loader."""
+    """Return the fields of a `DataSource` that reproduce the order of a torch loader."""
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
         name = "batch_size=None" if loader.batch_sampler is None else type(loader.batch_sampler).__name__
         raise DataError(f"the DataLoader has a batch sampler of its own ({name}), fixed to one world; {SAMPLERS}")

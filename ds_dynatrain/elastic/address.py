@@ -21,7 +21,7 @@ from pathlib import Path
 
 from pydantic import ConfigDict
 
-from ds_dynatrain.elastic.world import Record
+from ds_dynatrain.elastic.world import WireRecord
 from ds_dynatrain.errors import ConfigError, CoordinatorUnproved, ElasticError, MessageError
 
 DEFAULT_PORT = 29400
@@ -115,7 +115,7 @@ def read_endpoint(text: str) -> Endpoint:
     return Announced(Path(text.removeprefix(PREFIX)).absolute())
 
 
-class Announcement(Record):
+class Announcement(WireRecord):
     """Contents of an announcement file. mark: unique to one run of a coordinator. host: the machine on which it
     runs."""
 

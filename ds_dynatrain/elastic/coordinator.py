@@ -13,8 +13,8 @@ import time
 from collections import defaultdict
 
 from ds_dynatrain.elastic.door import Door, Peer
-from ds_dynatrain.elastic.history import History
-from ds_dynatrain.elastic.membership import Membership
+from ds_dynatrain.elastic.history import JobHistory
+from ds_dynatrain.elastic.membership import MembershipStateMachine
 from ds_dynatrain.elastic.messages import (
     LARGEST_MESSAGE,
     Agent,
@@ -37,8 +37,7 @@ from ds_dynatrain.elastic.messages import (
     Welcome,
     encode,
 )
-from ds_dynatrain.elastic.roster import Effect, Finish, GiveUp, Publish
-from ds_dynatrain.elastic.roster import Probe as AskToReach
+from ds_dynatrain.elastic.roster import Effect, Finish, GiveUpMember, ProbeMembers, Publish
 from ds_dynatrain.elastic.settings import ORPHAN_SECONDS
 from ds_dynatrain.elastic.view import View, snapshot, view
 from ds_dynatrain.elastic.world import node_of, nodes_of
@@ -59,10 +58,15 @@ class Coordinator:
     """Server of one job on a listening socket, until the job has finished."""
 
     def __init__(
-        self, membership: Membership, store_port: int, token: str | None = None, job: str = "", token_file: str = ""
+        self,
+        membership: MembershipStateMachine,
+        store_port: int,
+        token: str | None = None,
+        job: str = "",
+        token_file: str = "",
     ) -> None:
         self.membership = membership
-        self.history = History()
+        self.history = JobHistory()
         self._store_port = store_port
         self._token, self._token_file = token, token_file
         self._job = job
@@ -268,13 +272,13 @@ class Coordinator:
                 logger.info("generation %d: %d members; %s", world.generation, len(world.members), world.reason)
                 self.history.published(world, self.membership.term, time.monotonic())
                 self._send_all(encode(Changed(world=world)), to)
-            case GiveUp(member, pid, reason):
+            case GiveUpMember(member, pid, reason):
                 logger.warning("%s: given up: %s; the others go on without it", member, reason)
                 peer = self._workers.pop(member, None)
                 self._fence(node_of(member), Fence(member=member, pid=pid))
                 if peer is not None:
                     peer.refuse(reason)
-            case AskToReach(member, peers):
+            case ProbeMembers(member, peers):
                 self._send_all(encode(Probe(peers=peers)), (member,))
             case Finish(to):
                 logger.info("the job has finished")

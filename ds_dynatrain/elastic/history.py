@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ds_dynatrain.elastic.messages import Count, Report, Seconds, Switched, Tally
-from ds_dynatrain.elastic.world import Record, Text, World, nodes_of
+from ds_dynatrain.elastic.world import Generation, Text, WireRecord, nodes_of
 
 MOST_POINTS = 1024
 MOST_CHANGES = 256
@@ -206,7 +206,7 @@ class Point:
         )
 
 
-class Change(Record):
+class GenerationChange(WireRecord):
     """A generation as it was published. still_seconds: how long training stood still for it; None until it is known,
     and for good if another generation came before any member entered this one."""
 
@@ -221,7 +221,7 @@ class Change(Record):
     lost_steps: Count = 0
 
 
-class Switch(Record):
+class SwitchRecord(WireRecord):
     """A switch of an engine, as its rank 0 reported it, with its phases in order."""
 
     at: float
@@ -257,15 +257,15 @@ class Counts:
     phase_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
 
-class History:
+class JobHistory:
     """History of one job. `now` is the coordinator's clock, in seconds."""
 
     def __init__(self) -> None:
         self.goodput = Goodput()
         self.counts = Counts()
         self.points: deque[Point] = deque()
-        self.changes: deque[Change] = deque(maxlen=MOST_CHANGES)
-        self.switches: deque[Switch] = deque(maxlen=MOST_CHANGES)
+        self.changes: deque[GenerationChange] = deque(maxlen=MOST_CHANGES)
+        self.switches: deque[SwitchRecord] = deque(maxlen=MOST_CHANGES)
         self.step = 0
         self.samples = 0
         self.stepped_at: float | None = None
@@ -292,12 +292,12 @@ class History:
         """Note that the job has finished."""
         self.goodput.end(now)
 
-    def published(self, world: World, term: str, now: float) -> None:
+    def published(self, world: Generation, term: str, now: float) -> None:
         """Note a new generation. term: this coordinator's; a world of another term was taken over, and trains
         already."""
         kind = _kind(world, term)
         self.changes.append(
-            Change(
+            GenerationChange(
                 generation=world.generation,
                 kind=kind,
                 at=now,
@@ -314,7 +314,7 @@ class History:
         else:
             self.goodput.blame(cause[0], now, stands=cause[1])
 
-    def reported(self, member: str, said: Report, world: World | None, now: float) -> None:
+    def reported(self, member: str, said: Report, world: Generation | None, now: float) -> None:
         """Take a worker's report. world: the newest generation."""
         before, self._reports[member] = self._reports.get(member), said
         if world is not None and world.rank(member) == 0 and said.tally.generation >= world.generation:
@@ -332,7 +332,7 @@ class History:
         if key in self._known:
             return
         self._known.append(key)
-        self.switches.append(Switch(at=now, **said.model_dump(exclude={"kind", "number"})))
+        self.switches.append(SwitchRecord(at=now, **said.model_dump(exclude={"kind", "number"})))
         counts, seconds = self.counts, 1e-3 * said.pause_ms
         counts.committed += said.committed
         counts.rolled_back += not said.committed
@@ -348,7 +348,7 @@ class History:
 
     # -- what follows ------------------------------------------------------------------------------------------------
 
-    def _go_on(self, made: Progress, said: Report, world: World, now: float) -> None:
+    def _go_on(self, made: Progress, said: Report, world: Generation, now: float) -> None:
         still, samples = self.goodput.add(made, now), max(0, said.tally.samples - self.samples)
         if self._first_step is None:
             self._first_step, samples = said.step - made.steps, 0
@@ -384,7 +384,7 @@ class History:
             self._spacing *= 2
 
 
-def _kind(world: World, term: str) -> Kind:
+def _kind(world: Generation, term: str) -> Kind:
     if world.term != term:
         return "taken over"
     if not world.survivors and world.members:
@@ -394,7 +394,7 @@ def _kind(world: World, term: str) -> Kind:
     return "join" if len(world.members) > world.survivors else "leave"
 
 
-def _cause(kind: Kind, world: World) -> tuple[Cause, bool] | None:
+def _cause(kind: Kind, world: Generation) -> tuple[Cause, bool] | None:
     """Return the cause of time that is lost from now on, and whether training stands still until it is over; None if no
     time is lost."""
     if kind == "taken over":

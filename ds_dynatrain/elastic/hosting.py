@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_dynatrain.elastic.address import Address, listen
 from ds_dynatrain.elastic.coordinator import Coordinator, logger
-from ds_dynatrain.elastic.membership import Membership
+from ds_dynatrain.elastic.membership import MembershipStateMachine
 from ds_dynatrain.elastic.settings import Settings
 from ds_dynatrain.elastic.token import Reading
 from ds_dynatrain.elastic.view import Feed
@@ -36,7 +36,7 @@ MOST_DESCRIPTORS = 1 << 20
 descriptor."""
 
 
-class Host:
+class CoordinatorHost:
     """Holder of a coordinator's listening socket and store. OSError if the address is taken or another machine's.
 
     token_file: the file with the token, named to peers that are refused; "" if it is in none. reading: where the job
@@ -111,7 +111,7 @@ class Host:
 
     async def _serve(self) -> None:
         loop, stop = asyncio.get_running_loop(), asyncio.Event()
-        membership = Membership(self._settings, secrets.token_hex(4), time.monotonic())
+        membership = MembershipStateMachine(self._settings, secrets.token_hex(4), time.monotonic())
         self._stop = lambda: loop.call_soon_threadsafe(stop.set)
         if self._is_ended.is_set():
             stop.set()

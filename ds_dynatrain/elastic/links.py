@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar
 
 from ds_dynatrain.elastic.messages import MOST_PROBED, Probed
-from ds_dynatrain.elastic.roster import Probe, Roster
+from ds_dynatrain.elastic.roster import ProbeMembers, Roster
 from ds_dynatrain.elastic.world import node_of
 
 Node = TypeVar("Node", bound=Hashable)
@@ -31,7 +31,7 @@ MOST_BRANCHES = 10_000
 """The most branches in the search for the largest set; beyond them the result is large, but maybe not the largest."""
 
 
-class Links:
+class HostLinks:
     """Results of members' attempts to connect to each other's hosts. seconds: `silent_seconds`."""
 
     def __init__(self, seconds: float, now: float) -> None:
@@ -57,7 +57,7 @@ class Links:
         """Return whether the world has stood still for so long that the network may be the reason."""
         return self.still_for(now) > STANDSTILL * self._seconds
 
-    def probes(self, roster: Roster, there: Iterable[str], now: float) -> list[Probe]:
+    def probes(self, roster: Roster, there: Iterable[str], now: float) -> list[ProbeMembers]:
         """Return the probes that are due. there: members of the world.
 
         In a standstill one member of each host tries all other hosts; hosts with failures between them try at any time.
@@ -70,12 +70,12 @@ class Links:
         slower = min(2 * self._pause, RAREST * self._seconds)
         self._pause = slower if standing and not any(doubted.values()) else self._seconds
         self._probe_at = now + self._pause
-        probes = list[Probe]()
+        probes = list[ProbeMembers]()
         for host, others in doubted.items():
             asked = (others | standing if host in standing else others).intersection(speakers) - {host}
             peers = tuple(speakers[other].reach for other in sorted(asked))
             parts = (peers[start : start + MOST_PROBED] for start in range(0, len(peers), MOST_PROBED))
-            probes += [Probe(speakers[host].member, part) for part in parts]
+            probes += [ProbeMembers(speakers[host].member, part) for part in parts]
         return probes
 
     def hear(self, host: str, said: Probed, now: float) -> bool:

@@ -42,7 +42,7 @@ from ds_dynatrain.elastic.process import Termination, end_with_parent, in_forked
 from ds_dynatrain.elastic.reach import Reach
 from ds_dynatrain.elastic.settings import ORPHAN_SECONDS
 from ds_dynatrain.elastic.store import open_store
-from ds_dynatrain.elastic.world import LONGEST_TEXT, World, member_id
+from ds_dynatrain.elastic.world import LONGEST_TEXT, Generation, member_id
 from ds_dynatrain.errors import CoordinatorUnproved, JobFinished, MessageError, PeerRefused
 
 JOIN_SECONDS = 600.0
@@ -85,7 +85,7 @@ class Member:
         self,
         place: WorkerPlace,
         token: str | None = None,
-        on_world: Callable[[World], bool] = lambda world: True,
+        on_world: Callable[[Generation], bool] = lambda world: True,
         on_end: Callable[[Ending, str], object] = end_process,
         orphan_seconds: float = ORPHAN_SECONDS,
         waits_in: tuple[str, ...] = WAITING,
@@ -110,7 +110,7 @@ class Member:
         self._hangs_in = hangs_in
         self._waits_for = ""
         self._is_stuck = False
-        self._newest: World | None = None
+        self._newest: Generation | None = None
         self._has_breach = False
         self._has_left = False
         self._is_finished = False
@@ -158,18 +158,18 @@ class Member:
         """Note, before `stop`, that the other members need this one no more: its state was handed over, or saved."""
         self._has_left = True
 
-    def enter(self, world: World) -> None:
+    def enter(self, world: Generation) -> None:
         """Say that this member trains in a generation from now on; called once the switch to it is committed."""
         with self._reporting:
             self._has_breach, self._has_just_entered = False, True
             self._say(entered=world.generation, hung="")
 
-    def broken(self, world: World) -> None:
+    def broken(self, world: Generation) -> None:
         """Say that a generation could not be formed here: all members have to form a later one."""
         with self._reporting:
             self._say(broken=max(world.generation, self._report.broken))
 
-    def lacks(self, world: World) -> None:
+    def lacks(self, world: Generation) -> None:
         """Say that no layout fits so few members as a generation has."""
         if self._report.lacking < world.generation:
             self._say(lacking=world.generation)
@@ -221,11 +221,11 @@ class Member:
         self._waits_for = clipped(whom, LONGEST_TEXT)
 
     @property
-    def newest(self) -> World | None:
+    def newest(self) -> Generation | None:
         """The newest generation of which this member was told."""
         return self._newest
 
-    def is_newest(self, world: World) -> bool:
+    def is_newest(self, world: Generation) -> bool:
         """Return whether no later generation was published, as far as this member was told."""
         newest = self._newest
         return newest is None or newest.generation <= world.generation
@@ -240,7 +240,7 @@ class Member:
         """Whether the scripts of the working members have ended, so that no work will come."""
         return self._is_finished
 
-    def wait_for_world(self, after: int = 0, seconds: float | None = None) -> World:
+    def wait_for_world(self, after: int = 0, seconds: float | None = None) -> Generation:
         """Wait for a generation later than `after`, and return the newest; it may not list this member.
 
         JobFinished if no work will come: the scripts of the working members have ended, or this member was told to
@@ -254,14 +254,14 @@ class Member:
                 return newest
             raise JobFinished("the job has finished" if self._is_finished else f"{self.id} was told to leave")
 
-    def store(self, world: World, seconds: float) -> Store:
+    def store(self, world: Generation, seconds: float) -> Store:
         """Return the key-value store of a generation, over a new connection; none of its keys was ever used before.
 
         seconds: how long its calls wait at most.
         """
         return self._open_store(world.prefix, seconds)
 
-    def job_store(self, world: World, seconds: float) -> Store:
+    def job_store(self, world: Generation, seconds: float) -> Store:
         """Return the key-value store shared by all generations of the coordinator's run that published this one."""
         return self._open_store(f"job/{world.term}", seconds)
 
@@ -407,7 +407,7 @@ class Member:
             case _:
                 raise MessageError(f"{message!r} is nothing that a worker is told")
 
-    def _hear(self, world: World) -> None:
+    def _hear(self, world: Generation) -> None:
         newest = self._newest
         if newest is not None and world.generation <= newest.generation:
             return

@@ -32,11 +32,11 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ds_dynatrain.elastic.links import Links
+from ds_dynatrain.elastic.links import HostLinks
 from ds_dynatrain.elastic.messages import Announce, Bye, Phase, Probed, Report, clipped
-from ds_dynatrain.elastic.roster import Effect, Entry, Finish, GiveUp, Publish, Recovery, Roster
+from ds_dynatrain.elastic.roster import Effect, Finish, GiveUpMember, Publish, Recovery, Roster, RosterEntry
 from ds_dynatrain.elastic.settings import ORPHAN_SECONDS, Settings
-from ds_dynatrain.elastic.world import LONGEST_TEXT, NO_WORLD, World, member_id, node_of, nodes_of
+from ds_dynatrain.elastic.world import LONGEST_TEXT, NO_WORLD, Generation, member_id, node_of, nodes_of
 from ds_dynatrain.errors import JobFinished, PeerRefused
 
 LEAVER_SECONDS = 5.0
@@ -54,12 +54,12 @@ QUIET_BEATS = 3
 class Missed:
     """A member that was given up for silence alone, and its generation then (`NO_WORLD` if it was in none)."""
 
-    entry: Entry
+    entry: RosterEntry
     reason: str
-    world: World
+    world: Generation
 
 
-class Membership:
+class MembershipStateMachine:
     """The members of a job. `now` is any clock that never goes back, in seconds, the same in all calls."""
 
     def __init__(self, settings: Settings, term: str, now: float) -> None:
@@ -68,7 +68,7 @@ class Membership:
         self.roster = Roster()
         self._world = NO_WORLD
         self.is_finished = False
-        self.changes: deque[tuple[World, float]] = deque(maxlen=REMEMBERED_CHANGES)
+        self.changes: deque[tuple[Generation, float]] = deque(maxlen=REMEMBERED_CHANGES)
         """The last generations, each with the time when it was published."""
         self._recovery: Recovery | None = Recovery(now + settings.recovery_seconds, settings.recovery_seconds)
         self._orphaned_at = now + ORPHAN_SECONDS
@@ -85,7 +85,7 @@ class Membership:
         coordinator."""
         self._entered = 0
         self._has_begun = False
-        """Whether any member has reported a step; see `World.begun`."""
+        """Whether any member has reported a step; see `Generation.begun`."""
         self._breach = ""
         self._is_hang, self._hangs, self._hung_at = False, 0, 0
         """Whether the breach is a collective that has not ended; how many of these came in a row, and the step of the
@@ -104,10 +104,10 @@ class Membership:
         """The newest generation, and the members that were told of it."""
         self._owed: list[Publish] = []
         """Publications to repeat, since members that were reconnecting may not have had them."""
-        self.links = Links(settings.silent_seconds, now)
+        self.links = HostLinks(settings.silent_seconds, now)
 
     @property
-    def world(self) -> World | None:
+    def world(self) -> Generation | None:
         """The present generation; None before the first."""
         return self._world if self._world.generation else None
 
@@ -175,7 +175,7 @@ class Membership:
                 self._owed.append(Publish(self._world, (member,)))  # it waits for a generation that is over
         self._note(now)
 
-    def _held_state_in(self, world: World, member: str) -> bool:
+    def _held_state_in(self, world: Generation, member: str) -> bool:
         """Return whether a member of a generation had its state: all have it once one of them has entered the
         generation."""
         return world.generation <= self._entered or member in (*world.members[: world.survivors], *world.leaving)
@@ -272,7 +272,7 @@ class Membership:
         if self._remove(member) is not None:
             self._is_gone(member, why, now)
 
-    def _remove(self, member: str) -> Entry | None:
+    def _remove(self, member: str) -> RosterEntry | None:
         """Remove a worker from the roster and from those that may come back; None if it was not in the roster."""
         self._missed.pop(member, None)
         self._back.pop(member, None)
@@ -321,7 +321,7 @@ class Membership:
         effects += self._finish()
         return effects
 
-    def _give_up_silent(self, now: float) -> list[GiveUp]:
+    def _give_up_silent(self, now: float) -> list[GiveUpMember]:
         """Give up members that have been silent for too long; time during which nothing was received does not count."""
         asleep = now - self._advanced - self.settings.beat_seconds
         if asleep > self.settings.beat_seconds:
@@ -342,7 +342,7 @@ class Membership:
                 self._missed[entry.member] = Missed(entry, reason, world)
         return self._part_with_missed(now)
 
-    def _is_quiet(self, entry: Entry, now: float) -> bool:
+    def _is_quiet(self, entry: RosterEntry, now: float) -> bool:
         return now - entry.heard > QUIET_BEATS * self.settings.beat_seconds
 
     def _is_cut_off(self, now: float) -> bool:
@@ -350,10 +350,10 @@ class Membership:
         there = [one for one in self.roster if self._takes_part(one.member)] or list(self.roster)
         return 2 * sum(self._is_quiet(one, now) for one in there) > len(there)
 
-    def _part_with_missed(self, now: float) -> list[GiveUp]:
+    def _part_with_missed(self, now: float) -> list[GiveUpMember]:
         """End the silent members that the others go on without: from then on none of them may come back."""
         effects = [
-            GiveUp(member, missed.entry.pid, missed.reason)
+            GiveUpMember(member, missed.entry.pid, missed.reason)
             for member, missed in self._missed.items()
             if self._goes_on_without(member, missed)
         ]
@@ -363,7 +363,7 @@ class Membership:
             effects += [self._give_up(member, now) for member in list(self._back)]
         return effects
 
-    def _give_up_stuck(self, now: float) -> list[GiveUp]:
+    def _give_up_stuck(self, now: float) -> list[GiveUpMember]:
         """Give up living members whose main thread is stuck, while other holders of the state wait for them.
 
         No member is given up if that would be more than half of the world.
@@ -376,16 +376,16 @@ class Membership:
             self.lost(entry.member, reason, now)
         if stuck:
             self._mute.clear()  # the others may have waited for these alone
-        return [GiveUp(entry.member, entry.pid, reason) for entry, reason in stuck]
+        return [GiveUpMember(entry.member, entry.pid, reason) for entry, reason in stuck]
 
-    def _hung(self, there: list[Entry]) -> list[tuple[Entry, str]]:
+    def _hung(self, there: list[RosterEntry]) -> list[tuple[RosterEntry, str]]:
         """Return the members whose main thread has not moved for too long, each with the reason."""
         most = self.settings.stuck_seconds
         reason = f"its main thread has not moved for {most:g} s"
         hung = [one for one in there if 0 < most <= one.report.blocked_seconds]
         return [(one, reason) for one in hung if one.report.step or self._is_needed]
 
-    def _mute_for_long(self, there: list[Entry], now: float) -> list[tuple[Entry, str]]:
+    def _mute_for_long(self, there: list[RosterEntry], now: float) -> list[tuple[RosterEntry, str]]:
         """Return the members that have reported nothing of several failed generations, each with the reason."""
         most = self.settings.stuck_seconds
         failed = [(one, self._mute.get(one.member, [])) for one in there]
@@ -394,7 +394,7 @@ class Membership:
             (one, f"it has said nothing of {len(times)} generations that failed in {most:g} s") for one, times in mute
         ]
 
-    def _give_up_unreached(self, now: float) -> list[GiveUp]:
+    def _give_up_unreached(self, now: float) -> list[GiveUpMember]:
         """Give up nodes of a world that stands still, so that all remaining ones reach each other.
 
         No node is given up if fewer than MIN would remain, waiting ones included, or while doing so may lose state that
@@ -412,9 +412,9 @@ class Membership:
         for entry in parted:
             self.lost(entry.member, clipped(outside[entry.member], LONGEST_TEXT // 2), now)
         links.move(now)
-        return [GiveUp(entry.member, entry.pid, self._gone[entry.member]) for entry in parted]
+        return [GiveUpMember(entry.member, entry.pid, self._gone[entry.member]) for entry in parted]
 
-    def _may_part_with(self, parted: list[Entry], now: float) -> bool:
+    def _may_part_with(self, parted: list[RosterEntry], now: float) -> bool:
         """Return whether no state is lost with these members, or the world has stood still for `stuck_seconds`.
 
         Copies outlive one node; two that go together may have kept each other's.
@@ -424,7 +424,7 @@ class Membership:
             return True
         return 0 < self.settings.stuck_seconds <= self.links.still_for(now)
 
-    def _see_who_is_mute(self, failed: World, now: float) -> None:
+    def _see_who_is_mute(self, failed: Generation, now: float) -> None:
         """Note the members that have not reported the failure of a generation, as all of its members should."""
         for member in failed.members:
             if member in self.roster and _answered(self.roster[member].report) < failed.generation:
@@ -439,7 +439,7 @@ class Membership:
         """Whether the coordinator waits for members of an earlier job."""
         return self._recovery is not None
 
-    def _may_recall(self, world: World, now: float) -> bool:
+    def _may_recall(self, world: Generation, now: float) -> bool:
         """Return whether a world from before can still be taken over.
 
         True also if a job was begun here by mistake: for a while, members of the earlier job may be alive and hold
@@ -476,7 +476,7 @@ class Membership:
         strangers = [one for one in self.roster.members if recovery.heard_of(one) or one in started]
         over = [one for one in strangers if one not in present or one in started]
         effects: list[Effect] = [self._give_up(one, now) for one in over]
-        effects += [GiveUp(one, self._missed.pop(one).entry.pid, self._gone[one]) for one in begun_here]
+        effects += [GiveUpMember(one, self._missed.pop(one).entry.pid, self._gone[one]) for one in begun_here]
         effects += self._miss(now)
         self.changes.append((world, now))
         self._published = Publish(world, self._present(present))
@@ -505,20 +505,20 @@ class Membership:
                 found.append(entry.member)
         return found
 
-    def _give_up(self, member: str, now: float) -> GiveUp:
+    def _give_up(self, member: str, now: float) -> GiveUpMember:
         """Give up a member that the world does not list: it is from an older one, or from a job that was begun by
         mistake."""
         entry, reason = self.roster[member], f"generation {self._newest} goes on without it"
         self.lost(member, reason, now)
-        return GiveUp(member, entry.pid, reason)
+        return GiveUpMember(member, entry.pid, reason)
 
-    def _miss(self, now: float) -> list[GiveUp]:
+    def _miss(self, now: float) -> list[GiveUpMember]:
         """Give up members of the world that was taken over which have not come back."""
-        effects = list[GiveUp]()
+        effects = list[GiveUpMember]()
         for member in self._world.members:
             if member not in self.roster and member not in self._done and member not in self._missed:
                 self._gone.setdefault(member, "it did not come back")
-                effects.append(GiveUp(member, None, self._gone[member]))
+                effects.append(GiveUpMember(member, None, self._gone[member]))
         for member in self._world.leaving:
             if member not in self.roster and not self._is_handed_over:
                 self._is_gone(member, "it did not come back", now)
@@ -526,7 +526,7 @@ class Membership:
 
     # -- decisions ---------------------------------------------------------------------------------------------------
 
-    def _next_world(self, now: float) -> World | None:
+    def _next_world(self, now: float) -> Generation | None:
         """Return the generation that follows from the present members; None if the present one stands, or is still
         being entered."""
         old, members = self._world, self._world.members
@@ -545,7 +545,7 @@ class Membership:
         if not old.generation and not joined:
             return None
         holding = {*self._back, *(members if self._is_entered else self._survivors)}
-        return World(
+        return Generation(
             term=self.term,
             generation=self._newest + 1,
             change="failure" if is_failure else "planned",
@@ -591,7 +591,7 @@ class Membership:
     def _was_left_behind(self, member: str) -> bool:
         return self.roster[member].report.entered > 0 and not self._takes_part(member)
 
-    def _leaving(self, old: World) -> tuple[str, ...]:
+    def _leaving(self, old: Generation) -> tuple[str, ...]:
         """Return the leaving members that are still here, those of the old generation included, whose reports may be
         missing yet."""
         told = tuple(one for one in self._in_order(old.members) if one in self.roster and self._is_leaving(one))
@@ -703,7 +703,7 @@ class Membership:
         parts += [f"{one} leaves" for one in sorted(left)]
         return clipped("; ".join(parts), LONGEST_TEXT)
 
-    def _publish(self, world: World, now: float) -> Publish:
+    def _publish(self, world: Generation, now: float) -> Publish:
         passed_over = self._present(self._world.members)
         if self._breach:
             self._see_who_is_mute(self._world, now)
@@ -733,7 +733,7 @@ class Membership:
 
     # -- small things ------------------------------------------------------------------------------------------------
 
-    def phase(self, entry: Entry) -> Phase:
+    def phase(self, entry: RosterEntry) -> Phase:
         """Return the phase of a member, as the status names it."""
         if entry.report.leaving:
             return "leaving"

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from ds_dynatrain.elastic.world import LONGEST_NODE, MemberId, Members, NodeId, Record, Text, World
+from ds_dynatrain.elastic.world import LONGEST_NODE, Generation, MemberId, Members, NodeId, Text, WireRecord
 from ds_dynatrain.errors import MessageError
 
 PROTOCOL = 7
@@ -52,7 +52,7 @@ Probes = Annotated[tuple[HostPort, ...], Field(max_length=MOST_PROBED)]
 Phase = Literal["warming", "waiting", "building", "working", "leaving"]
 
 
-class Challenge(Record):
+class Challenge(WireRecord):
     """First message of the coordinator: its version, and its random number for the keys of this connection."""
 
     kind: Literal["challenge"] = "challenge"
@@ -60,7 +60,7 @@ class Challenge(Record):
     nonce: Nonce
 
 
-class Hello(Record):
+class Hello(WireRecord):
     """Answer of the peer, with its own random number. The job is empty for peers that only ask."""
 
     kind: Literal["hello"] = "hello"
@@ -68,7 +68,7 @@ class Hello(Record):
     job: Text = ""
 
 
-class Welcome(Record):
+class Welcome(WireRecord):
     """Admission of the peer, with the settings that it has to know."""
 
     kind: Literal["welcome"] = "welcome"
@@ -83,7 +83,7 @@ class Welcome(Record):
     max_nodes: Count
 
 
-class Refused(Record):
+class Refused(WireRecord):
     """Refusal of the peer, now or later; the connection ends. Before the peer's proof the refusal itself is unproved,
     too."""
 
@@ -91,7 +91,7 @@ class Refused(Record):
     reason: Text
 
 
-class Announce(Record):
+class Announce(WireRecord):
     """Introduction of a worker. On a later connection it includes the newest world that the worker was told of.
 
     nonce: drawn once by each process. An announcement with the same pid and nonce replaces the process's earlier
@@ -106,7 +106,7 @@ class Announce(Record):
     pid: Annotated[int, Field(ge=1)]
     nonce: Text = ""
     restarts: Count = 0
-    world: World | None = None
+    world: Generation | None = None
     reach: HostPort | Literal[""] = ""
 
 
@@ -116,7 +116,7 @@ Protected = Literal["", "no", "yes"]
 """Whether other members keep copies of the state that a member alone holds; empty where copies are off."""
 
 
-class Tally(Record):
+class Tally(WireRecord):
     """Work of a worker since its script first came to a boundary, for people. Only `samples` may go back.
 
     Durations are by the worker's own clock; together they make up the time to its last boundary.
@@ -136,7 +136,7 @@ class Tally(Record):
     """The worker's generation when it left its last boundary."""
 
 
-class Report(Record):
+class Report(WireRecord):
     """Present state of a worker; also its heartbeat."""
 
     kind: Literal["report"] = "report"
@@ -168,7 +168,7 @@ class Report(Record):
     tally: Tally = Tally()
 
 
-class Switched(Record):
+class Switched(WireRecord):
     """Outcome of an engine's switch, as the worker of rank 0 reports it."""
 
     kind: Literal["switched"] = "switched"
@@ -192,7 +192,7 @@ class Switched(Record):
     """Reason of a rollback."""
 
 
-class Probed(Record):
+class Probed(WireRecord):
     """Addresses of a `Probe` to which a worker could connect, and those to which it could not."""
 
     kind: Literal["probed"] = "probed"
@@ -200,7 +200,7 @@ class Probed(Record):
     unreached: Probes = ()
 
 
-class Bye(Record):
+class Bye(WireRecord):
     """Good-bye of a worker whose script has ended, or of an agent whose workers have; losing the connection is no
     failure."""
 
@@ -213,60 +213,60 @@ class Bye(Record):
     """Whether one of the agent's workers ended with an error, or with an exit code other than 0."""
 
 
-class Agent(Record):
+class Agent(WireRecord):
     """Introduction of a node's agent, which can end a worker that hangs."""
 
     kind: Literal["agent"] = "agent"
     node: NodeId
 
 
-class Beat(Record):
+class Beat(WireRecord):
     """Heartbeat of an agent."""
 
     kind: Literal["beat"] = "beat"
 
 
-class Query(Record):
+class Query(WireRecord):
     """Request for the `Status`."""
 
     kind: Literal["query"] = "query"
 
 
-class Dismiss(Record):
+class Dismiss(WireRecord):
     """Request that all workers of a node go, as SIGTERM would tell them."""
 
     kind: Literal["dismiss"] = "dismiss"
     node: NodeId
 
 
-class Dismissed(Record):
+class Dismissed(WireRecord):
     """Answer to `Dismiss`: the workers that were told to go."""
 
     kind: Literal["dismissed"] = "dismissed"
     members: Members
 
 
-class Changed(Record):
+class Changed(WireRecord):
     """Announcement of a new generation to its members."""
 
     kind: Literal["changed"] = "changed"
-    world: World
+    world: Generation
 
 
-class Leave(Record):
+class Leave(WireRecord):
     """Order to a worker to hand over its state and go, because its node is wanted."""
 
     kind: Literal["leave"] = "leave"
 
 
-class Probe(Record):
+class Probe(WireRecord):
     """Question to a worker: to which of these other workers' addresses can it connect?"""
 
     kind: Literal["probe"] = "probe"
     peers: Probes
 
 
-class Fence(Record):
+class Fence(WireRecord):
     """Order to an agent to end a silent worker of its own, without which the others go on.
 
     pid: None if the coordinator never learned it, because the worker hung while the coordinator was restarted.
@@ -277,13 +277,13 @@ class Fence(Record):
     pid: Annotated[int, Field(ge=1)] | None
 
 
-class Finished(Record):
+class Finished(WireRecord):
     """Notice to waiting members that the scripts of the working ones have ended, so no work will come."""
 
     kind: Literal["finished"] = "finished"
 
 
-class MemberStatus(Record):
+class MemberStatus(WireRecord):
     """Line of the status about one member."""
 
     member: MemberId
@@ -300,7 +300,7 @@ class MemberStatus(Record):
     waits_for: Text
 
 
-class ChangeStatus(Record):
+class ChangeStatus(WireRecord):
     """Line of the status about a recent change."""
 
     generation: Count
@@ -310,7 +310,7 @@ class ChangeStatus(Record):
     reason: Text
 
 
-class StartingNode(Record):
+class StartingNode(WireRecord):
     """A node whose agent is connected and whose workers are not yet: they import, or build their model."""
 
     node: NodeId
@@ -318,7 +318,7 @@ class StartingNode(Record):
     """Time since the agent connected."""
 
 
-class Status(Record):
+class Status(WireRecord):
     """The coordinator's knowledge of the job, to be shown to people."""
 
     kind: Literal["status"] = "status"

@@ -25,7 +25,7 @@ from torch.distributed.elastic.rendezvous import (
 from ds_dynatrain.elastic.address import Address, Endpoint, read_endpoint
 from ds_dynatrain.elastic.connection import RETRY_SECONDS, Connection, connect, logger
 from ds_dynatrain.elastic.environment import LOCAL_RANK, NODE, WorkerPlace, hand_over, job_token, new_node
-from ds_dynatrain.elastic.hosting import Host
+from ds_dynatrain.elastic.hosting import CoordinatorHost
 from ds_dynatrain.elastic.messages import Agent, Beat, Bye, Fence, Finished, Refused
 from ds_dynatrain.elastic.settings import Settings
 from ds_dynatrain.elastic.store import serve_store
@@ -62,7 +62,7 @@ class NodeRendezvous(RendezvousHandler):
 
     # -- the coordinator ---------------------------------------------------------------------------------------------
 
-    def _hosted(self) -> Host | None:
+    def _hosted(self) -> CoordinatorHost | None:
         """Return the coordinator if this agent has to host it: its address is this machine's, and still free."""
         is_host = self._parameters.get_as_bool("is_host")
         if is_host is False:
@@ -78,7 +78,9 @@ class NodeRendezvous(RendezvousHandler):
         job = self._parameters.run_id
         reading = Reading.of(self._parameters.get("http"), self._parameters.get("http_token_file"), self._token)
         try:
-            host = Host(self._endpoint, self._settings(), self._token, job, store_port, reading, self._token_file)
+            host = CoordinatorHost(
+                self._endpoint, self._settings(), self._token, job, store_port, reading, self._token_file
+            )
         except OSError as error:
             is_elsewhere = error.errno in FOREIGN_ADDRESS or isinstance(error, socket.gaierror)
             if is_host or not is_elsewhere:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import get_args
 
 from ds_dynatrain.elastic.messages import Announce, Engines, Report
-from ds_dynatrain.elastic.world import MOST_MEMBERS, World, member_id, node_of
+from ds_dynatrain.elastic.world import MOST_MEMBERS, Generation, member_id, node_of
 from ds_dynatrain.errors import PeerRefused
 
 
@@ -17,12 +17,12 @@ from ds_dynatrain.errors import PeerRefused
 class Publish:
     """Effect: tell these members of a generation."""
 
-    world: World
+    world: Generation
     to: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class GiveUp:
+class GiveUpMember:
     """Effect: end a member's connection, and its process if its agent can; pid is None if the member never told it."""
 
     member: str
@@ -31,7 +31,7 @@ class GiveUp:
 
 
 @dataclass(frozen=True)
-class Probe:
+class ProbeMembers:
     """Effect: ask a member which of these addresses of other members it can connect to."""
 
     member: str
@@ -45,12 +45,12 @@ class Finish:
     to: tuple[str, ...]
 
 
-Effect = Publish | GiveUp | Probe | Finish
+Effect = Publish | GiveUpMember | ProbeMembers | Finish
 """Every request of the membership to the coordinator, which holds the connections."""
 
 
 @dataclass
-class Entry:
+class RosterEntry:
     """One living worker. Times are the caller's clock, in seconds."""
 
     member: str
@@ -81,16 +81,16 @@ class Roster:
     """The living workers by id."""
 
     def __init__(self) -> None:
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, RosterEntry] = {}
         self._arrivals = 0
 
     def __contains__(self, member: object) -> bool:
         return member in self._entries
 
-    def __getitem__(self, member: str) -> Entry:
+    def __getitem__(self, member: str) -> RosterEntry:
         return self._entries[member]
 
-    def __iter__(self) -> Iterator[Entry]:
+    def __iter__(self) -> Iterator[RosterEntry]:
         return iter(self._entries.values())
 
     def __len__(self) -> int:
@@ -101,7 +101,7 @@ class Roster:
         """Ids of the workers, in the order in which they came."""
         return tuple(self._entries)
 
-    def add(self, said: Announce, now: float) -> Entry:
+    def add(self, said: Announce, now: float) -> RosterEntry:
         """Admit a worker; PeerRefused if its announcement is impossible or contradicts another worker's."""
         member = member_id(said.node, said.local_rank)
         if said.local_rank >= said.local_size:
@@ -123,16 +123,16 @@ class Roster:
                     f"{member} says that its node has {said.local_size} workers, {other.member} says "
                     f"{other.local_size}; start both with one LOCAL_WORLD_SIZE, or give the nodes different names"
                 )
-        entry = Entry(member, said.local_rank, said.local_size, said.pid, said.nonce, heard=now, reach=said.reach)
+        entry = RosterEntry(member, said.local_rank, said.local_size, said.pid, said.nonce, heard=now, reach=said.reach)
         self._entries[member] = entry
         return entry
 
-    def restore(self, entry: Entry, now: float) -> None:
+    def restore(self, entry: RosterEntry, now: float) -> None:
         """Put back a worker that was removed and has been heard of again."""
         entry.heard = now
         self._entries[entry.member] = entry
 
-    def remove(self, member: str) -> Entry | None:
+    def remove(self, member: str) -> RosterEntry | None:
         """Remove a worker and return its entry; None if it is not in the roster."""
         return self._entries.pop(member, None)
 
@@ -157,7 +157,7 @@ class Roster:
 
         apart: members that do not count as waiting, because they work.
         """
-        nodes: defaultdict[str, list[Entry]] = defaultdict(list)
+        nodes: defaultdict[str, list[RosterEntry]] = defaultdict(list)
         for entry in self:
             if entry.is_waiting and entry.member not in apart:
                 nodes[node_of(entry.member)].append(entry)
@@ -188,8 +188,8 @@ class Recovery:
         self._until = until
         self._seconds = seconds
         self._patience = until
-        self._told: dict[str, World] = {}
-        self._worlds: dict[tuple[int, bool, str], World] = {}
+        self._told: dict[str, Generation] = {}
+        self._worlds: dict[tuple[int, bool, str], Generation] = {}
         self._votes: Counter[tuple[int, bool, str]] = Counter()
         self._reported: set[str] = set()
 
@@ -212,7 +212,7 @@ class Recovery:
         """Extend the recovery by `seconds`, in which nothing was received."""
         self._until += seconds
 
-    def hear(self, member: str, world: World, now: float) -> None:
+    def hear(self, member: str, world: Generation, now: float) -> None:
         """Take the newest world that a returning member was told of."""
         self._until = max(self._until, now + self._seconds)
         self._told[member] = world
@@ -229,7 +229,7 @@ class Recovery:
         """Return whether a returning member has reported its state."""
         return member in self._reported
 
-    def choose(self) -> World | None:
+    def choose(self) -> Generation | None:
         """Return the newest world that any member was told of; None if there is none.
 
         Of two worlds with one number, the one in whose job a step was made wins, then the one that more members know.
@@ -239,7 +239,7 @@ class Recovery:
             return None
         return self._worlds[max(self._worlds, key=lambda name: (name[0], name[1], self._votes[name], name[2]))]
 
-    def told(self, member: str) -> World | None:
+    def told(self, member: str) -> Generation | None:
         """Return the newest world that a member knew when it returned; None if it knew none."""
         return self._told.get(member)
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 from copy import deepcopy
 from typing import Generic, Literal, TypeVar, get_args
 
-from ds_dynatrain.elastic.history import MEANING, Cause, Change, Counts, History, Point, Switch
-from ds_dynatrain.elastic.membership import Membership
+from ds_dynatrain.elastic.history import MEANING, Cause, Counts, GenerationChange, JobHistory, Point, SwitchRecord
+from ds_dynatrain.elastic.membership import MembershipStateMachine
 from ds_dynatrain.elastic.messages import (
     MOST_PARTED,
     ChangeStatus,
@@ -22,7 +22,7 @@ from ds_dynatrain.elastic.messages import (
     StartingNode,
     Status,
 )
-from ds_dynatrain.elastic.world import NO_WORLD, Record, nodes_of
+from ds_dynatrain.elastic.world import NO_WORLD, WireRecord, nodes_of
 
 Value = TypeVar("Value")
 State = Literal["waiting", "running", "changing", "standing", "paused", "lost", "finished"]
@@ -41,7 +41,7 @@ PATIENCE_SECONDS = 2.0
 """How long a reader waits for a fresh value before it gets the last one."""
 
 
-class PointView(Record):
+class PointView(WireRecord):
     """Steps between two samples of the history. samples_per_second: standstills included."""
 
     at: float
@@ -51,7 +51,7 @@ class PointView(Record):
     samples_per_second: Seconds
 
 
-class GoodputView(Record):
+class GoodputView(WireRecord):
     """Account of the job's time, in seconds. ratio: ETTR of the accounted time, without the step under way."""
 
     ratio: Seconds
@@ -62,7 +62,7 @@ class GoodputView(Record):
     max_productive_step: Count
 
 
-class View(Record):
+class View(WireRecord):
     """One job at one instant."""
 
     at: float
@@ -76,12 +76,12 @@ class View(Record):
     goodput: GoodputView
     counts: Counts
     points: tuple[PointView, ...]
-    changes: tuple[Change, ...]
-    switches: tuple[Switch, ...]
+    changes: tuple[GenerationChange, ...]
+    switches: tuple[SwitchRecord, ...]
     meaning: dict[Cause, str] = MEANING
 
 
-def view(status: Status, history: History, now: float, wall: float) -> View:
+def view(status: Status, history: JobHistory, now: float, wall: float) -> View:
     """Return the view of a job. now: the coordinator's clock; wall: the same instant in seconds since 1970."""
     counts, ago = history.counts, wall - now
     quiet = None if history.stepped_at is None else max(0.0, now - history.stepped_at)
@@ -111,7 +111,7 @@ def view(status: Status, history: History, now: float, wall: float) -> View:
     )
 
 
-def _usual_seconds(history: History) -> float:
+def _usual_seconds(history: JobHistory) -> float:
     """Return the seconds that a step takes, by the last points."""
     last = list(history.points)[-8:]
     return max((each.seconds / each.steps for each in last), default=0.0)
@@ -196,7 +196,7 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}" + ("" if number == 1 else "s")
 
 
-def snapshot(membership: Membership, job: str, now: float) -> Status:
+def snapshot(membership: MembershipStateMachine, job: str, now: float) -> Status:
     """Return the status at `now`: workers in the order of their ranks, then those without a rank by name."""
     world = membership.world or NO_WORLD
     place = {member: rank for rank, member in enumerate(world.members)}
@@ -239,7 +239,7 @@ def snapshot(membership: Membership, job: str, now: float) -> Status:
     )
 
 
-def _starting(membership: Membership, now: float) -> tuple[StartingNode, ...]:
+def _starting(membership: MembershipStateMachine, now: float) -> tuple[StartingNode, ...]:
     """Return the nodes whose agent is connected and that have no worker yet, the longest waiting first."""
     started = nodes_of(membership.roster.members)
     waiting = sorted((since, node) for node, since in membership.watched.items() if node not in started)

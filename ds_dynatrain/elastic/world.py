@@ -22,13 +22,13 @@ Text = Annotated[str, Field(max_length=LONGEST_TEXT)]
 Change = Literal["planned", "failure"]
 
 
-class Record(BaseModel):
+class WireRecord(BaseModel):
     """Base of everything that travels: frozen, strict types, no unknown fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-class World(Record):
+class Generation(WireRecord):
     """One generation, as the coordinator publishes it."""
 
     term: Annotated[str, Field(pattern=r"^[0-9a-f]{1,32}$")]
@@ -59,7 +59,7 @@ class World(Record):
     reason: Text = ""
 
     @model_validator(mode="after")
-    def _consistent(self) -> World:
+    def _consistent(self) -> Generation:
         everyone = [*self.members, *self.leaving, *self.lost]
         if len(set(everyone)) < len(everyone):
             raise ValueError("a member stands twice in a world")
@@ -84,7 +84,7 @@ class World(Record):
         return self.members.index(member) if member in self.members else None
 
 
-NO_WORLD = World.model_construct(term="", generation=0, change="planned", members=())
+NO_WORLD = Generation.model_construct(term="", generation=0, change="planned", members=())
 """Sentinel before the first generation: a world without members."""
 
 

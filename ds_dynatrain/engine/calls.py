@@ -9,8 +9,8 @@ from typing import Any
 
 from ds_dynatrain.engine.checkpoints import restore, stock
 from ds_dynatrain.engine.checkpoints.saving import PendingSave, Saver
-from ds_dynatrain.engine.checkpoints.sources import ALL, Part
-from ds_dynatrain.engine.discarded import Window
+from ds_dynatrain.engine.checkpoints.sources import ALL, CheckpointPart
+from ds_dynatrain.engine.discarded import DiscardableBatch
 from ds_dynatrain.engine.switcher import Switcher
 from ds_dynatrain.errors import CheckpointError
 from ds_dynatrain.report import logger
@@ -25,7 +25,7 @@ COUNT = "loop over engine.epochs(n), which counts the job's epochs"
 class Checkpoints:
     """Checkpoints of any layout, and DeepSpeed's own; see the calls of these names of `DynatrainEngine`."""
 
-    def __init__(self, engine: EngineCore, switcher: Switcher, saver: Saver, window: Window) -> None:
+    def __init__(self, engine: EngineCore, switcher: Switcher, saver: Saver, window: DiscardableBatch) -> None:
         self.engine, self._switcher, self._saver, self._window = engine, switcher, saver, window
 
     def save(self, path: str | os.PathLike[str], tag: str | None, background: bool) -> Path | PendingSave:
@@ -40,7 +40,9 @@ class Checkpoints:
         in_the_way = self._switcher.in_the_way(of_reading=True)
         return how(folder, name, self._key("save"), in_the_way, None)
 
-    def load(self, path: str | os.PathLike[str], tag: str | None, trust_pickle: bool, part: Part = ALL) -> Restored:
+    def load(
+        self, path: str | os.PathLike[str], tag: str | None, trust_pickle: bool, part: CheckpointPart = ALL
+    ) -> Restored:
         """Load a checkpoint; see `DynatrainEngine.load`. Uses up a generation, as a switch does.
 
         part: see `FromCheckpoint`.
@@ -83,7 +85,9 @@ class Checkpoints:
         )
         return False
 
-    def load_stock(self, load: Callable[..., Any], folder: Any, tag: Any, trust_pickle: bool, part: Part) -> Any:
+    def load_stock(
+        self, load: Callable[..., Any], folder: Any, tag: Any, trust_pickle: bool, part: CheckpointPart
+    ) -> Any:
         """Load a checkpoint of either format; see `DynatrainEngine.load_checkpoint`. load: DeepSpeed's call."""
         engine = self.engine
         known = PROCESS.membership.loaded(engine.job.number) if engine.idle else None

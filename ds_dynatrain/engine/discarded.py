@@ -25,7 +25,7 @@ DISCARDED = (
 )
 
 
-class Window:
+class DiscardableBatch:
     """The open global batch of one engine: its beginning, so that it can be dealt again."""
 
     def __init__(self, engine: EngineCore) -> None:

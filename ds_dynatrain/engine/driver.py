@@ -1,4 +1,4 @@
-"""Drives `ChangeMachine`: tells it what the engines of this process hold, and carries out what it decides.
+"""Drives `BoundaryMachine`: tells it what the engines of this process hold, and carries out what it decides.
 
 A switch is one of a list of engines: of one that the script has asked, or of all in a change of members. None of them
 commits unless each could.
@@ -15,7 +15,7 @@ import torch.distributed as td
 
 from ds_dynatrain.adapters.device import is_accelerated, synchronize
 from ds_dynatrain.data.workers import without_collection
-from ds_dynatrain.elastic.world import World
+from ds_dynatrain.elastic.world import Generation
 from ds_dynatrain.engine.checkpoints.lean import LeanTransaction
 from ds_dynatrain.engine.copies.copy import lacks_frozen
 from ds_dynatrain.engine.elastic import Elastic, GenerationBoards
@@ -26,19 +26,19 @@ from ds_dynatrain.extension import backups_of
 from ds_dynatrain.membership import agreement
 from ds_dynatrain.membership.change import (
     Action,
-    ChangeMachine,
+    BoundaryMachine,
     Connect,
+    EndProcess,
     Enter,
     Fail,
     Follow,
-    GiveUp,
-    Held,
+    GiveUpPreparation,
+    HeldState,
     Hold,
     Know,
-    Leave,
     LetGo,
     Open,
-    Own,
+    OwnFacts,
     PassBy,
     Post,
     PostJob,
@@ -52,16 +52,16 @@ from ds_dynatrain.membership.change import (
 from ds_dynatrain.membership.control import Control
 from ds_dynatrain.membership.destinations import (
     WITH_NEWCOMERS,
-    Choice,
+    ChosenLayout,
     Destination,
-    Question,
+    DestinationFacts,
     Registry,
     Rules,
     choose,
     destinations,
 )
 from ds_dynatrain.membership.proposal import Proposal
-from ds_dynatrain.membership.session import Decision
+from ds_dynatrain.membership.session import VoteResult
 from ds_dynatrain.membership.whole import Had, WholeCopies
 from ds_dynatrain.plan import assign_slots
 from ds_dynatrain.records import to_record
@@ -81,12 +81,12 @@ T = TypeVar("T")
 class Driver:
     """Driver of the machine: tells it what the engines of this process hold, and does what it wants.
 
-    elastic: None in a launch of fixed size, whose generation never changes. leave: ends the process; see `Leave`.
+    elastic: None in a launch of fixed size, whose generation never changes. leave: ends the process; see `EndProcess`.
     """
 
     def __init__(self, elastic: Elastic | None = None, leave: Callable[[bool], None] = lambda must_save: None) -> None:
         self._elastic = elastic
-        self.machine = ChangeMachine(self._destinations)
+        self.machine = BoundaryMachine(self._destinations)
         self._leave = leave
         self._boards: GenerationBoards | None = None
         self._at, self._place, self._has_waited = 0, "", True
@@ -108,7 +108,7 @@ class Driver:
         return open_engines()
 
     def advance(self, engine: EngineParts, place: str, has_waited: bool = True) -> None:
-        """Carry out all actions that are due now, at a boundary of an engine. has_waited: see `Own`."""
+        """Carry out all actions that are due now, at a boundary of an engine. has_waited: see `OwnFacts`."""
         self._at, self._place, self._has_waited = self.engines.index(engine), place, has_waited
         engine.release_old_state(unless_needed=True)
         if self._elastic is not None:
@@ -123,7 +123,7 @@ class Driver:
 
     def forget(self) -> None:
         """Forget a change that is under way, because an engine has ended."""
-        self._give_up(GiveUp("an engine has ended"))
+        self._give_up(GiveUpPreparation("an engine has ended"))
         self.machine.forget()
         self._close_boards()
 
@@ -148,7 +148,7 @@ class Driver:
             return None
 
     @property
-    def trains_in(self) -> World | None:
+    def trains_in(self) -> Generation | None:
         """Generation that this process trains in: the next one during the window of a late change."""
         return self.elastic.world if self._before is None else self._open_boards.world
 
@@ -159,16 +159,16 @@ class Driver:
         newest = None if self._elastic is None else self._elastic.member.newest
         return self.machine.advance(self._own(), newest, boards)
 
-    def _own(self) -> Own:
+    def _own(self) -> OwnFacts:
         elastic = self._elastic
         if elastic is None:
             held = tuple(held_by(engine, self.say_once, tuple, is_fixed=True) for engine in self.engines)
-            return Own("", None, Registry(), False, held, at=self._at)
+            return OwnFacts("", None, Registry(), False, held, at=self._at)
         held = tuple(held_by(engine, self.say_once, elastic.replaced) for engine in self.engines)
         known = elastic.member.id, elastic.world, elastic.registry, elastic.is_aborted
-        return Own(*known, held, elastic.member.is_leaving, self._at, self._has_waited)
+        return OwnFacts(*known, held, elastic.member.is_leaving, self._at, self._has_waited)
 
-    def _destinations(self, asked: Question) -> list[Destination] | None:
+    def _destinations(self, asked: DestinationFacts) -> list[Destination] | None:
         nodes = self.elastic.candidates(asked.world, asked.registry).nodes
         found = destinations(asked, [_rules(engine, nodes) for engine in self.engines], self.say_once)
         if found is None:
@@ -187,7 +187,7 @@ class Driver:
         raise TypeError(f"no action: {action!r}")
 
     @_do.register
-    def _give_up(self, action: GiveUp) -> None:
+    def _give_up(self, action: GiveUpPreparation) -> None:
         for engine in self.engines:
             if engine.is_switching:
                 with engine.turn():
@@ -362,10 +362,10 @@ class Driver:
             board, key = record
             try:
                 found = board.decide(key, {"commit": decision.commit, "reason": decision.reason})
-                decision = Decision(found["commit"], found["reason"])
+                decision = VoteResult(found["commit"], found["reason"])
             except td.DistError as lost:  # others may have read a commit
                 outcome.is_uncertain = True
-                decision = Decision(False, f"{decision.reason or 'the board is gone'} ({lost})")
+                decision = VoteResult(False, f"{decision.reason or 'the board is gone'} ({lost})")
         for (engine, _), transaction in zip(parts, votes, strict=True):
             with engine.turn():
                 transaction.conclude(decision)
@@ -444,7 +444,7 @@ class Driver:
         self.elastic.enter(action.world, action.registry, action.registry.ids_of(action.proposals[0].members))
 
     @_do.register
-    def _end(self, action: Leave) -> None:
+    def _end(self, action: EndProcess) -> None:
         self._leave(action.must_save)
 
     @_do.register
@@ -470,7 +470,7 @@ def held_by(
     say: Callable[[str], None],
     replaced: Callable[[], tuple[int, ...] | None],
     is_fixed: bool = False,
-) -> Held:
+) -> HeldState:
     """Return what one engine of this process holds just now.
 
     say: logs a message for users. replaced: returns what others may have said of loads. is_fixed: in a launch of fixed
@@ -479,7 +479,7 @@ def held_by(
     number, preparation, lacks = engine.control.member, engine.preparation, None
     if is_fixed and is_accelerated() and preparation is not None and preparation.connections is None:
         lacks = partial(preparation.lacks, engine.world)
-    return Held(
+    return HeldState(
         number=number,
         layout=engine.layout,
         members=engine.members,
@@ -567,7 +567,7 @@ def _damaged(engine: EngineParts, whole: WholeCopies) -> tuple[int, ...]:
 def _rules(engine: EngineParts, nodes: Mapping[int, str]) -> Rules:
     targets = engine.targets
 
-    def choice(members: int) -> Choice:
+    def choice(members: int) -> ChosenLayout:
         with engine.turn():
             return choose(targets.rule, members, engine.layout, lambda layout: targets.check(layout, processes=members))
 

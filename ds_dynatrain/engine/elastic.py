@@ -23,7 +23,7 @@ from ds_dynatrain.elastic.environment import WorkerPlace, job_token
 from ds_dynatrain.elastic.main_thread import OWN_WAITS, stands_at
 from ds_dynatrain.elastic.member import Member
 from ds_dynatrain.elastic.token import derive
-from ds_dynatrain.elastic.world import World, node_of
+from ds_dynatrain.elastic.world import Generation, node_of
 from ds_dynatrain.errors import WorldChanged
 from ds_dynatrain.membership.control import Control, Seal, Teardowns
 from ds_dynatrain.membership.destinations import Registry
@@ -57,7 +57,7 @@ class Elastic(Membership):
         self._token, _ = job_token(place.coordinator)
         self.member = Member(place, self._token, self._hear, waits_in=WAITING, hangs_in=self._hangs_in)
         self.configure(settings)
-        self.world: World | None = None
+        self.world: Generation | None = None
         self.registry = Registry()
         self.is_aborted = False
         self.loads: dict[int, Any] = {}
@@ -88,7 +88,7 @@ class Elastic(Membership):
         """Number of the generation that this member has entered; 0 before the first."""
         return 0 if self.world is None else self.world.generation
 
-    def is_harmless(self, world: World) -> bool:
+    def is_harmless(self, world: Generation) -> bool:
         """Return whether a later generation has all that train at present, and their collectives can be trusted.
 
         A planned one has them all, unless it does not know this member: its job was begun by mistake then. In the
@@ -121,7 +121,7 @@ class Elastic(Membership):
         if self._aborted_at > generation:
             raise WorldChanged("a member of this world is dead, or a collective of it has failed")
 
-    def enter(self, world: World, registry: Registry, training: frozenset[str]) -> None:
+    def enter(self, world: Generation, registry: Registry, training: frozenset[str]) -> None:
         """Enter a generation. training: the ids of the members that hold the state now."""
         with self._lock:
             self.world, self.registry, self._training = world, registry.only(world.members), training
@@ -158,7 +158,7 @@ class Elastic(Membership):
             self._lose_present(None)
             self.member.breach()
 
-    def _lose_present(self, newest: World | None) -> None:
+    def _lose_present(self, newest: Generation | None) -> None:
         """Give up the world that trains: shut down groups in which any thread waits, or that cannot be used any more.
 
         newest: the generation that reports the loss, with all members that are not gone; None if nothing can be
@@ -179,7 +179,7 @@ class Elastic(Membership):
             if not self.is_aborted:
                 self.member.breach()
 
-    def _hear(self, world: World) -> bool:
+    def _hear(self, world: Generation) -> bool:
         """Take in a generation, on the member's thread before any other; return whether it aborts the world that
         trains.
         """
@@ -203,7 +203,7 @@ class Elastic(Membership):
             return ""
         return f"{unfinished() or what}, {seconds:.0f} s"
 
-    def _say_where(self, world: World) -> None:
+    def _say_where(self, world: Generation) -> None:
         """Log where the main thread is while a collective of the world hangs."""
         what, seconds = self.waits(self._blocked_seconds)
         here = [f"{what}, {seconds:.0f} s" if what else "no collective", f"at {stands_at()}", unfinished()]
@@ -273,7 +273,9 @@ class Elastic(Membership):
 
     # ---- boards -------------------------------------------------------------------------------------------
 
-    def open_boards(self, world: World, number: int = NOBODY, seconds: float | None = None, engine: int = 1) -> Boards:
+    def open_boards(
+        self, world: Generation, number: int = NOBODY, seconds: float | None = None, engine: int = 1
+    ) -> Boards:
         """Open an engine's board of a generation, over two connections.
 
         Raises torch's DistError if the coordinator's store cannot be reached.
@@ -315,11 +317,11 @@ class Elastic(Membership):
         except (td.DistError, OSError):
             return None
 
-    def _job_board(self, world: World) -> Control:
+    def _job_board(self, world: Generation) -> Control:
         store = self.member.job_store(world, CONNECT_SECONDS)
         return Control(store, "board", NOBODY, self.timeout_seconds, seal=self._seal(f"job/{world.term}"))
 
-    def candidates(self, world: World, registry: Registry) -> Candidates:
+    def candidates(self, world: Generation, registry: Registry) -> Candidates:
         """Return the members of a generation as those that could work."""
         mine = registry.numbers.get(self.member.id, NOBODY)
         return Candidates(mine, {registry.numbers[member]: node_of(member) for member in world.members})
@@ -331,7 +333,7 @@ class GenerationBoards:
     They are opened in a thread, since the store may be slow or away.
     """
 
-    def __init__(self, world: World, elastic: Elastic, engines: Sequence[int]) -> None:
+    def __init__(self, world: Generation, elastic: Elastic, engines: Sequence[int]) -> None:
         self.world = world
         self._elastic = elastic
         self._engines = tuple(engines)

@@ -19,7 +19,7 @@ from ds_dynatrain.adapters.watched import GroupStatus
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.elastic.environment import WorkerPlace
 from ds_dynatrain.elastic.member import Ending, end_process
-from ds_dynatrain.elastic.world import World
+from ds_dynatrain.elastic.world import Generation
 from ds_dynatrain.engine.boundaries import Boundaries
 from ds_dynatrain.engine.discarded import guarded
 from ds_dynatrain.engine.elastic import Elastic
@@ -87,7 +87,7 @@ class ElasticMembership(Elastic):
         """Remember the engine's job: with the last one the member goes."""
         self._jobs.append(engine.job)
 
-    def begin(self, world: World, members: tuple[int, ...]) -> None:
+    def begin(self, world: Generation, members: tuple[int, ...]) -> None:
         """Enter the generation in which the job starts: all have a number from here on."""
         if self.world is None:
             registry = Registry().extended(world.members)

@@ -19,7 +19,7 @@ from ds_dynatrain.adapters.worlds import add_groups
 from ds_dynatrain.data import BatchArithmetic, Cursor, EvaluationLoader, MicroBatch, TrainLoader
 from ds_dynatrain.engine.changes import OnChange
 from ds_dynatrain.engine.checkpoints.saving import PendingSave
-from ds_dynatrain.engine.checkpoints.sources import Part
+from ds_dynatrain.engine.checkpoints.sources import CheckpointPart
 from ds_dynatrain.engine.discarded import needs_peers, plain
 from ds_dynatrain.engine.loaders import Shuffling
 from ds_dynatrain.engine.parts import EngineParts
@@ -727,7 +727,7 @@ class DynatrainEngine(HostEngine):
         On a member that joins a running job, before its first batch there, it loads nothing and returns the result of
         the job's own call, with those parts of the client state that JSON can hold.
         """
-        part = Part(
+        part = CheckpointPart(
             load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn
         )
         return self._parts.checkpoints.load_stock(super().load_checkpoint, load_dir, tag, trust_pickle, part)

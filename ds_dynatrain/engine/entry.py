@@ -20,7 +20,7 @@ from ds_dynatrain.elastic.connection import ask_status
 from ds_dynatrain.elastic.environment import WorkerPlace, job_token
 from ds_dynatrain.elastic.process import at_exit
 from ds_dynatrain.elastic.store import connected
-from ds_dynatrain.elastic.world import World
+from ds_dynatrain.elastic.world import Generation
 from ds_dynatrain.engine.elastic import CONNECT_SECONDS, Elastic
 from ds_dynatrain.engine.elastic_membership import ElasticMembership
 from ds_dynatrain.engine.fixed_launch import FixedLaunch
@@ -57,7 +57,7 @@ class Entry:
     size: int
     membership: Membership
     number: int = 1
-    world: World | None = None
+    world: Generation | None = None
     alone: LaunchWorld | None = None
     record: dict[str, Any] | None = None
 
@@ -166,7 +166,9 @@ def _to_the_end_of_the_job(elastic: Elastic) -> Iterator[None]:
         raise SystemExit(0) from end
 
 
-def into(elastic: ElasticMembership, world: World, alone: LaunchWorld, seconds: float, engine: int = 1) -> Entry | None:
+def into(
+    elastic: ElasticMembership, world: Generation, alone: LaunchWorld, seconds: float, engine: int = 1
+) -> Entry | None:
     """Enter one generation; return None if a later one is to be waited for. engine: the number of the engine being
     made.
     """
@@ -202,7 +204,7 @@ def into(elastic: ElasticMembership, world: World, alone: LaunchWorld, seconds: 
         return None
 
 
-def _stay_outside(elastic: Elastic, world: World, engine: int) -> None:
+def _stay_outside(elastic: Elastic, world: Generation, engine: int) -> None:
     """Stay out of a generation without this member, to join a later one; raise JobFinished if it was told to leave.
 
     After a failure the remaining members ask all leaving ones what they hold, also one that has not come to join.
@@ -225,7 +227,7 @@ def _say_nothing_is_held(elastic: Elastic, board: Control) -> None:
     board.post(f"survivor/{elastic.member.id}", {"holds": [], "released": []})
 
 
-def _all_start(elastic: Elastic, world: World, boards: Boards, engine: int) -> bool:
+def _all_start(elastic: Elastic, world: Generation, boards: Boards, engine: int) -> bool:
     """Return whether no member of a generation has an engine yet, so that all start together; else some will lead.
 
     Some may have one although none is known to hold the state: they leave with it, or came a moment before it was lost.
@@ -248,7 +250,7 @@ def _all_start(elastic: Elastic, world: World, boards: Boards, engine: int) -> b
     return not any(boards[0].value(f"survivor/{one}")["holds"] for one in asked)
 
 
-def _wait_on(elastic: Elastic, world: World, whom: str, look: Callable[[], T]) -> T | None:
+def _wait_on(elastic: Elastic, world: Generation, whom: str, look: Callable[[], T]) -> T | None:
     """Return what `look` finds in the end; None if a later generation comes first. Raise JobFinished if the job
     ends.
     """

@@ -12,8 +12,8 @@ import torch.distributed as td
 
 from ds_dynatrain.adapters.curriculum import CurriculumOrder
 from ds_dynatrain.adapters.device import is_accelerated
-from ds_dynatrain.data import BatchArithmetic, EvaluationLoader, Leaf, MicroBatch, Slot, Source, TrainLoader
-from ds_dynatrain.engine.discarded import Window
+from ds_dynatrain.data import BatchArithmetic, DataSource, EvaluationLoader, Leaf, MicroBatch, Slot, TrainLoader
+from ds_dynatrain.engine.discarded import DiscardableBatch
 from ds_dynatrain.engine.switcher import Switcher
 from ds_dynatrain.errors import ConfigError, DataError
 from ds_dynatrain.reshard import streams
@@ -36,7 +36,7 @@ class Shuffling:
 class Loaders:
     """Host of an engine's loaders (`data.loader.Host`), and means over their batches."""
 
-    def __init__(self, engine: EngineCore, switcher: Switcher, window: Window) -> None:
+    def __init__(self, engine: EngineCore, switcher: Switcher, window: DiscardableBatch) -> None:
         self.engine, self._switcher, self._window = engine, switcher, window
         self._evaluation_loaders = 0
         self._opened: dict[str, tuple[str, int]] = {}
@@ -174,7 +174,7 @@ class Loaders:
         if order is not None and num_workers is None:
             num_workers = int(deepspeed.data_sampling_config()["num_workers"])
         drop_last = True if self.engine.job.user_config.get("dataloader_drop_last") and not evaluation else None
-        source = Source.build(
+        source = DataSource.build(
             dataset,
             collate_fn=collate_fn if collate_fn is not None else deepspeed.collate_fn,
             num_workers=num_workers,

@@ -16,7 +16,7 @@ from ds_dynatrain.engine.calls import Checkpoints
 from ds_dynatrain.engine.changes import Changes
 from ds_dynatrain.engine.checkpoints.saving import Saver
 from ds_dynatrain.engine.copies.kept import Kept
-from ds_dynatrain.engine.discarded import Window
+from ds_dynatrain.engine.discarded import DiscardableBatch
 from ds_dynatrain.engine.loaders import Loaders
 from ds_dynatrain.engine.switcher import Switcher
 from ds_dynatrain.errors import SwitchRefused
@@ -40,7 +40,7 @@ class EngineParts(EngineCore):
 
     def __post_init__(self) -> None:
         self.stream_seed = self.job.job_seed
-        self.saver, self.window, self.targets = Saver(self), Window(self), Targets(self)
+        self.saver, self.window, self.targets = Saver(self), DiscardableBatch(self), Targets(self)
         self.changes = Changes(self)
         around = self.saver, self.changes, self.window.note, self.discard_window
         self.switcher = Switcher(self, self.targets, *around)

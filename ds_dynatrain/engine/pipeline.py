@@ -51,7 +51,7 @@ class Passes:
             self.given.data_iter = iter(self.given.loader)
             self._at.reach_boundary()
 
-    def samples(self, now: Places) -> Pass:
+    def samples(self, now: PipelinePlaces) -> Pass:
         """Return the present pass, which is read in any place."""
         return self._at
 
@@ -64,7 +64,7 @@ class Passes:
 
 
 @dataclass(frozen=True)
-class Places:
+class PipelinePlaces:
     """Places of all members in the pipelines. shares: of the pipelines, if they have any."""
 
     members: tuple[int, ...]
@@ -78,17 +78,17 @@ class Places:
 
 
 @dataclass(frozen=True)
-class Own:
+class UserIterator:
     """An iterator of the user's own. places: those that it was given for."""
 
     given: Iterator[Any]
-    places: Places
+    places: PipelinePlaces
 
     def reach_boundary(self, boundary: Callable[[], None]) -> None:
         """Come to a boundary, as in a loop without our loaders."""
         boundary()
 
-    def samples(self, now: Places) -> Iterator[Any]:
+    def samples(self, now: PipelinePlaces) -> Iterator[Any]:
         """Return the iterator; raise DataError, on all members and before anything is read, if it is not for these
         places.
         """
@@ -113,14 +113,14 @@ class Own:
         )
 
 
-Feed = Passes | Own
+Feed = Passes | UserIterator
 """Source of samples."""
 
 
-def places_of(engine: EngineCore) -> Places:
+def places_of(engine: EngineCore) -> PipelinePlaces:
     """Return the places in the present world."""
     layout = engine.layout
-    return Places(engine.members, layout.pipe, layout.data, layout.shares)
+    return PipelinePlaces(engine.members, layout.pipe, layout.data, layout.shares)
 
 
 def feed_of(engine: EngineCore, given: Any) -> Feed:
@@ -133,7 +133,7 @@ def feed_of(engine: EngineCore, given: Any) -> Feed:
         raise DataError(
             f"set_dataiterator: a {type(given).__name__} is no iterator; give iter(...) of it, or call set_dataloader"
         )
-    return Own(given, places_of(engine))
+    return UserIterator(given, places_of(engine))
 
 
 class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
@@ -218,7 +218,7 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
 
         iterator: one of a loader of ours, `iter(loader)`, which ends with the epoch (StopIteration on all members), or
         `RepeatingLoader(loader)`; `loader` itself is read as the latter. An iterator of the user's own serves until a
-        switch gives a member another place in the pipelines, see `Own`. None: the first loader again.
+        switch gives a member another place in the pipelines, see `UserIterator`. None: the first loader again.
         """
         if iterator is None:
             self._feed = None

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from ds_dynatrain.adapters.watched import GroupStatus
-from ds_dynatrain.adapters.world import World as GroupsOfWorld
+from ds_dynatrain.adapters.world import World
 from ds_dynatrain.adapters.worlds import WorldSpec, build_world, drop
-from ds_dynatrain.elastic.world import World
+from ds_dynatrain.elastic.world import Generation
 from ds_dynatrain.engine.checkpoints.joint import restore_all
 from ds_dynatrain.engine.copies.from_copies import FromCopies
 from ds_dynatrain.engine.copies.from_copies import serve as serve_from
@@ -43,7 +43,7 @@ def restore(
     engines are as before then, and a later generation will come. Raises CheckpointError if there is no whole
     checkpoint.
     """
-    worlds = dict[int, GroupsOfWorld]()
+    worlds = dict[int, World]()
     try:
         for place, (engine, proposal) in enumerate(zip(engines, proposals, strict=True)):
             holders = copies[place].members if copies else ()
@@ -71,9 +71,9 @@ def restore(
 def _are_restored(
     engines: Sequence[EngineParts],
     proposals: Sequence[Proposal],
-    worlds: Mapping[int, GroupsOfWorld],
+    worlds: Mapping[int, World],
     copies: Sequence[WholeCopies],
-    newest: World,
+    newest: Generation,
     elastic: Elastic,
 ) -> bool:
     """Restore all from copies; return False if that fails without a death, and there is a checkpoint to try instead."""
@@ -111,7 +111,7 @@ def serve(
 
     All worlds are built before anything is given, as on the members that restore.
     """
-    mine, worlds = boards.of()[0].member, dict[int, GroupsOfWorld]()
+    mine, worlds = boards.of()[0].member, dict[int, World]()
     parts = [
         (place, engine, proposal, whole)
         for place, (engine, proposal, whole) in enumerate(zip(engines, proposals, copies, strict=True))
@@ -150,7 +150,7 @@ def void_before(engine: EngineParts, stretch: tuple[int, ...]) -> None:
         engine.kept.void_before(stretch)
 
 
-def _goal(proposal: Proposal, world: GroupsOfWorld) -> Goal:
+def _goal(proposal: Proposal, world: World) -> Goal:
     key = f"restore/{world.generation}/copies"
     return Goal(proposal.layout, proposal.members, world, key, f"{key}/record")
 
@@ -163,8 +163,8 @@ def let_go(engine: EngineParts) -> None:
 
 
 def _world_of(
-    engine: EngineParts, proposal: Proposal, holders: Sequence[int], world: World, elastic: Elastic
-) -> GroupsOfWorld:
+    engine: EngineParts, proposal: Proposal, holders: Sequence[int], world: Generation, elastic: Elastic
+) -> World:
     """Return the groups of an engine's next world; the transfer group includes the holders of copies."""
     number, mine = engine.job.number, engine.control.member
     layout, members, seconds = proposal.layout, proposal.members, engine.settings.timeout_seconds
@@ -177,7 +177,7 @@ def _world_of(
         return made
 
 
-def _is_overtaken(world: World, elastic: Elastic) -> bool:
+def _is_overtaken(world: Generation, elastic: Elastic) -> bool:
     """Return whether a member has died since that generation; another member may have heard of it a moment earlier."""
     end = time.monotonic() + NOTICE_SECONDS
     while elastic.member.is_newest(world) and time.monotonic() < end:
@@ -185,7 +185,7 @@ def _is_overtaken(world: World, elastic: Elastic) -> bool:
     return not elastic.member.is_newest(world)
 
 
-def _give_up(engines: Sequence[EngineParts], worlds: Mapping[int, GroupsOfWorld], elastic: Elastic) -> None:
+def _give_up(engines: Sequence[EngineParts], worlds: Mapping[int, World], elastic: Elastic) -> None:
     for engine in engines:
         number = engine.job.number
         if not engine.idle:

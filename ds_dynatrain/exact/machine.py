@@ -87,7 +87,7 @@ def _sums() -> Iterator[Check]:
     import numpy as np
 
     from ds_dynatrain.exact.bits.squares import Grid, in_numpy, largest, largest_in_numpy, square_sums
-    from ds_dynatrain.transfer.weighing import Compiled, InNumpy, Runs, is_compiled
+    from ds_dynatrain.transfer.weighing import Compiled, HostRuns, InNumpy, is_compiled
 
     if not is_compiled():
         yield Check("sums", "in numpy", None, "the same bits, later: install again where a C compiler is")
@@ -95,7 +95,7 @@ def _sums() -> Iterator[Check]:
     values = ((np.arange(VALUES) * 40503 % 65536 - 32768) / 4096).astype(np.float32)
     grid = Grid.of(largest(values), VALUES)
     by = 2.0 ** (grid.bits - grid.exponent), 2.0**grid.bits
-    data, runs = values.view(np.uint8), Runs(0, 0, 1, values.nbytes, 12, 0)
+    data, runs = values.view(np.uint8), HostRuns(0, 0, 1, values.nbytes, 12, 0)
     are_equal = {
         "largest": largest(values) == largest_in_numpy(values),
         "squares": square_sums(values, grid) == in_numpy(values, *by),

@@ -13,7 +13,7 @@ from typing import Any
 from ds_dynatrain.errors import MemberMissing, SwitchFailed, SwitchRefused
 from ds_dynatrain.membership.control import Control
 from ds_dynatrain.membership.proposal import Proposal
-from ds_dynatrain.membership.session import Request, Session
+from ds_dynatrain.membership.session import MemberRequest, Session
 from ds_dynatrain.records import to_record
 from ds_dynatrain.space import Layout
 
@@ -42,7 +42,7 @@ def agree(control: Control, place: str, mine: SwitchRequest, working: tuple[int,
     """
     session = Session(control, f"request/{place}", working, f"switch to {proposal.layout}")
     asked = {name: value for name, value in asdict(mine).items() if name != "refusal"}
-    request = Request({**asked, "destination": proposal.fingerprint()}, mine.refusal)
+    request = MemberRequest({**asked, "destination": proposal.fingerprint()}, mine.refusal)
     generation = session.agree(request, proposal.generation, SwitchRefused, _differ)
     agreed = replace(proposal, generation=int(generation))
     if session.is_first:  # for idle members

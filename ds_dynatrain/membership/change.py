@@ -34,14 +34,14 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
-from ds_dynatrain.elastic.world import World
+from ds_dynatrain.elastic.world import Generation
 from ds_dynatrain.errors import ConfigError, DynatrainError, ElasticError
 from ds_dynatrain.extension import BACKUP_KEY
-from ds_dynatrain.membership.destinations import Destination, Question, Registry
+from ds_dynatrain.membership.destinations import Destination, DestinationFacts, Registry
 from ds_dynatrain.membership.proposal import Board, Proposal
 from ds_dynatrain.membership.survival import (
-    Source,
     Survivor,
+    WholeState,
     joint_loss,
     replaced_before,
     whole_copies,
@@ -59,7 +59,7 @@ IN_THE_PAUSE = -1
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldState:
     """State that one engine of this process holds just now.
 
     number: of this member. rank: None if the engine is idle. attempt: the highest generation number that was proposed
@@ -95,7 +95,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Own:
+class OwnFacts:
     """Facts that a process knows of itself.
 
     world: the generation that it has entered; registry: the numbers of its members. is_aborted: nothing of the world
@@ -105,10 +105,10 @@ class Own:
     """
 
     member: str
-    world: World | None
+    world: Generation | None
     registry: Registry
     is_aborted: bool
-    engines: tuple[Held, ...]
+    engines: tuple[HeldState, ...]
     is_leaving: bool = False
     at: int = 0
     has_waited: bool = True
@@ -133,7 +133,7 @@ class Own:
         """Whether the members that train make steps."""
         return not self.is_aborted and (self.world is None or not self.world.paused)
 
-    def goes_late(self, world: World, targets: Sequence[tuple[Layout, tuple[int, ...]]]) -> bool:
+    def goes_late(self, world: Generation, targets: Sequence[tuple[Layout, tuple[int, ...]]]) -> bool:
         """Return whether masters and moments are to follow in a generation's first step. targets: of each engine."""
         if not self.makes_steps or world.paused or not world.members:
             return False
@@ -142,7 +142,7 @@ class Own:
 
 
 @dataclass(frozen=True)
-class GiveUp:
+class GiveUpPreparation:
     """Give up any preparation: it cannot come about."""
 
     reason: str
@@ -152,7 +152,7 @@ class GiveUp:
 class Open:
     """Connect to the boards of a generation, or connect again."""
 
-    world: World
+    world: Generation
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ class LetGo:
 class Hold:
     """Continue from the sources, one for each engine; a member outside of a source gives up that engine's state."""
 
-    sources: tuple[Source, ...]
+    sources: tuple[WholeState, ...]
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ class Connect:
 class Transact:
     """Take part in the prepared switch of one engine, or of all of them in a change of members.
 
-    Call `ChangeMachine.transacted` after a change: of a late one, after its record.
+    Call `BoundaryMachine.transacted` after a change: of a late one, after its record.
     """
 
     engine: int | None = None
@@ -249,7 +249,7 @@ class Transact:
 class Restore:
     """Take the state from copies, one for each engine, or else from a checkpoint, with all members of the target.
 
-    Call `ChangeMachine.restored` then.
+    Call `BoundaryMachine.restored` then.
     """
 
     proposals: Proposals
@@ -277,13 +277,13 @@ class Spend:
 class Enter:
     """Enter the generation, each engine at the place in its proposal."""
 
-    world: World
+    world: Generation
     registry: Registry
     proposals: Proposals
 
 
 @dataclass(frozen=True)
-class Leave:
+class EndProcess:
     """End the process, which has handed its state over. must_save: no member was there to take it."""
 
     must_save: bool = False
@@ -297,7 +297,7 @@ class Fail:
 
 
 Action = (
-    GiveUp
+    GiveUpPreparation
     | Open
     | Know
     | Post
@@ -314,12 +314,12 @@ Action = (
     | Serve
     | Spend
     | Enter
-    | Leave
+    | EndProcess
     | Fail
 )
 
 
-class Stage(Enum):
+class ChangeStage(Enum):
     """Progress of this member on its way to a generation."""
 
     AGREE = "agree"
@@ -331,17 +331,17 @@ class Stage(Enum):
     OVER = "over"
 
 
-class ChangeMachine:
+class BoundaryMachine:
     """Decisions of one process. destinations: says where to go, if this member leads; None if there is no way.
 
     world: the generation that it is on its way to, None while it is in the newest. proposals: those tried just now.
     """
 
-    def __init__(self, destinations: Callable[[Question], list[Destination] | None]) -> None:
+    def __init__(self, destinations: Callable[[DestinationFacts], list[Destination] | None]) -> None:
         self._destinations = destinations
-        self.world: World | None = None
+        self.world: Generation | None = None
         self.proposals: Proposals = ()
-        self.stage = Stage.LEARN
+        self.stage = ChangeStage.LEARN
         self.registry = Registry()
         self.tries = 0
         self.restores = False
@@ -362,13 +362,13 @@ class ChangeMachine:
 
     # ---- events ------------------------------------------------------------------------------------------------------
 
-    def advance(self, own: Own, newest: World | None, boards: Sequence[Board]) -> list[Action]:
+    def advance(self, own: OwnFacts, newest: Generation | None, boards: Sequence[Board]) -> list[Action]:
         """Return the next actions. Call it again until there are none, and then from time to time.
 
         newest: the last generation that was published. boards: those of `world`, one for each engine of the process; ()
         while they are not open. Members come and go at boundaries of the first engine.
         """
-        if self.stage is Stage.WINDOW or any(engine.is_in_window for engine in own.engines):
+        if self.stage is ChangeStage.WINDOW or any(engine.is_in_window for engine in own.engines):
             return []
         if own.at:
             return self._switch(own)
@@ -377,7 +377,7 @@ class ChangeMachine:
         if newest is not None and self._is_later(own, newest):
             return self._set_out(own, newest)
         if newest is not None and newest.generation == self._passed_over and own.is_leaving:
-            return [Leave()]
+            return [EndProcess()]
         while self.world is not None and boards:
             stage, actions = self.stage, self._on_the_way(own, self.world, boards)
             if actions:
@@ -390,13 +390,13 @@ class ChangeMachine:
         """Return whether a proposal is one of those tried just now, and none of the user's."""
         return any(one is proposal for one in self.proposals)
 
-    def transacted(self, own: Own, is_committed: bool, reason: str) -> list[Action]:
+    def transacted(self, own: OwnFacts, is_committed: bool, reason: str) -> list[Action]:
         """Take in that `Transact` has ended, on all members alike, and return what follows."""
         if self.world is None:
             return []
         return self._enter(own, self.world) if is_committed else self._failed(self.proposals, reason)
 
-    def restored(self, own: Own, is_whole: bool) -> list[Action]:
+    def restored(self, own: OwnFacts, is_whole: bool) -> list[Action]:
         """Take in that `Restore` has ended, and return what follows.
 
         is_whole: whether the state is restored; if not, a member has died, and a later generation will come.
@@ -404,16 +404,16 @@ class ChangeMachine:
         if self.world is None:
             return []
         if not is_whole:
-            self.stage, self.proposals = Stage.OVER, ()
+            self.stage, self.proposals = ChangeStage.OVER, ()
             return []
         return [self._record(), *self._enter(own, self.world)]
 
     def board_is_lost(self, reason: str) -> list[Action]:
         """Forget what was read on the board, and connect again."""
         self.proposals, self.tries, self._said = (), 0, set()
-        if self.stage in (Stage.FOLLOW, Stage.MEET):
-            self.stage = Stage.LEARN
-        given_up: list[Action] = [GiveUp(reason)]
+        if self.stage in (ChangeStage.FOLLOW, ChangeStage.MEET):
+            self.stage = ChangeStage.LEARN
+        given_up: list[Action] = [GiveUpPreparation(reason)]
         return given_up if self.world is None else [*given_up, Open(self.world)]
 
     def waits_for(self, boards: Sequence[Board]) -> str:
@@ -423,11 +423,15 @@ class ChangeMachine:
             return "the coordinator to publish a generation"
         if not boards:
             return f"the board of generation {world.generation}"
-        if self.stage is Stage.PROVE:
+        if self.stage is ChangeStage.PROVE:
             return f"generation {world.generation}: those who are to give copies, to read them"
         asked = {
-            Stage.AGREE: ("survivor", (*who_is_asked(world), *world.leaving), "to say what they hold"),
-            Stage.FOLLOW: ("built", world.members[world.survivors :], "to come to their loops, and a layout for all"),
+            ChangeStage.AGREE: ("survivor", (*who_is_asked(world), *world.leaving), "to say what they hold"),
+            ChangeStage.FOLLOW: (
+                "built",
+                world.members[world.survivors :],
+                "to come to their loops, and a layout for all",
+            ),
         }
         if self.stage not in asked:
             return f"generation {world.generation}: the others, at {self.stage.value}"
@@ -438,13 +442,13 @@ class ChangeMachine:
 
     def forget(self) -> None:
         """Forget the generation that this process was on its way to."""
-        self.world, self.proposals, self.stage = None, (), Stage.LEARN
+        self.world, self.proposals, self.stage = None, (), ChangeStage.LEARN
         self.registry, self.tries, self.restores, self._leader, self._said = Registry(), 0, False, "", set()
         self._copies, self._survivors, self._proofs, self.meets_at = (), [], 0, None
 
     # ---- a switch within the generation ------------------------------------------------------------------------------
 
-    def _switch(self, own: Own) -> list[Action]:
+    def _switch(self, own: OwnFacts) -> list[Action]:
         """Decide about switches that were asked for: of the engine at whose boundary this is, or of all idle ones."""
         here = own.engines[own.at]
         if here.rank is None:
@@ -456,7 +460,7 @@ class ChangeMachine:
         connecting = self._connect(own.at, here, here.pending)
         return connecting or self._meet_for_switch(own.at, here, here.pending, ahead=int(own.makes_steps))
 
-    def _give_up_hopeless(self, own: Own, newest: World) -> list[Action]:
+    def _give_up_hopeless(self, own: OwnFacts, newest: Generation) -> list[Action]:
         """Give up, for all, a switch in which an idle member was to work that is not in the newest generation."""
         there = {own.registry.numbers.get(member) for member in newest.members}
         asked = [(place, one.pending) for place, one in enumerate(own.engines) if one.pending is not None]
@@ -465,9 +469,9 @@ class ChangeMachine:
             return []
         record = {"commit": False, "reason": newest.reason}
         said = [Post(one.record_key, record, place, is_decision=True, is_present=True) for place, one in hopeless]
-        return [*said, GiveUp(newest.reason)]
+        return [*said, GiveUpPreparation(newest.reason)]
 
-    def _connect(self, place: int, here: Held, asked: Proposal) -> list[Action]:
+    def _connect(self, place: int, here: HeldState, asked: Proposal) -> list[Action]:
         """Connect the next world's members at the step that rank 0 names: its next one, if it is before the switch."""
         if here.lacks is None or asked.at is None:
             return []
@@ -485,7 +489,7 @@ class ChangeMachine:
         is_now = IN_THE_PAUSE < self._ahead[1] <= here.step < asked.at
         return [Connect(place)] if is_now else []
 
-    def _meet_for_switch(self, place: int, here: Held, asked: Proposal, ahead: int) -> list[Action]:
+    def _meet_for_switch(self, place: int, here: HeldState, asked: Proposal, ahead: int) -> list[Action]:
         """Meet at the step that was asked for, or that rank 0 names: its next one, once all are prepared.
 
         No member can have passed that step: every step needs rank 0's gradients, and each member reads the board again
@@ -501,7 +505,7 @@ class ChangeMachine:
                 return [Post(asked.meeting_key, here.step + ahead, place, is_decision=True, is_present=True)]
         return [Transact(place)] if meet is not None and here.step >= meet else []
 
-    def _follow_switch(self, place: int, here: Held) -> list[Action]:
+    def _follow_switch(self, place: int, here: HeldState) -> list[Action]:
         """Follow, as an idle member, what the working members have agreed on."""
         asked, board = here.pending, here.board
         if asked is None:
@@ -522,49 +526,49 @@ class ChangeMachine:
 
     # ---- setting out -------------------------------------------------------------------------------------------------
 
-    def _is_later(self, own: Own, newest: World) -> bool:
+    def _is_later(self, own: OwnFacts, newest: Generation) -> bool:
         at = own.world if self.world is None else self.world
         if newest.generation <= max(self._passed_over, 0 if at is None else at.generation):
             return False
         is_first = self.world is None and newest.change == "planned" and own.is_switching
         return not is_first  # the switch that the user asked for comes before a planned change
 
-    def _set_out(self, own: Own, newest: World) -> list[Action]:
+    def _set_out(self, own: OwnFacts, newest: Generation) -> list[Action]:
         self.forget()
-        given_up = GiveUp(newest.reason)
+        given_up = GiveUpPreparation(newest.reason)
         is_asked = newest.change == "failure" and own.member in newest.leaving
         if own.is_idle and own.member not in newest.members and not is_asked:
             self._passed_over = newest.generation
-            return [given_up, Leave()] if own.is_leaving or not newest.members else [given_up]
+            return [given_up, EndProcess()] if own.is_leaving or not newest.members else [given_up]
         is_in_none = own.member not in newest.members and (own.is_aborted or own.member not in newest.leaving)
         if newest.change == "planned" and is_in_none:
-            return [given_up, LetGo(), Leave()]  # the others have formed a world without its state
+            return [given_up, LetGo(), EndProcess()]  # the others have formed a world without its state
         if own.is_all_idle and newest.change == "planned" and not newest.survivors:
             why = f"generation {newest.generation}: the job that this process has made its engines for is over"
             return [given_up, Fail(ElasticError(f"{why}; start it again, and it begins anew"))]
-        self.world, self.stage = newest, Stage.LEARN if newest.change == "planned" else Stage.AGREE
+        self.world, self.stage = newest, ChangeStage.LEARN if newest.change == "planned" else ChangeStage.AGREE
         return [given_up, Open(newest)]
 
-    def _on_the_way(self, own: Own, world: World, boards: Sequence[Board]) -> list[Action]:
+    def _on_the_way(self, own: OwnFacts, world: Generation, boards: Sequence[Board]) -> list[Action]:
         match self.stage:
-            case Stage.AGREE:
+            case ChangeStage.AGREE:
                 return self._agree(own, world, boards)
-            case Stage.PROVE:
+            case ChangeStage.PROVE:
                 return self._prove(own, world, boards)
-            case Stage.LEARN:
+            case ChangeStage.LEARN:
                 return self._learn(own, world, boards)
-            case Stage.FOLLOW:
+            case ChangeStage.FOLLOW:
                 return self._follow(own, world, boards)
-            case Stage.MEET:
+            case ChangeStage.MEET:
                 return self._meet_idle(own, world, boards) if own.is_idle else self._meet(own, world, boards)
         return []
 
     # ---- after a failure ---------------------------------------------------------------------------------------------
 
-    def _agree(self, own: Own, world: World, boards: Sequence[Board]) -> list[Action]:
+    def _agree(self, own: OwnFacts, world: Generation, boards: Sequence[Board]) -> list[Action]:
         stay = who_is_asked(world)
         if own.member not in (*stay, *world.leaving):
-            self.stage = Stage.LEARN
+            self.stage = ChangeStage.LEARN
             return self._be_left_out(own)
         if "survivor" not in self._said and boards[0].read(f"survivor/{own.member}") is None:
             self._said.add("survivor")
@@ -573,14 +577,14 @@ class ChangeMachine:
             holds = [to_record(_survivor(own, held, gives=not goes)) for held in own.engines]
             return [
                 Post(f"survivor/{own.member}", {"holds": holds, "released": released}),
-                *([Leave()] if goes else []),
+                *([EndProcess()] if goes else []),
             ]
         found = self._answers(stay, world, boards)
         if found is None:
             return []
         said = {one: [from_record(Survivor, each) for each in word["holds"]] for one, word in found.items()}
         holders = {one: records for one, records in said.items() if records}
-        self.stage = Stage.LEARN
+        self.stage = ChangeStage.LEARN
         of_all = [record for records in holders.values() for record in records]
         is_held = any(record.rank is not None for record in of_all)
         if is_held and not own.is_aborted and not any(record.is_aborted for record in of_all):
@@ -590,7 +594,7 @@ class ChangeMachine:
         since = replaced_before(of_all)
         return [*([Void(since)] if since else []), *self._go_on_from(of_engines)]
 
-    def _answers(self, stay: Sequence[str], world: World, boards: Sequence[Board]) -> dict[str, Any] | None:
+    def _answers(self, stay: Sequence[str], world: Generation, boards: Sequence[Board]) -> dict[str, Any] | None:
         """Return what each member that may hold state has said; None until all have.
 
         A member that has handed its state over may end before it answers: those that took it say so.
@@ -604,13 +608,13 @@ class ChangeMachine:
             return None
         return found | {one: boards[0].read(f"survivor/{one}") or {} for one in leaving}
 
-    def _be_left_out(self, own: Own) -> list[Action]:
+    def _be_left_out(self, own: OwnFacts) -> list[Action]:
         """Give up a share that no member asks for: of a newcomer, or one that the coordinator had not heard of yet.
 
         The others continue without it, and without this member if the new generation does not list it.
         """
         if self.world is not None and own.member not in self.world.members:
-            return [LetGo(), Leave()]
+            return [LetGo(), EndProcess()]
         return [LetGo()] if own.is_all_idle or own.is_aborted else []
 
     def _go_on_from(self, of_engines: list[dict[str, Survivor]]) -> list[Action]:
@@ -622,10 +626,10 @@ class ChangeMachine:
         whole = tuple(source for source in sources if source is not None)
         if len(whole) == len(sources):
             return [Hold(whole)]
-        self._survivors, self._lost, self.stage = of_engines, sources.index(None), Stage.PROVE
+        self._survivors, self._lost, self.stage = of_engines, sources.index(None), ChangeStage.PROVE
         return []
 
-    def _prove(self, own: Own, world: World, boards: Sequence[Board]) -> list[Action]:
+    def _prove(self, own: OwnFacts, world: Generation, boards: Sequence[Board]) -> list[Action]:
         """Choose the newest state in copies that is whole in all engines; members that are to give some read them
         first.
 
@@ -634,7 +638,7 @@ class ChangeMachine:
         """
         found = whole_copies(self._survivors) if self._leader else ()
         if not found:
-            self.stage = Stage.LEARN
+            self.stage = ChangeStage.LEARN
             return self._go_back(own, world, self._lost, joint_loss(self._survivors, partial(_name, own)))
         key, mine = f"sound/{self._proofs}", own.engines[0].number
         givers = sorted({holder for whole in found for holder in whole.holders})
@@ -649,7 +653,7 @@ class ChangeMachine:
         if any(ranks for of_engines in said.values() for ranks in of_engines):
             self._pass_over(found, said)
             return self._prove(own, world, boards)
-        self.stage, self._copies, self.restores = Stage.LEARN, found, True
+        self.stage, self._copies, self.restores = ChangeStage.LEARN, found, True
         return [LetGo()]
 
     def _pass_over(self, found: tuple[WholeCopies, ...], said: dict[int, Sequence[Sequence[int]]]) -> None:
@@ -659,7 +663,7 @@ class ChangeMachine:
             damaged = {giver: of_engines[engine] for giver, of_engines in said.items()}
             self._survivors[engine] = without(self._survivors[engine], whole.mark, damaged)
 
-    def _go_back(self, own: Own, world: World, number: int, gone: str) -> list[Action]:
+    def _go_back(self, own: OwnFacts, world: Generation, number: int, gone: str) -> list[Action]:
         """Go back to a checkpoint with all engines, since one lost state. gone: whose joint loss it was, in words."""
         lost = own.engines[number]
         if self._leader and lost.can_restore:
@@ -678,13 +682,13 @@ class ChangeMachine:
 
     # ---- what the job is doing, and what it is to do -----------------------------------------------------------------
 
-    def _leads(self, own: Own) -> bool:
+    def _leads(self, own: OwnFacts) -> bool:
         """Return whether this member leads: rank 0 of the holders, or the first that made its engines."""
         return own.member == self._leader if self.restores else own.engines[0].rank == 0
 
-    def _learn(self, own: Own, world: World, boards: Sequence[Board]) -> list[Action]:
+    def _learn(self, own: OwnFacts, world: Generation, boards: Sequence[Board]) -> list[Action]:
         if not own.is_idle or self._leads(own):
-            self.registry, self.stage = own.registry.extended(world.members), Stage.FOLLOW
+            self.registry, self.stage = own.registry.extended(world.members), ChangeStage.FOLLOW
             return [Know(self.registry)]
         found = [boards[engine].read("job") for engine in range(len(own.engines))]
         records = tuple(record for record in found if record is not None)
@@ -696,12 +700,12 @@ class ChangeMachine:
                 f"{records[0]['engines']}; make all of them before the first batch"
             )
             return [Fail(ConfigError(why))]
-        self.registry, self.stage = from_record(Registry, records[0]["registry"]), Stage.FOLLOW
+        self.registry, self.stage = from_record(Registry, records[0]["registry"]), ChangeStage.FOLLOW
         if own.member not in self.registry.numbers:  # it has left, as far as the others know
-            return [Leave()]
+            return [EndProcess()]
         return [Know(self.registry, records), Post(f"built/{self.registry.numbers[own.member]}", True)]
 
-    def _follow(self, own: Own, world: World, boards: Sequence[Board]) -> list[Action]:
+    def _follow(self, own: OwnFacts, world: Generation, boards: Sequence[Board]) -> list[Action]:
         records = boards[0].read(f"change/{self.tries + 1}")
         if records is None:
             return self._lead(own, world, boards) if self._leads(own) else []
@@ -709,10 +713,10 @@ class ChangeMachine:
         decided = boards[0].read(proposals[0].record_key)
         if decided is not None and not decided["commit"]:
             return self._failed(proposals, decided["reason"])
-        self.proposals, self.stage = proposals, Stage.MEET
+        self.proposals, self.stage = proposals, ChangeStage.MEET
         return [Prepare(proposals)]
 
-    def _lead(self, own: Own, world: World, boards: Sequence[Board]) -> list[Action]:
+    def _lead(self, own: OwnFacts, world: Generation, boards: Sequence[Board]) -> list[Action]:
         """Tell newcomers what to build; once they have, and no switch is being prepared, propose.
 
         A switch that was asked for meanwhile comes first: members find a proposal at different times, and one of them
@@ -727,7 +731,9 @@ class ChangeMachine:
         if own.is_switching or (newcomers and not boards[0].all_posted("built", newcomers)):
             return []
         present = tuple((engine.layout, engine.members) for engine in own.engines)
-        asked = Question(world, self.registry, present, self.tries, self.restores, has_copies=bool(self._copies))
+        asked = DestinationFacts(
+            world, self.registry, present, self.tries, self.restores, has_copies=bool(self._copies)
+        )
         targets = self._destinations(asked)
         if targets is None:
             return []
@@ -749,7 +755,7 @@ class ChangeMachine:
 
     # ---- the meeting -------------------------------------------------------------------------------------------------
 
-    def _meet(self, own: Own, world: World, boards: Sequence[Board]) -> list[Action]:
+    def _meet(self, own: OwnFacts, world: Generation, boards: Sequence[Board]) -> list[Action]:
         """Meet, as a working member, at the step that rank 0 names: its next one, which no member can be past."""
         first, step = self.proposals[0], own.engines[0].step
         if not first.source_members:  # restored, and the board was lost before the record was written
@@ -768,7 +774,7 @@ class ChangeMachine:
             return self._transact()
         return [self._record(), *self._enter(own, world)]
 
-    def _meet_to_end(self, own: Own, boards: Sequence[Board]) -> list[Action]:
+    def _meet_to_end(self, own: OwnFacts, boards: Sequence[Board]) -> list[Action]:
         """Meet at the boundary at which all happen to stand, since all were told to leave and time is short.
 
         A member that has waited for the others names its next step, which none can be past; the first word counts.
@@ -782,7 +788,7 @@ class ChangeMachine:
             return [Post(first.meeting_key, step, is_decision=True)]
         return [Post(first.meeting_key, step + 1, is_decision=True)] if own.has_waited else []
 
-    def _meet_idle(self, own: Own, world: World, boards: Sequence[Board]) -> list[Action]:
+    def _meet_idle(self, own: OwnFacts, world: Generation, boards: Sequence[Board]) -> list[Action]:
         """Take part, as an idle member, in a switch that begins, or see how one without it has ended."""
         first = self.proposals[0]
         if not first.source_members and "restored" not in self._said:
@@ -802,7 +808,7 @@ class ChangeMachine:
 
     def _transact(self) -> list[Action]:
         if self.proposals[0].late:
-            self.stage = Stage.WINDOW
+            self.stage = ChangeStage.WINDOW
         return [Transact()]
 
     # ---- how it ends -------------------------------------------------------------------------------------------------
@@ -811,31 +817,31 @@ class ChangeMachine:
         return Post(self.proposals[0].record_key, {"commit": True, "reason": ""}, is_decision=True)
 
     def _failed(self, proposals: Proposals, reason: str) -> list[Action]:
-        self.proposals, self.stage, self.meets_at = (), Stage.FOLLOW, None
+        self.proposals, self.stage, self.meets_at = (), ChangeStage.FOLLOW, None
         self.tries += 1
         return [Spend(proposals, self.tries, reason)]
 
-    def _enter(self, own: Own, world: World) -> list[Action]:
+    def _enter(self, own: OwnFacts, world: Generation) -> list[Action]:
         entered = Enter(world, self.registry, self.proposals)
         self.forget()
         if world.members and own.member not in world.members:
-            return [Leave()]
-        return [entered] if world.members else [entered, Leave(must_save=True)]
+            return [EndProcess()]
+        return [entered] if world.members else [entered, EndProcess(must_save=True)]
 
 
-def who_is_asked(world: World) -> tuple[str, ...]:
+def who_is_asked(world: Generation) -> tuple[str, ...]:
     """Return the members that say after a failure what they hold: those that may hold state, or all if none may."""
     return world.members[: world.survivors] or world.members
 
 
-def _name(own: Own, engine: int, mark: Mark, rank: int) -> str:
+def _name(own: OwnFacts, engine: int, mark: Mark, rank: int) -> str:
     """Return the id of the member that had a rank at a moment; "" if that was in an earlier world."""
     here, ids = own.engines[engine], {number: one for one, number in own.registry.numbers.items()}
     is_this = (mark.generation, mark.layout) == (here.generation, here.layout)
     return ids.get(here.members[rank], "") if is_this else ""
 
 
-def _survivor(own: Own, held: Held, gives: bool) -> Survivor:
+def _survivor(own: OwnFacts, held: HeldState, gives: bool) -> Survivor:
     """Return what an engine holds, for others. gives: whether this member stays to give its copies."""
     return Survivor(
         number=held.number,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ds_dynatrain.config import BEST
-from ds_dynatrain.elastic.world import World
+from ds_dynatrain.elastic.world import Generation
 from ds_dynatrain.errors import ConfigError, LayoutError, SwitchRefused
 from ds_dynatrain.space.layout import Layout
 
@@ -59,7 +59,7 @@ class Registry:
 
 
 @dataclass(frozen=True)
-class Question:
+class DestinationFacts:
     """Facts by which a leader decides.
 
     registry: all members' numbers. present: the place of each engine. tries: attempts that failed. restores: no members
@@ -67,7 +67,7 @@ class Question:
     the ranks were.
     """
 
-    world: World
+    world: Generation
     registry: Registry
     present: tuple[Destination, ...]
     tries: int = 0
@@ -87,11 +87,13 @@ class Rules:
     choose: returns the layout for a number of members. assign: returns the member at each rank of a layout.
     """
 
-    choose: Callable[[int], Choice]
+    choose: Callable[[int], ChosenLayout]
     assign: Callable[[Layout, tuple[int, ...]], tuple[int, ...]]
 
 
-def destinations(asked: Question, engines: Sequence[Rules], say: Callable[[str], None]) -> list[Destination] | None:
+def destinations(
+    asked: DestinationFacts, engines: Sequence[Rules], say: Callable[[str], None]
+) -> list[Destination] | None:
     """Return where each engine goes, which is its present place if nothing has to move; None if there is no way.
 
     say: logs a message for users.
@@ -135,7 +137,9 @@ def destinations(asked: Question, engines: Sequence[Rules], say: Callable[[str],
     return targets
 
 
-def _of_restoring(asked: Question, engines: Sequence[Rules], say: Callable[[str], None]) -> list[Destination] | None:
+def _of_restoring(
+    asked: DestinationFacts, engines: Sequence[Rules], say: Callable[[str], None]
+) -> list[Destination] | None:
     members = asked.members
     choices = _choices(engines, len(members))
     targets: list[Destination] = []
@@ -150,7 +154,7 @@ def _of_restoring(asked: Question, engines: Sequence[Rules], say: Callable[[str]
     return targets
 
 
-def _choices(engines: Sequence[Rules], members: int) -> list[Choice]:
+def _choices(engines: Sequence[Rules], members: int) -> list[ChosenLayout]:
     """Return each engine's layout for so many members, or for fewer, but of all engines for the same number."""
     while True:
         choices = [engine.choose(members) for engine in engines]
@@ -169,7 +173,7 @@ Rule = Callable[[int, Layout], Iterator[Layout]]
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChosenLayout:
     """Layout to go to; None if there is none for so many members. refusals: why better ones are not possible."""
 
     layout: Layout | None
@@ -187,7 +191,7 @@ def rule_of(layouts: str | Mapping[str, Mapping[str, Any]], best: Rule | None = 
     return _of_table({int(size): dict(values) for size, values in layouts.items()})
 
 
-def choose(rule: Rule, members: int, present: Layout, check: Callable[[Layout], None]) -> Choice:
+def choose(rule: Rule, members: int, present: Layout, check: Callable[[Layout], None]) -> ChosenLayout:
     """Return the first layout of a rule that has no more ranks than `members`, and that `check` does not refuse.
 
     check: raises SwitchRefused for a layout in which this model cannot be trained.
@@ -198,9 +202,9 @@ def choose(rule: Rule, members: int, present: Layout, check: Callable[[Layout], 
         try:
             layout = next(layouts, None)
         except SwitchRefused as refusal:
-            return Choice(None, (*refusals, refusal.reason))
+            return ChosenLayout(None, (*refusals, refusal.reason))
         if layout is None:
-            return Choice(None, tuple(refusals))
+            return ChosenLayout(None, tuple(refusals))
         try:
             if layout.world_size > members:
                 raise SwitchRefused(
@@ -211,7 +215,7 @@ def choose(rule: Rule, members: int, present: Layout, check: Callable[[Layout], 
         except SwitchRefused as refusal:
             refusals.append(f"{layout}: {refusal.reason}")
             continue
-        return Choice(layout, tuple(refusals))
+        return ChosenLayout(layout, tuple(refusals))
 
 
 def growing(members: int, present: Layout) -> Iterator[Layout]:

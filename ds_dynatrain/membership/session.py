@@ -66,7 +66,7 @@ class Tree:
 
 
 @dataclass(frozen=True)
-class Request:
+class MemberRequest:
     """One member's request, in plain JSON, or why it cannot take part: reason and way out."""
 
     asked: Mapping[str, Any]
@@ -74,7 +74,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Decision:
+class VoteResult:
     """Result of a vote, the same on all members.
 
     is_damaged: whether it failed because a checkpoint is not what was saved. said: the first member's account of it, in
@@ -130,7 +130,7 @@ class Session:
 
     # ---- verbs -------------------------------------------------------------------------------------------------------
 
-    def agree(self, mine: Request, answer: Any, refused: Refused, differ: Differ) -> Any:
+    def agree(self, mine: MemberRequest, answer: Any, refused: Refused, differ: Differ) -> Any:
         """Return `answer` of the first member, if all ask for the same and none refuses.
 
         Raise `refused`, on all members alike, if one refuses, asks for something else, or does not ask within the
@@ -257,21 +257,21 @@ class Session:
         return found["said"]
 
     def vote(
-        self, work: Callable[[], Any], join: Join | None = None, judge: Callable[[Any], Decision] | None = None
-    ) -> Decision:
+        self, work: Callable[[], Any], join: Join | None = None, judge: Callable[[Any], VoteResult] | None = None
+    ) -> VoteResult:
         """Do `work` and return the decision of all, which is to commit if no member has failed.
 
         The first member decides once it has heard of all. work: returns what this member reports; join: as for
         `reduce`; judge: makes the decision from all reports. Raise OutcomeUnknown if the decision cannot be read:
         others may have committed, so this member must not train on.
         """
-        mine, place, first = Decision(True), f"{self.key}/vote", self.members[0]
+        mine, place, first = VoteResult(True), f"{self.key}/vote", self.members[0]
         try:
             report = work()
             try:
                 heard = self._up(place, report, join or _nothing, self.what, self.stop)
                 if not self.is_first:
-                    return Decision(**self._wait({first: self.record}, self.what, self._stop)[first])
+                    return VoteResult(**self._wait({first: self.record}, self.what, self._stop)[first])
             except MemberMissing as missing:
                 account = self._account(place, missing)
                 raise MemberMissing(self.what, account["missing"], account["seconds"]) from None
@@ -285,22 +285,22 @@ class Session:
             self.board.lost = OutcomeUnknown(self.what, self.board.timeout_seconds, f"{mine.reason} {error}".strip())
             raise self.board.lost from mine.interrupt
 
-    def give_up(self, error: BaseException) -> Decision:
+    def give_up(self, error: BaseException) -> VoteResult:
         """Decide against it, because of an error of this member, while others wait for it."""
         return self.decide(self._against(error))
 
-    def decide(self, mine: Decision) -> Decision:
+    def decide(self, mine: VoteResult) -> VoteResult:
         """Write a decision unless a member has written one, and return the one that counts: the first.
 
         Raise torch's DistError if it cannot be read.
         """
         vote = {"commit": mine.commit, "reason": mine.reason, "is_damaged": mine.is_damaged, "said": mine.said}
-        return replace(Decision(**self.board.decide(self.record, vote)), interrupt=mine.interrupt)
+        return replace(VoteResult(**self.board.decide(self.record, vote)), interrupt=mine.interrupt)
 
-    def _against(self, error: BaseException) -> Decision:
+    def _against(self, error: BaseException) -> VoteResult:
         interrupt = None if isinstance(error, Exception) else error
         is_damaged = isinstance(error, CheckpointDamaged)
-        return Decision(False, _words(error, self.board.member), is_damaged, interrupt=interrupt)
+        return VoteResult(False, _words(error, self.board.member), is_damaged, interrupt=interrupt)
 
     # ---- waiting -----------------------------------------------------------------------------------------------------
 
@@ -310,7 +310,7 @@ class Session:
             self._stop()
         found = self.board.read(self.record)
         if found is not None and not found["commit"]:
-            raise Decision(False, is_damaged=found.get("is_damaged", False)).checkpoint_error(found["reason"])
+            raise VoteResult(False, is_damaged=found.get("is_damaged", False)).checkpoint_error(found["reason"])
 
     def _up(self, place: str, mine: Any, join: Join, doing: str, stop: Callable[[], None]) -> Any:
         """Join what this member and those that it leads say, tell it to the leader of this one, and return it.

@@ -42,7 +42,7 @@ class Survivor:
 
 
 @dataclass(frozen=True)
-class Source:
+class WholeState:
     """Whole state: a layout, and the members at its ranks, which all stand at one step."""
 
     layout: Layout
@@ -50,7 +50,7 @@ class Source:
     step: int
 
 
-def whole_state(survivors: Mapping[str, Survivor]) -> Source | None:
+def whole_state(survivors: Mapping[str, Survivor]) -> WholeState | None:
     """Return the newest whole state among survivors, of as many ranks as possible; None if something is lost for good.
 
     Ranks of different layouts do not go together: after several losses in a row some members may have taken the smaller
@@ -68,7 +68,7 @@ def whole_state(survivors: Mapping[str, Survivor]) -> Source | None:
                 alive.setdefault(one.layout, {})[one.rank] = one.number
         complete = [found for each in alive.items() if (found := _complete(*each)) is not None]
         if complete:
-            return Source(*max(complete, key=lambda found: len(found[1])), step)
+            return WholeState(*max(complete, key=lambda found: len(found[1])), step)
     return None
 
 

@@ -30,7 +30,7 @@ COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 # ---- the table -------------------------------------------------------------------------------------------------------
 
 
-class Taken(IntEnum):
+class LoadReason(IntEnum):
     """The least change after which a member loads a state: a new optimizer, a failed switch, or its start to work."""
 
     NEW_OPTIMIZER = 1
@@ -50,7 +50,7 @@ class ExtraState:
 
     keys: tuple[str, ...]
     is_shared: bool
-    taken: Taken
+    taken: LoadReason
     state_dict: Callable[[EngineCore], dict[str, Any]]
     load_state_dict: Callable[[EngineCore, dict[str, Any]], None]
 
@@ -149,7 +149,7 @@ def _load_modules(engine: EngineCore, state: dict[str, Any]) -> None:
 _MODULES = ExtraState(
     ("buffers", "transient", "extra", "modes", "attributes", "training", "resized", "casts"),
     False,
-    Taken.START,
+    LoadReason.START,
     _modules,
     _load_modules,
 )
@@ -157,15 +157,19 @@ STATES = [
     ExtraState(
         ("counters", "windows", "epoch", "scaling", "compiled modules", "forward passes", "stream seed"),
         True,
-        Taken.NEW_OPTIMIZER,
+        LoadReason.NEW_OPTIMIZER,
         _progress,
         _load_progress,
     ),
-    ExtraState(("groups", "scheduler", "random-LTD"), True, Taken.FAILED_SWITCH, _schedule, _load_schedule),
-    ExtraState(("loaders",), True, Taken.START, partial(_state_of_each, "loaders"), partial(_load_each, "loaders")),
-    ExtraState(("grad_norm",), False, Taken.START, _grad_norm, _load_grad_norm),
+    ExtraState(("groups", "scheduler", "random-LTD"), True, LoadReason.FAILED_SWITCH, _schedule, _load_schedule),
+    ExtraState(
+        ("loaders",), True, LoadReason.START, partial(_state_of_each, "loaders"), partial(_load_each, "loaders")
+    ),
+    ExtraState(("grad_norm",), False, LoadReason.START, _grad_norm, _load_grad_norm),
     _MODULES,
-    ExtraState(("objects",), False, Taken.START, partial(_state_of_each, "objects"), partial(_load_each, "objects")),
+    ExtraState(
+        ("objects",), False, LoadReason.START, partial(_state_of_each, "objects"), partial(_load_each, "objects")
+    ),
 ]
 """The table, in the order in which states are loaded."""
 
@@ -195,7 +199,7 @@ def rest_carry(engine: EngineCore, has_module: bool = True) -> dict[str, Any]:
     return found
 
 
-def take(engine: EngineCore, carry: Mapping[str, Any], after: Taken) -> None:
+def take(engine: EngineCore, carry: Mapping[str, Any], after: LoadReason) -> None:
     """Load the states of a carry that a change makes necessary. The optimizer of a working member must be on."""
     for state in STATES:
         if state.taken <= after and not carry.keys().isdisjoint(state.keys):

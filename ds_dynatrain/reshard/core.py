@@ -29,21 +29,21 @@ from ds_dynatrain.reshard.feasible import dealt
 from ds_dynatrain.reshard.old_state import OldState
 from ds_dynatrain.reshard.pending import PendingSwitch
 from ds_dynatrain.reshard.preparation import Preparation
-from ds_dynatrain.reshard.streams import Held
+from ds_dynatrain.reshard.streams import GeneratorStates
 from ds_dynatrain.space import Layout, VirtualParameterSpace
 
 
 @dataclass(frozen=True)
-class Own:
+class PutAsideState:
     """State that an engine has put aside, apart from its world, while other engines use the process."""
 
-    streams: Held
+    streams: GeneratorStates
     wide: ProcessWide
 
     @staticmethod
-    def now() -> Own:
+    def now() -> PutAsideState:
         """Return the present state of the process."""
-        return Own(Held.now(), ProcessWide.capture())
+        return PutAsideState(GeneratorStates.now(), ProcessWide.capture())
 
     def put(self) -> None:
         """Make this the state of the process."""
@@ -86,7 +86,7 @@ class EngineCore:
     """The switch that is being prepared."""
     old_state: OldState | None = None
     """The state before the last switch, as long as a member has not acknowledged its commit."""
-    own: Own | None = None
+    own: PutAsideState | None = None
     """State put aside while other engines use the process; None if this engine has the process to itself."""
     registered: list[dict[str, Any]] = field(default_factory=list)
     """Registrations of the job since the start, in order; plain JSON."""

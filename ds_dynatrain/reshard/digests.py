@@ -30,7 +30,7 @@ SideDigests = dict[str, Digests]
 Names = tuple[BufferId, ...]
 
 
-class Part(NamedTuple):
+class DigestedBuffers(NamedTuple):
     """Buffers of one kind that are read: those that stay, and the others.
 
     twin: the masters are the same memory as these weights; nothing of it is read again.
@@ -42,7 +42,7 @@ class Part(NamedTuple):
     others: Names
 
 
-class Side:
+class DigestSide:
     """One rank's side of a change, and the tables by which its buffers are cut.
 
     A table serves the same buffers with elements of the same size on the same device; other buffers are cut anew. Kinds
@@ -61,7 +61,9 @@ class Side:
         mine, other = (self.vps.line, self.vps.rules, self.vps.kinds), (vps.line, vps.rules, vps.kinds)
         return (self.layout, self.rank) == (layout, rank) and all(map(is_, mine, other))
 
-    def parts(self, buffers: Buffers, kinds: tuple[str, ...], kept: Collection[tuple[str, BufferId]]) -> Iterator[Part]:
+    def parts(
+        self, buffers: Buffers, kinds: tuple[str, ...], kept: Collection[tuple[str, BufferId]]
+    ) -> Iterator[DigestedBuffers]:
         """Yield the buffers to read, kind by kind; the weight comes last, as it may be the master's memory."""
         for kind in sorted(kinds, key=WEIGHT.__eq__):
             if kind not in self._names:
@@ -74,7 +76,7 @@ class Side:
             for name in names:
                 if not twin or (MASTER, name) not in buffers:
                     (stay if (kind, name) in kept else others).append(name)
-            yield Part(kind, twin, tuple(stay), tuple(others))
+            yield DigestedBuffers(kind, twin, tuple(stay), tuple(others))
 
     def of(self, kind: str, names: Names, held: Mapping[BufferId, torch.Tensor]) -> ReadyDigest:
         """Return the digest of one kind over the named buffers of `held`."""
@@ -126,7 +128,7 @@ def side_digests(
     kinds: tuple[str, ...],
     kept: Collection[tuple[str, BufferId]] = (),
     known: Mapping[str, Digests] | None = None,
-    ready: Side | None = None,
+    ready: DigestSide | None = None,
 ) -> tuple[SideDigests, SideDigests]:
     """Return (digests of a side, their share that lies in `kept` buffers).
 
@@ -135,7 +137,7 @@ def side_digests(
     read once.
     """
     found, share = SideDigests(), SideDigests()
-    side = ready if ready is not None and ready.is_of(vps, layout, rank) else Side(vps, layout, rank)
+    side = ready if ready is not None and ready.is_of(vps, layout, rank) else DigestSide(vps, layout, rank)
     for kind, twin, stay, others in side.parts(buffers, kinds, kept):
         held = of_kind(buffers, kind)
         if known is not None and kind in known:

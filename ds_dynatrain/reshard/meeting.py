@@ -18,7 +18,7 @@ from ds_dynatrain.adapters.world import World
 from ds_dynatrain.errors import DynatrainError
 from ds_dynatrain.membership import agreement
 from ds_dynatrain.membership.proposal import CONNECTING, Proposal
-from ds_dynatrain.membership.session import Decision, Session
+from ds_dynatrain.membership.session import Session, VoteResult
 from ds_dynatrain.reshard.census import check_census
 from ds_dynatrain.reshard.core import EngineCore
 from ds_dynatrain.reshard.old_state import ACKNOWLEDGED
@@ -163,7 +163,7 @@ def connect(preparation: Preparation, old_world: World | None, session: Session)
     preparation.connections = world.connect(preparation.board.timeout_seconds, old_world, session.stop)
 
 
-def connect_ahead(preparation: Preparation, old_world: World | None) -> Decision:
+def connect_ahead(preparation: Preparation, old_world: World | None) -> VoteResult:
     """Connect at a boundary before that of the switch; return the same decision on all members.
 
     If it is a no, the switch cannot come about, and nothing else has changed. Raise OutcomeUnknown if the board is

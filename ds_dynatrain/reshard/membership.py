@@ -23,7 +23,7 @@ from torch import nn
 from ds_dynatrain.adapters.watched import GroupStatus
 from ds_dynatrain.adapters.worlds import Note, ignore
 from ds_dynatrain.config import DynatrainConfig
-from ds_dynatrain.elastic.world import World
+from ds_dynatrain.elastic.world import Generation
 from ds_dynatrain.membership.control import Control
 from ds_dynatrain.membership.liveness import Watch
 from ds_dynatrain.membership.proposal import Proposal
@@ -87,7 +87,7 @@ class Membership:
     def add(self, engine: EngineCore) -> None:
         """Note that an engine is open now."""
 
-    def begin(self, world: World, members: tuple[int, ...]) -> None:
+    def begin(self, world: Generation, members: tuple[int, ...]) -> None:
         """Note that the job has started, in that generation. members: those that train."""
 
     def say_end(self, engine: EngineCore) -> None:

@@ -33,7 +33,7 @@ from ds_dynatrain.membership.control import Control
 from ds_dynatrain.membership.proposal import Proposal
 from ds_dynatrain.membership.session import Session
 from ds_dynatrain.plan import MemberPlan, SwitchPlan, estimate, plan_switch
-from ds_dynatrain.reshard.digests import Side
+from ds_dynatrain.reshard.digests import DigestSide
 from ds_dynatrain.reshard.ways import POLL_SECONDS, Ways
 from ds_dynatrain.space import MASTER, BufferId, Layout, VirtualParameterSpace, row_of
 from ds_dynatrain.transfer import ReadyPlan, allocate, prefault
@@ -121,7 +121,7 @@ class Preparation:
     kept: set[tuple[str, BufferId]] = field(default_factory=set)
     plans: dict[tuple[str, ...], SwitchPlan] = field(default_factory=dict)
     mine: dict[tuple[tuple[str, ...], bool], ReadyPlan] = field(default_factory=dict)
-    sides: dict[tuple[Layout, int], Side] = field(default_factory=dict)
+    sides: dict[tuple[Layout, int], DigestSide] = field(default_factory=dict)
     error: BaseException | None = None
     seconds: float = 0.0
     _thread: threading.Thread | None = None
@@ -229,12 +229,12 @@ class Preparation:
             _ = mesh and mesh.holders
         room = self.budget_bytes // SIDES_SHARE
         if source is not None:
-            side = Side(self.vps, proposal.source_layout, source)
+            side = DigestSide(self.vps, proposal.source_layout, source)
             self.sides[proposal.source_layout, source] = side
             side.make_ready(self.live, kinds, self.kept, room)
             room -= side.nbytes
         if target is not None:
-            side = self.sides.setdefault((proposal.layout, target), Side(self.vps, proposal.layout, target))
+            side = self.sides.setdefault((proposal.layout, target), DigestSide(self.vps, proposal.layout, target))
             room += side.nbytes
             kinds = tuple(kind for kind in kinds if self.vps.is_held(proposal.layout, kind))
             side.make_ready(self.buffers, kinds, self.kept, room, has_share=source is not None)

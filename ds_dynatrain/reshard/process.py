@@ -24,7 +24,7 @@ from ds_dynatrain.adapters.plain_engines import PlainEngine, plain_engines
 from ds_dynatrain.adapters.process_groups import is_known
 from ds_dynatrain.adapters.process_wide import put_plain
 from ds_dynatrain.errors import ConfigError
-from ds_dynatrain.reshard.core import EngineCore, Own
+from ds_dynatrain.reshard.core import EngineCore, PutAsideState
 from ds_dynatrain.reshard.membership import Membership
 from ds_dynatrain.reshard.sync_points import SyncPoints
 from ds_dynatrain.space import Layout
@@ -109,7 +109,7 @@ class Process:
                     "wait until it has happened"
                 )
         if len(self.engines) == 1:
-            self.engines[0].own = Own.now()
+            self.engines[0].own = PutAsideState.now()
             put_plain()
         if self.engines:
             self.engines[0].launch.install()
@@ -150,7 +150,7 @@ class Process:
             own.put()
         for engine in engines:
             if self.is_shared and engine.own is None:
-                engine.own = Own.now()
+                engine.own = PutAsideState.now()
                 put_plain()
                 self._activate_between()
 
@@ -167,14 +167,14 @@ class Process:
         if not self.is_shared or self._is_joining or self._now is engine or engine.own is None:
             yield
             return
-        before, outside = self._now, Own.now()
+        before, outside = self._now, PutAsideState.now()
         self._now = engine
         engine.activate()
         engine.own.put()
         try:
             yield
         finally:
-            engine.own, self._now = Own.now(), before
+            engine.own, self._now = PutAsideState.now(), before
             if before is None:
                 self._activate_between()
             else:

@@ -21,11 +21,11 @@ import torch.distributed as td
 from ds_dynatrain.adapters.incoming import Place, pieces_by_tensor
 from ds_dynatrain.adapters.optimizers import rule_of
 from ds_dynatrain.adapters.placement import Memory
-from ds_dynatrain.adapters.regroup import Regrouping, Wanted, lists_per_group, regroup, wanted_of
+from ds_dynatrain.adapters.regroup import Regrouping, RegroupRequest, lists_per_group, regroup, wanted_of
 from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.adapters.support import refuse_at_boundary
 from ds_dynatrain.errors import CertificateError, MemberMissing, SwitchFailed, SwitchRefused
-from ds_dynatrain.membership.session import ASK_ALIKE, ASK_ALL, Request, Session
+from ds_dynatrain.membership.session import ASK_ALIKE, ASK_ALL, MemberRequest, Session
 from ds_dynatrain.reshard.census import check_census
 from ds_dynatrain.reshard.certificate import agreed
 from ds_dynatrain.reshard.core import EngineCore
@@ -47,7 +47,7 @@ def register(engine: EngineCore, place: str, groups: Sequence[Mapping[str, Any]]
     key = f"register/{place}"
     session = Session(engine.control, key, engine.members, "update_param_groups")
     refusal: SwitchRefused | None = None
-    wanted, asked = Wanted({}, (), False), None
+    wanted, asked = RegroupRequest({}, (), False), None
     try:
         if is_open:
             raise SwitchRefused(is_open, "call it after engine.step(), with no switch pending")
@@ -62,7 +62,7 @@ def register(engine: EngineCore, place: str, groups: Sequence[Mapping[str, Any]]
             asked = _asked(engine, wanted)
     except SwitchRefused as refused:
         refusal = refusal or refused
-    request = Request(
+    request = MemberRequest(
         {"groups": None if asked is None else asked.to_json()},
         None if refusal is None else (refusal.reason, refusal.way_out),
     )
@@ -87,7 +87,7 @@ def _carry_out(engine: EngineCore, key: str, asked: Regrouping, begun: bool) -> 
         raise SwitchFailed(f"update_param_groups: {decision.reason}; the engine goes on as before it")
 
 
-def _asked(engine: EngineCore, wanted: Wanted) -> Regrouping | None:
+def _asked(engine: EngineCore, wanted: RegroupRequest) -> Regrouping | None:
     """Return the groups to register, None if they are registered already; raise SwitchRefused if they cannot be."""
     host = engine.host
     asked = regroup(host.model_map, host.basic_optimizer, wanted)
@@ -111,7 +111,7 @@ def _has_begun(engine: EngineCore) -> bool:
     return stepped or any(bool(state) for state in optimizer.state.values())
 
 
-def _with_others(session: Session, mine: Wanted) -> Wanted:
+def _with_others(session: Session, mine: RegroupRequest) -> RegroupRequest:
     """Return what all members want together, from what each wants of the parameters that it holds.
 
     Raise SwitchRefused if they do not want the same of a parameter that several hold, or give different numbers of

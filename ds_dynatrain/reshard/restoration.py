@@ -20,9 +20,9 @@ from ds_dynatrain.adapters.world import World
 from ds_dynatrain.elastic.main_thread import OWN_WAITS
 from ds_dynatrain.errors import CheckpointError, OutcomeUnknown
 from ds_dynatrain.membership.control import Control
-from ds_dynatrain.membership.session import Decision, Session
+from ds_dynatrain.membership.session import Session, VoteResult
 from ds_dynatrain.reshard import feasible, streams
-from ds_dynatrain.reshard.carry import Taken, scalars_of, shared_carry, take
+from ds_dynatrain.reshard.carry import LoadReason, scalars_of, shared_carry, take
 from ds_dynatrain.reshard.census import check_census
 from ds_dynatrain.reshard.core import EngineCore
 from ds_dynatrain.reshard.encoding import fingerprint
@@ -170,7 +170,7 @@ class Restoration:
         where = "" if self.where in decision.reason else f"{self.where}: "
         raise decision.checkpoint_error(f"{what}{where}{decision.reason}{end}")
 
-    def vote(self) -> Decision:
+    def vote(self) -> VoteResult:
         """Return the decision of all members, after carrying it out."""
         try:
             decision = self.session.vote(self._carry_out)
@@ -265,9 +265,9 @@ class Restoration:
     def _take(self) -> None:
         """Put the state that is no tensor into the engine: the shared part, this rank's part, random streams."""
         if self.rest is None:
-            take(self.engine, self.shared, Taken.NEW_OPTIMIZER)
+            take(self.engine, self.shared, LoadReason.NEW_OPTIMIZER)
             return
-        take(self.engine, {**self.shared, **self.rest, "casts": True}, Taken.START)
+        take(self.engine, {**self.shared, **self.rest, "casts": True}, LoadReason.START)
         streams.restore(self.streams)
 
     def _commit(self) -> None:

@@ -32,7 +32,7 @@ Streams = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Held:
+class GeneratorStates:
     """States of all generators as they are, for this process alone; `capture` returns them for others."""
 
     torch: torch.Tensor
@@ -41,9 +41,9 @@ class Held:
     further: dict[str, np.ndarray[Any, Any]]
 
     @staticmethod
-    def now() -> Held:
+    def now() -> GeneratorStates:
         """Return the present states."""
-        return Held(torch.get_rng_state(), np.random.get_state(), random.getstate(), further_streams())
+        return GeneratorStates(torch.get_rng_state(), np.random.get_state(), random.getstate(), further_streams())
 
     def put(self) -> None:
         """Set all generators to these states."""
@@ -55,7 +55,7 @@ class Held:
 
 def capture() -> Streams:
     """Return the states of torch's, numpy's and Python's default generators, and of those that DeepSpeed keeps."""
-    held = Held.now()
+    held = GeneratorStates.now()
     name, keys, position, has_gauss, gauss = held.numpy
     version, words, spare = held.python
     return {
@@ -70,7 +70,7 @@ def restore(streams: Streams) -> None:
     """Set all generators to captured states."""
     name, keys, position, has_gauss, gauss = streams["numpy"]
     version, words, spare = streams["python"]
-    Held(
+    GeneratorStates(
         torch.from_numpy(_array(streams["torch"], np.uint8)),
         (name, _array(keys, np.uint32), position, has_gauss, gauss),
         (version, tuple(_array(words, np.uint32).tolist()), spare),

@@ -16,7 +16,7 @@ from ds_dynatrain.adapters.state import Buffers, Scalars
 from ds_dynatrain.adapters.world import World
 from ds_dynatrain.adapters.worlds import install
 from ds_dynatrain.reshard import streams
-from ds_dynatrain.reshard.carry import Taken, rest_carry, shared_carry, take
+from ds_dynatrain.reshard.carry import LoadReason, rest_carry, shared_carry, take
 from ds_dynatrain.reshard.core import EngineCore
 from ds_dynatrain.space import Layout, VirtualParameterSpace
 
@@ -111,9 +111,9 @@ class Swap:
         install(before.world)
         engine.host.attach(before.layout, before.world, before.config, before.buffers, before.scalars)
         if before.rest is None:
-            take(engine, before.shared, Taken.FAILED_SWITCH)
+            take(engine, before.shared, LoadReason.FAILED_SWITCH)
         else:
-            take(engine, {**before.shared, **before.rest, "casts": True}, Taken.START)
+            take(engine, {**before.shared, **before.rest, "casts": True}, LoadReason.START)
 
     def _leave(self) -> None:
         self._engine.host.leave_world()

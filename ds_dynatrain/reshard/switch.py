@@ -45,9 +45,9 @@ from ds_dynatrain.adapters.state import Buffers
 from ds_dynatrain.adapters.world import World
 from ds_dynatrain.adapters.worlds import drop
 from ds_dynatrain.errors import CensusError, CertificateError, DynatrainError, OutcomeUnknown, SwitchFailed
-from ds_dynatrain.membership.session import Decision, Session
+from ds_dynatrain.membership.session import Session, VoteResult
 from ds_dynatrain.reshard import streams
-from ds_dynatrain.reshard.carry import Carried, Taken, differing_values, rest_carry, scalars_of, shared_carry, take
+from ds_dynatrain.reshard.carry import Carried, LoadReason, differing_values, rest_carry, scalars_of, shared_carry, take
 from ds_dynatrain.reshard.census import check_census
 from ds_dynatrain.reshard.certificate import SIDES, Doubts, certify, differing, explained, joined_sides, shares
 from ds_dynatrain.reshard.core import EngineCore
@@ -112,7 +112,7 @@ class Transaction:
         kind = "part" if is_part else "entered" if proposal.late else "record"
         self.session = self._session(proposal.key, f"{kind}/{generation}")
         self._final = self._session(f"{proposal.key}/late", f"record/{generation}", is_patient=True)
-        self._entered: Decision | None = None
+        self._entered: VoteResult | None = None
         self._thread: threading.Thread | None = None
         self._late_error: BaseException | None = None
 
@@ -126,7 +126,7 @@ class Transaction:
 
     # ---- from the call to the end --------------------------------------------------------------------------------
 
-    def vote(self, work: Callable[[], dict[str, Any]] | None = None) -> Decision:
+    def vote(self, work: Callable[[], dict[str, Any]] | None = None) -> VoteResult:
         """Do everything that can fail, and return the decision of all members; one that fails says no for all.
 
         work: does it and returns this member's report; by default `_carry_out`.
@@ -137,7 +137,7 @@ class Transaction:
             self.outcome.is_uncertain, self.interrupt = True, lost.__cause__ or lost
             if self.control.watch is not None:  # in an elastic job the outcome is found out later
                 self.control.lost, self.interrupt = None, lost.__cause__
-            return Decision(False, str(lost))
+            return VoteResult(False, str(lost))
         self.interrupt = decision.interrupt
         if decision.said and "doubts" in decision.said:
             decision = replace(decision, reason=self._explained(decision.said["doubts"]))
@@ -145,7 +145,7 @@ class Transaction:
             self.digest = str(decision.said["digest"])
         return decision
 
-    def conclude(self, decision: Decision) -> None:
+    def conclude(self, decision: VoteResult) -> None:
         """Do what was decided. Called with or without a vote: another engine may have failed before that."""
         self.outcome.committed, self.outcome.reason = decision.commit, decision.reason
         self.outcome.digest = self.digest if decision.commit else ""
@@ -332,9 +332,9 @@ class Transaction:
             return
         is_resized = (source.expert, source.tensor) != (target.expert, target.tensor)
         if self.source_rank is None:
-            take(self.engine, {**self.carried.shared, **self.rest, "resized": is_resized}, Taken.START)
+            take(self.engine, {**self.carried.shared, **self.rest, "resized": is_resized}, LoadReason.START)
         else:
-            take(self.engine, self.carried.shared, Taken.NEW_OPTIMIZER)
+            take(self.engine, self.carried.shared, LoadReason.NEW_OPTIMIZER)
         if self.layers is not None:
             self.layers.put(is_resized)
         seed, generation = self.engine.job.job_seed, self.proposal.generation
@@ -398,14 +398,14 @@ class Transaction:
 
     # ---- the judgement -------------------------------------------------------------------------------------------
 
-    def _judge(self, report: dict[str, Any]) -> Decision:
+    def _judge(self, report: dict[str, Any]) -> VoteResult:
         """Return the decision by the certificate, from what all members report. Called on the first member."""
         vps, layouts = self.preparation.vps, (self.proposal.source_layout, self.proposal.layout)
         try:
             said = certify(vps, *layouts, report)
         except CertificateError as error:
-            return Decision(False, f"CertificateError: {error}")
-        return Decision("digest" in said, "copies of one state differ" if "doubts" in said else "", said=said)
+            return VoteResult(False, f"CertificateError: {error}")
+        return VoteResult("digest" in said, "copies of one state differ" if "doubts" in said else "", said=said)
 
     def _explained(self, wrong: dict[str, Doubts]) -> str:
         """Return a message about whose copies differ, the same on all members."""
@@ -525,7 +525,7 @@ class Transaction:
     def give_up(self, reason: str) -> None:
         """Say no for all, before the second vote: `settle` then goes back."""
         with suppress(RuntimeError, OSError):
-            self._final.decide(Decision(False, f"member {self.control.member}: {reason}"))
+            self._final.decide(VoteResult(False, f"member {self.control.member}: {reason}"))
 
     def _move_late(self) -> None:
         """Move the late kinds, and compute the digests of both sides. Runs in a thread."""

@@ -46,7 +46,16 @@ from ds_dynatrain.space.kind import (
 from ds_dynatrain.space.layout import Layout
 from ds_dynatrain.space.mesh import Mesh
 from ds_dynatrain.space.sharding import ABSENT, Sharding
-from ds_dynatrain.space.tensor import FROZEN, IN_EMPTY_GROUP, BufferId, Line, LogicalTensor, Piece, Pieces, of_kind
+from ds_dynatrain.space.tensor import (
+    FROZEN,
+    IN_EMPTY_GROUP,
+    BufferId,
+    CoordinateLine,
+    LogicalTensor,
+    Piece,
+    Pieces,
+    of_kind,
+)
 from ds_dynatrain.space.vps import VirtualParameterSpace
 from ds_dynatrain.space.zero import LocalSpace, ZeroRules
 
@@ -66,11 +75,11 @@ __all__ = [
     "Box",
     "BufferId",
     "Columns",
+    "CoordinateLine",
     "Cut",
     "DimCut",
     "Kind",
     "Layout",
-    "Line",
     "LocalSpace",
     "LogicalTensor",
     "Mesh",

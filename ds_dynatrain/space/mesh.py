@@ -18,7 +18,7 @@ from ds_dynatrain.space import interval
 from ds_dynatrain.space.cut import AxisCuts, Box, Partition, Placed, Shard, check_partition, row_major
 from ds_dynatrain.space.interval import Ints, join
 from ds_dynatrain.space.layout import Layout
-from ds_dynatrain.space.tensor import Line, LogicalTensor, Pieces
+from ds_dynatrain.space.tensor import CoordinateLine, LogicalTensor, Pieces
 
 Place = tuple[int, int, int]
 """Indexes on the pipe, expert and tensor axes."""
@@ -35,7 +35,7 @@ class ShardGroup:
     """
 
     ranks: Ints
-    line: Line
+    line: CoordinateLine
     experts: bool
     index_map: Pieces
     primary: Pieces
@@ -45,12 +45,14 @@ class ShardGroup:
 class Mesh:
     """The shard groups of a layout, and each rank's local line. Built once per layout."""
 
-    line: Line
+    line: CoordinateLine
     layout: Layout
     partition: Partition
     shard_groups: tuple[ShardGroup, ...] = field(init=False)
-    _lines: dict[Place, Line] = field(init=False, repr=False, default_factory=dict)
-    _alike_lines: dict[tuple[tuple[int, ...], ...], Line] = field(init=False, repr=False, default_factory=dict)
+    _lines: dict[Place, CoordinateLine] = field(init=False, repr=False, default_factory=dict)
+    _alike_lines: dict[tuple[tuple[int, ...], ...], CoordinateLine] = field(
+        init=False, repr=False, default_factory=dict
+    )
     _shards: dict[tuple[int, Place], Shard] = field(init=False, repr=False, default_factory=dict)
     _runs: dict[tuple[int, Place], list[tuple[Ints, Ints, Ints]]] = field(init=False, repr=False, default_factory=dict)
 
@@ -135,7 +137,7 @@ class Mesh:
             self._shards[key] = self.partition[tensor].shard(self.line.tensors[tensor].shape, *place)
         return self._shards[key]
 
-    def local_line(self, place: Place) -> Line:
+    def local_line(self, place: Place) -> CoordinateLine:
         """Return the line of the local tensors at a place, numbered as the logical ones; those held elsewhere are
         empty.
         """
@@ -143,7 +145,7 @@ class Mesh:
             shapes = tuple(self._shard(place, first).shape for first in self._firsts)
             if shapes not in self._alike_lines:
                 pairs = zip(self.line.tensors, self._alike, strict=True)
-                self._alike_lines[shapes] = Line(
+                self._alike_lines[shapes] = CoordinateLine(
                     tuple(LogicalTensor(held.name, shapes[alike], held.group, held.expert) for held, alike in pairs)
                 )
             self._lines[place] = self._alike_lines[shapes]

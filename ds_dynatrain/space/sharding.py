@@ -20,7 +20,7 @@ from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.space import interval
 from ds_dynatrain.space.interval import AnyRows, Ints, join
 from ds_dynatrain.space.mesh import Mesh, ShardGroup
-from ds_dynatrain.space.tensor import BufferId, Line, Pieces
+from ds_dynatrain.space.tensor import BufferId, CoordinateLine, Pieces
 
 Owned = tuple[Ints, Ints, Ints, Ints]
 """(row, start, stop, rank) of runs."""
@@ -181,7 +181,7 @@ class OverlappingSharding:
     shared = None
 
     @staticmethod
-    def of(line: Line, part: EvenSharding) -> OverlappingSharding:
+    def of(line: CoordinateLine, part: EvenSharding) -> OverlappingSharding:
         """Return the sharding of the tensors of `line` that `part`, a sharding of flat groups of stage 1 or 2, cuts."""
         filled = np.flatnonzero(line.numels)
         row, _, start, stop = interval.intersect(part.start, part.stop, line.bases[filled], line.bases[filled + 1])

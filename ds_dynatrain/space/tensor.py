@@ -68,7 +68,7 @@ class LogicalTensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Line:
+class CoordinateLine:
     """The coordinates of all tensors: element i (row-major) of tensor t is coordinate `bases[t] + i`.
 
     numels, groups, experts: the elements of each tensor, its optimizer group or FROZEN, and whether it belongs to an
@@ -258,7 +258,7 @@ class Pieces:
         return local, local + (self.stop - self.start)[order], self.start[order]
 
 
-def split_by_tensor(line: Line, pieces: Pieces) -> tuple[Ints, Pieces]:
+def split_by_tensor(line: CoordinateLine, pieces: Pieces) -> tuple[Ints, Pieces]:
     """Cut pieces at the ends of the line's tensors; return the tensor number of each, and the pieces."""
     filled = np.flatnonzero(line.numels)
     start, stop = line.bases[filled], line.bases[filled + 1]

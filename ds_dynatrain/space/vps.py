@@ -14,7 +14,7 @@ from ds_dynatrain.space.kind import Kind, kind_of
 from ds_dynatrain.space.layout import Layout
 from ds_dynatrain.space.mesh import Mesh
 from ds_dynatrain.space.sharding import GroupedSharding, Sharding
-from ds_dynatrain.space.tensor import BufferId, Line, LogicalTensor, Pieces, split_by_tensor
+from ds_dynatrain.space.tensor import BufferId, CoordinateLine, LogicalTensor, Pieces, split_by_tensor
 from ds_dynatrain.space.zero import LocalSpace
 
 
@@ -27,7 +27,7 @@ class VirtualParameterSpace:
     `with_layout` hands them on.
     """
 
-    line: Line
+    line: CoordinateLine
     rules: zero.ZeroRules
     kinds: tuple[Kind, ...]
     layout: Layout
@@ -48,8 +48,10 @@ class VirtualParameterSpace:
         members: Iterable[int],
         partitioner: Partitioner | None = None,
     ) -> VirtualParameterSpace:
-        """Build a space from tensors in the order of registration; LayoutError as for a space, and as for `Line`."""
-        return VirtualParameterSpace(Line(tuple(tensors)), rules, tuple(kinds), layout, tuple(members), partitioner)
+        """Build a space from tensors in the order of registration; LayoutError as for it and a `CoordinateLine`."""
+        return VirtualParameterSpace(
+            CoordinateLine(tuple(tensors)), rules, tuple(kinds), layout, tuple(members), partitioner
+        )
 
     def __post_init__(self) -> None:
         """Raise LayoutError if the members do not fill the world, or if kinds that share bytes differ in size."""

@@ -35,7 +35,7 @@ from ds_dynatrain.space.interval import Ints, chains, join
 from ds_dynatrain.space.kind import Kind, kind_of, row_of
 from ds_dynatrain.space.layout import Layout
 from ds_dynatrain.space.sharding import EvenSharding, OverlappingSharding, Sharding
-from ds_dynatrain.space.tensor import FROZEN, BufferId, Line, LogicalTensor, Pieces, split_by_tensor
+from ds_dynatrain.space.tensor import FROZEN, BufferId, CoordinateLine, LogicalTensor, Pieces, split_by_tensor
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def has_flat_groups(rules: ZeroRules, layout: Layout) -> bool:
 Table = tuple[BufferId, ...]
 
 
-def buffer_table(line: Line, rules: ZeroRules, layout: Layout) -> Table:
+def buffer_table(line: CoordinateLine, rules: ZeroRules, layout: Layout) -> Table:
     """Return the table by which all shardings of a layout number buffers: single tensors first, then shared buffers.
 
     `buffers_of` says which of them a rank has, and how large they are.
@@ -104,7 +104,7 @@ def _numbered(*sorts: tuple[str, int]) -> Table:
     return tuple(found)
 
 
-def sharding(line: Line, rules: ZeroRules, layout: Layout, kind: Kind, experts: bool = False) -> Sharding:
+def sharding(line: CoordinateLine, rules: ZeroRules, layout: Layout, kind: Kind, experts: bool = False) -> Sharding:
     """Return how ZeRO cuts a kind of local tensors, of all groups that have it.
 
     Each element has one owner unless the kind is replicated.
@@ -139,12 +139,12 @@ def group_size(layout: Layout, experts: bool = False) -> int:
     return layout.ranks_per_stage // layout.expert if experts else layout.data * layout.sequence
 
 
-def group_sizes(line: Line, layout: Layout) -> Ints:
+def group_sizes(line: CoordinateLine, layout: Layout) -> Ints:
     """Return `group_size` for each tensor."""
     return np.where(line.experts, group_size(layout, experts=True), group_size(layout))
 
 
-def subgroups(line: Line, rules: ZeroRules, layout: Layout) -> Ints:
+def subgroups(line: CoordinateLine, rules: ZeroRules, layout: Layout) -> Ints:
     """Return the number of the ZeRO-3 sub-group of each trainable tensor.
 
     A group that fits is one sub-group. Otherwise a sub-group closes with the tensor whose part brings the sum to
@@ -166,12 +166,12 @@ def subgroups(line: Line, rules: ZeroRules, layout: Layout) -> Ints:
     return result
 
 
-def subgroup_count(line: Line, rules: ZeroRules, layout: Layout) -> int:
+def subgroup_count(line: CoordinateLine, rules: ZeroRules, layout: Layout) -> int:
     """Return the number of ZeRO-3's sub-groups of a rank's tensors."""
     return int(subgroups(line, rules, layout).max(initial=-1)) + 1
 
 
-def flat_order(line: Line, rules: ZeroRules, layout: Layout, group: int) -> tuple[Ints, Ints, int]:
+def flat_order(line: CoordinateLine, rules: ZeroRules, layout: Layout, group: int) -> tuple[Ints, Ints, int]:
     """Return a flat group of stages 1 and 2: (tensor numbers in order, position of each, elements before final pad).
 
     Tensors of no element are left out, as DeepSpeed does before it numbers them.
@@ -187,7 +187,7 @@ def flat_order(line: Line, rules: ZeroRules, layout: Layout, group: int) -> tupl
     return tensors, position, int(position[-1] + numels[-1]) if len(tensors) else 0
 
 
-def partition_size(line: Line, rules: ZeroRules, layout: Layout, group: int) -> int:
+def partition_size(line: CoordinateLine, rules: ZeroRules, layout: Layout, group: int) -> int:
     """Return the elements of a rank's part of a flat group, padding included; under stage 0, of the whole group."""
     tensors, _, numel = flat_order(line, rules, layout, group)
     if layout.zero_stage == 0:
@@ -197,7 +197,7 @@ def partition_size(line: Line, rules: ZeroRules, layout: Layout, group: int) -> 
     return -(-numel // step) * step // ranks
 
 
-def _whole(line: Line, count: int, table: Table, ranks: int) -> EvenSharding:
+def _whole(line: CoordinateLine, count: int, table: Table, ranks: int) -> EvenSharding:
     numbers, bases = np.arange(count, dtype=np.int64), line.bases
     nothing = np.zeros_like(numbers)
     return EvenSharding(
@@ -206,7 +206,7 @@ def _whole(line: Line, count: int, table: Table, ranks: int) -> EvenSharding:
 
 
 def _flat_groups(
-    line: Line, rules: ZeroRules, layout: Layout, kind: str, count: int, table: Table, ranks: int
+    line: CoordinateLine, rules: ZeroRules, layout: Layout, kind: str, count: int, table: Table, ranks: int
 ) -> EvenSharding:
     """Return the segments of optimizer groups, as long as line and flat order agree, then one per frozen tensor."""
     replicated = is_replicated(layout, kind)
@@ -237,7 +237,9 @@ def _flat_groups(
     )
 
 
-def _parts(line: Line, rules: ZeroRules, layout: Layout, count: int, table: Table, ranks: int) -> EvenSharding:
+def _parts(
+    line: CoordinateLine, rules: ZeroRules, layout: Layout, count: int, table: Table, ranks: int
+) -> EvenSharding:
     """Return one segment per tensor; parts of a sub-group's tensors follow one another, a frozen one's stands alone."""
     trainable = min(count, line.trainable_count)
     width = -(-line.numels // group_sizes(line, layout))[:count]
@@ -264,7 +266,7 @@ class Buffer(NamedTuple):
     whole: int
 
 
-def buffers_of(line: Line, rules: ZeroRules, layout: Layout) -> list[Buffer]:
+def buffers_of(line: CoordinateLine, rules: ZeroRules, layout: Layout) -> list[Buffer]:
     """Return the buffers that a rank has under a layout: those of single tensors first, then shared ones."""
     trainable, together = line.trainable_count, list[Buffer]()
     parts = -(-line.numels // group_sizes(line, layout))
@@ -295,7 +297,7 @@ class LocalSpace:
     expert_rank: place among the ranks that hold the same experts.
     """
 
-    line: Line
+    line: CoordinateLine
     rules: ZeroRules
     kinds: tuple[Kind, ...]
     layout: Layout

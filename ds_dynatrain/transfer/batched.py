@@ -15,8 +15,8 @@ from typing import Protocol
 import torch
 
 from ds_dynatrain.plan import Exchange
-from ds_dynatrain.transfer.regions import Buffers, Places, Regions
-from ds_dynatrain.transfer.stream import Outline, Parcel
+from ds_dynatrain.transfer.regions import Buffers, MoveRegions, Regions
+from ds_dynatrain.transfer.stream import MessageOutline, Parcel
 from ds_dynatrain.transfer.transport import Handle, Transport
 
 BUNDLE_BYTES = 64 * 1024 * 1024
@@ -68,16 +68,16 @@ class Bundles:
     """Batches with one peer: `outgoing` and `incoming` list the messages of each batch."""
 
     peer: int
-    sends: Outline
-    receives: Outline
+    sends: MessageOutline
+    receives: MessageOutline
     outgoing: tuple[tuple[Parcel, ...], ...]
     incoming: tuple[tuple[Parcel, ...], ...]
 
     @staticmethod
     def of(exchange: Exchange, most: int) -> Bundles:
         """Cut an exchange into bundles of at most `most` bytes, alike at both ends."""
-        sends = Outline.of(Places.of(exchange.sends, "source"), most, most)
-        receives = Outline.of(Places.of(exchange.receives, "target"), most, most)
+        sends = MessageOutline.of(MoveRegions.of(exchange.sends, "source"), most, most)
+        receives = MessageOutline.of(MoveRegions.of(exchange.receives, "target"), most, most)
         return Bundles(exchange.peer, sends, receives, bundled(sends.parcels, most), bundled(receives.parcels, most))
 
     def batch(self, number: int) -> tuple[tuple[Parcel, ...], tuple[Parcel, ...]]:

@@ -34,7 +34,7 @@ DEVICE_BLOCKS = 256
 _MASK = (1 << 64) - 1
 
 
-class Runs(NamedTuple):
+class DeviceRuns(NamedTuple):
     """Runs of bytes on a device, one per row.
 
     address: address of the first byte. begin: offset of the first byte in its logical tensor. length: number of bytes.
@@ -56,7 +56,7 @@ class Programs(NamedTuple):
     number: Int64s
 
 
-def programs(runs: Runs) -> Programs:
+def programs(runs: DeviceRuns) -> Programs:
     """Return programs that together read every byte of the runs once.
 
     A run is cut into spans of at most WALK blocks, and a span into the slices in which it has bytes: all slices, unless
@@ -78,9 +78,9 @@ def programs(runs: Runs) -> Programs:
 class DeviceTable:
     """Runs in buffers of one device and the kernel's programs for them, valid for any addresses of the buffers.
 
-    columns: the columns of `Runs` as rows of int64, with addresses relative to the buffers. source: the buffer of each
-    run. programs: the columns of `Programs` as rows of int32. These three lie on the host or the device, whichever is
-    faster. ends: (buffers, low bits of addresses in them), each pair once. width: read width that offsets and lengths
+    columns: the columns of `DeviceRuns` as rows of int64, with addresses relative to the buffers. source: the buffer of
+    each run. programs: the columns of `Programs` as rows of int32. These three lie on the host or the device,
+    whichever is faster. ends: (buffers, low bits of addresses in them), each pair once. width: read width that offsets and lengths
     allow, before the buffers' addresses are known.
     """
 
@@ -92,7 +92,7 @@ class DeviceTable:
     width: int
 
     @staticmethod
-    def of(runs: Runs, source: Int64s, device: torch.device) -> DeviceTable:
+    def of(runs: DeviceRuns, source: Int64s, device: torch.device) -> DeviceTable:
         """Make the table for `runs`, whose addresses are relative to the buffers; a large table is put on the device at
         once.
         """

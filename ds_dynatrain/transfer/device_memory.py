@@ -141,7 +141,7 @@ def device_memory(device: torch.device) -> DeviceMemory | None:
     return None if offered is None else offered()
 
 
-class Probe:
+class MemoryProbe:
     """A few bytes on this process's accelerator that other members try to read before they rely on it."""
 
     def __init__(self, device: torch.device | None) -> None:

@@ -34,7 +34,7 @@ from ds_dynatrain.space import BufferId, Pieces, interval
 from ds_dynatrain.transfer import device_digest
 from ds_dynatrain.transfer.device_digest import DeviceTable, by_arithmetic, has_kernel
 from ds_dynatrain.transfer.series import series
-from ds_dynatrain.transfer.weighing import SPREAD_BYTES, UNIT_BYTES, Bytes, Runs, UInt64s, is_compiled, summer
+from ds_dynatrain.transfer.weighing import SPREAD_BYTES, UNIT_BYTES, Bytes, HostRuns, UInt64s, is_compiled, summer
 
 Int64s = npt.NDArray[np.int64]
 
@@ -55,7 +55,7 @@ def digest(values: torch.Tensor, start: int = 0) -> int:
     if values.device.type != "cpu":
         return digest_on_device(values, start)
     data = bytes_of(values)
-    return summer().sum(data, Runs(0, 0, 1, len(data), start * values.element_size(), 0)) & _MASK
+    return summer().sum(data, HostRuns(0, 0, 1, len(data), start * values.element_size(), 0)) & _MASK
 
 
 def digest_on_device(values: torch.Tensor, start: int = 0) -> int:
@@ -66,7 +66,7 @@ def digest_on_device(values: torch.Tensor, start: int = 0) -> int:
     size, data = values.element_size(), values.detach().view(torch.uint8)
     if not has_kernel(values.device):
         return by_arithmetic(data, start * size)
-    run = device_digest.Runs(*(np.array([value]) for value in (0, start * size, data.numel(), 0)))
+    run = device_digest.DeviceRuns(*(np.array([value]) for value in (0, start * size, data.numel(), 0)))
     return int(DeviceTable.of(run, np.array([0]), values.device).digests([data], 1)[0])
 
 
@@ -121,7 +121,7 @@ class Rows:
         on_host = [bytes_of(values) if values.device.type == "cpu" else None for values in data]
         for begin in range(0, self.table.shape[1], AT_ONCE):
             for tensor, source, *numbers in zip(*self.table[:, begin : begin + AT_ONCE].tolist(), strict=True):
-                runs, there = Runs(*numbers), on_host[source]
+                runs, there = HostRuns(*numbers), on_host[source]
                 if there is not None:
                     added = found.sum(there, runs)
                 else:
@@ -228,7 +228,7 @@ def _cut_at_tensors(pieces: Pieces, bases: Int64s) -> Int64s:
 def _table(columns: Int64s, sizes: Int64s, device: torch.device) -> DeviceTable:
     tensor, begin, count, source, at = columns
     size = sizes[source]
-    return DeviceTable.of(device_digest.Runs(at * size, begin * size, count * size, tensor), source, device)
+    return DeviceTable.of(device_digest.DeviceRuns(at * size, begin * size, count * size, tensor), source, device)
 
 
 def _rows(columns: Int64s, sizes: Int64s, device: torch.device) -> Rows:

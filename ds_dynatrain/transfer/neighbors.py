@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from ds_dynatrain.errors import MemberMissing, TransferError
-from ds_dynatrain.transfer.device_memory import Probe
+from ds_dynatrain.transfer.device_memory import MemoryProbe
 from ds_dynatrain.transfer.transport import Handle, Transport, bytes_of
 
 MOST_BYTES = 1 << 30
@@ -101,11 +101,11 @@ def read_memory(process: int, address: int, into: torch.Tensor) -> None:
 
 
 @dataclass(eq=False)
-class Message:
+class NeighborMessage:
     """Bytes that a neighbor is to read, or room for bytes that it offers. host: the same in host memory."""
 
     neighbors: Neighbors
-    line: Line
+    line: NeighborLine
     what: str
     data: torch.Tensor
     host: torch.Tensor
@@ -121,7 +121,7 @@ class Message:
 
 
 @dataclass
-class Line:
+class NeighborLine:
     """One end of the connection to one neighbor. offers: addresses and lengths of offered bytes that are
     still unread.
     """
@@ -132,11 +132,11 @@ class Line:
     outbox: deque[bytes] = field(default_factory=deque)
     numbers: Counter[tuple[str, int]] = field(default_factory=Counter)
     offers: dict[Key, tuple[int, int]] = field(default_factory=dict)
-    sent: dict[Key, Message] = field(default_factory=dict)
-    wanted: dict[Key, Message] = field(default_factory=dict)
+    sent: dict[Key, NeighborMessage] = field(default_factory=dict)
+    wanted: dict[Key, NeighborMessage] = field(default_factory=dict)
     is_over: bool = False
 
-    def begin(self, message: Message, tag: int) -> Message:
+    def begin(self, message: NeighborMessage, tag: int) -> NeighborMessage:
         """Offer the next message of a tag to the neighbor, or await its next one."""
         if not message.host.numel():
             message.is_done = True
@@ -217,10 +217,10 @@ class Neighbors:
     lenders: those among them with whom this holds for memory on accelerators as well.
     """
 
-    def __init__(self, lines: Mapping[int, Line], lenders: frozenset[int] = frozenset()) -> None:
+    def __init__(self, lines: Mapping[int, NeighborLine], lenders: frozenset[int] = frozenset()) -> None:
         self._lines, self.lenders = lines, lenders
         self._poll = select.poll()
-        self._by_descriptor = dict[int, Line]()
+        self._by_descriptor = dict[int, NeighborLine]()
         for line in lines.values():
             self._by_descriptor[line.socket.fileno()] = line
 
@@ -246,7 +246,7 @@ class Neighbors:
             listener.listen(BACKLOG)
             name = listener.getsockname().hex()
             here = {"machine": machine(), "process": os.getpid(), "socket": name}
-            lent = Probe(device)
+            lent = MemoryProbe(device)
             cards = share("cards", {**here, "probe": [probe.data_ptr(), probe.tolist()], "device": lent.record})
             able, lending = list[int](), list[int]()
             for other, card in sorted(cards.items()):
@@ -260,17 +260,17 @@ class Neighbors:
                     near.append(other)
                     if member in borrows and other in lending:
                         lenders.add(other)
-            lines: dict[int, Line] = {}
+            lines: dict[int, NeighborLine] = {}
             try:
                 for other in sorted(near):
                     if other > member:
-                        lines[other] = Line(other, *_call(other, cards[other], deadline))
+                        lines[other] = NeighborLine(other, *_call(other, cards[other], deadline))
                     else:
                         missing[int(cards[other]["process"])] = other
                 while missing:
                     process, link = _answer(listener, missing, deadline, stop)
                     other = missing.pop(process)
-                    lines[other] = Line(other, process, link)
+                    lines[other] = NeighborLine(other, process, link)
             except BaseException:
                 for line in lines.values():
                     line.close()
@@ -285,15 +285,15 @@ class Neighbors:
     def send(self, tensor: torch.Tensor, member: int, tag: int) -> Handle:
         """Offer the tensor's bytes; an accelerator's are copied to the host first."""
         line, data = self._line(member), bytes_of(tensor).to("cpu")
-        return line.begin(Message(self, line, SEND, data, data), tag)
+        return line.begin(NeighborMessage(self, line, SEND, data, data), tag)
 
     def receive(self, tensor: torch.Tensor, member: int, tag: int) -> Handle:
         """Await the next message of that tag."""
         line, data = self._line(member), bytes_of(tensor)
         host = data if data.device.type == "cpu" else torch.empty(data.shape, dtype=torch.uint8)
-        return line.begin(Message(self, line, RECEIVE, data, host), tag)
+        return line.begin(NeighborMessage(self, line, RECEIVE, data, host), tag)
 
-    def advance(self, line: Line, what: str, since: float, deadline: float) -> None:
+    def advance(self, line: NeighborLine, what: str, since: float, deadline: float) -> None:
         """Wait until a packet comes from any neighbor, and do the work that it makes due.
 
         MemberMissing when the deadline passes, TransferError if the neighbor of the line has gone.
@@ -322,7 +322,7 @@ class Neighbors:
         self._lines = {}
         permit_readers(NOBODY)
 
-    def _line(self, member: int) -> Line:
+    def _line(self, member: int) -> NeighborLine:
         if member not in self._lines:
             raise TransferError(f"member {member} is no neighbor; there are {sorted(self._lines)}")
         return self._lines[member]

@@ -17,7 +17,7 @@ import torch
 from ds_dynatrain.errors import TransferError
 from ds_dynatrain.plan import Exchange
 from ds_dynatrain.transfer.device_memory import HANDLE_BYTES, DeviceMemory
-from ds_dynatrain.transfer.regions import Buffers, Key, Places, Regions
+from ds_dynatrain.transfer.regions import Buffers, Key, MoveRegions, Regions
 from ds_dynatrain.transfer.series import Matrix, pairs
 from ds_dynatrain.transfer.transport import Handle, Transport
 
@@ -49,17 +49,17 @@ class Pull:
     """
 
     peer: int
-    lent: Places
-    theirs: Places
-    mine: Places
+    lent: MoveRegions
+    theirs: MoveRegions
+    mine: MoveRegions
     copies: list[tuple[Matrix, Matrix]]
 
     @staticmethod
     def of(exchange: Exchange) -> Pull:
         """Make a pull from the moves of both directions; each is made by its receiver."""
-        theirs, mine = Places.of(exchange.receives, "source"), Places.of(exchange.receives, "target")
+        theirs, mine = MoveRegions.of(exchange.receives, "source"), MoveRegions.of(exchange.receives, "target")
         both = pairs((theirs.which, theirs.begin), (mine.which, mine.begin), theirs.length)
-        return Pull(exchange.peer, Places.of(exchange.sends, "source"), theirs, mine, both)
+        return Pull(exchange.peer, MoveRegions.of(exchange.sends, "source"), theirs, mine, both)
 
 
 @dataclass

@@ -14,9 +14,9 @@ from ds_dynatrain.plan import MemberPlan, Moves
 from ds_dynatrain.space.interval import Ints, chains
 from ds_dynatrain.transfer.batched import Batches, Batching, Bundles
 from ds_dynatrain.transfer.pulling import Pull, Sharing
-from ds_dynatrain.transfer.regions import Places
+from ds_dynatrain.transfer.regions import MoveRegions
 from ds_dynatrain.transfer.series import Matrix, pairs
-from ds_dynatrain.transfer.stream import SLOTS, Outline, Staging
+from ds_dynatrain.transfer.stream import SLOTS, MessageOutline, Staging
 from ds_dynatrain.transfer.transport import MESSAGE_BYTES
 
 MINIMUM_BUDGET_BYTES = 64 * 1024
@@ -39,11 +39,11 @@ class ReadyPlan:
 
     plan: MemberPlan
     on_host: bool
-    local: tuple[Places, Places]
+    local: tuple[MoveRegions, MoveRegions]
     copies: list[tuple[Matrix, Matrix]]
-    exchanges: list[tuple[int, Outline, Outline]]
+    exchanges: list[tuple[int, MessageOutline, MessageOutline]]
     at_once: int
-    derived: tuple[Places, Places]
+    derived: tuple[MoveRegions, MoveRegions]
     casts: list[tuple[Matrix, Matrix]]
     staging: Staging
     bytes_sent: int
@@ -70,8 +70,8 @@ class ReadyPlan:
             )
         chunk = min(CHUNK_BYTES, budget_bytes // (2 * SLOTS))
         longest = MESSAGE_BYTES if on_host else chunk  # an accelerator's messages are all staged
-        local = Places.of(plan.local, "source"), Places.of(plan.local, "target")
-        derived = Places.of(plan.derived, "source"), Places.of(plan.derived, "target")
+        local = MoveRegions.of(plan.local, "source"), MoveRegions.of(plan.local, "target")
+        derived = MoveRegions.of(plan.derived, "source"), MoveRegions.of(plan.derived, "target")
         sent, pulls, batches = plan, list[Pull](), Batches()
         if sharing is not None:
             sent, apart = sent.split(sharing.members, sharing.kinds)
@@ -79,10 +79,10 @@ class ReadyPlan:
         if batching is not None:
             sent, apart = sent.split(batching.members, batching.kinds, batching.kinds)
             batches = Batches.of(Bundles.of(each, batching.bundle_bytes) for each in apart)
-        exchanges, slot, used, bytes_sent = list[tuple[int, Outline, Outline]](), 0, list[int](), 0
+        exchanges, slot, used, bytes_sent = list[tuple[int, MessageOutline, MessageOutline]](), 0, list[int](), 0
         for each in sent.rounds:
-            sends = Outline.of(Places.of(each.sends, "source"), chunk, longest)
-            receives = Outline.of(Places.of(each.receives, "target"), chunk, longest)
+            sends = MessageOutline.of(MoveRegions.of(each.sends, "source"), chunk, longest)
+            receives = MessageOutline.of(MoveRegions.of(each.receives, "target"), chunk, longest)
             exchanges.append((each.peer, sends, receives))
             slot = max(slot, sends.longest, receives.longest)
             used.append(sends.slots + receives.slots)
@@ -111,13 +111,13 @@ class ReadyPlan:
         )
 
 
-def copies(read: Places, written: Places, rows: Ints | slice = slice(None)) -> list[tuple[Matrix, Matrix]]:
+def copies(read: MoveRegions, written: MoveRegions, rows: Ints | slice = slice(None)) -> list[tuple[Matrix, Matrix]]:
     """Return the local moves of `rows`, as pairs of matrices that are read and written."""
     mine, others = (read.which[rows], read.begin[rows]), (written.which[rows], written.begin[rows])
     return pairs(mine, others, read.length[rows])
 
 
-def _casts(moves: Moves, read: Places, written: Places) -> list[tuple[Matrix, Matrix]]:
+def _casts(moves: Moves, read: MoveRegions, written: MoveRegions) -> list[tuple[Matrix, Matrix]]:
     """Return the casts as pairs of matrices of elements.
 
     Runs that follow one another in both buffers are joined, wherever they lie on the line.

@@ -1,7 +1,7 @@
 """Regions: the bytes of local buffers that moves read or write, found by numbers before any byte is touched.
 
-`Places` refer to buffers by name: they are found once, while training runs. `Regions` are the same places in the memory
-that the buffers have when the bytes move.
+`MoveRegions` refer to buffers by name: they are found once, while training runs. `Regions` are the same places in
+the memory that the buffers have when the bytes move.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Key = tuple[str, BufferId, int]
 
 
 @dataclass(frozen=True, eq=False)
-class Places:
+class MoveRegions:
     """One region of bytes per move, on one side of a switch, in buffers given by name.
 
     keys: the buffers. reach: the bytes that each of them must have. which, begin, length: per move, the index into
@@ -43,7 +43,7 @@ class Places:
     length: Ints
 
     @staticmethod
-    def of(moves: Moves, side: Side) -> Places:
+    def of(moves: Moves, side: Side) -> MoveRegions:
         """Find the places that moves read (side "source") or write (side "target")."""
         if side == "source":
             kind, buffer, names = moves.source_kind, moves.source_buffer, moves.source_buffers
@@ -57,7 +57,7 @@ class Places:
         for number, place in zip(*divmod(codes, max(1, len(names))), strict=True):
             keys.append((moves.kinds[number].name, names[place], moves.kinds[number].itemsize))
         np.maximum.at(reach, which, begin + length)
-        return Places(moves, side, tuple(keys), reach, which.reshape(-1), begin, length)
+        return MoveRegions(moves, side, tuple(keys), reach, which.reshape(-1), begin, length)
 
     def among(self, buffers: Buffers) -> Regions:
         """Return the regions in the memory of `buffers`.

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ds_dynatrain.transfer.prefault import allocate, prefault
-from ds_dynatrain.transfer.regions import Places, Regions
+from ds_dynatrain.transfer.regions import MoveRegions, Regions
 from ds_dynatrain.transfer.series import Matrix, matrices
 from ds_dynatrain.transfer.transport import Handle, Transport
 
@@ -28,7 +28,7 @@ DIRECT_BYTES = 256 * 1024
 
 
 @dataclass(frozen=True)
-class Message:
+class MoveBatch:
     """Moves that travel together: `rows` in full, with start 0, or bytes start to stop of a single row."""
 
     rows: tuple[int, ...]
@@ -41,21 +41,21 @@ class Message:
         return self.stop - self.start
 
 
-def messages(lengths: Iterable[int], chunk: int, longest: int) -> list[Message]:
+def messages(lengths: Iterable[int], chunk: int, longest: int) -> list[MoveBatch]:
     """Return the messages for moves of `lengths` bytes, in the order of sending."""
     length = np.array([*lengths], dtype=np.int64)
     direct = length >= min(DIRECT_BYTES, chunk)
-    found: list[tuple[int, Message]] = []
+    found: list[tuple[int, MoveBatch]] = []
     for row, total in zip(np.flatnonzero(direct).tolist(), length[direct].tolist(), strict=True):
         cuts = range(0, total, longest)
-        found += [(row, Message((row,), start, min(start + longest, total))) for start in cuts]
+        found += [(row, MoveBatch((row,), start, min(start + longest, total))) for start in cuts]
     small = np.flatnonzero(~direct & (length > 0))
     ends = np.cumsum(length[small])
     first, before = 0, 0
     while first < len(small):  # a message is sent when the next move does not go into it
         last = int(np.searchsorted(ends, before + chunk, side="right"))
         when, after = int(small[last]) if last < len(small) else len(length), int(ends[last - 1])
-        found.append((when, Message(tuple(small[first:last].tolist()), 0, after - before)))
+        found.append((when, MoveBatch(tuple(small[first:last].tolist()), 0, after - before)))
         first, before = last, after
     return [message for _, message in sorted(found, key=lambda each: each[0])]
 
@@ -74,19 +74,19 @@ class Parcel:
 
 
 @dataclass(frozen=True)
-class Outline:
+class MessageOutline:
     """The messages of one direction of an exchange.
 
     longest: bytes of the longest message. slots: most staging slots that this direction uses.
     """
 
-    places: Places
+    places: MoveRegions
     parcels: tuple[Parcel, ...]
     longest: int
     slots: int
 
     @staticmethod
-    def of(places: Places, chunk: int, longest: int) -> Outline:
+    def of(places: MoveRegions, chunk: int, longest: int) -> MessageOutline:
         """Cut moves into messages, the same at both ends; each end decides for itself which of them are packed."""
         parcels, reach, slots = list[Parcel](), 0, 0
         for message in messages(places.length.tolist(), chunk, longest):
@@ -98,7 +98,7 @@ class Outline:
                 found = [Matrix(int(places.which[rows[0]]), begin, 0, 1, nbytes)]
             parcels.append(Parcel(nbytes, tuple(found)))
             reach, slots = max(reach, nbytes), slots + parcels[-1].is_packed
-        return Outline(places, tuple(parcels), reach, min(SLOTS, slots))
+        return MessageOutline(places, tuple(parcels), reach, min(SLOTS, slots))
 
 
 class Staging:

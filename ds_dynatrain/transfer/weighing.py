@@ -33,7 +33,7 @@ LOW_SEED, HIGH_SEED, FACTOR_SEED = 0x243F6A8885A308D3, 0x13198A2E03707344, 0xA40
 _HALF = np.uint64(32)
 
 
-class Runs(NamedTuple):
+class HostRuns(NamedTuple):
     """`number` runs of `length` bytes.
 
     In memory the first begins at byte `first` and each other `stride` bytes later; in the logical tensor the first
@@ -61,7 +61,7 @@ def summer() -> Compiled | InNumpy:
 class Compiled:
     """The compiled sum, which weighs each run in place."""
 
-    def sum(self, data: Bytes, runs: Runs) -> int:
+    def sum(self, data: Bytes, runs: HostRuns) -> int:
         """Return the weighted sum; the caller reduces it mod 2^64. IndexError if a run leaves `data`."""
         return weigh.runs(data, *runs, *tables(), FACTOR_SEED)
 
@@ -74,7 +74,7 @@ class InNumpy:
         self._scratch = np.empty(BLOCK_UNITS, dtype=np.uint64)
         self._padded = np.empty(BLOCK_UNITS, dtype=np.uint64)
 
-    def sum(self, data: Bytes, runs: Runs) -> int:
+    def sum(self, data: Bytes, runs: HostRuns) -> int:
         """Return the same as `Compiled.sum`.
 
         Several runs are spread out with zeros between them, as they lie in the tensor: zeros weigh nothing.

@@ -9,7 +9,7 @@ from lightning.pytorch import callbacks
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils.data import DataLoader
 
-from ds_dynatrain.data import Source
+from ds_dynatrain.data import DataSource
 from ds_dynatrain.elastic.environment import worker_place
 from ds_dynatrain.errors import ConfigError, UnsupportedError
 from ds_dynatrain.integrations.lightning.settings import layout_of
@@ -166,7 +166,7 @@ def refuse_loader(loader: object, has_one: bool) -> None:
             f"the training loader is a {type(loader).__name__}: its samples cannot be dealt again when the world "
             "changes; give a torch DataLoader over a map-style data set"
         )
-    Source.build(loader)
+    DataSource.build(loader)
 
 
 def refuse_other_epochs(training: GlobalBatches, batch: int, saved: Mapping[str, Any]) -> None:

@@ -31,7 +31,7 @@ from ds_dynatrain.adapters.world import World
 from ds_dynatrain.adapters.worlds import WorldSpec, add_groups, build_world, drop, stand_in_world
 from ds_dynatrain.errors import DynatrainError
 from ds_dynatrain.membership.control import Control
-from ds_dynatrain.membership.session import Decision, Session
+from ds_dynatrain.membership.session import Session, VoteResult
 from ds_dynatrain.reshard.meeting import Outcome, over_all
 from ds_dynatrain.reshard.meeting import connect as connect_members
 from ds_dynatrain.space import Layout
@@ -508,7 +508,7 @@ def test_nobody_connects_where_one_has_failed(log: Log) -> None:
     def connect(place: int) -> str:
         part, session = meeting(job, new[place], None, place, (0, 1))
         if place == 1:
-            session.decide(Decision(False, "no memory"))
+            session.decide(VoteResult(False, "no memory"))
             return ""
         with pytest.raises(DynatrainError) as found:
             connect_members(part, None, session)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from ds_dynatrain.balance.choose import Members, Search, choose, problem_of
-from ds_dynatrain.balance.cost import Link, Links, step_time
+from ds_dynatrain.balance.cost import Link, LinkCosts, step_time
 from ds_dynatrain.balance.deal import Deal, peak_bytes
 from ds_dynatrain.balance.partition import partition
 from ds_dynatrain.balance.profile import Profile
@@ -46,7 +46,7 @@ def random_case(random: np.random.Generator, most_layers: int = 6) -> tuple[Prof
     speeds = tuple(random.choice([0.5, 1.0, 2.0], members).tolist()) if random.random() < 0.5 else (1.0,) * members
     state = sum(each.total_bytes for each in layers)
     room = int(random.integers(state // 3, 3 * state) + 5000)
-    links = Links(Link(float(random.choice([1e3, 1e5])), 0.01), Link(500.0, 0.1), per_node=2)
+    links = LinkCosts(Link(float(random.choice([1e3, 1e5])), 0.01), Link(500.0, 0.1), per_node=2)
     cut = (0, int(random.integers(1, count)), count) if count > 1 and members > 1 else None
     present = Layout(zero_stage=1, pipe=2 if cut else 1, boundaries=cut)
     return measured, Members(speeds, room, links), present
@@ -132,7 +132,7 @@ def test_what_is_not_looked_at_would_not_be_among_the_best(cases: int) -> None:
         first = tuple(dataclasses.replace(each, trained=False) for each in measured.layers[:frozen])
         measured = dataclasses.replace(measured, layers=first + measured.layers[frozen:])
         speeds = tuple(random.choice([0.5, 1.0, 2.0], 9).tolist()) if random.random() < 0.5 else (1.0,) * 9
-        wide = Links(Link(float(random.choice([1e2, 1e4]))))
+        wide = LinkCosts(Link(float(random.choice([1e2, 1e4]))))
         members = Members(speeds, 4 * members.memory_bytes, wide if random.random() < 0.3 else members.links)
         search = Search(
             pipeline=bool(random.random() < 0.7),
@@ -231,7 +231,7 @@ def test_its_boundaries_are_those_of_an_integer_programme() -> None:
 def test_a_member_too_many_stays_idle() -> None:
     """Two layers, one micro-batch size of two: a fifth member would only add a rank to each ring."""
     measured = profile((1.0, 1.0), batch=8, micro=2)
-    slow = Links(Link(100.0, 1.0))
+    slow = LinkCosts(Link(100.0, 1.0))
     (best,) = choose(measured, ONE, Members((1.0,) * 5, links=slow), Search(count=1))
     assert len(best.members) < 5
     alone = choose(measured, ONE, Members((1.0,) * 5), Search(count=1))[0]
@@ -315,7 +315,7 @@ def test_a_layer_that_fits_nowhere() -> None:
 def test_many_members() -> None:
     """A thousand members: only layouts that may be among the best are played through."""
     measured = profile((1.0,) * 48, batch=1024)
-    members, played = Members((1.0,) * 1024, links=Links(Link(1e4))), []
+    members, played = Members((1.0,) * 1024, links=LinkCosts(Link(1e4))), []
 
     def refused(layout: Layout, deal: Deal) -> bool:
         played.append(layout)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_dynatrain.balance.cost import Link, Links, step_time
+from ds_dynatrain.balance.cost import Link, LinkCosts, step_time
 from ds_dynatrain.balance.deal import Deal, peak_bytes, shares_of, state_of, taken_bytes
 from ds_dynatrain.balance.profile import LayerCost, Profile
 from ds_dynatrain.errors import LayoutError
@@ -27,7 +27,7 @@ from ds_dynatrain.space import (
 )
 from tests.balance.profiles import FP16, FP32, layer, profile
 
-SLOW = Links(Link(1000.0, 0.25))
+SLOW = LinkCosts(Link(1000.0, 0.25))
 
 
 def costs(**more: Any) -> LayerCost:
@@ -100,7 +100,7 @@ def test_what_reductions_take_beyond_the_last_pass_is_what_counts() -> None:
     """The last stage is done before the first one, and reduces its gradients meanwhile."""
     small, large = layer("s", 1.0, 1), layer("l", 1.0, 1000)
     layout = Layout(zero_stage=0, pipe=2, data=2, boundaries=(0, 1, 2))
-    links = Links(Link(10000.0))
+    links = LinkCosts(Link(10000.0))
     early = of(layout, (small, large), batch=4, links=links)
     late = of(layout, (large, small), batch=4, links=links)
     assert late["reduce"] == pytest.approx(0.2)
@@ -173,9 +173,9 @@ def test_seconds_go_with_the_samples() -> None:
 
 
 def test_links_between_nodes() -> None:
-    links = Links(Link(math.inf), Link(1.0), per_node=2)
+    links = LinkCosts(Link(math.inf), Link(1.0), per_node=2)
     assert links.of([0, 1]) is links.inside and links.of([1, 2]) is links.between
-    assert Links(links.inside, links.between).of(range(100)) is links.inside
+    assert LinkCosts(links.inside, links.between).of(range(100)) is links.inside
     moved = links.between_members((0, 2, 1, 3))
     assert moved.of([0, 1]) is links.between and moved.of([0, 2]) is links.inside
     layout = Layout(zero_stage=1, pipe=2, data=2, boundaries=(0, 1, 2))
@@ -257,4 +257,4 @@ def test_bad_input() -> None:
     with pytest.raises(LayoutError, match="0 or more"):
         Link(1, math.nan)
     with pytest.raises(LayoutError, match="0 members on a node"):
-        Links(per_node=0)
+        LinkCosts(per_node=0)

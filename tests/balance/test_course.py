@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from ds_dynatrain.balance.advice import Advice, Move, Situation, advise
+from ds_dynatrain.balance.advice import Advice, MoveCost, Situation, advise
 from ds_dynatrain.balance.config import BalanceConfig as Rules
-from ds_dynatrain.balance.course import Costs, Course, Wanted
-from ds_dynatrain.balance.decision import Answer, History, Slow, Verdict
+from ds_dynatrain.balance.course import Costs, Course, WantedMove
+from ds_dynatrain.balance.decision import Answer, DecisionHistory, MoveVerdict, Slow
 from ds_dynatrain.balance.profile import Profile
 from ds_dynatrain.balance.window import Measured, StepSeconds
 from ds_dynatrain.errors import LayoutError
@@ -27,12 +27,12 @@ HEAVY = profile((3.0, 1.0, 1.0, 1.0), batch=8, speeds=(1.0, 1.0))
 STEP = Measured(100.0, 0.5, 8)
 
 
-def advice(found: Profile, present: Layout, step: int, cost: float = 1.0) -> Callable[[History], Advice]:
+def advice(found: Profile, present: Layout, step: int, cost: float = 1.0) -> Callable[[DecisionHistory], Advice]:
     """From the library, as the engine asks it."""
 
-    def ask(history: History) -> Advice:
+    def ask(history: DecisionHistory) -> Advice:
         at = Situation(present, lambda layout: 8, step, history, RULES)
-        return advise(found, at, lambda layout, without: Move(1, cost))
+        return advise(found, at, lambda layout, without: MoveCost(1, cost))
 
     return ask
 
@@ -63,7 +63,7 @@ def test_what_does_not_pay_is_not() -> None:
 
 
 def test_where_nothing_fits_nothing_moves() -> None:
-    def none(history: History) -> Advice:
+    def none(history: DecisionHistory) -> Advice:
         raise LayoutError("block.0 has 9 bytes")
 
     course = Course.new(RULES).after(RULES, 20, STEP, EVEN, HEAVY, none)
@@ -84,20 +84,20 @@ def test_what_could_not_be_judged_waits_for_steps() -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "verdict", "gain"),
-    [(85.0, Verdict.KEPT, 0.15), (99.0, Verdict.LESS, 0.01), (120.0, Verdict.BACK, -0.2)],
+    [(85.0, MoveVerdict.KEPT, 0.15), (99.0, MoveVerdict.LESS, 0.01), (120.0, MoveVerdict.BACK, -0.2)],
 )
-def test_the_clock_judges(seconds: float, verdict: Verdict, gain: float) -> None:
+def test_the_clock_judges(seconds: float, verdict: MoveVerdict, gain: float) -> None:
     course = after(moved(), 40, Measured(seconds, 0.5, 8), FRONT)
     assert course.verdict is verdict and course.gain == pytest.approx(gain)
     assert course.history.open is None and course.left is None
-    assert (course.wanted is not None) == (verdict is Verdict.BACK)
+    assert (course.wanted is not None) == (verdict is MoveVerdict.BACK)
 
 
 def test_what_may_be_noise_waits_for_more_steps_before_it_is_taken_back() -> None:
     course = after(moved(), 24, Measured(140.0, 15.0, 5), FRONT)
     assert course.verdict is None and course.history.open is not None
-    assert after(course, 28, Measured(140.0, 9.0, 9), FRONT).verdict is Verdict.BACK
-    assert after(course, 36, Measured(120.0, 15.0, 16), FRONT).verdict is Verdict.LESS
+    assert after(course, 28, Measured(140.0, 9.0, 9), FRONT).verdict is MoveVerdict.BACK
+    assert after(course, 36, Measured(120.0, 15.0, 16), FRONT).verdict is MoveVerdict.LESS
 
 
 def test_back_is_where_it_came_from_and_is_not_judged() -> None:
@@ -111,12 +111,12 @@ def test_back_is_where_it_came_from_and_is_not_judged() -> None:
 def test_other_costs_of_layers_that_stayed_leave_it_open_to_nobody() -> None:
     """Layer 0 and layers 2 and 3 stayed on their stages, layer 1 was moved."""
     dearer = profile((3.0, 1.0, 2.0, 1.0), batch=8, speeds=(1.0, 1.0))
-    assert after(moved(), 40, Measured(120.0, 0.5, 8), FRONT, dearer).verdict is Verdict.UNKNOWN
-    assert after(moved(), 40, Measured(85.0, 0.5, 8), FRONT, dearer).verdict is Verdict.KEPT, "faster all the same"
+    assert after(moved(), 40, Measured(120.0, 0.5, 8), FRONT, dearer).verdict is MoveVerdict.UNKNOWN
+    assert after(moved(), 40, Measured(85.0, 0.5, 8), FRONT, dearer).verdict is MoveVerdict.KEPT, "faster all the same"
     tripled = after(moved(), 40, Measured(300.0, 0.5, 8), FRONT, dearer)
-    assert tripled.verdict is Verdict.BACK, "they explain too little of it"
+    assert tripled.verdict is MoveVerdict.BACK, "they explain too little of it"
     by_moving = profile((3.0, 4.0, 1.0, 1.0), batch=8, speeds=(1.0, 1.0))
-    assert after(moved(), 40, Measured(120.0, 0.5, 8), FRONT, by_moving).verdict is Verdict.BACK
+    assert after(moved(), 40, Measured(120.0, 0.5, 8), FRONT, by_moving).verdict is MoveVerdict.BACK
 
 
 def test_micro_batches_of_another_size_are_no_other_costs() -> None:
@@ -126,7 +126,7 @@ def test_micro_batches_of_another_size_are_no_other_costs() -> None:
     course = after(Course.new(RULES), 20, STEP, EVEN, whole)
     assert course.wanted is not None
     course = after(course.moved(course.wanted, 21, EVEN), 40, Measured(85.0, 0.5, 8), FRONT, halved)
-    assert course.verdict is Verdict.KEPT and course.gain == pytest.approx(0.15)
+    assert course.verdict is MoveVerdict.KEPT and course.gain == pytest.approx(0.15)
 
 
 def test_what_fails_waits() -> None:
@@ -144,8 +144,8 @@ def test_every_digit_of_it_travels() -> None:
     for course in (Course.new(RULES), after(Course.new(RULES), 20, STEP, EVEN), moved()):
         course = course.at((0, 7), Slow({3: 17}))
         assert from_record(Course, json.loads(json.dumps(to_record(course)))) == course
-    wanted = Wanted(FRONT, 0.1, "why", STEP, Costs((1 / 3,), (0.1,)), (2, 3), back=True)
-    assert from_record(Wanted, json.loads(json.dumps(to_record(wanted)))) == wanted
+    wanted = WantedMove(FRONT, 0.1, "why", STEP, Costs((1 / 3,), (0.1,)), (2, 3), back=True)
+    assert from_record(WantedMove, json.loads(json.dumps(to_record(wanted)))) == wanted
 
 
 # ---- steps by the clock ----------------------------------------------------------------------------------------------
@@ -191,9 +191,15 @@ def slowed(shape: dict[str, Any], speeds: tuple[float, ...], refused: Callable[.
     data = len(speeds)
     found = profile((1.0,), batch=24, speeds=speeds)
     at = Situation(
-        Layout(data=data, zero_stage=1), lambda layout: 1, 50, History.new(RULES), RULES, pipeline=False, **shape
+        Layout(data=data, zero_stage=1),
+        lambda layout: 1,
+        50,
+        DecisionHistory.new(RULES),
+        RULES,
+        pipeline=False,
+        **shape,
     )
-    return advise(found, at, lambda layout, without: None if refused(layout, without) else Move(0, 0.1))
+    return advise(found, at, lambda layout, without: None if refused(layout, without) else MoveCost(0, 0.1))
 
 
 def never(layout: Layout, without: tuple[int, ...]) -> bool:

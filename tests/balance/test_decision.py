@@ -13,11 +13,11 @@ from ds_dynatrain.balance.config import BalanceConfig as Rules
 from ds_dynatrain.balance.decision import (
     REMEMBERED,
     Answer,
+    DecisionHistory,
     Drift,
-    History,
-    Move,
+    MoveVerdict,
     Offer,
-    Verdict,
+    PastMove,
     costs_differ,
     decide,
     drift_of,
@@ -28,10 +28,10 @@ from ds_dynatrain.balance.profile import Floats
 from ds_dynatrain.errors import ConfigError
 
 RULES = Rules(horizon_steps=100)
-FRESH = History.new(RULES)
+FRESH = DecisionHistory.new(RULES)
 
 
-def changed(history: History, step: int) -> History:
+def changed(history: DecisionHistory, step: int) -> DecisionHistory:
     """Costs became others at a step."""
     return dataclasses.replace(history, since=(*history.since, step)[-REMEMBERED:])
 
@@ -56,7 +56,7 @@ GOOD = Offer(10.0, 8.0, 0.1, 20.0)  # 0.2 of a step; 2 s × 100 steps against 2 
         (Answer.DEAR, GOOD, FRESH, Rules(horizon_steps=19)),
         (Answer.COOLING, GOOD, dataclasses.replace(FRESH, cool_from=51), RULES),
         (Answer.ACT, GOOD, dataclasses.replace(FRESH, cool_from=50), RULES),
-        (Answer.OPEN, GOOD, dataclasses.replace(FRESH, open=Move(10, 0.1, 9.0, 0.1)), RULES),
+        (Answer.OPEN, GOOD, dataclasses.replace(FRESH, open=PastMove(10, 0.1, 9.0, 0.1)), RULES),
         (Answer.SMALL, GOOD, dataclasses.replace(FRESH, factor=0.1), RULES),
         (Answer.ACT, GOOD, dataclasses.replace(FRESH, factor=0.4), RULES),
         (Answer.DEAR, dataclasses.replace(GOOD, cost_seconds=41.0), changed(changed(FRESH, 5), 10), RULES),  # 40 steps
@@ -64,7 +64,7 @@ GOOD = Offer(10.0, 8.0, 0.1, 20.0)  # 0.2 of a step; 2 s × 100 steps against 2 
         (Answer.ACT, dataclasses.replace(GOOD, cost_seconds=50.0), FRESH, Rules()),
     ],
 )
-def test_the_table(answer: Answer, offer: Offer, history: History, rules: Rules) -> None:
+def test_the_table(answer: Answer, offer: Offer, history: DecisionHistory, rules: Rules) -> None:
     found = decide(rules, history, 50, offer)
     assert found.answer is answer and found.acts is (answer is Answer.ACT)
     assert found.why.startswith(f"{answer.value}: ")
@@ -95,31 +95,31 @@ def test_the_horizon_is_for_how_long_costs_stay(changes: tuple[int, ...], step: 
     assert history.horizon(Rules(horizon_steps=500), step) == (min(500, horizon) if changes else 500)
 
 
-MOVE = Move(100, 0.2, 10.0, 0.1)
+MOVE = PastMove(100, 0.2, 10.0, 0.1)
 
 
 @pytest.mark.parametrize(
     ("seconds", "drift", "verdict", "factor"),
     [
-        (8.0, Drift.SAME, Verdict.KEPT, 1.0),
-        (8.9, Drift.SAME, Verdict.KEPT, 1.0),
-        (9.2, Drift.SAME, Verdict.LESS, 0.4),
-        (10.4, Drift.SAME, Verdict.LESS, 0.1),  # slower by less than three standard errors
-        (10.5, Drift.SAME, Verdict.BACK, 1.0),
-        (8.0, Drift.LONGER, Verdict.KEPT, 1.0),  # faster all the same
-        (8.0, Drift.SHORTER, Verdict.UNKNOWN, 1.0),
-        (8.0, Drift.MIXED, Verdict.UNKNOWN, 1.0),
-        (9.2, Drift.LONGER, Verdict.UNKNOWN, 1.0),
-        (9.2, Drift.SHORTER, Verdict.UNKNOWN, 1.0),
-        (15.0, Drift.LONGER, Verdict.UNKNOWN, 1.0),
-        (15.0, Drift.SHORTER, Verdict.BACK, 1.0),  # slower all the same
-        (15.0, Drift.MIXED, Verdict.UNKNOWN, 1.0),
+        (8.0, Drift.SAME, MoveVerdict.KEPT, 1.0),
+        (8.9, Drift.SAME, MoveVerdict.KEPT, 1.0),
+        (9.2, Drift.SAME, MoveVerdict.LESS, 0.4),
+        (10.4, Drift.SAME, MoveVerdict.LESS, 0.1),  # slower by less than three standard errors
+        (10.5, Drift.SAME, MoveVerdict.BACK, 1.0),
+        (8.0, Drift.LONGER, MoveVerdict.KEPT, 1.0),  # faster all the same
+        (8.0, Drift.SHORTER, MoveVerdict.UNKNOWN, 1.0),
+        (8.0, Drift.MIXED, MoveVerdict.UNKNOWN, 1.0),
+        (9.2, Drift.LONGER, MoveVerdict.UNKNOWN, 1.0),
+        (9.2, Drift.SHORTER, MoveVerdict.UNKNOWN, 1.0),
+        (15.0, Drift.LONGER, MoveVerdict.UNKNOWN, 1.0),
+        (15.0, Drift.SHORTER, MoveVerdict.BACK, 1.0),  # slower all the same
+        (15.0, Drift.MIXED, MoveVerdict.UNKNOWN, 1.0),
     ],
 )
-def test_the_next_window_judges(seconds: float, drift: Drift, verdict: Verdict, factor: float) -> None:
+def test_the_next_window_judges(seconds: float, drift: Drift, verdict: MoveVerdict, factor: float) -> None:
     found, after = judge(RULES, FRESH.moved(MOVE), 110, seconds, 0.1, drift)
     assert found is verdict and after.factor == pytest.approx(factor) and after.open is None
-    back = verdict is Verdict.BACK
+    back = verdict is MoveVerdict.BACK
     assert (after.waits, after.cool_from) == ((40, 150) if back else (20, 120))
 
 
@@ -165,11 +165,11 @@ class Run:
     micro_batches: int = 8
     seed: int = 0
     moves: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
-    verdicts: list[Verdict] = field(default_factory=list)
+    verdicts: list[MoveVerdict] = field(default_factory=list)
 
     def go(self, steps: int = 2000) -> Run:
         random, cut = np.random.default_rng(self.seed), uniform(len(self.costs(0)), self.stages)
-        history, former, windows = History.new(self.rules), cut, list[tuple[Floats, Floats]]()
+        history, former, windows = DecisionHistory.new(self.rules), cut, list[tuple[Floats, Floats]]()
         for step in range(self.every, steps, self.every):
             true = self.costs(step)
             paces = 1 + self.member_noise * random.standard_normal(self.stages).clip(-3, 3)
@@ -184,7 +184,7 @@ class Run:
                 drift = Drift.MIXED if differ else Drift.SAME
                 verdict, history = judge(self.rules, history, step, *self.slowest(now, cut, 1), drift)
                 self.verdicts.append(verdict)
-                if verdict is Verdict.BACK:
+                if verdict is MoveVerdict.BACK:
                     cut = former
                     self.moves.append((step, cut))
                     continue
@@ -194,7 +194,7 @@ class Run:
             (took, error), (target, target_error) = (self.slowest(problem, each, len(windows)) for each in (cut, best))
             offer = Offer(took, target, float(np.hypot(error, target_error)), self.cost_seconds)
             if decide(self.rules, history, step, offer).acts:
-                history = history.moved(Move(step, offer.gain, *self.slowest(now, cut, 1)))
+                history = history.moved(PastMove(step, offer.gain, *self.slowest(now, cut, 1)))
                 former, cut = cut, best
                 self.moves.append((step, cut))
         return self
@@ -238,11 +238,11 @@ def test_costs_that_swing_faster_than_a_move_pays(period: int, horizon: int | No
 
 def test_costs_that_swing_slowly_are_followed() -> None:
     run = Run(swinging(500), Rules(), cost_seconds=2.0).go()
-    assert len(run.moves) == 4 and set(run.verdicts) == {Verdict.KEPT}
+    assert len(run.moves) == 4 and set(run.verdicts) == {MoveVerdict.KEPT}
 
 
 def test_a_change_that_stays_is_answered_once() -> None:
     before, after = np.full(24, 0.02), np.where(np.arange(24) < 12, 0.01, 0.02)
     run = Run(lambda step: before if step < 300 else after, Rules(), noise=0.02, cost_seconds=2.0).go()
-    assert len(run.moves) == 1 and run.verdicts == [Verdict.KEPT]
+    assert len(run.moves) == 1 and run.verdicts == [MoveVerdict.KEPT]
     assert 300 <= run.moves[0][0] <= 450

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from ds_dynatrain.balance.cost import Link, Links, step_time
+from ds_dynatrain.balance.cost import Link, LinkCosts, step_time
 from ds_dynatrain.balance.deal import Deal
 from ds_dynatrain.balance.profile import Profile
 from ds_dynatrain.cli.main import app
@@ -54,7 +54,7 @@ def test_the_worked_example() -> None:
     layers = tuple(layer(name, 1.0, 100, optimizer_seconds=0.4, output_bytes=0) for name in "ab")
     measured = Profile(layers=layers, train_batch_size=4, micro_batch_size=1)
     layout = Layout(zero_stage=1, pipe=2, data=2, boundaries=(0, 1, 2))
-    found = step_time(measured, layout, Deal.of(measured, layout), links=Links(Link(1000.0)))
+    found = step_time(measured, layout, Deal.of(measured, layout), links=LinkCosts(Link(1000.0)))
     terms = {
         "compute": 6e3,
         "waiting": 3e3,

@@ -7,11 +7,11 @@ import json
 import numpy as np
 import pytest
 
-from ds_dynatrain.balance.advice import Move, Situation, advise
+from ds_dynatrain.balance.advice import MoveCost, Situation, advise
 from ds_dynatrain.balance.config import BalanceConfig as Rules
-from ds_dynatrain.balance.decision import Answer, History
+from ds_dynatrain.balance.decision import Answer, DecisionHistory
 from ds_dynatrain.balance.partition import Problem, partition
-from ds_dynatrain.balance.window import COLUMNS, Averaged, Known, Window, rows_of
+from ds_dynatrain.balance.window import COLUMNS, Averaged, Known, TimingWindow, rows_of
 from ds_dynatrain.errors import LayoutError, ProfileError
 from ds_dynatrain.records import from_record, to_record
 from ds_dynatrain.space import Columns, Layout
@@ -28,11 +28,11 @@ def rows(*seconds: float, passes: int = 8, noise: float = 0.0, seed: int = 0) ->
     return rows_of(forward, 2 * forward, np.full((1, len(seconds)), 0.1), count, count)
 
 
-def window(*seconds: float, noise: float = 0.0, seed: int = 0) -> Window:
+def window(*seconds: float, noise: float = 0.0, seed: int = 0) -> TimingWindow:
     """Of four layers on two stages."""
     cut = len(seconds) // 2
     by_rank = {0: rows(*seconds[:cut], noise=noise, seed=seed), 1: rows(*seconds[cut:], noise=noise, seed=seed + 1)}
-    return Window.of(by_rank, TWO, (0, cut, len(seconds)))
+    return TimingWindow.of(by_rank, TWO, (0, cut, len(seconds)))
 
 
 def averaged(*seconds: float, **more: float) -> Averaged:
@@ -69,7 +69,7 @@ def test_a_layer_that_never_ran_takes_nothing() -> None:
     """It has a row all the same, and stages are cut by the others."""
     silent = rows_of(np.zeros((0, 1)), np.zeros((0, 1)), np.zeros((0, 1)), [0], [0])
     by_rank = {0: np.concatenate((silent, rows(3.0))), 1: rows(1.0, 1.0)}
-    found = Window.of(by_rank, TWO, (0, 2, 4))
+    found = TimingWindow.of(by_rank, TWO, (0, 2, 4))
     assert found.rows[0].tolist() == [0.0] * len(COLUMNS) and found.rows[1, 0] == 3
     profile = Averaged.after(None, found, (16, 2), 0, 0.03, is_new=False).profile(layers(), "by hand")
     assert partition(Problem.of(profile.seconds("forward_seconds"), 2)).seconds == 3
@@ -79,18 +79,18 @@ def test_ranks_of_a_stage_have_speeds_and_one_row() -> None:
     layout = TWO.replace(data=3)
     slow = {rank: rows(1.0, 1.0, noise=0.01, seed=rank) for rank in range(6)}
     slow[4] = rows(2.0, 2.0, noise=0.01, seed=4)
-    found = Window.of(slow, layout, (0, 2, 4))
+    found = TimingWindow.of(slow, layout, (0, 2, 4))
     assert found.speeds[:4] == (1, 1, 1, 1) and found.speeds[5] == 1
     assert found.speeds[4] == pytest.approx(0.5, rel=0.03)
     assert found.rows[:, 0] == pytest.approx([1] * 4, rel=0.02)
-    alone = Window.of({rank: slow[3 + rank] for rank in range(2)}, Layout(zero_stage=1, data=2), (0, 2))
+    alone = TimingWindow.of({rank: slow[3 + rank] for rank in range(2)}, Layout(zero_stage=1, data=2), (0, 2))
     assert alone.speeds[0] == 1 and alone.speeds[1] == pytest.approx(0.5, rel=0.03)
 
 
 @pytest.mark.parametrize("by_rank", [{0: rows(1.0, 1.0)}, {0: rows(1.0, 1.0), 1: rows(1.0)}])
 def test_every_rank_has_a_row_for_each_of_its_layers(by_rank: dict[int, np.ndarray]) -> None:
     with pytest.raises(ProfileError, match=r"rank 1 of .* stage 1 has 2 layers"):
-        Window.of(by_rank, TWO, (0, 2, 4))
+        TimingWindow.of(by_rank, TWO, (0, 2, 4))
 
 
 def test_windows_are_averaged_until_costs_change() -> None:
@@ -145,8 +145,8 @@ def test_windows_on_a_shared_core_change_nothing() -> None:
     assert longer > 20 and len(state.since) <= 3, f"{longer} windows were longer, changes at {state.since}"
 
 
-def beside(*ranks: tuple[float, float, float]) -> Window:
-    return Window.of({0: rows(1.0, 1.0), 1: rows(1.0, 1.0)}, TWO, (0, 2, 4), ranks)
+def beside(*ranks: tuple[float, float, float]) -> TimingWindow:
+    return TimingWindow.of({0: rows(1.0, 1.0), 1: rows(1.0, 1.0)}, TWO, (0, 2, 4), ranks)
 
 
 def test_what_no_layer_takes_is_averaged_where_it_was_measured() -> None:
@@ -183,12 +183,12 @@ def test_every_digit_travels() -> None:
 
 
 def situation(step: int = 100, **more: float) -> Situation:
-    return Situation(TWO, lambda layout: 8, step, History.new(Rules(cooldown_steps=0)), Rules(**more))
+    return Situation(TWO, lambda layout: 8, step, DecisionHistory.new(Rules(cooldown_steps=0)), Rules(**more))
 
 
 def test_a_heavy_stage_gives_layers_away() -> None:
     profile = averaged(3, 1, 1, 1, noise=0.01).profile(layers())
-    found = advise(profile, situation(), lambda layout, without: Move(1600, 0.5))
+    found = advise(profile, situation(), lambda layout, without: MoveCost(1600, 0.5))
     assert found.proposed.boundaries == (0, 1, 4)
     assert found.gain > 0.15 and found.decision.answer is Answer.ACT
     shown = str(found)
@@ -197,14 +197,14 @@ def test_a_heavy_stage_gives_layers_away() -> None:
 
 def test_what_is_balanced_stays() -> None:
     profile = averaged(1, 1, 1, 1, noise=0.01).profile(layers())
-    found = advise(profile, situation(), lambda layout, without: Move(1600, 0.5))
+    found = advise(profile, situation(), lambda layout, without: MoveCost(1600, 0.5))
     assert found.proposed == found.present and found.gain == 0 and found.decision.answer is Answer.SMALL
     assert "no layout" in str(found)
 
 
 def test_a_move_that_does_not_pay_is_shown_with_its_reason() -> None:
     profile = averaged(3, 1, 1, 1, noise=0.01).profile(layers())
-    found = advise(profile, situation(), lambda layout, without: Move(1600, 1e6))
+    found = advise(profile, situation(), lambda layout, without: MoveCost(1600, 1e6))
     assert found.decision.answer is Answer.DEAR and "would not pay" in str(found)
 
 
@@ -216,9 +216,9 @@ def test_what_a_switch_refuses_is_not_proposed() -> None:
 
 def test_a_memory_limit_that_nothing_fits_names_the_layer() -> None:
     profile = averaged(1, 1, 1, 1).profile(layers())
-    at = Situation(TWO, lambda layout: 8, 100, History.new(Rules()), Rules(), memory_bytes=100)
+    at = Situation(TWO, lambda layout: 8, 100, DecisionHistory.new(Rules()), Rules(), memory_bytes=100)
     with pytest.raises(LayoutError, match="Block"):
-        advise(profile, at, lambda layout, without: Move(1, 0.0))
+        advise(profile, at, lambda layout, without: MoveCost(1, 0.0))
 
 
 def test_members_stay_at_their_ranks() -> None:
@@ -226,12 +226,12 @@ def test_members_stay_at_their_ranks() -> None:
     layout = TWO.replace(data=2, boundaries=(0, 3, 6))
     by_rank = {rank: rows(1.0, 1.0, 1.0, noise=0.01, seed=rank) for rank in range(4)}
     by_rank[0] = rows(3.0, 3.0, 3.0, noise=0.01)
-    window = Window.of(by_rank, layout, (0, 3, 6))
+    window = TimingWindow.of(by_rank, layout, (0, 3, 6))
     profile = Averaged.after(None, window, (16, 2), 0, 0.03, is_new=False).profile(layers(6))
-    at = Situation(layout, numbers, 100, History.new(Rules()), Rules(), slow=frozenset({0}))
-    cut = advise(profile, at, lambda layout, without: None if layout.shares else Move(1, 0.0)).proposed
+    at = Situation(layout, numbers, 100, DecisionHistory.new(Rules()), Rules(), slow=frozenset({0}))
+    cut = advise(profile, at, lambda layout, without: None if layout.shares else MoveCost(1, 0.0)).proposed
     assert cut == layout.replace(boundaries=(0, 1, 6))
-    shared = advise(profile, at, lambda layout, without: Move(1, 0.0)).proposed
+    shared = advise(profile, at, lambda layout, without: MoveCost(1, 0.0)).proposed
     assert shared == layout.replace(shares=(4, 12)), "its pipeline runs fewer micro-batches, which is better"
 
 

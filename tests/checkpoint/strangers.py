@@ -9,7 +9,7 @@ from typing import Any
 
 from typer.testing import CliRunner
 
-from ds_dynatrain.checkpoint import Manifest, Row, Saved, record
+from ds_dynatrain.checkpoint import Manifest, ManifestRow, Saved, record
 from ds_dynatrain.cli.main import app
 
 FORMATS = ("safetensors", "deepspeed-universal", "dcp")
@@ -27,7 +27,7 @@ def rewritten(path: Path, change: Callable[[Any], object] = lambda said: None) -
     (path / record.RECORD).write_text(json.dumps(said))
 
 
-def with_rows(path: Path, change: Callable[[Row], Row | None]) -> None:
+def with_rows(path: Path, change: Callable[[ManifestRow], ManifestRow | None]) -> None:
     """Change or leave out rows of the manifest; call `rewritten` afterwards."""
     rows = [row for row in map(change, Saved.open(path).manifest) if row is not None]
     (path / record.MANIFEST).write_bytes(Manifest.of(rows).to_bytes())

@@ -15,7 +15,7 @@ import torch
 from pyarrow import ipc
 
 from ds_dynatrain.checkpoint import Reader, Saved
-from ds_dynatrain.checkpoint.arrow import Outline, read_table, table_bytes
+from ds_dynatrain.checkpoint.arrow import ArrowOutline, read_table, table_bytes
 from ds_dynatrain.checkpoint.extents import name_of, named
 from ds_dynatrain.checkpoint.manifest import ALIGN
 from ds_dynatrain.errors import CheckpointDamaged
@@ -112,7 +112,7 @@ def test_changed_bytes_are_an_error_or_another_table() -> None:
 
 def test_all_types_have_a_column() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.float8_e5m2):
-        assert Outline(dtype).type.bit_width == 8 * dtype.itemsize and named(name_of(dtype)) is dtype
+        assert ArrowOutline(dtype).type.bit_width == 8 * dtype.itemsize and named(name_of(dtype)) is dtype
     for name in ("float33", "nn", "Tensor", "__name__", "half"):
         with pytest.raises(CheckpointDamaged):
             named(name)
@@ -187,7 +187,7 @@ def test_batches_of_any_size(tmp_path: Path) -> None:
     """Values are put where pyarrow would have put them, and nothing else of them is needed in memory."""
     sizes = (3, 0, 1, 8, 1 << 20)
     for dtype in (torch.float32, torch.int8, torch.bfloat16):
-        outline, path, begins = Outline(dtype), tmp_path / f"{name_of(dtype)}.arrow", []
+        outline, path, begins = ArrowOutline(dtype), tmp_path / f"{name_of(dtype)}.arrow", []
         held = [torch.arange(size, dtype=torch.float32).to(dtype).view(torch.uint8).numpy().tobytes() for size in sizes]
         with open(path, "wb") as file:
             for size, data in zip(sizes, held, strict=True):

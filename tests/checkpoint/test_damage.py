@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from ds_dynatrain.checkpoint import Extent, Manifest, Reader, Record, Row, Saved, folder, record
+from ds_dynatrain.checkpoint import Extent, Manifest, ManifestRow, Reader, Saved, TrainingRecord, folder, record
 from ds_dynatrain.checkpoint.files import dumped
 from ds_dynatrain.cli.main import app
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
@@ -51,7 +51,7 @@ def whole(path: Path, tag: str = "step7") -> Path:
     tensors = [[each.name, list(each.shape), each.group, each.expert] for each in TENSORS]
     kinds = list(SPACE.present_kinds())
     files = [0, 0], sums, record.sizes_of(hidden)
-    made = Record(7, LAYOUT.to_dict(), 1, 2, kinds, tensors, CARRY, *files, record.WRITER)
+    made = TrainingRecord(7, LAYOUT.to_dict(), 1, 2, kinds, tensors, CARRY, *files, record.WRITER)
     folder.write(hidden / record.RECORD, record.to_bytes(made))
     return folder.finish(hidden, tag)
 
@@ -121,7 +121,7 @@ def test_files_shuffled(saved: Path) -> None:
         pass
 
 
-def lied(path: Path, change: Callable[[Row], Row]) -> None:
+def lied(path: Path, change: Callable[[ManifestRow], ManifestRow]) -> None:
     """Change the first master's row, and all sums so that nothing but the lie is wrong."""
     found = Saved.open(path)
     rows = list(found.manifest)
@@ -133,7 +133,7 @@ def lied(path: Path, change: Callable[[Row], Row]) -> None:
     (path / record.RECORD).write_bytes(record.to_bytes(replace(found.record, sums=sums)))
 
 
-LIES: dict[str, Callable[[Row], Row]] = {
+LIES: dict[str, Callable[[ManifestRow], ManifestRow]] = {
     "far offset": lambda row: replace(row, offset=1 << 40),
     "negative offset": lambda row: replace(row, offset=-64),
     "crooked offset": lambda row: replace(row, offset=row.offset + 1),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ds_dynatrain.checkpoint import Row
+from ds_dynatrain.checkpoint import ManifestRow
 from tests.checkpoint.strangers import FORMATS, checkpoint, rewritten, with_rows
 from tests.checkpoint.test_damage import whole
 
@@ -22,7 +22,7 @@ KINDS = ("../../../victim", "{tmp}/in/victim", "..", "a/b", "\0")
 def renamed(path: Path, tensor: str = "a", kind: str = "exp_avg") -> Path:
     """Tensor `a` by another name; its `exp_avg` as another kind."""
 
-    def other(row: Row) -> Row:
+    def other(row: ManifestRow) -> ManifestRow:
         if row.tensor != "a":
             return row
         return replace(row, tensor=tensor, kind=kind if row.kind == "exp_avg" else row.kind)

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ds_dynatrain.checkpoint import Row, Saved, record
+from ds_dynatrain.checkpoint import ManifestRow, Saved, record
 from ds_dynatrain.checkpoint.extents import Extent
 from ds_dynatrain.errors import CheckpointDamaged
 from tests.checkpoint.strangers import FORMATS, checkpoint, rewritten, with_rows
@@ -53,9 +53,9 @@ def test_record_and_manifest_that_disagree(tmp_path: Path, name: str) -> None:
 
 
 def test_a_huge_shape_of_which_nothing_is_stored(tmp_path: Path) -> None:
-    path, found = whole(tmp_path / "ours"), list[Row]()
+    path, found = whole(tmp_path / "ours"), list[ManifestRow]()
 
-    def one_row(row: Row) -> Row | None:
+    def one_row(row: ManifestRow) -> ManifestRow | None:
         if row.tensor != "a":
             return row
         if found or row.kind != "weight":

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ds_dynatrain.comparison.comparison import LaunchError, launch
-from ds_dynatrain.comparison.job import Change, Task, Way
+from ds_dynatrain.comparison.job import ComparedChange, Task, Way
 from ds_dynatrain.comparison.results import Comparison, Measure
 
 ROOT = Path(__file__).parents[2]
@@ -80,7 +80,7 @@ def task(folder: Path, program: str) -> Task:
         Way("a way", "some way", program),
         "whole",
         "tiny",
-        Change.parse("data=1,zero_stage=1:data=1,zero_stage=1"),
+        ComparedChange.parse("data=1,zero_stage=1:data=1,zero_stage=1"),
         str(folder),
     )
 

@@ -17,7 +17,7 @@ from ds_dynatrain.cli.main import app
 from ds_dynatrain.comparison import charts, command, tables
 from ds_dynatrain.comparison import comparison as measuring
 from ds_dynatrain.comparison.command import Size, WayName
-from ds_dynatrain.comparison.job import BATCH, SHAPES, WAYS, Change, Side, Task
+from ds_dynatrain.comparison.job import BATCH, SHAPES, WAYS, ComparedChange, ComparedLayout, Task
 from ds_dynatrain.comparison.page import page
 from ds_dynatrain.comparison.results import PHASES, Comparison, Measure, ratios
 from ds_dynatrain.errors import ConfigError
@@ -137,7 +137,7 @@ def test_tables_have_all_ways_and_phases() -> None:
 def test_a_run_that_is_ended_keeps_what_it_has_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measures = [*comparison().measures[:2]]
     monkeypatch.setattr(measuring, "_one", lambda *_: measures.pop(0) if measures else sys.exit(143))
-    change = Change(Side(2, 1), Side(4, 1))
+    change = ComparedChange(ComparedLayout(2, 1), ComparedLayout(4, 1))
     with pytest.raises(SystemExit):  # in the third
         command.measured([Size.SMALL], [change], [*WayName], 1.0, None, tmp_path)
     kept = Comparison.from_json((tmp_path / command.JSON).read_text())
@@ -155,7 +155,7 @@ def test_the_choices_are_all_sizes_and_ways() -> None:
 @pytest.mark.parametrize("text", ["", "data=2", "data=2,zero_stage=1", "data=5,zero_stage=1:data=2,zero_stage=1"])
 def test_what_is_no_change_is_refused(text: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
-        Change.parse(text)
+        ComparedChange.parse(text)
     result = CliRunner().invoke(app, ["compare", "--change", text, "--out", str(tmp_path / "out")])
     assert result.exit_code == 2
 
@@ -170,9 +170,9 @@ def test_unknown_names_are_refused(wrong: list[str], tmp_path: Path) -> None:
 
 def test_defaults_are_what_they_are_called() -> None:
     for text in command.CHANGES:
-        change = Change.parse(text)
+        change = ComparedChange.parse(text)
         assert BATCH % max(change.source.data, change.target.data) == 0
-    task = Task(WAYS["live-gloo"], "whole", "tiny", Change(Side(2, 1), Side(4, 3)), "x")
+    task = Task(WAYS["live-gloo"], "whole", "tiny", ComparedChange(ComparedLayout(2, 1), ComparedLayout(4, 3)), "x")
     assert from_record(Task, json.loads(json.dumps(to_record(task)))) == task and task.processes == 4
     assert "4 ranks, stage 3" in str(task.change)
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from ds_dynatrain.data import BatchArithmetic, EvaluationLoader, Slot, Source, TrainLoader
+from ds_dynatrain.data import BatchArithmetic, DataSource, EvaluationLoader, Slot, TrainLoader
 
 
 class Waiting(Exception):  # noqa: N818
@@ -100,7 +100,7 @@ class Taken:
 class Team:
     """Members 0 to count-1 with a loader each, over one data set of consecutive integers."""
 
-    def __init__(self, job: Job, source: Source, count: int) -> None:
+    def __init__(self, job: Job, source: DataSource, count: int) -> None:
         self.job = job
         self.members = [Member(job, member) for member in range(count)]
         self.loaders = [TrainLoader(source, host) for host in self.members]

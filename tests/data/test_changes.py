@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_dynatrain.data import Cursor, Slot, Source, TrainLoader
+from ds_dynatrain.data import Cursor, DataSource, Slot, TrainLoader
 from ds_dynatrain.errors import DataError
 from tests.data.fakes import Job, Member, Taken, Team
 
@@ -27,7 +27,7 @@ def check(batch: list[Taken], expected: list[int]) -> None:
 
 
 def test_two_four_three() -> None:
-    source = Source.build(list(range(70)), collate_fn=numbers, num_workers=0)
+    source = DataSource.build(list(range(70)), collate_fn=numbers, num_workers=0)
     job = Job([0, 1], train_batch_size=8, micro_batch_limit=2)
     team = Team(job, source, 4)
     order = source.order(8)
@@ -70,7 +70,7 @@ def test_any_history_of_worlds_trains_the_same_batches(
 ) -> None:
     if drop_last and length < batch:
         drop_last = False
-    source = Source.build(
+    source = DataSource.build(
         list(range(length)),
         collate_fn=numbers,
         num_workers=0,
@@ -97,7 +97,7 @@ def test_any_history_of_worlds_trains_the_same_batches(
 
 
 def test_an_idle_member_judges_no_end_and_goes_on_where_the_others_stand() -> None:
-    source = Source.build(list(range(12)), collate_fn=numbers, num_workers=0, reshuffle=True)
+    source = DataSource.build(list(range(12)), collate_fn=numbers, num_workers=0, reshuffle=True)
     job = Job([0, 1], train_batch_size=4, micro_batch_limit=4)
     team = Team(job, source, 3)
     order = source.order(4)
@@ -127,7 +127,7 @@ class Away(Member):
 
 
 def test_everything_may_have_changed_when_the_boundary_returns() -> None:
-    source = Source.build(list(range(12)), collate_fn=numbers, num_workers=0, reshuffle=True)
+    source = DataSource.build(list(range(12)), collate_fn=numbers, num_workers=0, reshuffle=True)
     job = Job([0], train_batch_size=3, micro_batch_limit=3)
     loader = TrainLoader(source, Away(job, 0))
     order = source.order(3)
@@ -158,7 +158,7 @@ class Woken(Member):
 
 @pytest.mark.parametrize("step", range(5))
 def test_an_idle_member_asks_for_work_even_where_its_own_epoch_is_over(step: int) -> None:
-    source = Source.build(list(range(12)), collate_fn=numbers, num_workers=0, shuffle=False)
+    source = DataSource.build(list(range(12)), collate_fn=numbers, num_workers=0, shuffle=False)
     host = Woken(Job([0], train_batch_size=3, micro_batch_limit=3), 0)
     host.idle, host.step = True, step
     loader = TrainLoader(source, host)
@@ -176,7 +176,7 @@ class Restless(Member):
 
 
 def test_a_change_in_the_middle_of_a_window_is_refused() -> None:
-    source = Source.build(list(range(12)), collate_fn=numbers, num_workers=0)
+    source = DataSource.build(list(range(12)), collate_fn=numbers, num_workers=0)
     turning = iter(TrainLoader(source, Restless(Job([0], train_batch_size=4, micro_batch_limit=2), 0)))
     next(turning)
     with pytest.raises(DataError, match="generation 0 became 1 in the middle of a global batch"):

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from ds_dynatrain.data import Cursor, EvaluationLoader, Source, TrainLoader
+from ds_dynatrain.data import Cursor, DataSource, EvaluationLoader, TrainLoader
 from ds_dynatrain.errors import DataError
 from tests.data.fakes import Job, Member
 
@@ -20,7 +20,7 @@ def numbers(samples: list[int]) -> list[int]:
 
 
 def make(length: int = 20, batch: int = 4, limit: int = 4, **arguments: Any) -> TrainLoader:
-    source = Source.build(list(range(length)), collate_fn=numbers, num_workers=0, **arguments)
+    source = DataSource.build(list(range(length)), collate_fn=numbers, num_workers=0, **arguments)
     return TrainLoader(source, Member(Job([0], batch, limit), 0))
 
 
@@ -36,7 +36,7 @@ def test_a_samplers_epoch_decides_the_order() -> None:
     """As torch's own, pass by pass; a position has it, and wins over what the script has set since."""
     sampler: DistributedSampler[Any] = DistributedSampler(range(20), 1, 0, seed=3)
     loader, other = (
-        TrainLoader(Source.build(DataLoader(range(20), 4, sampler=each)), Member(Job([0], 4, 4), 0))
+        TrainLoader(DataSource.build(DataLoader(range(20), 4, sampler=each)), Member(Job([0], 4, 4), 0))
         for each in (sampler, DistributedSampler(range(20), 1, 0, seed=3))
     )
     for epoch in (0, 0, 5, 2):
@@ -49,7 +49,7 @@ def test_a_samplers_epoch_decides_the_order() -> None:
     other.load_state_dict(json.loads(json.dumps(loader.state_dict())))
     assert [first, *(batch.tolist() for batch in other)] == [wanted[at : at + 4] for at in range(0, 20, 4)]
     without = TrainLoader(
-        Source.build(DataLoader(range(20), 4, sampler=sampler), reshuffle=False), Member(Job([0], 4, 4), 0)
+        DataSource.build(DataLoader(range(20), 4, sampler=sampler), reshuffle=False), Member(Job([0], 4, 4), 0)
     )
     assert torch.cat(list(without)).tolist() == list(DistributedSampler(range(20), 1, 0, seed=3))
 
@@ -164,7 +164,7 @@ class Flaky(list[int]):
 
 
 def test_after_an_error_the_same_batch_is_read_again() -> None:
-    source = Source.build(Flaky(range(8)), collate_fn=numbers, num_workers=0, shuffle=False)
+    source = DataSource.build(Flaky(range(8)), collate_fn=numbers, num_workers=0, shuffle=False)
     host = Member(Job([0], 4, 2), 0)
     turning = iter(TrainLoader(source, host))
     assert [next(turning), next(turning), next(turning)] == [[0, 1], [2, 3], [4, 5]]
@@ -187,7 +187,7 @@ def test_random_stream_is_that_of_stock_torch() -> None:
     stock: DataLoader[Any] = DataLoader(data, 4, sampler=sampler, collate_fn=numbers)  # type: ignore[arg-type]
     expected = [*stock, *stock, torch.rand(()).item()]
     torch.manual_seed(3)
-    loader = TrainLoader(Source.build(data, collate_fn=numbers, num_workers=0), Member(Job([0], 4, 4), 0))
+    loader = TrainLoader(DataSource.build(data, collate_fn=numbers, num_workers=0), Member(Job([0], 4, 4), 0))
     assert [*loader, *loader, torch.rand(()).item()] == expected
 
 
@@ -196,7 +196,7 @@ def test_a_change_of_generation_draws_nothing_from_the_users_stream() -> None:
     for changes in (False, True):
         torch.manual_seed(3)
         host = Member(Job([0], 4, 4), 0)
-        loader = TrainLoader(Source.build(Noisy(range(16)), collate_fn=numbers, num_workers=0), host)
+        loader = TrainLoader(DataSource.build(Noisy(range(16)), collate_fn=numbers, num_workers=0), host)
         batches = []
         for batch in loader:
             batches.append(batch)
@@ -208,7 +208,7 @@ def test_a_change_of_generation_draws_nothing_from_the_users_stream() -> None:
 
 @pytest.mark.parametrize("steps", [0, 2, 4])
 def test_a_resumed_pass_draws_what_the_first_run_would(steps: int) -> None:
-    source = Source.build(Noisy(range(16)), collate_fn=numbers, num_workers=0)
+    source = DataSource.build(Noisy(range(16)), collate_fn=numbers, num_workers=0)
     first, second = (TrainLoader(source, Member(Job([0], 4, 4), 0)) for _ in range(2))
     turning = iter(first)
     for _ in range(steps):
@@ -221,7 +221,7 @@ def test_a_resumed_pass_draws_what_the_first_run_would(steps: int) -> None:
 
 
 def evaluation(world: int, member: int, length: int, batch_size: int | None = None) -> EvaluationLoader:
-    source = Source.build(list(range(length)), collate_fn=numbers, num_workers=0, shuffle=False)
+    source = DataSource.build(list(range(length)), collate_fn=numbers, num_workers=0, shuffle=False)
     return EvaluationLoader(source, Member(Job([*range(world)], 8, 2), member), batch_size)
 
 

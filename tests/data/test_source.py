@@ -19,7 +19,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from ds_dynatrain.data import Source
+from ds_dynatrain.data import DataSource
 from ds_dynatrain.errors import DataError
 
 DATA = TensorDataset(torch.arange(10))
@@ -35,7 +35,7 @@ class Stream(IterableDataset[int]):
 
 
 def test_a_data_set_is_read_as_stock_deepspeed_reads_it() -> None:
-    source = Source.build(DATA)
+    source = DataSource.build(DATA)
     assert (source.num_workers, source.shuffle, source.seed, source.reshuffle, source.drop_last) == (
         2,
         True,
@@ -48,7 +48,7 @@ def test_a_data_set_is_read_as_stock_deepspeed_reads_it() -> None:
 
 def test_arguments_win() -> None:
     loader = DataLoader(DATA, batch_size=3, shuffle=True)
-    source = Source.build(
+    source = DataSource.build(
         loader, collate_fn=first, num_workers=1, shuffle=False, seed=4, drop_last=True, pin_memory=False
     )
     assert (source.collate_fn, source.num_workers, source.shuffle, source.seed) == (first, 1, False, 4)
@@ -58,17 +58,17 @@ def test_arguments_win() -> None:
 def test_a_torch_loader_is_taken_apart() -> None:
     generator = torch.Generator().manual_seed(7)
     loader = DataLoader(DATA, 3, shuffle=True, collate_fn=first, num_workers=0, drop_last=True, generator=generator)
-    source = Source.build(loader)
+    source = DataSource.build(loader)
     assert source.dataset is DATA and source.collate_fn is first and source.num_workers == 0 and source.batch_size == 3
     assert (source.shuffle, source.seed, source.reshuffle, source.drop_last) == (True, 7, True, True)
-    assert not Source.build(DataLoader(DATA)).shuffle
-    assert Source.build(DataLoader(DATA, sampler=RandomSampler(DATA))).shuffle
+    assert not DataSource.build(DataLoader(DATA)).shuffle
+    assert DataSource.build(DataLoader(DATA, sampler=RandomSampler(DATA))).shuffle
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_a_distributed_sampler_is_taken_apart(shuffle: bool) -> None:
     sampler: DistributedSampler[Any] = DistributedSampler(DATA, 2, 1, shuffle=shuffle, seed=3)
-    source = Source.build(DataLoader(DATA, 2, sampler=sampler))
+    source = DataSource.build(DataLoader(DATA, 2, sampler=sampler))
     assert (source.shuffle, source.seed, source.reshuffle) == (shuffle, 3, False)
 
 
@@ -90,7 +90,7 @@ def test_a_distributed_sampler_is_taken_apart(shuffle: bool) -> None:
 )
 def test_what_cannot_be_dealt_again_is_refused(data: object, words: str) -> None:
     with pytest.raises(DataError, match=words):
-        Source.build(data)
+        DataSource.build(data)
 
 
 def test_a_batch_sampler_that_is_torchs_own_is_still_fixed_by_the_user() -> None:
@@ -98,9 +98,9 @@ def test_a_batch_sampler_that_is_torchs_own_is_still_fixed_by_the_user() -> None
         pass
 
     with pytest.raises(DataError, match="Mine"):
-        Source.build(DataLoader(DATA, batch_sampler=Mine(SequentialSampler(DATA), 2, False)))
+        DataSource.build(DataLoader(DATA, batch_sampler=Mine(SequentialSampler(DATA), 2, False)))
 
 
 def test_workers_must_be_a_number() -> None:
     with pytest.raises(DataError, match="num_workers"):
-        Source.build(DATA, num_workers=-1)
+        DataSource.build(DATA, num_workers=-1)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ds_dynatrain.data import Cursor, MicroBatch, Source, TrainLoader
+from ds_dynatrain.data import Cursor, DataSource, MicroBatch, TrainLoader
 from ds_dynatrain.errors import DataError
 from tests.data.fakes import Job, Member
 
@@ -16,7 +16,7 @@ def numbers(samples: list[int]) -> list[int]:
 
 
 def make(member: int = 0, world: int = 3, batch: int = 8, limit: int = 2) -> tuple[TrainLoader, Member]:
-    source = Source.build(list(range(20)), collate_fn=numbers, num_workers=0, shuffle=False)
+    source = DataSource.build(list(range(20)), collate_fn=numbers, num_workers=0, shuffle=False)
     host = Member(Job(list(range(world)), batch, limit), member)
     return TrainLoader(source, host), host
 
@@ -63,7 +63,7 @@ class Losing(Member):
 
 
 def test_a_world_that_is_lost_while_one_is_drawn() -> None:
-    source = Source.build(list(range(20)), collate_fn=numbers, num_workers=0, shuffle=False)
+    source = DataSource.build(list(range(20)), collate_fn=numbers, num_workers=0, shuffle=False)
     host = Losing(Job([0, 1, 2], 8, 2), 0)
     host.loader = TrainLoader(source, host)
     window, *others = host.loader.windows()

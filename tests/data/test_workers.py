@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from ds_dynatrain.data import Source, TrainLoader, WorkerStart
+from ds_dynatrain.data import DataSource, TrainLoader, WorkerStart
 from tests.data.fakes import Job, Member
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -46,13 +46,13 @@ def test_workers_draw_what_those_of_stock_torch_draw() -> None:
     sampler = DistributedSampler(data, 1, 0)  # type: ignore[var-annotated, arg-type]
     stock = [*DataLoader(data, 4, sampler=sampler, collate_fn=numbers, num_workers=2)]  # type: ignore[arg-type]
     torch.manual_seed(3)
-    ours = [*TrainLoader(Source.build(data, collate_fn=numbers), Member(Job([0], 4, 4), 0))]
+    ours = [*TrainLoader(DataSource.build(data, collate_fn=numbers), Member(Job([0], 4, 4), 0))]
     assert ours == stock
 
 
 def test_changes_leave_no_process_and_no_descriptor() -> None:
     host = Member(Job([0], 4, 4), 0)
-    loader = TrainLoader(Source.build(Noisy(range(80)), collate_fn=numbers), host)
+    loader = TrainLoader(DataSource.build(Noisy(range(80)), collate_fn=numbers), host)
     before = children()
     workers: set[str] = set()
     open_files: list[int] = []
@@ -69,7 +69,7 @@ def test_changes_leave_no_process_and_no_descriptor() -> None:
 
 @pytest.mark.parametrize("how", ["break", "close"])
 def test_leaving_ends_the_workers(how: str) -> None:
-    loader = TrainLoader(Source.build(Noisy(range(80)), collate_fn=numbers), Member(Job([0], 4, 4), 0))
+    loader = TrainLoader(DataSource.build(Noisy(range(80)), collate_fn=numbers), Member(Job([0], 4, 4), 0))
     before = children()
     turning = iter(loader)
     first = next(turning)
@@ -86,7 +86,7 @@ def test_leaving_ends_the_workers(how: str) -> None:
 SCRIPT = """
 import os, sys, time
 sys.path.insert(0, {root!r})
-from ds_dynatrain.data import Source, TrainLoader, WorkerStart
+from ds_dynatrain.data import DataSource, TrainLoader, WorkerStart
 from tests.data.fakes import Job, Member
 
 class Slow(list):
@@ -129,7 +129,7 @@ def test_a_worker_dies_with_its_parent() -> None:
 
 def test_sigterm_is_the_parents_affair() -> None:
     """Slurm sends it to all processes; who is told to go may need a batch yet."""
-    loader = TrainLoader(Source.build(Noisy(range(80)), collate_fn=numbers), Member(Job([0], 4, 4), 0))
+    loader = TrainLoader(DataSource.build(Noisy(range(80)), collate_fn=numbers), Member(Job([0], 4, 4), 0))
     before = children()
     turning = iter(loader)
     seen = [next(turning) for _ in range(2)]  # one of each worker: both have started
@@ -142,7 +142,7 @@ def test_sigterm_is_the_parents_affair() -> None:
 LEFT = """
 import sys
 sys.path.insert(0, {root!r})
-from ds_dynatrain.data import Source
+from ds_dynatrain.data import DataSource
 
 loader = Source.build(list(range(64)), num_workers=2).fetch([[number] for number in range(64)], None, {persistent})
 first = next(iterator := iter(loader))
@@ -160,7 +160,7 @@ def test_workers_that_are_left_end_with_the_script(persistent: bool) -> None:
 STAYS = """
 import os, select, signal, sys
 sys.path.insert(0, {root!r})
-from ds_dynatrain.data import Source, TrainLoader
+from ds_dynatrain.data import DataSource, TrainLoader
 from tests.data.fakes import Job, Member
 
 signal.signal(signal.SIGTERM, lambda *_: print("told to go", flush=True))

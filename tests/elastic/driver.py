@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ds_dynatrain.elastic.membership import Membership
+from ds_dynatrain.elastic.membership import MembershipStateMachine
 from ds_dynatrain.elastic.messages import Announce, Bye, Probed, Report
-from ds_dynatrain.elastic.roster import Effect, Finish, GiveUp, Probe, Publish
+from ds_dynatrain.elastic.roster import Effect, Finish, GiveUpMember, ProbeMembers, Publish
 from ds_dynatrain.elastic.settings import Settings
-from ds_dynatrain.elastic.world import World, member_id, node_of
+from ds_dynatrain.elastic.world import Generation, member_id, node_of
 
 
 @dataclass
@@ -19,10 +19,10 @@ class Driver:
     settings: Settings
     now: float = 1000.0
     terms: int = 0
-    told: dict[str, World] = field(default_factory=dict)
+    told: dict[str, Generation] = field(default_factory=dict)
     reports: dict[str, Report] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
-    worlds: list[World] = field(default_factory=list)
+    worlds: list[Generation] = field(default_factory=list)
     fenced: list[str] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
     silent: set[str] = field(default_factory=set)
@@ -39,7 +39,7 @@ class Driver:
         self.membership = self._new()
 
     @property
-    def world(self) -> World:
+    def world(self) -> Generation:
         """The newest one."""
         return self.worlds[-1]
 
@@ -90,7 +90,7 @@ class Driver:
         if not is_late:
             self.say(member, broken=self.breaches[member])
 
-    def _say_again(self, world: World, members: Iterable[str]) -> None:
+    def _say_again(self, world: Generation, members: Iterable[str]) -> None:
         """Members of whose world a collective has failed are told of a generation."""
         for member in [one for one in members if one in self.breaches]:
             self.say(member, broken=self.breaches[member])
@@ -125,9 +125,9 @@ class Driver:
         """The coordinator dies, and another one is started; nobody has announced itself yet."""
         self.membership = self._new()
 
-    def _new(self) -> Membership:
+    def _new(self) -> MembershipStateMachine:
         self.terms += 1
-        return Membership(self.settings, f"{self.terms:x}", self.now)
+        return MembershipStateMachine(self.settings, f"{self.terms:x}", self.now)
 
     def _act(self, effects: list[Effect]) -> list[Effect]:
         for effect in effects:
@@ -137,9 +137,9 @@ class Driver:
                     if not self.worlds or world != self.worlds[-1]:
                         self.worlds.append(world)
                     self._say_again(world, [one for one in to if one in self.membership.roster])
-                case GiveUp(member, _, _):
+                case GiveUpMember(member, _, _):
                     self.fenced.append(member)
-                case Probe(member, peers):
+                case ProbeMembers(member, peers):
                     nodes = {address: node for node, address in self.hosts.items()}
                     here = node_of(member)
                     cut = tuple(peer for peer in peers if (here, nodes[peer]) in self.blocked)

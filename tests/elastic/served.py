@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from ds_dynatrain.elastic.address import Address, listen
 from ds_dynatrain.elastic.connection import Connection, ask_status
 from ds_dynatrain.elastic.coordinator import Coordinator
-from ds_dynatrain.elastic.membership import Membership
+from ds_dynatrain.elastic.membership import MembershipStateMachine
 from ds_dynatrain.elastic.messages import Announce, Changed, Report, Status
 from ds_dynatrain.elastic.settings import Settings
 from ds_dynatrain.elastic.token import Reading
 from ds_dynatrain.elastic.view import Feed
-from ds_dynatrain.elastic.world import World
+from ds_dynatrain.elastic.world import Generation
 from ds_dynatrain.monitoring.server import Monitor
 
 SECONDS = 5.0
@@ -55,7 +55,7 @@ class Served:
 
     async def _run(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        membership = Membership(self.settings, self.term, time.monotonic())
+        membership = MembershipStateMachine(self.settings, self.term, time.monotonic())
         coordinator = Coordinator(membership, 1, self.token, self.job)
         if self.monitor is not None:
             self.monitor.start(Feed(coordinator.view, self._loop.call_soon_threadsafe))
@@ -84,7 +84,7 @@ class Served:
         return connection
 
 
-def told(connection: Connection) -> World:
+def told(connection: Connection) -> Generation:
     """The next world that a worker is told of."""
     message = connection.expect(SECONDS)
     assert isinstance(message, Changed), message

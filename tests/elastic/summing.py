@@ -30,7 +30,7 @@ from ds_dynatrain.data.workers import SharedEnd, WorkerStart
 from ds_dynatrain.elastic.abort import WorldSockets
 from ds_dynatrain.elastic.environment import job_token, worker_place
 from ds_dynatrain.elastic.member import ORPHAN_SECONDS, Member
-from ds_dynatrain.elastic.world import World
+from ds_dynatrain.elastic.world import Generation
 from ds_dynatrain.errors import JobFinished, WorldChanged
 
 OUT = Path(os.environ["OUT"])
@@ -118,10 +118,10 @@ class Script:
         self.sockets = WorldSockets()
         patience = float(os.environ.get("ORPHAN_SECONDS", ORPHAN_SECONDS))
         self.member = Member(place, job_token(place.coordinator)[0], on_world=self.hear, orphan_seconds=patience)
-        self.world: World | None = None
+        self.world: Generation | None = None
         self.known = 0
 
-    def hear(self, world: World) -> bool:
+    def hear(self, world: Generation) -> bool:
         """A failure interrupts whatever is in flight. Each generation is formed anew, so it ends the one before."""
         if world.change == "failure":
             self.sockets.abort()
@@ -168,7 +168,7 @@ class Script:
             self.work.say(event="formed", reason=world.reason, lost=world.lost, leaving=world.leaving, **what)
             return True
 
-    def build(self, world: World, rank: int) -> None:
+    def build(self, world: Generation, rank: int) -> None:
         """The group of a world, with the state of whoever has come furthest on all members."""
         with self.sockets.building(lambda: self.member.is_newest(world)):
             store = self.member.store(world, WAIT.total_seconds())

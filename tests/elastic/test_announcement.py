@@ -15,7 +15,7 @@ from ds_dynatrain.elastic.address import Address, Announced, Announcement, annou
 from ds_dynatrain.elastic.connection import Connection, ask_status, connect
 from ds_dynatrain.elastic.environment import WorkerPlace
 from ds_dynatrain.elastic.handler import NAME, create
-from ds_dynatrain.elastic.hosting import Host
+from ds_dynatrain.elastic.hosting import CoordinatorHost
 from ds_dynatrain.elastic.member import Member
 from ds_dynatrain.elastic.rendezvous import AgentLine
 from ds_dynatrain.elastic.settings import Settings
@@ -129,7 +129,7 @@ def test_another_machine_is_believed_with_a_token_only(file: Path) -> None:
 
 @pytest.mark.parametrize(("asked", "told"), [("0.0.0.0", socket.gethostname()), ("localhost", "127.0.0.1")])
 def test_what_a_coordinator_announces(asked: str, told: str) -> None:
-    host = Host(Address(asked, 0), Settings(1, 2), "a token of some length")
+    host = CoordinatorHost(Address(asked, 0), Settings(1, 2), "a token of some length")
     assert host.reachable == Address(told, host.address.port) and host.address.port > 0
     host.end()
     host.run()  # it returns at once

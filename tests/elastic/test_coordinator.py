@@ -21,7 +21,7 @@ from ds_dynatrain.elastic import door as door_module
 from ds_dynatrain.elastic.address import Address, listen
 from ds_dynatrain.elastic.connection import NO_TAG, Channel, Connection
 from ds_dynatrain.elastic.door import Peer
-from ds_dynatrain.elastic.membership import Membership
+from ds_dynatrain.elastic.membership import MembershipStateMachine
 from ds_dynatrain.elastic.messages import (
     HEADER,
     LARGEST_MESSAGE,
@@ -439,7 +439,7 @@ def test_without_descriptors_the_log_stays_short(caplog: pytest.LogCaptureFixtur
 
 def test_what_is_owed_to_nodes_that_never_come_back_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coordinator_module, "MOST_OWED", 3)
-    coordinator = coordinator_module.Coordinator(Membership(Settings(1, 1), "a", 0.0), 1)
+    coordinator = coordinator_module.Coordinator(MembershipStateMachine(Settings(1, 1), "a", 0.0), 1)
     for number in range(9):
         coordinator._fence(f"n{number}", Fence(member=f"n{number}/0", pid=1))
     assert list(coordinator._owed) == ["n6", "n7", "n8"]

@@ -10,26 +10,26 @@ import pytest
 
 from ds_dynatrain.elastic.address import Address
 from ds_dynatrain.elastic.connection import Connection, ask_status
-from ds_dynatrain.elastic.hosting import Host
+from ds_dynatrain.elastic.hosting import CoordinatorHost
 from ds_dynatrain.elastic.settings import Settings
 from ds_dynatrain.elastic.store import open_store
-from ds_dynatrain.elastic.world import World
+from ds_dynatrain.elastic.world import Generation
 
 TOKEN = "a token of some length"
 HERE = Address("127.0.0.1", 0)
 
 
 def test_a_host_serves_and_stops() -> None:
-    host = Host(HERE, Settings(1, 2), TOKEN, job="one")
+    host = CoordinatorHost(HERE, Settings(1, 2), TOKEN, job="one")
     host.start()
     connection = Connection.open(host.address, TOKEN)
     port = connection.welcome.store_port
-    worlds = [World(term="a", generation=number, change="planned", members=("a/0",)) for number in (1, 2)]
+    worlds = [Generation(term="a", generation=number, change="planned", members=("a/0",)) for number in (1, 2)]
     stores = [open_store("127.0.0.1", port, world.prefix, 5.0) for world in worlds]
     stores[0].set("key", "1")
     assert stores[0].get("key") == b"1" and not stores[1].check(["key"]), "generations share no key"
     with pytest.raises(OSError):
-        Host(host.address, Settings(1, 2), TOKEN)
+        CoordinatorHost(host.address, Settings(1, 2), TOKEN)
     assert ask_status(host.address, TOKEN).job == "one"
     host.stop()
     with pytest.raises(OSError):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_dynatrain.elastic.links import MOST_BRANCHES, largest_reaching
-from ds_dynatrain.elastic.roster import Probe
+from ds_dynatrain.elastic.roster import ProbeMembers
 from ds_dynatrain.elastic.settings import Settings
 from ds_dynatrain.elastic.view import snapshot
 from tests.elastic.driver import Driver
@@ -65,7 +65,7 @@ def test_nobody_is_given_up_while_steps_are_made() -> None:
 def test_a_long_evaluation_is_no_reason() -> None:
     """Nothing moves, and all reach each other: that is asked less and less often."""
     driver = training()
-    asked = [effect for effect in driver.wait(600) if isinstance(effect, Probe)]
+    asked = [effect for effect in driver.wait(600) if isinstance(effect, ProbeMembers)]
     assert len(driver.worlds) == 1 and not driver.fenced
     assert 3 * 8 < len(asked) <= 3 * (600 / 60 + 4)
 

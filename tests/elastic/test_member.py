@@ -19,7 +19,7 @@ from ds_dynatrain.elastic.environment import WorkerPlace
 from ds_dynatrain.elastic.member import Ending, Member
 from ds_dynatrain.elastic.messages import Tally
 from ds_dynatrain.elastic.token import Reading
-from ds_dynatrain.elastic.world import World
+from ds_dynatrain.elastic.world import Generation
 from ds_dynatrain.errors import JobFinished
 from tests.elastic.relaying import relayed
 from tests.elastic.served import ANY, SECONDS, Served, enter, serving, told
@@ -31,7 +31,7 @@ class Script:
     """Makes members and remembers what they said; all are stopped at the end."""
 
     members: list[Member] = field(default_factory=list)
-    worlds: list[World] = field(default_factory=list)
+    worlds: list[Generation] = field(default_factory=list)
     endings: list[tuple[Ending, str]] = field(default_factory=list)
 
     def member(self, address: Address, node: str, is_ready: bool = True, **settings: Any) -> Member:
@@ -46,7 +46,7 @@ class Script:
             member.ready()
         return member
 
-    def hear(self, world: World) -> bool:
+    def hear(self, world: Generation) -> bool:
         self.worlds.append(world)
         return True
 
@@ -62,7 +62,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Script]:
     signal.set_wakeup_fd(-1)
 
 
-def joined(member: Member, after: int = 0) -> World:
+def joined(member: Member, after: int = 0) -> Generation:
     world = member.wait_for_world(after, SECONDS)
     member.enter(world)
     return world
@@ -97,7 +97,7 @@ def test_a_failed_collective_is_told_until_it_was_heard(script: Script) -> None:
     with serving(least=2) as served:
         hears_on = threading.Event()
 
-        def on_world(world: World) -> bool:
+        def on_world(world: Generation) -> bool:
             hears_on.wait(10 * SECONDS)
             return world.broken > 0
 

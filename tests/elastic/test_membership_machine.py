@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ds_dynatrain.elastic.settings import Settings
-from ds_dynatrain.elastic.world import World, nodes_of
+from ds_dynatrain.elastic.world import Generation, nodes_of
 from tests.elastic.driver import Driver
 
 
@@ -153,7 +153,7 @@ class Members(RuleBasedStateMachine):
         spare = complete - nodes_of(working)
         assert not spare or len(nodes_of(working)) >= driver.settings.max_nodes or self._is_too_small(working, spare)
 
-    def _check(self, old: World | None, new: World) -> None:
+    def _check(self, old: Generation | None, new: Generation) -> None:
         driver, before = self.driver, () if old is None else old.members
         assert new.generation == (1 if old is None else old.generation + 1)
         assert len(nodes_of(new.members)) <= driver.settings.max_nodes

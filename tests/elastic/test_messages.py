@@ -27,10 +27,12 @@ from ds_dynatrain.elastic.messages import (
     decode,
     encode,
 )
-from ds_dynatrain.elastic.world import MOST_MEMBERS, World, member_id, node_of
+from ds_dynatrain.elastic.world import MOST_MEMBERS, Generation, member_id, node_of
 from ds_dynatrain.errors import MessageError
 
-WORLD = World(term="a1", generation=3, change="planned", members=("n1/0", "n2/0"), leaving=("n0/0",), reason="n2 came")
+WORLD = Generation(
+    term="a1", generation=3, change="planned", members=("n1/0", "n2/0"), leaving=("n0/0",), reason="n2 came"
+)
 SAMPLES: list[Message] = [
     Hello(nonce="0" * 32, job="run-7"),
     Announce(node="host-1.example-42-0", local_rank=1, local_size=8, pid=17, world=WORLD),
@@ -101,7 +103,7 @@ def test_lengths_are_bounded() -> None:
 
 def test_the_largest_world_fits() -> None:
     members = tuple(f"{'n' * 115}{place:08d}/{place % 8}" for place in range(MOST_MEMBERS))
-    world = World(term="f" * 32, generation=1, change="planned", members=members)
+    world = Generation(term="f" * 32, generation=1, change="planned", members=members)
     assert len(encode(Changed(world=world))) < LARGEST_MESSAGE
 
 

@@ -16,9 +16,9 @@ import torch.distributed as td
 from ds_dynatrain.elastic import store as store_module
 from ds_dynatrain.elastic.address import Address, listen
 from ds_dynatrain.elastic.store import answered, connected, open_store, serve_store
-from ds_dynatrain.elastic.world import World
+from ds_dynatrain.elastic.world import Generation
 
-WORLD = World(term="1", generation=1, change="planned", members=("a/0",))
+WORLD = Generation(term="1", generation=1, change="planned", members=("a/0",))
 
 
 def test_whoever_accepts_and_never_answers_is_not_waited_for() -> None:

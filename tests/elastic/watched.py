@@ -9,9 +9,9 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from ds_dynatrain.elastic.history import History
+from ds_dynatrain.elastic.history import JobHistory
 from ds_dynatrain.elastic.messages import Report, Switched, Tally
-from ds_dynatrain.elastic.world import World
+from ds_dynatrain.elastic.world import Generation
 
 TERM = "abc"
 BATCH = 12
@@ -37,9 +37,9 @@ def switched(number: int, committed: bool = True, pause_ms: float = 120.0, **giv
 class Told:
     """A history, and what its members say of themselves. Each call of `steps` makes the clock go on."""
 
-    history: History = field(default_factory=History)
+    history: JobHistory = field(default_factory=JobHistory)
     now: float = 100.0
-    world: World | None = None
+    world: Generation | None = None
     step: int = 0
     tallies: dict[str, Tally] = field(default_factory=dict)
 
@@ -49,10 +49,10 @@ class Told:
             self.tallies[member] = Tally()
             self.history.reported(member, Report(ready=True), self.world, self.now)
 
-    def publish(self, *members: str, term: str = TERM, **given: Any) -> World:
+    def publish(self, *members: str, term: str = TERM, **given: Any) -> Generation:
         number = 1 if self.world is None else self.world.generation + 1
         fixed = {"term": term, "generation": number, "change": "planned", "members": members}
-        self.world = World(**{**fixed, **given})
+        self.world = Generation(**{**fixed, **given})
         self.history.published(self.world, TERM, self.now)
         return self.world
 

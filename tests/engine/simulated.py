@@ -1,5 +1,5 @@
 """A job whose members come and go, without processes or tensors: real decisions, on the coordinator's side
-(`elastic.membership`) and on the members' (`ChangeMachine`), around engines that hold nothing but numbers.
+(`elastic.membership`) and on the members' (`BoundaryMachine`), around engines that hold nothing but numbers.
 
 A member's turn is what its main thread does until it would wait. A collective is finished when all who take part have
 begun it; a transaction is decided by the first who can tell.
@@ -17,15 +17,15 @@ from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.elastic.address import Address
 from ds_dynatrain.elastic.environment import WorkerPlace
 from ds_dynatrain.elastic.settings import Settings
-from ds_dynatrain.elastic.world import World
+from ds_dynatrain.elastic.world import Generation
 from ds_dynatrain.engine.elastic import Elastic
 from ds_dynatrain.errors import DynatrainError, SwitchRefused
 from ds_dynatrain.membership import change as do
-from ds_dynatrain.membership.change import ChangeMachine
+from ds_dynatrain.membership.change import BoundaryMachine
 from ds_dynatrain.membership.destinations import (
     WITH_NEWCOMERS,
     Destination,
-    Question,
+    DestinationFacts,
     Registry,
     Rules,
     choose,
@@ -125,14 +125,14 @@ class Job:
         self.driver.start(node)
         self.members[f"{node}/0"] = Member(self, f"{node}/0")
 
-    def board(self, world: World) -> Board:
+    def board(self, world: Generation) -> Board:
         return Board(self.boards[world.prefix])
 
     @property
     def alive(self) -> list[Member]:
         return [member for member in self.members.values() if not member.end]
 
-    def begin(self, world: World) -> None:
+    def begin(self, world: Generation) -> None:
         """All members of a world start the job together: it begins anew, or a state that was lost comes back."""
         have_trained = [one for one in self.ended if one.id in self.driver.trained]
         membership = self.driver.membership
@@ -177,10 +177,10 @@ class Member:
     def __init__(self, job: Job, name: str) -> None:
         self.job, self.id, self.end = job, name, ""
         self.elastic = Elastic(WorkerPlace(name.partition("/")[0], 0, 1, PLACE), DynatrainConfig(timeout_seconds=5.0))
-        self.machine = ChangeMachine(self._destinations)
+        self.machine = BoundaryMachine(self._destinations)
         self.engines: list[Engine] = []
-        self.world: World | None = None
-        self.waits_in: tuple[str, World, do.Proposals] | None = None
+        self.world: Generation | None = None
+        self.waits_in: tuple[str, Generation, do.Proposals] | None = None
         self.is_past = False
         self.starts = 0
         self.turns_to_build = 0
@@ -230,11 +230,11 @@ class Member:
             self.say()
 
     @property
-    def own(self) -> do.Own:
+    def own(self) -> do.OwnFacts:
         is_change = self.world is not None and any(one.prepared not in (None, self.asked) for one in self.engines)
         there = self.job.board(self.world) if is_change and self.world is not None else self.present
         held = tuple(
-            do.Held(
+            do.HeldState(
                 one.number,
                 one.layout,
                 one.members,
@@ -250,7 +250,7 @@ class Member:
             for place, one in enumerate(self.engines)
         )
         elastic, is_leaving = self.elastic, self.elastic.member.is_leaving
-        return do.Own(self.id, elastic.world, elastic.registry, elastic.is_aborted, held, is_leaving)
+        return do.OwnFacts(self.id, elastic.world, elastic.registry, elastic.is_aborted, held, is_leaving)
 
     def _begin(self) -> None:
         """With all that start the job; or by the record of one that runs."""
@@ -284,11 +284,11 @@ class Member:
         if self.turns_to_build <= 0:
             self.engines, self.coming = self.coming, []
 
-    def _starts_with(self, other: str, world: World) -> bool:
+    def _starts_with(self, other: str, world: Generation) -> bool:
         member = self.job.members[other]
         return not member.end and not member.engines and not member.coming and member.elastic.member.newest == world
 
-    def start(self, world: World, step: int) -> None:
+    def start(self, world: Generation, step: int) -> None:
         """Start the job with all members of a world."""
         self.starts = self.job.starts
         registry, layout = Registry().extended(world.members), self.job.first_layout(len(world.members))
@@ -349,12 +349,12 @@ class Member:
         match action:
             case do.Open(world):
                 self.world = world
-            case do.GiveUp():
+            case do.GiveUpPreparation():
                 if self.asked is not None:  # the others wait for it in vain, and roll it back
                     self.present.decide(self.asked.record_key, {"commit": False, "reason": "given up"})
                 for engine in self.engines:
                     self._drop(engine)
-            case do.Leave(must_save):
+            case do.EndProcess(must_save):
                 self._go("saved" if must_save else "left")
             case do.Fail(error):
                 raise error
@@ -443,7 +443,7 @@ class Member:
         first, self.waits_in = self.engines[0], None
         self.present.values[0, f"{_request(first)}/{first.number}"] = 0, False
 
-    def _ask(self, world: World) -> None:
+    def _ask(self, world: Generation) -> None:
         """Ask for a switch with all that train; each refuses while it prepares another one."""
         first, board = self.engines[0], self.job.board(world)
         key, is_over = _request(first), self.elastic.is_aborted
@@ -487,7 +487,7 @@ class Member:
                 if not proposal.moves_nothing:
                     engine.prepared, engine.attempt = proposal, proposal.generation
 
-    def _enter(self, world: World, registry: Registry, proposals: do.Proposals) -> None:
+    def _enter(self, world: Generation, registry: Registry, proposals: do.Proposals) -> None:
         assert self.job.entered.setdefault((self.starts, world.prefix), proposals) == proposals, (
             "all enter by one proposal"
         )
@@ -567,7 +567,7 @@ class Member:
             said = self.restores_from[0].mark.step if self.restores_from else newest
         return int(board.decide(f"step/{proposal.generation}", said))
 
-    def _destinations(self, asked: Question) -> list[Destination] | None:
+    def _destinations(self, asked: DestinationFacts) -> list[Destination] | None:
         least, widest = self.job.least, self.job.widest
 
         def refuse(layout: Layout) -> None:

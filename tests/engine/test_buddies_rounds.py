@@ -13,7 +13,7 @@ import torch
 
 from ds_dynatrain.buddies.placement import buddies_of, wards_of
 from ds_dynatrain.buddies.shipping import Round, Ward
-from ds_dynatrain.buddies.taking import Taken, copy_of, header_of, nbytes_of, rows_of, shapes_of, spread
+from ds_dynatrain.buddies.taking import UndigestedCopy, copy_of, header_of, nbytes_of, rows_of, shapes_of, spread
 from ds_dynatrain.engine.copies import kept as kept_module
 from ds_dynatrain.engine.copies.copy import Copy
 from ds_dynatrain.engine.copies.kept import Kept
@@ -87,7 +87,7 @@ def copy(rank: int, mark: Mark = MARK, elements: int = 5) -> Copy:
 
 
 class FakeTaken:
-    """A `Taken` of a copy that is there already."""
+    """A `UndigestedCopy` of a copy that is there already."""
 
     def __init__(self, of: Copy, fails: bool = False) -> None:
         self._copy, self._fails = of, fails
@@ -112,7 +112,7 @@ def rounds(
         kept, wards = Kept(), wards_of(buddies, rank)
         _, rooms = kept.begin(MARK, len(wards))
         here = [Ward(10 + ward, ward, room) for ward, room in zip(wards, rooms, strict=True)]
-        own = cast(Taken | None, taken.get(rank))
+        own = cast(UndigestedCopy | None, taken.get(rank))
         mark = (marks or {}).get(rank, MARK)
         others = [10 + buddy for buddy in buddies[rank]]
         found.append((Round(mark, own, others, here, End(wire, 10 + rank), kept), kept))

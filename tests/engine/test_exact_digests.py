@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_dynatrain.exact.bits.difference import Comparison, compare
+from ds_dynatrain.exact.bits.difference import BitComparison, compare
 from ds_dynatrain.exact.bits.records import ExactRun, read_exact
 from ds_dynatrain.exact.bits.steps import ExactSteps
 from ds_dynatrain.report import read_events
@@ -51,7 +51,7 @@ def reported(pool: RankPool, file: Path, every: int = 1, steps: int = STEPS, **a
 def identical(one: ExactRun, other: ExactRun, steps: int = STEPS) -> bool:
     """Whether they are, in so many steps."""
     found = compare(one, other)
-    return found == Comparison(tuple(range(1, steps + 1)), tuple(range(1, steps + 1)))
+    return found == BitComparison(tuple(range(1, steps + 1)), tuple(range(1, steps + 1)))
 
 
 @pytest.mark.full
@@ -85,7 +85,7 @@ def test_less_often(pool: RankPool, tmp_path: Path) -> None:
     block = {"exact": {"digest_every_steps": 2}, "report": {"jsonl": str(file)}}
     pool.run(exactly.run, start=(3, 3), steps=2, save=str(folder), dynatrain=block)
     pool.run(exactly.run, start=(2, 1), steps=STEPS, load=str(folder), dynatrain=block)
-    assert compare(whole, read_exact(file)) == Comparison((1, 2, 3, 4), (2, 4))
+    assert compare(whole, read_exact(file)) == BitComparison((1, 2, 3, 4), (2, 4))
 
 
 @NOT_ON_DEVICE
@@ -116,7 +116,7 @@ def test_pipelines_have_the_same_digests(pool: RankPool, tmp_path: Path, start: 
         assert {
             (at - 1, leaf): loss for at, step in runs[-1].steps.items() for leaf, loss in enumerate(step.losses)
         } == {key: loss for key, loss in seen.items() if key[1] >= 0}
-    assert compare(*runs) == Comparison((1, 2, 3, 4), (2, 4))
+    assert compare(*runs) == BitComparison((1, 2, 3, 4), (2, 4))
 
 
 # ---- a bit that flips --------------------------------------------------------------------------------------------

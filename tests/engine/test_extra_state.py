@@ -10,7 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 from ds_dynatrain.reshard import carry
-from ds_dynatrain.reshard.carry import ExtraState, Taken
+from ds_dynatrain.reshard.carry import ExtraState, LoadReason
 from tests.engine import jobs, test_from_copies
 from tests.engine.axis_walks import Subject, one_step
 from tests.engine.pool import RankPool
@@ -31,7 +31,11 @@ def two_more_rows() -> Iterator[None]:
     HELD.update(steps=0, seen=[])
     rows = [
         ExtraState(
-            (name,), is_shared, Taken.START, lambda engine, name=name: state(name), lambda _, held: HELD.update(held)
+            (name,),
+            is_shared,
+            LoadReason.START,
+            lambda engine, name=name: state(name),
+            lambda _, held: HELD.update(held),
         )
         for name, is_shared in (("steps", True), ("seen", False))
     ]

@@ -21,7 +21,7 @@ from ds_dynatrain.errors import (
     SwitchRefused,
 )
 from ds_dynatrain.membership.control import Control
-from ds_dynatrain.membership.session import Decision, Request, Session, ask_for_different_things
+from ds_dynatrain.membership.session import MemberRequest, Session, VoteResult, ask_for_different_things
 
 MEMBERS = (2, 5, 7)
 
@@ -54,27 +54,27 @@ def alike(found: list[Any], kind: type[BaseException], *words: str) -> None:
         assert word in str(found[0])
 
 
-def ask(session: Session, request: Request) -> Any:
+def ask(session: Session, request: MemberRequest) -> Any:
     return session.agree(request, {"by": "all"}, SwitchRefused, ask_for_different_things)
 
 
 def test_equal_requests_are_agreed_to() -> None:
-    assert together(lambda session: ask(session, Request({"step": 3}))) == [{"by": "all"}] * 3
+    assert together(lambda session: ask(session, MemberRequest({"step": 3}))) == [{"by": "all"}] * 3
 
 
 def test_another_request_is_refused_on_all() -> None:
-    found = together(lambda session: ask(session, Request({"step": 3 + (mine(session) == 7)})))
+    found = together(lambda session: ask(session, MemberRequest({"step": 3 + (mine(session) == 7)})))
     alike(found, SwitchRefused, "members 2 and 7", "{'step': 4}")
 
 
 def test_a_refusal_is_that_of_all() -> None:
     refusals = {5: ("no memory", "buy some")}
-    found = together(lambda session: ask(session, Request({"step": 3}, refusals.get(mine(session)))))
+    found = together(lambda session: ask(session, MemberRequest({"step": 3}, refusals.get(mine(session)))))
     alike(found, SwitchRefused, "member 5: no memory; buy some")
 
 
 def test_who_does_not_ask_is_named() -> None:
-    alike(together(lambda session: ask(session, Request({})), (2, 7), 0.3), SwitchRefused, "member 5", "doing it")
+    alike(together(lambda session: ask(session, MemberRequest({})), (2, 7), 0.3), SwitchRefused, "member 5", "doing it")
 
 
 def test_the_first_one_computes() -> None:
@@ -167,7 +167,7 @@ def test_who_gives_up_after_the_answer_goes_by_it() -> None:
 
 def test_a_vote_of_all_is_a_commit() -> None:
     found = together(lambda session: session.vote(lambda: hear(session)))
-    assert found == [Decision(True)] * 3
+    assert found == [VoteResult(True)] * 3
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_a_vote_of_all_is_a_commit() -> None:
 def test_one_failure_is_that_of_all_and_nobody_waits(error: Exception, kind: type[CheckpointError]) -> None:
     """One never comes to the step that the others wait in: they leave with its reason, long before the time-out."""
 
-    def work(session: Session) -> Decision:
+    def work(session: Session) -> VoteResult:
         def part() -> None:
             if mine(session) == 5:
                 raise error
@@ -191,7 +191,7 @@ def test_one_failure_is_that_of_all_and_nobody_waits(error: Exception, kind: typ
 
 
 def test_an_interrupt_is_raised_once_all_is_decided() -> None:
-    def work(session: Session) -> Decision:
+    def work(session: Session) -> VoteResult:
         def part() -> None:
             if mine(session) == 5:
                 raise SystemExit(3)
@@ -218,7 +218,7 @@ def test_an_unread_decision_is_nobodys_to_guess(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Control, "decide", fails)
     boards = []
 
-    def work(session: Session) -> Decision:
+    def work(session: Session) -> VoteResult:
         boards.append(session.board)
         return session.vote(lambda: None)
 

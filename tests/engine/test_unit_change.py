@@ -8,24 +8,24 @@ from unittest.mock import ANY
 
 import pytest
 
-from ds_dynatrain.elastic.world import World
+from ds_dynatrain.elastic.world import Generation
 from ds_dynatrain.errors import ConfigError, ElasticError
 from ds_dynatrain.membership.change import (
     IN_THE_PAUSE,
     Action,
-    ChangeMachine,
+    BoundaryMachine,
     Connect,
+    EndProcess,
     Enter,
     Fail,
     Follow,
-    GiveUp,
-    Held,
+    GiveUpPreparation,
+    HeldState,
     Hold,
     Know,
-    Leave,
     LetGo,
     Open,
-    Own,
+    OwnFacts,
     PassBy,
     Post,
     PostJob,
@@ -36,7 +36,7 @@ from ds_dynatrain.membership.change import (
     Transact,
     Void,
 )
-from ds_dynatrain.membership.destinations import Destination, Question, Registry
+from ds_dynatrain.membership.destinations import Destination, DestinationFacts, Registry
 from ds_dynatrain.membership.proposal import Proposal
 from ds_dynatrain.membership.survival import Survivor
 from ds_dynatrain.membership.whole import Had, Mark, WholeCopies
@@ -46,32 +46,36 @@ from tests.engine.simulated import Board
 
 MEMBERS = ("a/0", "b/0", "c/0")
 PRESENT = Layout(data=2, zero_stage=0)
-NOW = World(term="1", generation=5, change="planned", members=MEMBERS[:2])
+NOW = Generation(term="1", generation=5, change="planned", members=MEMBERS[:2])
 ASKED = Proposal(8, PRESENT, (0, 1), PRESENT.replace(data=3), (0, 1, 2), None)
 """A switch that the script has asked for."""
 
 
-def stay(asked: Question) -> list[Destination]:
+def stay(asked: DestinationFacts) -> list[Destination]:
     """All engines stay where they are."""
     return list(asked.present)
 
 
-def own(member: str = "a/0", *, is_idle: bool = False, is_aborted: bool = False, engines: int = 1, **held: Any) -> Own:
+def own(
+    member: str = "a/0", *, is_idle: bool = False, is_aborted: bool = False, engines: int = 1, **held: Any
+) -> OwnFacts:
     """A member of a job in which a/0 and b/0 train."""
     number = MEMBERS.index(member)
-    one = Held(number, PRESENT, (0, 1), None if is_idle else number, attempt=7, generation=7, step=20, board=Board({}))
-    return Own(member, NOW, Registry().extended(NOW.members), is_aborted, (replace(one, **held),) * engines)
+    one = HeldState(
+        number, PRESENT, (0, 1), None if is_idle else number, attempt=7, generation=7, step=20, board=Board({})
+    )
+    return OwnFacts(member, NOW, Registry().extended(NOW.members), is_aborted, (replace(one, **held),) * engines)
 
 
-def world(*members: str, **given: Any) -> World:
-    return World(**{"term": "1", "generation": 6, "change": "planned", "members": members, **given})
+def world(*members: str, **given: Any) -> Generation:
+    return Generation(**{"term": "1", "generation": 6, "change": "planned", "members": members, **given})
 
 
-def failure(*members: str, survivors: int, leaving: tuple[str, ...] = ()) -> World:
+def failure(*members: str, survivors: int, leaving: tuple[str, ...] = ()) -> Generation:
     return world(*members, change="failure", survivors=survivors, leaving=leaving, reason="b/0 lost")
 
 
-def steps(machine: ChangeMachine, known: Own, newest: World, board: Board) -> list[Action]:
+def steps(machine: BoundaryMachine, known: OwnFacts, newest: Generation, board: Board) -> list[Action]:
     """All that follows until the member has to wait; what is posted stands on the board."""
     found: list[Action] = []
     while actions := machine.advance(known, newest, board.of_all(len(known.engines))):
@@ -86,7 +90,7 @@ def steps(machine: ChangeMachine, known: Own, newest: World, board: Board) -> li
     return found
 
 
-def agree(newest: World, board: Board, *machines: tuple[ChangeMachine, Own]) -> None:
+def agree(newest: Generation, board: Board, *machines: tuple[BoundaryMachine, OwnFacts]) -> None:
     """Until all let go of what they hold."""
     waiting = [*machines]
     while waiting:
@@ -106,14 +110,14 @@ class TestLeftAlone:
     @pytest.mark.parametrize("is_aborted", [False, True])
     def test_without_a_checkpoint_it_is_told_so(self, is_aborted: bool) -> None:
         newest, known = failure("c/0", survivors=0), own("c/0", is_idle=True, is_aborted=is_aborted)
-        found = steps(ChangeMachine(stay), known, newest, Board({}))
+        found = steps(BoundaryMachine(stay), known, newest, Board({}))
         assert isinstance(found[-1], Fail) and isinstance(found[-1].error, ElasticError)
         assert str(found[-1].error).startswith("generation 6: b/0 lost; ")
         assert "no checkpoint is there to go on from" in str(found[-1].error)
 
     def test_the_first_that_has_an_engine_leads_the_others_to_the_checkpoint(self) -> None:
         """b/0 was in the generation before, and comes to its engine only now."""
-        newest, board, machine = failure("b/0", "c/0", survivors=0), Board({}), ChangeMachine(stay)
+        newest, board, machine = failure("b/0", "c/0", survivors=0), Board({}), BoundaryMachine(stay)
         known = replace(own("c/0", is_idle=True, can_restore=True), world=None, registry=Registry())
         assert not any(isinstance(action, LetGo) for action in steps(machine, known, newest, board))
         board.values[0, "survivor/b/0"] = {"holds": [], "released": []}
@@ -127,12 +131,12 @@ class TestLeftAlone:
         said = {"holds": [], "released": []}
         board = Board({(0, "survivor/b/0"): said, (0, "survivor/c/0"): {**said, "holds": [HOLDS_NOTHING]}})
         known = replace(own("b/0", is_idle=True, can_restore=True), world=None, registry=Registry())
-        found = steps(ChangeMachine(stay), known, failure("b/0", "c/0", survivors=0), board)
+        found = steps(BoundaryMachine(stay), known, failure("b/0", "c/0", survivors=0), board)
         assert board.values[0, "survivor/b/0"] is said and not any(isinstance(one, PostJob) for one in found)
 
     def test_it_gets_the_state_of_one_that_leaves(self) -> None:
-        newest, board, machine = failure("c/0", survivors=0, leaving=("a/0",)), Board({}), ChangeMachine(stay)
-        leaver, known = ChangeMachine(stay), own("c/0", is_idle=True, can_restore=True)
+        newest, board, machine = failure("c/0", survivors=0, leaving=("a/0",)), Board({}), BoundaryMachine(stay)
+        leaver, known = BoundaryMachine(stay), own("c/0", is_idle=True, can_restore=True)
         steps(machine, known, newest, board)
         alone = own("a/0", is_aborted=True, layout=PRESENT.replace(data=1), members=(0,))
         assert [type(action) for action in steps(leaver, alone, newest, board)][2:] == [Post, Hold, Know, PostJob]
@@ -141,7 +145,7 @@ class TestLeftAlone:
     def test_what_leaves_with_nobody_to_take_it_has_died(self) -> None:
         """Half of what two members held, who both were told to go."""
         sharded = own("a/0", is_aborted=True, layout=PRESENT.replace(zero_stage=1), can_restore=True)
-        found = steps(ChangeMachine(stay), sharded, failure(survivors=0, leaving=("a/0",)), Board({}))
+        found = steps(BoundaryMachine(stay), sharded, failure(survivors=0, leaving=("a/0",)), Board({}))
         assert isinstance(found[-1], Fail) and "nobody stays who could restore" in str(found[-1].error)
 
 
@@ -151,17 +155,17 @@ class TestLeftOut:
     @pytest.mark.parametrize("survivors", [1, 2])
     def test_a_newcomer_waits_for_those_who_hold_something(self, survivors: int) -> None:
         newest = failure(*MEMBERS[:survivors], "c/0", survivors=survivors)
-        found = steps(ChangeMachine(stay), own("c/0", is_idle=True), newest, BLANK)
-        assert found == [GiveUp("b/0 lost"), Open(newest), LetGo()]
+        found = steps(BoundaryMachine(stay), own("c/0", is_idle=True), newest, BLANK)
+        assert found == [GiveUpPreparation("b/0 lost"), Open(newest), LetGo()]
 
     def test_who_is_in_no_place_of_the_others_goes(self) -> None:
-        found = steps(ChangeMachine(stay), own("a/0", is_aborted=True), failure("c/0", survivors=0), Board({}))
-        assert found[found.index(LetGo()) + 1] == Leave()
+        found = steps(BoundaryMachine(stay), own("a/0", is_aborted=True), failure("c/0", survivors=0), Board({}))
+        assert found[found.index(LetGo()) + 1] == EndProcess()
 
     def test_what_nobody_knows_of_is_given_up(self) -> None:
         newest = failure("a/0", "c/0", survivors=1)
-        assert LetGo() in steps(ChangeMachine(stay), own("c/0", rank=1, is_aborted=True), newest, BLANK)
-        assert LetGo() not in steps(ChangeMachine(stay), own("c/0", rank=1), newest, Board({}))
+        assert LetGo() in steps(BoundaryMachine(stay), own("c/0", rank=1, is_aborted=True), newest, BLANK)
+        assert LetGo() not in steps(BoundaryMachine(stay), own("c/0", rank=1), newest, Board({}))
 
 
 BLANK = Board({})
@@ -174,24 +178,24 @@ class TestCopies:
     mark = Mark(7, "7.0", 0, 18, layout)
     newest = failure("a/0", "b/0", "d/0", survivors=2)
 
-    def survivor(self, member: str, *ranks: int, **held: Any) -> Own:
+    def survivor(self, member: str, *ranks: int, **held: Any) -> OwnFacts:
         """Who trained, with the copies of some ranks."""
         copies = tuple(Had(self.mark, rank, rank == MEMBERS.index(member)) for rank in ranks)
         known = {"is_aborted": True, "layout": self.layout, "members": (0, 1, 2), "copies": lambda: copies}
         return own(member, **{**known, **held})
 
-    def job(self, newest: World) -> dict[str, Any]:
+    def job(self, newest: Generation) -> dict[str, Any]:
         """What the leader says for those who build engines."""
         registry = Registry().extended(MEMBERS[:2]).extended(newest.members)
         return {"engines": 1, "registry": to_record(registry)}
 
-    def idle(self, known: Own) -> Own:
+    def idle(self, known: OwnFacts) -> OwnFacts:
         return replace(known, engines=tuple(replace(engine, rank=None) for engine in known.engines))
 
     def test_all_go_back_to_them_with_the_newcomer_in_the_place(self) -> None:
         board, newest, whole = Board({}), self.newest, WholeCopies(self.mark, (0, 1, 1))
         target: list[Destination] = [(self.layout, (0, 1, 2))]
-        leader, other, newcomer = (ChangeMachine(lambda asked: target) for _ in range(3))
+        leader, other, newcomer = (BoundaryMachine(lambda asked: target) for _ in range(3))
         first, second = self.survivor("a/0", 0, 1), self.survivor("b/0", 1, 2)
         alone = replace(own("c/0", is_idle=True), member="d/0", world=None, registry=Registry())
         agree(newest, board, (leader, first), (other, second))
@@ -204,7 +208,7 @@ class TestCopies:
     def test_who_has_no_place_gives_what_it_has_and_waits(self) -> None:
         board, newest = Board({}), failure("a/0", "b/0", survivors=2)
         smaller: list[Destination] = [(self.layout.replace(data=1), (0,))]
-        leader, other = (ChangeMachine(lambda asked: smaller) for _ in range(2))
+        leader, other = (BoundaryMachine(lambda asked: smaller) for _ in range(2))
         first, second = self.survivor("a/0", 0), self.survivor("b/0", 1, 2)
         agree(newest, board, (leader, first), (other, second))
         board.values[0, "job"] = self.job(newest)
@@ -220,7 +224,7 @@ class TestCopies:
         read: list[tuple[str, int]] = []
         later = replace(self.mark, step=19)
 
-        def known(member: str, *ranks: int) -> Own:
+        def known(member: str, *ranks: int) -> OwnFacts:
             def damaged(whole: WholeCopies) -> tuple[int, ...]:
                 read.append((member, whole.mark.step))
                 return (2,) if member == "b/0" and whole.mark == later else ()
@@ -231,7 +235,7 @@ class TestCopies:
             return self.survivor(member, copies=lambda: copies, damaged=damaged)
 
         board, target = Board({}), [(self.layout.replace(data=2), (0, 1))]
-        both = [(ChangeMachine(lambda asked: target), known("a/0", 0)), (ChangeMachine(stay), known("b/0", 1, 2))]
+        both = [(BoundaryMachine(lambda asked: target), known("a/0", 0)), (BoundaryMachine(stay), known("b/0", 1, 2))]
         agree(failure("a/0", "b/0", survivors=2), board, *both)
         assert sorted(read) == [("a/0", 18), ("a/0", 19), ("b/0", 18), ("b/0", 19)]
         found = steps(both[0][0], self.idle(both[0][1]), failure("a/0", "b/0", survivors=2), board)
@@ -241,7 +245,7 @@ class TestCopies:
         """Copies from before that are whole, and nobody goes on from them."""
         board, newest = Board({}), failure("a/0", "b/0", survivors=2)
         known = self.survivor("a/0", 0), self.survivor("b/0", 1, 2, since=lambda: (7, 1))
-        machines = ChangeMachine(stay), ChangeMachine(stay)
+        machines = BoundaryMachine(stay), BoundaryMachine(stay)
         steps(machines[0], known[0], newest, board)
         for machine, one in zip(reversed(machines), reversed(known), strict=True):
             found = steps(machine, one, newest, board)
@@ -251,14 +255,14 @@ class TestCopies:
     def test_who_goes_at_once_is_not_counted_on(self) -> None:
         """An idle member that was told to leave has a copy, and is gone before anybody could have it."""
         board, newest = Board({}), failure("a/0", survivors=1, leaving=("b/0",))
-        found = steps(ChangeMachine(stay), self.idle(self.survivor("b/0", 1, 2)), newest, board)
-        assert isinstance(found[-1], Leave)
+        found = steps(BoundaryMachine(stay), self.idle(self.survivor("b/0", 1, 2)), newest, board)
+        assert isinstance(found[-1], EndProcess)
         assert [one["copies"] for one in board.values[0, "survivor/b/0"]["holds"]] == [[]]
 
     @pytest.mark.parametrize("can_restore", [False, True])
     def test_a_joint_loss_is_named(self, can_restore: bool) -> None:
         board, newest = Board({}), failure("a/0", survivors=1)
-        machine, known = ChangeMachine(stay), self.survivor("a/0", 0, 1, can_restore=can_restore)
+        machine, known = BoundaryMachine(stay), self.survivor("a/0", 0, 1, can_restore=can_restore)
         known = replace(known, registry=Registry().extended(MEMBERS))
         found = steps(machine, known, newest, board)
         lost = "of rank 2 (c/0) at step 18 nobody has a sound copy any more"
@@ -272,10 +276,10 @@ class TestLeading:
     def test_a_switch_that_was_asked_for_comes_first(self) -> None:
         """Nothing is proposed meanwhile: members find a proposal at different times, and may be in that switch."""
         of_two = replace(ASKED, layout=PRESENT.replace(zero_stage=1), members=(0, 1))
-        machine, board, newest = ChangeMachine(stay), Board({}), world("a/0", "b/0", "c/0")
+        machine, board, newest = BoundaryMachine(stay), Board({}), world("a/0", "b/0", "c/0")
         assert not steps(machine, own(pending=of_two), newest, board)
         known = [type(action) for action in steps(machine, own(), newest, board)]
-        assert known == [GiveUp, Open, Know, PostJob]
+        assert known == [GiveUpPreparation, Open, Know, PostJob]
         board.values[0, "built/2"] = True
         assert not steps(machine, own(pending=of_two), newest, board)
         found = steps(machine, own(), newest, board)
@@ -284,7 +288,7 @@ class TestLeading:
     def test_where_nothing_moves_all_step_over_at_the_step_that_rank_0_names(self) -> None:
         board, newest = Board({}), world("a/0", "b/0", "c/0")
         board.values[0, "built/2"] = True
-        leader, other = ChangeMachine(stay), ChangeMachine(stay)
+        leader, other = BoundaryMachine(stay), BoundaryMachine(stay)
         steps(leader, own(), newest, board)
         steps(other, own("b/0"), newest, board)
         board.values[0, "prepared/8/all"] = ""
@@ -298,7 +302,7 @@ class TestLeading:
     def test_all_that_were_told_to_go_meet_where_they_stand(self, is_there: bool) -> None:
         """Unless one of them has passed that boundary already: who has waited for it trains on, and so do all."""
         board, newest = Board({}), world(leaving=("a/0", "b/0"))
-        leader, other = ChangeMachine(stay), ChangeMachine(stay)
+        leader, other = BoundaryMachine(stay), BoundaryMachine(stay)
         first, second = replace(own(), has_waited=False), replace(own("b/0"), has_waited=False)
         assert not any(isinstance(one, Post) and one.is_decision for one in steps(leader, first, newest, board))
         if is_there:
@@ -315,7 +319,7 @@ class TestLeading:
 
     def test_a_board_that_was_cut_off_does_not_change_what_was_proposed(self) -> None:
         """The leader connects again, and finds its own proposal there."""
-        machine, board, newest = ChangeMachine(stay), Board({}), world("a/0", "b/0")
+        machine, board, newest = BoundaryMachine(stay), Board({}), world("a/0", "b/0")
         steps(machine, own(), newest, board)
         said = board.values[0, "change/1"]
         machine.board_is_lost("cut")
@@ -327,7 +331,7 @@ class TestLeading:
 class TestSwitch:
     """A switch within the generation, in a launch of fixed size: no generation is published."""
 
-    def due(self, machine: ChangeMachine, known: Own, board: Board, **held: Any) -> list[Action]:
+    def due(self, machine: BoundaryMachine, known: OwnFacts, board: Board, **held: Any) -> list[Action]:
         """All that a member does at a boundary; what it decides stands on the board."""
         engine, found = replace(known.engines[0], board=board, **held), list[Action]()
         known = replace(known, world=None, engines=(engine,))
@@ -338,7 +342,7 @@ class TestSwitch:
         return found
 
     def test_all_meet_at_the_step_that_rank_0_names(self) -> None:
-        board, first, other = Board({}), ChangeMachine(stay), ChangeMachine(stay)
+        board, first, other = Board({}), BoundaryMachine(stay), BoundaryMachine(stay)
         assert not self.due(other, own("b/0"), board, pending=replace(ASKED, at=21))
         assert self.due(other, own("b/0"), board, pending=replace(ASKED, at=20)) == [Transact(0)]
         assert not self.due(first, own(), board, pending=ASKED)
@@ -352,9 +356,9 @@ class TestSwitch:
 
     def test_communicators_are_made_at_the_step_before_that_rank_0_names(self) -> None:
         """All prepared, its next one where that is before the switch, and where it lacks a communicator."""
-        board, first, other, asked = Board({}), ChangeMachine(stay), ChangeMachine(stay), replace(ASKED, at=24)
+        board, first, other, asked = Board({}), BoundaryMachine(stay), BoundaryMachine(stay), replace(ASKED, at=24)
 
-        def due(machine: ChangeMachine, known: Own, step: int, is_needed: bool = True) -> list[Action]:
+        def due(machine: BoundaryMachine, known: OwnFacts, step: int, is_needed: bool = True) -> list[Action]:
             return self.due(machine, known, board, pending=asked, step=step, lacks=lambda: is_needed)
 
         assert not due(first, own(), 20)
@@ -373,7 +377,7 @@ class TestSwitch:
         )
 
     def test_an_idle_member_follows(self) -> None:
-        board, machine, idle = Board({}), ChangeMachine(stay), own("c/0", is_idle=True)
+        board, machine, idle = Board({}), BoundaryMachine(stay), own("c/0", is_idle=True)
         assert not self.due(machine, idle, board)
         board.values[0, "proposal/8"] = to_record(ASKED)
         assert self.due(machine, idle, board) == [Follow(0, ASKED)]
@@ -386,7 +390,7 @@ class TestSwitch:
 
     @pytest.mark.parametrize("is_committed", [True, False])
     def test_an_idle_member_learns_how_a_switch_without_it_ended(self, is_committed: bool) -> None:
-        board, machine, idle = Board({}), ChangeMachine(stay), own("c/0", is_idle=True)
+        board, machine, idle = Board({}), BoundaryMachine(stay), own("c/0", is_idle=True)
         asked = replace(ASKED, layout=PRESENT, members=(1, 0))
         board.values[0, "proposal/8"] = to_record(asked)
         assert not self.due(machine, idle, board)
@@ -397,8 +401,8 @@ class TestSwitch:
 
     def test_nothing_is_done_in_the_window_of_a_late_switch(self) -> None:
         asked = replace(ASKED, at=20, late=True)
-        assert self.due(ChangeMachine(stay), own(), Board({}), pending=asked) == [Transact(0)]
-        assert not self.due(ChangeMachine(stay), own(), Board({}), pending=asked, is_in_window=True)
+        assert self.due(BoundaryMachine(stay), own(), Board({}), pending=asked) == [Transact(0)]
+        assert not self.due(BoundaryMachine(stay), own(), Board({}), pending=asked, is_in_window=True)
 
     @pytest.mark.parametrize("late", [True, False])
     def test_below_min_no_switch_is_late(self, late: bool) -> None:
@@ -406,35 +410,35 @@ class TestSwitch:
         known = own(pending=replace(ASKED, late=late), board=Board({(0, "prepared/8/all"): ""}))
         paused = replace(known, world=NOW.model_copy(update={"paused": True}))
         named = Post("meet/8", 20, is_decision=True, is_present=True)
-        assert ChangeMachine(stay).advance(paused, None, ()) == ([] if late else [named])
+        assert BoundaryMachine(stay).advance(paused, None, ()) == ([] if late else [named])
 
     def test_each_engine_switches_at_its_own_boundary(self) -> None:
         """Members come and go at those of the first one alone."""
         first, second = own(), own(pending=replace(ASKED, at=20))
         both = replace(first, engines=(*first.engines, *second.engines))
-        assert not ChangeMachine(stay).advance(both, None, ())
-        assert ChangeMachine(stay).advance(replace(both, at=1), world(*MEMBERS), ()) == [Transact(1)]
+        assert not BoundaryMachine(stay).advance(both, None, ())
+        assert BoundaryMachine(stay).advance(replace(both, at=1), world(*MEMBERS), ()) == [Transact(1)]
 
     def test_a_switch_is_given_up_with_the_idle_member_that_it_needs(self) -> None:
         """Told to leave, it may go before it has read of it; the planned change would wait for the switch for ever."""
         known = replace(own(pending=ASKED), registry=Registry().extended(MEMBERS))
         said = Post("record/8", {"commit": False, "reason": "c/0 leaves"}, is_decision=True, is_present=True)
         newest = world("a/0", "b/0", reason="c/0 leaves")
-        assert ChangeMachine(stay).advance(known, newest, ()) == [said, GiveUp("c/0 leaves")]
-        assert not ChangeMachine(stay).advance(known, world(*MEMBERS), ()), "it comes first"
+        assert BoundaryMachine(stay).advance(known, newest, ()) == [said, GiveUpPreparation("c/0 leaves")]
+        assert not BoundaryMachine(stay).advance(known, world(*MEMBERS), ()), "it comes first"
         narrower = replace(ASKED, layout=PRESENT.replace(data=1), members=(0,))
         asked = replace(known, engines=(replace(known.engines[0], pending=narrower),))
-        assert not ChangeMachine(stay).advance(asked, newest, ()), "it needs no other member"
+        assert not BoundaryMachine(stay).advance(asked, newest, ()), "it needs no other member"
 
     def test_a_change_that_was_proposed_comes_first(self) -> None:
-        machine, board, newest = ChangeMachine(wider), Board({}), world(*MEMBERS)
+        machine, board, newest = BoundaryMachine(wider), Board({}), world(*MEMBERS)
         board.values[0, "built/2"] = True
         found = steps(machine, own(), newest, board)
         assert isinstance(found[-1], Prepare)
         assert not machine.advance(own(pending=replace(ASKED, at=20)), newest, [board])
 
 
-def wider(asked: Question) -> list[Destination]:
+def wider(asked: DestinationFacts) -> list[Destination]:
     """With all three."""
     return [(PRESENT.replace(data=3), (0, 1, 2))]
 
@@ -444,9 +448,9 @@ class TestWindow:
 
     newest = world(*MEMBERS, survivors=2)
 
-    def entered(self, known: Own, board: Board) -> tuple[ChangeMachine, list[Action]]:
+    def entered(self, known: OwnFacts, board: Board) -> tuple[BoundaryMachine, list[Action]]:
         """A leader, and what it does at the meeting."""
-        machine = ChangeMachine(wider)
+        machine = BoundaryMachine(wider)
         board.values[0, "built/2"] = True
         found = steps(machine, known, self.newest, board)
         board.values[0, "prepared/8/all"] = ""
@@ -478,7 +482,7 @@ class TestWindow:
         """After a failure, or below MIN."""
         known = own(goes_late=lambda layout: True)
         before = replace(known, world=NOW.model_copy(update={"paused": is_paused}), is_aborted=not is_paused)
-        machine = ChangeMachine(wider)
+        machine = BoundaryMachine(wider)
         newest = world(*MEMBERS, survivors=2, change="planned" if is_paused else "failure")
         board = Board({(0, "built/2"): True, (0, "survivor/b/0"): {"holds": [], "released": []}})
         held = replace(before, engines=(replace(before.engines[0], layout=PRESENT.replace(data=1), members=(0,)),))
@@ -487,7 +491,7 @@ class TestWindow:
 
 
 def test_who_is_waited_for_is_named() -> None:
-    machine, board, newest = ChangeMachine(stay), Board({}), failure("a/0", "b/0", "c/0", survivors=2)
+    machine, board, newest = BoundaryMachine(stay), Board({}), failure("a/0", "b/0", "c/0", survivors=2)
     assert machine.waits_for([]) == "the coordinator to publish a generation"
     steps(machine, own(is_aborted=True), newest, board)
     assert machine.waits_for([]) == "the board of generation 6"
@@ -499,33 +503,33 @@ def test_who_is_waited_for_is_named() -> None:
 
 def test_a_process_with_other_engines_than_the_job_has_cannot_join() -> None:
     board = Board({(0, "job"): {"engines": 2, "registry": to_record(Registry().extended(MEMBERS))}})
-    found = steps(ChangeMachine(stay), own("c/0", is_idle=True), world(*MEMBERS, survivors=2), board)
+    found = steps(BoundaryMachine(stay), own("c/0", is_idle=True), world(*MEMBERS, survivors=2), board)
     assert isinstance(found[-1], Fail) and isinstance(found[-1].error, ConfigError)
     assert "it has made 1 engines, and the job's processes 2" in str(found[-1].error)
 
 
 def test_a_process_whose_job_is_over_cannot_begin_anew() -> None:
     """It came late, and all who held the state have left meanwhile: nobody says what the job is doing."""
-    found = steps(ChangeMachine(stay), own("c/0", is_idle=True), world(*MEMBERS), Board({}))
+    found = steps(BoundaryMachine(stay), own("c/0", is_idle=True), world(*MEMBERS), Board({}))
     assert isinstance(found[-1], Fail) and "is over; start it again" in str(found[-1].error)
 
 
 def test_who_is_passed_over_waits_and_leaves_when_it_is_told_to() -> None:
-    machine, me = ChangeMachine(stay), own("c/0", is_idle=True)
+    machine, me = BoundaryMachine(stay), own("c/0", is_idle=True)
     without = world("a/0", "b/0", change="failure", survivors=2)
-    assert not any(isinstance(action, Leave) for action in machine.advance(me, without, []))
+    assert not any(isinstance(action, EndProcess) for action in machine.advance(me, without, []))
     assert machine.advance(me, without, []) == []
-    assert machine.advance(replace(me, is_leaving=True), without, []) == [Leave()]
+    assert machine.advance(replace(me, is_leaving=True), without, []) == [EndProcess()]
 
 
 def test_who_holds_what_nobody_asks_for_goes() -> None:
     """It is of a job that was begun by mistake, or missed that the others had let it go."""
-    found = ChangeMachine(stay).advance(own("b/0"), world("a/0", survivors=1), [])
-    assert found[-2:] == [LetGo(), Leave()]
+    found = BoundaryMachine(stay).advance(own("b/0"), world("a/0", survivors=1), [])
+    assert found[-2:] == [LetGo(), EndProcess()]
 
 
 def test_a_leaver_whose_state_nobody_took_goes() -> None:
     """The others have formed a world from a checkpoint, and then a planned one: they wait for nobody outside of it."""
     newest = world("a/0", leaving=("b/0",), survivors=1)
-    found = ChangeMachine(stay).advance(own("b/0", is_aborted=True), newest, [])
-    assert found[-2:] == [LetGo(), Leave()]
+    found = BoundaryMachine(stay).advance(own("b/0", is_aborted=True), newest, [])
+    assert found[-2:] == [LetGo(), EndProcess()]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ds_dynatrain.elastic.world import World
+from ds_dynatrain.elastic.world import Generation
 from ds_dynatrain.errors import SwitchRefused
 from ds_dynatrain.membership.destinations import (
     WITH_NEWCOMERS,
     Destination,
-    Question,
+    DestinationFacts,
     Registry,
     Rule,
     Rules,
@@ -37,11 +37,11 @@ def targets(
     beside: Destination | None = None,
 ) -> list[Destination] | None:
     """Of a job in which the first `data` of `IDS` train, and `members` are those of the next generation."""
-    world = World(term="1", generation=5, change="planned", members=members)
+    world = Generation(term="1", generation=5, change="planned", members=members)
     present = [(Layout(data=data, zero_stage=1), tuple(range(data)))] + ([] if beside is None else [beside])
     engines = [rules(present[0][0], rule or rule_of("data"), check)]
     engines += [rules(layout, rule_of("data"), check) for layout, _ in present[1:]]
-    asked = Question(world, Registry().extended(IDS), tuple(present), tries, restores)
+    asked = DestinationFacts(world, Registry().extended(IDS), tuple(present), tries, restores)
     return destinations(asked, engines, lambda what: None)
 
 
@@ -101,9 +101,9 @@ def test_restoring_takes_the_first_members_of_the_world() -> None:
 def test_restoring_from_copies_leaves_members_in_their_places() -> None:
     """As with a change in which all live: who has a rank's copy keeps the rank."""
     layout = Layout(data=3, zero_stage=1)
-    world = World(term="1", generation=5, change="failure", members=("a/0", "c/0", "d/0"), survivors=2)
+    world = Generation(term="1", generation=5, change="failure", members=("a/0", "c/0", "d/0"), survivors=2)
     of_vacant = Rules(lambda members: choose(rule_of("data"), members, layout, nothing_refused), lambda *_: (0, 3, 2))
-    asked = Question(world, Registry().extended(IDS), ((layout, (0, 1, 2)),), restores=True, has_copies=True)
+    asked = DestinationFacts(world, Registry().extended(IDS), ((layout, (0, 1, 2)),), restores=True, has_copies=True)
     assert destinations(asked, [of_vacant], lambda what: None) == [(layout, (0, 3, 2))]
 
 

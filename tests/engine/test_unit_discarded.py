@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from ds_dynatrain.engine.discarded import Window
+from ds_dynatrain.engine.discarded import DiscardableBatch
 
 
 class Loader:
@@ -24,7 +24,7 @@ class Loader:
 def test_a_discarded_batch_after_a_restoration_is_dealt_again_from_there() -> None:
     """Torn between two batches, taken back, asked once more before the first engine's next batch."""
     loader = Loader()
-    window = Window(SimpleNamespace(train_loaders={"train": loader}, is_discarded=False))  # type: ignore[arg-type]
+    window = DiscardableBatch(SimpleNamespace(train_loaders={"train": loader}, is_discarded=False))  # type: ignore[arg-type]
     loader.at = 16
     window.discard(has_dealt=False)
     loader.at = 15  # what was restored

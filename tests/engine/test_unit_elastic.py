@@ -13,7 +13,7 @@ from ds_dynatrain.elastic.environment import WorkerPlace
 from ds_dynatrain.elastic.main_thread import OWN_WAITS
 from ds_dynatrain.elastic.member import Member
 from ds_dynatrain.elastic.store import open_store, serve_store
-from ds_dynatrain.elastic.world import World
+from ds_dynatrain.elastic.world import Generation
 from ds_dynatrain.engine.elastic import Elastic
 from ds_dynatrain.errors import WorldChanged
 from ds_dynatrain.membership.destinations import Registry
@@ -21,8 +21,8 @@ from ds_dynatrain.membership.destinations import Registry
 MEMBERS = ("a/0", "b/0", "c/0")
 
 
-def world(generation: int, *members: str, change: str = "planned", **more: Any) -> World:
-    return World(term="1", generation=generation, change=change, members=members, **more)
+def world(generation: int, *members: str, change: str = "planned", **more: Any) -> Generation:
+    return Generation(term="1", generation=generation, change=change, members=members, **more)
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def elastic() -> Elastic:
     return made
 
 
-def hear(elastic: Elastic, said: World) -> None:
+def hear(elastic: Elastic, said: Generation) -> None:
     """As if the coordinator had sent it."""
     elastic.member._hear(said)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ds_dynatrain.adapters.state import Buffers
-from ds_dynatrain.reshard.digests import Side, side_digests
+from ds_dynatrain.reshard.digests import DigestSide, side_digests
 from ds_dynatrain.space import (
     MASTER,
     WEIGHT,
@@ -73,7 +73,7 @@ def test_ready_or_not_the_numbers_are_the_same(
         buffers = buffers_of(vps, layout, rank, is_one_memory)
         kinds = vps.present_kinds()
         for kept in (set(), {key for key in buffers if key[1].index == 0}, set(buffers)):
-            side = Side(vps, layout, rank)
+            side = DigestSide(vps, layout, rank)
             side.make_ready(buffers, kinds, kept, 1 << 20)
             later = buffers_of(vps, layout, rank, is_one_memory, seed=1)
             made.clear()
@@ -96,7 +96,7 @@ def test_what_stays_is_not_made_ready_where_the_other_side_has_weighed_it() -> N
     layout = Layout(data=2, zero_stage=1)
     vps = space(layout)
     buffers = buffers_of(vps, layout, 0, False)
-    sides = [Side(vps, layout, 0) for _ in range(2)]
+    sides = [DigestSide(vps, layout, 0) for _ in range(2)]
     for has_share, side in enumerate(sides):
         side.make_ready(buffers, vps.present_kinds(), set(buffers), 1 << 20, has_share=bool(has_share))
     assert sides[0].nbytes > sides[1].nbytes
@@ -109,7 +109,7 @@ def test_stale_buffers_are_answered_by_no_table_of_others(made: list[ReadyDigest
     buffers, kinds = buffers_of(vps, layout, 1, False), vps.present_kinds()
     kept = {key for key in buffers if key[1].index == 0}
     for now in (set(), set(buffers), {key for key in kept if key[0] == WEIGHT}):
-        side = Side(vps, layout, 1)
+        side = DigestSide(vps, layout, 1)
         side.make_ready(buffers, kinds, kept, 1 << 20)
         made.clear()
         found = side_digests(vps, layout, 1, buffers, kinds, now, ready=side)
@@ -125,7 +125,7 @@ def test_another_side_is_cut_anew(made: list[ReadyDigest]) -> None:
     """Of another rank, another layout, or a space that deals a kind otherwise."""
     layout = Layout(data=2, zero_stage=1)
     vps = space(layout)
-    side = Side(vps, layout, 0)
+    side = DigestSide(vps, layout, 0)
     side.make_ready(buffers_of(vps, layout, 0, False), vps.present_kinds(), set(), 1 << 20)
     assert side.is_of(vps.with_layout(Layout(data=3, zero_stage=1), range(3)), layout, 0)
     fewer = vps.with_groups(MASTER, [0])
@@ -143,16 +143,16 @@ def test_tables_stay_within_their_room() -> None:
     layout = Layout(data=2, zero_stage=1)
     vps = space(layout, 2)
     buffers, kinds = buffers_of(vps, layout, 0, False), vps.present_kinds()
-    whole = Side(vps, layout, 0)
+    whole = DigestSide(vps, layout, 0)
     whole.make_ready(buffers, kinds, set(), 1 << 20)
     for room in range(0, whole.nbytes + 1, 64):
-        side = Side(vps, layout, 0)
+        side = DigestSide(vps, layout, 0)
         side.make_ready(buffers, kinds, set(), room)
         assert side.nbytes <= room
         expected = side_digests(vps, layout, 0, buffers, kinds, set())
         assert same(side_digests(vps, layout, 0, buffers, kinds, set(), ready=side), expected)
     some = {key: held for key, held in buffers.items() if key[0] in (WEIGHT, MASTER)}
-    side = Side(vps, layout, 0)
+    side = DigestSide(vps, layout, 0)
     side.make_ready(some, kinds, set(), 1 << 20)
     assert 0 < side.nbytes <= whole.nbytes
     assert same(side_digests(vps, layout, 0, buffers, kinds, set(), ready=side), expected)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from ds_dynatrain.membership.survival import Source, Survivor, joint_loss, whole_copies, whole_state
+from ds_dynatrain.membership.survival import Survivor, WholeState, joint_loss, whole_copies, whole_state
 from ds_dynatrain.membership.whole import Frozen, Had, Mark, WholeCopies, newest_whole
 from ds_dynatrain.records import from_record, to_record
 from ds_dynatrain.space import Layout
@@ -33,21 +33,21 @@ class TestWithoutZero:
     def test_any_one_that_lives_has_it_all(self) -> None:
         for rank in range(3):
             found = whole_state(alive(self.layout, steps(rank)))
-            assert found == Source(Layout(data=1, zero_stage=0), (10 + rank,), 5)
+            assert found == WholeState(Layout(data=1, zero_stage=0), (10 + rank,), 5)
 
     def test_all_that_live_keep_their_order(self) -> None:
-        assert whole_state(alive(self.layout, steps(0, 2))) == Source(Layout(data=2, zero_stage=0), (10, 12), 5)
+        assert whole_state(alive(self.layout, steps(0, 2))) == WholeState(Layout(data=2, zero_stage=0), (10, 12), 5)
 
     def test_those_that_are_behind_come_as_newcomers(self) -> None:
-        assert whole_state(alive(self.layout, {0: 5, 1: 6})) == Source(Layout(data=1, zero_stage=0), (11,), 6)
+        assert whole_state(alive(self.layout, {0: 5, 1: 6})) == WholeState(Layout(data=1, zero_stage=0), (11,), 6)
 
     def test_who_died_inside_of_its_step_holds_nothing(self) -> None:
-        assert whole_state(alive(self.layout, {0: 5, 1: 5}, dirty=(1,))) == Source(Layout(zero_stage=0), (10,), 5)
+        assert whole_state(alive(self.layout, {0: 5, 1: 5}, dirty=(1,))) == WholeState(Layout(zero_stage=0), (10,), 5)
         assert whole_state(alive(self.layout, {1: 5}, dirty=(1,))) is None
 
     def test_a_newer_world_counts(self) -> None:
         old, new = alive(self.layout, steps(0)), alive(Layout(data=2, zero_stage=0), steps(1), generation=4)
-        assert whole_state({**old, **new}) == Source(Layout(zero_stage=0), (11,), 5)
+        assert whole_state({**old, **new}) == WholeState(Layout(zero_stage=0), (11,), 5)
 
     def test_ranks_of_different_layouts_are_not_put_together(self) -> None:
         """After two losses in a row some have taken what was left of the first one, and others not yet."""
@@ -57,7 +57,7 @@ class TestWithoutZero:
             "b/0": Survivor(2, None, 3, 4, True, True, Layout(data=1, zero_stage=0)),
             "c/0": Survivor(3, 2, 3, 5, True, True, wide),
         }
-        assert whole_state(said) == Source(Layout(data=1, zero_stage=0), (1,), 5)
+        assert whole_state(said) == WholeState(Layout(data=1, zero_stage=0), (1,), 5)
 
     def test_a_member_that_missed_a_generation_is_behind(self) -> None:
         """Worlds of different generations of the job may have one number, and other steps."""
@@ -66,7 +66,7 @@ class TestWithoutZero:
             name: Survivor(number, rank, 3, step, True, True, layout, entered=entered)
             for name, number, rank, step, entered in (("a", 1, 0, 9, 4), ("b", 2, 0, 7, 5), ("c", 3, 1, 7, 5))
         }
-        assert whole_state(said) == Source(layout, (2, 3), 7)
+        assert whole_state(said) == WholeState(layout, (2, 3), 7)
 
     def test_idle_members_hold_nothing(self) -> None:
         assert whole_state({"a/0": Survivor(1, None, 3, 5, True, True, self.layout)}) is None
@@ -91,13 +91,13 @@ class TestColumns:
 
     def test_an_older_step_that_is_complete(self) -> None:
         """One stage of every column is ahead: the step before is whole nowhere but where both stages stand."""
-        assert whole_state(alive(self.layout, {0: 6, 3: 5, 1: 5, 4: 5})) == Source(
+        assert whole_state(alive(self.layout, {0: 6, 3: 5, 1: 5, 4: 5})) == WholeState(
             Layout(data=1, pipe=2, zero_stage=0), (11, 14), 5
         )
 
     def test_experts_ask_for_blocks(self) -> None:
         layout = Layout(data=4, expert=2, zero_stage=0)
-        assert whole_state(alive(layout, steps(0, 1, 2))) == Source(layout.replace(data=2), (10, 11), 5)
+        assert whole_state(alive(layout, steps(0, 1, 2))) == WholeState(layout.replace(data=2), (10, 11), 5)
         assert whole_state(alive(layout, steps(0, 2))) is None
 
 
@@ -105,7 +105,7 @@ class TestColumns:
 def test_with_zero_a_death_takes_state_with_it(stage: int) -> None:
     layout = Layout(data=2, zero_stage=stage)
     assert whole_state(alive(layout, steps(0))) is None
-    assert whole_state(alive(layout, steps(0, 1))) == Source(layout, (10, 11), 5)
+    assert whole_state(alive(layout, steps(0, 1))) == WholeState(layout, (10, 11), 5)
     assert whole_state(alive(layout, {0: 5, 1: 6})) is None
 
 

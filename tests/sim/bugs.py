@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
-from ds_dynatrain.elastic.links import Links
+from ds_dynatrain.elastic.links import HostLinks
 from ds_dynatrain.elastic.member import Member
-from ds_dynatrain.elastic.membership import Membership
+from ds_dynatrain.elastic.membership import MembershipStateMachine
 from ds_dynatrain.elastic.messages import Bye, Report
 from ds_dynatrain.elastic.roster import Publish, Recovery
-from ds_dynatrain.elastic.world import World
+from ds_dynatrain.elastic.world import Generation
 from ds_dynatrain.engine.elastic import Elastic
 from ds_dynatrain.membership import change
-from ds_dynatrain.membership.change import Action, ChangeMachine, GiveUp, Held, Open, PassBy
+from ds_dynatrain.membership.change import Action, BoundaryMachine, GiveUpPreparation, HeldState, Open, PassBy
 
 
 @dataclass(frozen=True)
@@ -37,38 +37,38 @@ class Bug:
     asks: bool = False
 
 
-def _plain_harmless(self: Elastic, world: World) -> bool:
+def _plain_harmless(self: Elastic, world: Generation) -> bool:
     return world.change == "planned" or self._training <= {*world.members, *world.leaving}
 
 
-def _deaf_report(self: Membership, member: str, said: Report, now: float) -> None:
+def _deaf_report(self: MembershipStateMachine, member: str, said: Report, now: float) -> None:
     self.roster.update(member, said, now)
 
 
-def _trusting_bye(self: Membership, member: str, said: Bye, now: float) -> None:
+def _trusting_bye(self: MembershipStateMachine, member: str, said: Bye, now: float) -> None:
     if self.roster.remove(member) is not None:
         self._note(now)
 
 
-def _content_bye(self: Membership, member: str, said: Bye, now: float) -> None:
+def _content_bye(self: MembershipStateMachine, member: str, said: Bye, now: float) -> None:
     _BYE(self, member, said.model_copy(update={"has_left": True}), now)
 
 
-def _oldest(self: Recovery) -> World | None:
+def _oldest(self: Recovery) -> Generation | None:
     return min(self._told.values(), key=lambda world: world.generation, default=None)
 
 
-def _no_breach(self: Membership, member: str, why: str, now: float) -> None:
+def _no_breach(self: MembershipStateMachine, member: str, why: str, now: float) -> None:
     self._gone[member] = why
     self._note(now)
 
 
-def _silent_agree(self: ChangeMachine, own: Any, world: World, boards: Any) -> list[Any]:
+def _silent_agree(self: BoundaryMachine, own: Any, world: Generation, boards: Any) -> list[Any]:
     return [] if own.is_all_idle else _AGREE(self, own, world, boards)
 
 
-def _as_before(self: ChangeMachine, reason: str) -> list[Action]:
-    return [GiveUp(reason)] if self.world is None else [GiveUp(reason), Open(self.world)]
+def _as_before(self: BoundaryMachine, reason: str) -> list[Action]:
+    return [GiveUpPreparation(reason)] if self.world is None else [GiveUpPreparation(reason), Open(self.world)]
 
 
 def _said_once(self: Member) -> None:
@@ -76,29 +76,29 @@ def _said_once(self: Member) -> None:
         self.broken(self._newest)
 
 
-def _forgetful_publish(self: Membership, world: World, now: float) -> Publish:
+def _forgetful_publish(self: MembershipStateMachine, world: Generation, now: float) -> Publish:
     published = _PUBLISH(self, world, now)
     self._has_begun = False
     return published
 
 
-def _narrow_publish(self: Membership, world: World, now: float) -> Publish:
+def _narrow_publish(self: MembershipStateMachine, world: Generation, now: float) -> Publish:
     _PUBLISH(self, world, now)
     return Publish(world, (*world.members, *world.leaving))
 
 
-def _own_alone(self: ChangeMachine, place: int, here: Held) -> list[Action]:
+def _own_alone(self: BoundaryMachine, place: int, here: HeldState) -> list[Action]:
     found = _FOLLOW(self, place, here)
     return [] if here.pending is None and any(isinstance(one, PassBy) for one in found) else found
 
 
-def _for_ever(self: ChangeMachine, place: int, here: Held) -> list[Action]:
+def _for_ever(self: BoundaryMachine, place: int, here: HeldState) -> list[Action]:
     found = _FOLLOW(self, place, here)
     return [] if here.pending is not None and any(isinstance(one, PassBy) for one in found) else found
 
 
-_AGREE, _BYE, _PUBLISH = ChangeMachine._agree, Membership.bye, Membership._publish
-_MEET, _CONNECT, _FOLLOW = ChangeMachine._meet_for_switch, ChangeMachine._connect, ChangeMachine._follow_switch
+_AGREE, _BYE, _PUBLISH = BoundaryMachine._agree, MembershipStateMachine.bye, MembershipStateMachine._publish
+_MEET, _CONNECT, _FOLLOW = BoundaryMachine._meet_for_switch, BoundaryMachine._connect, BoundaryMachine._follow_switch
 
 
 def _always(value: Any) -> Callable[..., Any]:
@@ -108,67 +108,72 @@ def _always(value: Any) -> Callable[..., Any]:
 BUGS: dict[str, Bug] = {
     "a planned change hides that a collective has failed": Bug(Elastic, "is_harmless", _plain_harmless, seed=29),
     "a failed collective is said once": Bug(Member, "breach", _said_once, seed=158),
-    "reports are kept, and nothing follows": Bug(Membership, "report", _deaf_report, seed=4),
-    "who leaves is not missed": Bug(Membership, "bye", _trusting_bye, seed=919),
-    "a script that ends by itself has handed over": Bug(Membership, "bye", _content_bye, seed=919),
-    "a hand-over that breaks off is no failure": Bug(Membership, "_is_gone", _no_breach, seed=200),
+    "reports are kept, and nothing follows": Bug(MembershipStateMachine, "report", _deaf_report, seed=4),
+    "who leaves is not missed": Bug(MembershipStateMachine, "bye", _trusting_bye, seed=919),
+    "a script that ends by itself has handed over": Bug(MembershipStateMachine, "bye", _content_bye, seed=919),
+    "a hand-over that breaks off is no failure": Bug(MembershipStateMachine, "_is_gone", _no_breach, seed=200),
     "where all leave, nobody is waited for": Bug(
-        Membership, "_is_handed_over", property(lambda self: self._is_settled), seed=76
+        MembershipStateMachine, "_is_handed_over", property(lambda self: self._is_settled), seed=76
     ),
     "the oldest world counts after a restart": Bug(Recovery, "choose", _oldest, seed=1382),
-    "a coordinator recovers from nothing": Bug(Membership, "_may_recall", _always(False), seed=45),
-    "those that did not come back are not missed": Bug(Membership, "_miss", _always([]), seed=1609),
-    "all count as having entered": Bug(Membership, "_is_settled", property(_always(True)), seed=127),
-    "nobody counts as having entered": Bug(Membership, "_is_entered", property(_always(False)), seed=7),
+    "a coordinator recovers from nothing": Bug(MembershipStateMachine, "_may_recall", _always(False), seed=45),
+    "those that did not come back are not missed": Bug(MembershipStateMachine, "_miss", _always([]), seed=1609),
+    "all count as having entered": Bug(MembershipStateMachine, "_is_settled", property(_always(True)), seed=127),
+    "nobody counts as having entered": Bug(MembershipStateMachine, "_is_entered", property(_always(False)), seed=7),
     "whoever entered once has entered": Bug(
-        Membership, "_is_entered", property(lambda self: self.world is not None and self._entered > 0), seed=9
+        MembershipStateMachine,
+        "_is_entered",
+        property(lambda self: self.world is not None and self._entered > 0),
+        seed=9,
     ),
-    "that steps were made is forgotten": Bug(Membership, "_publish", _forgetful_publish, seed=9),
-    "the silent are never given up": Bug(Membership, "_give_up_silent", _always([]), seed=0),
-    "the stuck are never given up": Bug(Membership, "_give_up_stuck", _always([]), seed=25),
-    "others wait for late nodes for ever": Bug(Membership, "_is_overdue", _always(False), seed=30),
-    "who is passed over is not told": Bug(Membership, "_publish", _narrow_publish, seed=95),
+    "that steps were made is forgotten": Bug(MembershipStateMachine, "_publish", _forgetful_publish, seed=9),
+    "the silent are never given up": Bug(MembershipStateMachine, "_give_up_silent", _always([]), seed=0),
+    "the stuck are never given up": Bug(MembershipStateMachine, "_give_up_stuck", _always([]), seed=25),
+    "others wait for late nodes for ever": Bug(MembershipStateMachine, "_is_overdue", _always(False), seed=30),
+    "who is passed over is not told": Bug(MembershipStateMachine, "_publish", _narrow_publish, seed=95),
     "hosts that lose each other stay in one world": Bug(
-        Membership, "_give_up_unreached", _always([]), seed=15, parts=True
+        MembershipStateMachine, "_give_up_unreached", _always([]), seed=15, parts=True
     ),
     "nobody waits until it reaches all": Bug(
-        Links, "reaching", lambda self, roster, nodes, stay: list(nodes), seed=29, parts=True
+        HostLinks, "reaching", lambda self, roster, nodes, stay: list(nodes), seed=29, parts=True
     ),
-    "hosts that reach each other again are not asked": Bug(Links, "_doubted", _always(set()), seed=170, parts=True),
+    "hosts that reach each other again are not asked": Bug(HostLinks, "_doubted", _always(set()), seed=170, parts=True),
     "nobody says that it has made its engines": Bug(Member, "built", _always(None), seed=9),
     "all members say what they hold": Bug(change, "who_is_asked", lambda world: world.members, seed=30),
-    "idle members say nothing after a failure": Bug(ChangeMachine, "_agree", _silent_agree, seed=6),
-    "what was proposed on a lost board still counts": Bug(ChangeMachine, "board_is_lost", _as_before, seed=12090),
+    "idle members say nothing after a failure": Bug(BoundaryMachine, "_agree", _silent_agree, seed=6),
+    "what was proposed on a lost board still counts": Bug(BoundaryMachine, "board_is_lost", _as_before, seed=12090),
     "a later generation is not looked at on the way": Bug(
-        ChangeMachine,
+        BoundaryMachine,
         "_is_later",
         lambda self, own, newest: (
             self.world is None and (own.world is None or newest.generation > own.world.generation)
         ),
         seed=0,
     ),
-    "a switch waits for one that has left": Bug(ChangeMachine, "_give_up_hopeless", _always([]), seed=1698, asks=True),
+    "a switch waits for one that has left": Bug(
+        BoundaryMachine, "_give_up_hopeless", _always([]), seed=1698, asks=True
+    ),
     "idle members follow no switch where members come and go": Bug(
-        ChangeMachine, "_follow_switch", _always([]), seed=23, asks=True
+        BoundaryMachine, "_follow_switch", _always([]), seed=23, asks=True
     ),
 }
 
 IN_A_LAUNCH: dict[str, Bug] = {
     "a switch begins where others have been already": Bug(
-        ChangeMachine,
+        BoundaryMachine,
         "_meet_for_switch",
         lambda self, place, here, asked, ahead: _MEET(self, place, here, asked, ahead=0),
         seed=2,
     ),
     "communicators are made without rank 0": Bug(
-        ChangeMachine,
+        BoundaryMachine,
         "_connect",
         lambda self, place, here, asked: _CONNECT(self, place, here, asked) if here.rank == 0 else [],
         seed=7,
     ),
-    "idle members never look": Bug(ChangeMachine, "_follow_switch", _always([]), seed=0),
-    "idle members follow no switch but their own": Bug(ChangeMachine, "_follow_switch", _own_alone, seed=17),
-    "idle members wait for a switch that was given up": Bug(ChangeMachine, "_follow_switch", _for_ever, seed=0),
+    "idle members never look": Bug(BoundaryMachine, "_follow_switch", _always([]), seed=0),
+    "idle members follow no switch but their own": Bug(BoundaryMachine, "_follow_switch", _own_alone, seed=17),
+    "idle members wait for a switch that was given up": Bug(BoundaryMachine, "_follow_switch", _for_ever, seed=0),
 }
 """Mistakes that histories of a launch of fixed size find."""
 

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from ds_dynatrain.membership import change as do
-from ds_dynatrain.membership.change import ChangeMachine, Held, Own
+from ds_dynatrain.membership.change import BoundaryMachine, HeldState, OwnFacts
 from ds_dynatrain.membership.destinations import Registry
 from ds_dynatrain.membership.proposal import CONNECTING, Proposal
 from ds_dynatrain.records import to_record
@@ -106,7 +106,7 @@ class Process:
     """Late switches between their votes, by engine, and the generation before each."""
 
     def __post_init__(self) -> None:
-        self.machine = ChangeMachine(lambda asked: None)
+        self.machine = BoundaryMachine(lambda asked: None)
 
     def board(self, place: int) -> LaunchBoard:
         return LaunchBoard(self.launch.values, place)
@@ -143,13 +143,13 @@ class Process:
             self.waits_for = "work"
             yield
 
-    def _own(self, at: int) -> Own:
+    def _own(self, at: int) -> OwnFacts:
         held = []
         for place, one in enumerate(self.engines):
             asked = one.prepared
             is_open = asked is not None and self.launch.connects and (place, asked.generation) not in self.connected
             held.append(
-                Held(
+                HeldState(
                     one.number,
                     one.layout,
                     one.members,
@@ -163,7 +163,7 @@ class Process:
                     lacks=partial(bool, one.attempt % 3) if is_open else None,
                 )
             )
-        return Own("", None, Registry(), False, tuple(held), at=at)
+        return OwnFacts("", None, Registry(), False, tuple(held), at=at)
 
     def _train(self, place: int) -> Waiting[bool]:
         """Make a step with all that train; True if it was made, and False in a void batch."""

@@ -13,11 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from ds_dynatrain.elastic.membership import Membership
+from ds_dynatrain.elastic.membership import MembershipStateMachine
 from ds_dynatrain.elastic.messages import Announce, Bye, Probed, Report
-from ds_dynatrain.elastic.roster import Effect, GiveUp, Probe, Publish
+from ds_dynatrain.elastic.roster import Effect, GiveUpMember, ProbeMembers, Publish
 from ds_dynatrain.elastic.settings import ORPHAN_SECONDS, Settings
-from ds_dynatrain.elastic.world import World, member_id
+from ds_dynatrain.elastic.world import Generation, member_id
 from ds_dynatrain.errors import JobFinished, PeerRefused
 
 LATENCIES = (0.0001, 0.001, 0.001, 0.005, 0.05)
@@ -47,7 +47,7 @@ class Line:
     free_at: float = 0.0
     """When the last message that is under way arrives, in either direction."""
     is_ended: bool = False
-    said: deque[tuple[str, int, Callable[[Membership], None]]] = field(default_factory=deque)
+    said: deque[tuple[str, int, Callable[[MembershipStateMachine], None]]] = field(default_factory=deque)
     """What is under way to the coordinator, with the term and the number of the connection."""
 
 
@@ -63,12 +63,12 @@ class Network:
     on_told: Callable[[str], None]
     on_end: Callable[[str, str], None]
     now: float = 1000.0
-    told: dict[str, World] = field(default_factory=dict)
+    told: dict[str, Generation] = field(default_factory=dict)
     reports: dict[str, Report] = field(default_factory=dict)
-    worlds: list[World] = field(default_factory=list)
+    worlds: list[Generation] = field(default_factory=list)
     trained: set[str] = field(default_factory=set)
     lines: dict[str, Line] = field(default_factory=dict)
-    membership: Membership | None = None
+    membership: MembershipStateMachine | None = None
     terms: int = 0
     """Number of coordinators so far."""
     parted: dict[frozenset[str], float] = field(default_factory=dict)
@@ -99,7 +99,7 @@ class Network:
         if self.membership is not None:
             return
         self.terms += 1
-        self.membership = Membership(self.settings, f"{self.terms:x}", self.now)
+        self.membership = MembershipStateMachine(self.settings, f"{self.terms:x}", self.now)
         self._paused_until = 0.0
         self._keep_time(self.membership)
 
@@ -113,7 +113,7 @@ class Network:
         """It does nothing for a while, and then all that has come meanwhile."""
         self._paused_until = max(self._paused_until, self.now + seconds)
 
-    def _keep_time(self, membership: Membership) -> None:
+    def _keep_time(self, membership: MembershipStateMachine) -> None:
         if membership is self.membership:
             if self.now >= self._paused_until:
                 self._act(membership.advance(self.now))
@@ -125,7 +125,7 @@ class Network:
             membership = self.membership
             self.after(max(0.0, membership.deadline - self.now), lambda: self._advance(membership))
 
-    def _advance(self, membership: Membership) -> None:
+    def _advance(self, membership: MembershipStateMachine) -> None:
         if membership is self.membership and self.now >= max(membership.deadline, self._paused_until):
             self._act(membership.advance(self.now))
 
@@ -136,11 +136,11 @@ class Network:
                     self.worlds.append(world)
                     for member in to:
                         self._down(self.lines[member], world)
-                case GiveUp(member, _, reason):
+                case GiveUpMember(member, _, reason):
                     self.lines[member].taken = 0
                     self._lose(self.lines[member])
                     self.after(self._latency(), partial(self.on_end, member, reason))
-                case Probe(member, peers):
+                case ProbeMembers(member, peers):
                     line = self.lines[member]
                     self.after(PROBE_SECONDS, partial(self._try, line, line.term, peers))
                 case _:
@@ -196,7 +196,7 @@ class Network:
             self._lose(line)
             self.after(seconds, lambda: self._notice(line, number, membership))
 
-    def _notice(self, line: Line, number: int, membership: Membership | None) -> None:
+    def _notice(self, line: Line, number: int, membership: MembershipStateMachine | None) -> None:
         """The coordinator's end of a connection ends, unless another one has taken its place."""
         if membership is not None and membership is self.membership and line.taken == number:
             line.taken = 0
@@ -227,7 +227,7 @@ class Network:
         blocked = self.now - line.hangs_from if self.hangs(line.member) else 0.0
         said = self.reports[line.member].model_copy(update={"blocked_seconds": blocked})
 
-        def deliver(to: Membership) -> None:
+        def deliver(to: MembershipStateMachine) -> None:
             self.trained |= {line.member} if said.step else set()
             to.report(line.member, said, self.now)
 
@@ -269,7 +269,7 @@ class Network:
             line.term, line.lost_at = "", self.now
             self.after(self._latency(), lambda: self._connect(line))
 
-    def _up(self, line: Line, deliver: Callable[[Membership], None]) -> None:
+    def _up(self, line: Line, deliver: Callable[[MembershipStateMachine], None]) -> None:
         if line.term:
             line.said.append((line.term, line.number, deliver))
             self.after(self._arrival(line), lambda: self._take(line))
@@ -289,7 +289,7 @@ class Network:
                 self.on_end(line.member, str(error))
             self._stir()
 
-    def _down(self, line: Line, world: World) -> None:
+    def _down(self, line: Line, world: Generation) -> None:
         term = line.term
 
         def arrive() -> None:

@@ -8,7 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_dynatrain.errors import LayoutError
-from ds_dynatrain.space import FROZEN, Kind, Layout, Line, LogicalTensor, Pieces, VirtualParameterSpace, ZeroRules, zero
+from ds_dynatrain.space import (
+    FROZEN,
+    CoordinateLine,
+    Kind,
+    Layout,
+    LogicalTensor,
+    Pieces,
+    VirtualParameterSpace,
+    ZeroRules,
+    zero,
+)
 from tests.space.expected import Address, addresses
 from tests.space.laid import checked
 from tests.space.models import layouts, space, tensor_lists, zero_rules
@@ -103,14 +113,14 @@ def test_refusals() -> None:
     with pytest.raises(LayoutError, match="no state kind 'momentum'"):
         space(tensors, ZeroRules(), Layout(zero_stage=1), (0,)).holding(Layout(zero_stage=1), 0, "momentum")
     with pytest.raises(LayoutError, match="used twice: a"):
-        Line((LogicalTensor("a", (3,)), LogicalTensor("a", (4,))))
+        CoordinateLine((LogicalTensor("a", (3,)), LogicalTensor("a", (4,))))
     with pytest.raises(LayoutError, match="register group 0, 1"):
-        Line((LogicalTensor("a", (3,), FROZEN), LogicalTensor("b", (4,), 0)))
+        CoordinateLine((LogicalTensor("a", (3,), FROZEN), LogicalTensor("b", (4,), 0)))
     with pytest.raises(LayoutError, match="reads 'b'"):
         kinds = [Kind("a", 2, ("a", "b")), Kind("b", 4)]
         VirtualParameterSpace.of(tensors, ZeroRules(), kinds, Layout(zero_stage=1), (0,))
     with pytest.raises(LayoutError, match="no tensor 'z'"):
-        Line(tuple(tensors)).index("z")
+        CoordinateLine(tuple(tensors)).index("z")
     with pytest.raises(LayoutError, match="negative dim"):
         LogicalTensor("a", (-1,))
 

@@ -12,15 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_dynatrain.transfer import device_digest, digest
-from ds_dynatrain.transfer.device_digest import Runs, by_arithmetic, programs, weights
+from ds_dynatrain.transfer.device_digest import DeviceRuns, by_arithmetic, programs, weights
 from ds_dynatrain.transfer.weighing import BLOCK_BYTES, SLICES, WORD_BYTES, factors
 
 SLICE_BYTES = BLOCK_BYTES // SLICES
 WEIGHTS = weights(torch.device("cpu")).numpy().view(np.uint64)
 
 
-def runs_of(begin: int, length: int) -> Runs:
-    return Runs(*(np.array([value]) for value in (0, begin, length, 0)))
+def runs_of(begin: int, length: int) -> DeviceRuns:
+    return DeviceRuns(*(np.array([value]) for value in (0, begin, length, 0)))
 
 
 def play(words: np.ndarray, begin: int) -> tuple[int, int]:

@@ -12,7 +12,14 @@ import pytest
 import torch
 
 from ds_dynatrain.errors import TransferError
-from ds_dynatrain.transfer.device_memory import HANDLE_BYTES, MOST_PITCH, UNIFIED, DeviceMemory, Probe, device_memory
+from ds_dynatrain.transfer.device_memory import (
+    HANDLE_BYTES,
+    MOST_PITCH,
+    UNIFIED,
+    DeviceMemory,
+    MemoryProbe,
+    device_memory,
+)
 from ds_dynatrain.transfer.series import Matrix
 
 BASE, STREAM, OPENED = 0x7000_0000, 77, 0x9000_0000
@@ -110,5 +117,5 @@ def test_an_error_says_which_call_failed() -> None:
 
 def test_a_cpu_has_no_such_memory() -> None:
     assert device_memory(torch.device("cpu")) is None
-    for probe in (Probe(None), Probe(torch.device("cpu"))):
+    for probe in (MemoryProbe(None), MemoryProbe(torch.device("cpu"))):
         assert probe.record is None and not probe.can_read(["00" * HANDLE_BYTES, 0, [1]])

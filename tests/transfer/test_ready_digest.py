@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from ds_dynatrain.errors import TransferError
 from ds_dynatrain.space import BufferId, Piece, Pieces
 from ds_dynatrain.transfer import Form, ReadyDigest, device_digest, digest, digest_pieces, digests, weighing
-from ds_dynatrain.transfer.device_digest import Runs, programs
+from ds_dynatrain.transfer.device_digest import DeviceRuns, programs
 from ds_dynatrain.transfer.weighing import InNumpy, summer
 from tests.space.laid import pieces_of
 
@@ -63,7 +63,7 @@ class Kernel:
         found = sums.numpy().view(np.uint64)
         for address, begin, length, tensor in runs.T.tolist():
             data = np.frombuffer(ctypes.string_at(address, length), np.uint8)
-            total = summer().sum(data, weighing.Runs(0, 0, 1, length, begin, 0))
+            total = summer().sum(data, weighing.HostRuns(0, 0, 1, length, begin, 0))
             found[tensor] = (int(found[tensor]) + total) % (1 << 64)
 
 
@@ -135,7 +135,7 @@ def test_the_kernel_gets_what_absolute_addresses_give(
     if len(tensor):
         base = np.array([held[name].data_ptr() for name in pieces.buffers])[source]
         size = dtype.itemsize
-        runs = Runs(base + at * size, begin * size, count * size, tensor)
+        runs = DeviceRuns(base + at * size, begin * size, count * size, tensor)
         columns, done, width = launched.launched[-1]
         assert np.array_equal(columns.numpy(), np.stack(runs))
         assert np.array_equal(done.numpy(), np.stack(programs(runs)))
@@ -201,5 +201,5 @@ def test_a_table_takes_little_memory() -> None:
     pieces = Pieces(start, start + 1024, start * 0, start // 4, NAMES[:1])
     ready = ReadyDigest.of(pieces, [Form(4, CPU)], np.array([0, count * 4096]))
     assert ready.nbytes <= 200
-    tables = device_digest.DeviceTable.of(Runs(start, start * 4, start * 0 + 4096, start * 0), start * 0, CPU)
+    tables = device_digest.DeviceTable.of(DeviceRuns(start, start * 4, start * 0 + 4096, start * 0), start * 0, CPU)
     assert tables.nbytes <= 64 * count

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_dynatrain.transfer.weighing import BLOCK_BYTES, Bytes, Compiled, InNumpy, Runs, is_compiled, summer
+from ds_dynatrain.transfer.weighing import BLOCK_BYTES, Bytes, Compiled, HostRuns, InNumpy, is_compiled, summer
 
 MASK = (1 << 64) - 1
 CAN_COMPILE = shutil.which("cc") is not None and (Path(sysconfig.get_path("include")) / "Python.h").exists()
@@ -48,7 +48,7 @@ def test_both_give_one_number(
     if backwards:
         first, stride = first + stride * max(count - 1, 0), -stride
     data = bytes_of(9 + 5 * 90, seed)
-    runs = Runs(first, stride, count, length, begin, step)
+    runs = HostRuns(first, stride, count, length, begin, step)
     assert Compiled().sum(data, runs) == InNumpy().sum(data, runs) & MASK
 
 
@@ -57,14 +57,14 @@ def test_both_give_one_number(
 def test_both_give_one_number_over_many_blocks(begin: int) -> None:
     data = bytes_of(5 * BLOCK_BYTES + 77)
     for first in range(9):
-        runs = Runs(first, 0, 1, len(data) - first, begin, 0)
+        runs = HostRuns(first, 0, 1, len(data) - first, begin, 0)
         assert Compiled().sum(data, runs) == InNumpy().sum(data, runs) & MASK
 
 
 @needs_compiled
 def test_both_give_one_number_for_rows_that_span_blocks() -> None:
     data = bytes_of(3 * BLOCK_BYTES)
-    runs = Runs(5, 70_001, 4, 70_000, 123, 2 * BLOCK_BYTES + 6)
+    runs = HostRuns(5, 70_001, 4, 70_000, 123, 2 * BLOCK_BYTES + 6)
     assert Compiled().sum(data, runs) == InNumpy().sum(data, runs) & MASK
 
 
@@ -72,14 +72,14 @@ def test_both_give_one_number_for_rows_that_span_blocks() -> None:
 @pytest.mark.parametrize(
     "runs",
     [
-        Runs(0, 0, 1, 101, 0, 0),
-        Runs(1, 0, 1, 100, 0, 0),
-        Runs(-1, 0, 1, 10, 0, 0),
-        Runs(0, 30, 4, 11, 0, 30),
-        Runs(89, -30, 4, 11, 0, 30),
+        HostRuns(0, 0, 1, 101, 0, 0),
+        HostRuns(1, 0, 1, 100, 0, 0),
+        HostRuns(-1, 0, 1, 10, 0, 0),
+        HostRuns(0, 30, 4, 11, 0, 30),
+        HostRuns(89, -30, 4, 11, 0, 30),
     ],
 )
-def test_a_run_outside_is_refused(found: Compiled | InNumpy, runs: Runs) -> None:
+def test_a_run_outside_is_refused(found: Compiled | InNumpy, runs: HostRuns) -> None:
     with pytest.raises(IndexError, match="leave an array of 100 bytes"):
         found.sum(bytes_of(100), runs)
 
@@ -89,7 +89,7 @@ def test_a_run_outside_is_refused(found: Compiled | InNumpy, runs: Runs) -> None
 @pytest.mark.parametrize("count", [1 << 62, (1 << 63) - 1, 101])
 def test_no_number_is_too_large_to_be_refused(stride: int, count: int) -> None:
     with pytest.raises(IndexError, match="leave an array of 100 bytes"):
-        Compiled().sum(bytes_of(100), Runs(50, stride, count, 10, 0, 30))
+        Compiled().sum(bytes_of(100), HostRuns(50, stride, count, 10, 0, 30))
 
 
 @needs_compiled

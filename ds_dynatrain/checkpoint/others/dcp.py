@@ -42,7 +42,7 @@ from ds_dynatrain.checkpoint.files import (
     read_small,
     silent,
 )
-from ds_dynatrain.checkpoint.manifest import Manifest, Row
+from ds_dynatrain.checkpoint.manifest import Manifest, ManifestRow
 from ds_dynatrain.checkpoint.others.foreign import (
     Foreign,
     hyper_parameters,
@@ -170,7 +170,7 @@ class _Folder:
         frozen = FROZEN if groups else 0
         found = [LogicalTensor(name, self._shape(key), number_in.get(name, frozen)) for name, key in weights.items()]
         tensors = in_order(found)
-        rows, scalars = list[Row](), dict[str, dict[str, float]]()
+        rows, scalars = list[ManifestRow](), dict[str, dict[str, float]]()
         for number, tensor in enumerate(tensors):
             rows += self._rows(tensor, WEIGHT, weights[tensor.name])
             for kind, key in self._states.get(tensor.name, {}).items():
@@ -260,9 +260,9 @@ class _Folder:
         value = with_values(self.path, self._value(key))
         return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
-    def _rows(self, tensor: LogicalTensor, kind: str, key: str) -> list[Row]:
+    def _rows(self, tensor: LogicalTensor, kind: str, key: str) -> list[ManifestRow]:
         """Return the rows of a tensor's pieces; each piece is a box of it, stored row by row."""
-        shape, rows = self._shape(key), list[Row]()
+        shape, rows = self._shape(key), list[ManifestRow]()
         if shape != tensor.shape:
             raise CheckpointError(
                 f"{self.path}: {key!r} is of shape {shape}, and its weight of {tensor.shape}; {WHERE_DAMAGED}"

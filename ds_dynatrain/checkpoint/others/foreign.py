@@ -28,10 +28,10 @@ import torch
 from ds_dynatrain.checkpoint import folder as folders
 from ds_dynatrain.checkpoint.extents import Extent, name_of, named
 from ds_dynatrain.checkpoint.files import Progress, check_names, dumped, silent
-from ds_dynatrain.checkpoint.manifest import Manifest, Row
+from ds_dynatrain.checkpoint.manifest import Manifest, ManifestRow
 from ds_dynatrain.checkpoint.others.torch_files import Archive, Stored, check_crcs, value_of
 from ds_dynatrain.checkpoint.reading import Reader, whole
-from ds_dynatrain.checkpoint.record import WRITER, Record, check_agreement, check_tensors, rank_file, sum_of
+from ds_dynatrain.checkpoint.record import WRITER, TrainingRecord, check_agreement, check_tensors, rank_file, sum_of
 from ds_dynatrain.checkpoint.writing import Share, cast_row, data_file
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 from ds_dynatrain.space import MASTER, WEIGHT, Layout, LogicalTensor
@@ -64,7 +64,7 @@ class Foreign:
         return list(dict.fromkeys(kind for _, kind in self.manifest.rows))
 
 
-def whole_row(tensor: LogicalTensor, kind: str, stored: Stored) -> Row:
+def whole_row(tensor: LogicalTensor, kind: str, stored: Stored) -> ManifestRow:
     """Return the row of a tensor that lies in one piece; CheckpointError if its size differs or it is not row-major."""
     if stored.numel != tensor.numel or not stored.is_dense:
         raise CheckpointError(
@@ -74,15 +74,15 @@ def whole_row(tensor: LogicalTensor, kind: str, stored: Stored) -> Row:
     return stored_row(tensor, kind, stored, Extent(0, tensor.numel, 0, 1))
 
 
-def stored_row(tensor: LogicalTensor, kind: str, stored: Stored, extent: Extent, first: int = 0) -> Row:
+def stored_row(tensor: LogicalTensor, kind: str, stored: Stored, extent: Extent, first: int = 0) -> ManifestRow:
     """Return the row of an extent that begins at element `first` of a buffer in a file."""
     at = stored.offset + first * stored.dtype.itemsize
-    return Row(tensor.name, kind, name_of(stored.dtype), tensor.shape, extent, stored.file, at, 0)
+    return ManifestRow(tensor.name, kind, name_of(stored.dtype), tensor.shape, extent, stored.file, at, 0)
 
 
-def cast_from_master(tensor: LogicalTensor, dtype: torch.dtype) -> Row:
+def cast_from_master(tensor: LogicalTensor, dtype: torch.dtype) -> ManifestRow:
     """Return the row of weights that are not stored."""
-    return Row(tensor.name, WEIGHT, name_of(dtype), tensor.shape, Extent(0, tensor.numel, 0, 1), "", 0, 0)
+    return ManifestRow(tensor.name, WEIGHT, name_of(dtype), tensor.shape, Extent(0, tensor.numel, 0, 1), "", 0, 0)
 
 
 def in_order(tensors: Iterable[LogicalTensor]) -> tuple[LogicalTensor, ...]:
@@ -123,7 +123,7 @@ def take(
         try:
             rows = list(_written(foreign, hidden, tensors, progress))
             folders.write(hidden / rank_file(0), own)
-            said = Record(
+            said = TrainingRecord(
                 step=foreign.step,
                 layout=Layout(data=1, zero_stage=0).to_dict(),
                 generation=0,
@@ -148,13 +148,13 @@ def bytes_of(foreign: Foreign) -> int:
     return sum(tensor.numel * dtype.itemsize for tensor in foreign.tensors for _, dtype in _stored(foreign, tensor))
 
 
-def _written(foreign: Foreign, hidden: Path, tensors: Sequence[Share], progress: Progress) -> Iterator[Row]:
+def _written(foreign: Foreign, hidden: Path, tensors: Sequence[Share], progress: Progress) -> Iterator[ManifestRow]:
     """Write the data files; yield their rows of the manifest."""
-    files: dict[torch.dtype, Callable[[Share], Row]] = {}
+    files: dict[torch.dtype, Callable[[Share], ManifestRow]] = {}
     check_crcs(foreign.path, foreign.archives)
     with ExitStack() as stack:
 
-        def write(share: Share) -> Row:
+        def write(share: Share) -> ManifestRow:
             dtype = share.matrix.dtype
             if dtype not in files:
                 files[dtype] = stack.enter_context(data_file(hidden, 0, dtype))
@@ -169,8 +169,8 @@ def _written(foreign: Foreign, hidden: Path, tensors: Sequence[Share], progress:
 
 
 def _rows_of(
-    reader: Reader, tensor: LogicalTensor, kind: str, dtype: torch.dtype, write: Callable[[Share], Row]
-) -> list[Row]:
+    reader: Reader, tensor: LogicalTensor, kind: str, dtype: torch.dtype, write: Callable[[Share], ManifestRow]
+) -> list[ManifestRow]:
     """Write one kind of a tensor; return its rows, and a master's cast weights. Its values are freed afterwards."""
     there = reader.manifest.rows
     values = whole(reader, tensor, kind if (tensor.name, kind) in there else WEIGHT, dtype).view(1, -1)

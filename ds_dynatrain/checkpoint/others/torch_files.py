@@ -123,7 +123,7 @@ Archive = tuple[str, tuple[int, int] | None]
 """A file, and (first byte, length) of the zip in it if the zip is only a part of it."""
 
 
-class Part(io.RawIOBase):
+class FilePart(io.RawIOBase):
     """A part of an open file, as a file of its own; ValueError if the part does not fit into the file."""
 
     def __init__(self, file: io.BufferedReader, place: tuple[int, int] | None) -> None:
@@ -156,7 +156,7 @@ def opened(folder: Path, archive: Archive) -> Iterator[IO[bytes]]:
     """Open a file of torch.save at its beginning."""
     name, place = archive
     with open(open_regular(folder / name, links=True), "rb") as file:
-        yield cast(IO[bytes], Part(file, place) if place else file)
+        yield cast(IO[bytes], FilePart(file, place) if place else file)
 
 
 def directory(file: IO[bytes]) -> zipfile.ZipFile:

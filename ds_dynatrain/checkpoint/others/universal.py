@@ -38,7 +38,7 @@ from ds_dynatrain.checkpoint.files import (
     silent,
 )
 from ds_dynatrain.checkpoint.folder import check_tag
-from ds_dynatrain.checkpoint.manifest import Manifest, Row
+from ds_dynatrain.checkpoint.manifest import Manifest, ManifestRow
 from ds_dynatrain.checkpoint.others.foreign import (
     Foreign,
     cast_from_master,
@@ -93,7 +93,7 @@ class _Folder:
     _states_in: list[str] = field(default_factory=list, repr=False)
 
     def foreign(self) -> Foreign:
-        tensors, rows = list[LogicalTensor](), list[Row]()
+        tensors, rows = list[LogicalTensor](), list[ManifestRow]()
         steps: dict[str, float] = {}
         for name, (group, shape) in self.trained.items():
             tensor = LogicalTensor(name, shape, group)
@@ -141,7 +141,7 @@ class _Folder:
                     found.setdefault(name, (group, tuple(shape)))
         return found
 
-    def _states(self, tensor: LogicalTensor, steps: dict[str, float]) -> Iterator[Row]:
+    def _states(self, tensor: LogicalTensor, steps: dict[str, float]) -> Iterator[ManifestRow]:
         """Yield the rows of a trained tensor's states, and note its steps."""
         name, step = tensor.name, self._common_step
         folder = self.path / ZERO / name
@@ -185,7 +185,7 @@ class _Folder:
         found = {number_of(self.path, state[STEP]) for state in states if STEP in state}
         return found.pop() if len(found) == 1 else None
 
-    def _frozen(self, tensor: LogicalTensor) -> Iterator[Row]:
+    def _frozen(self, tensor: LogicalTensor) -> Iterator[ManifestRow]:
         """Yield the rows of a frozen tensor: whole in the module, or (stage 3) an equal part from each rank."""
         if self.files.parts > 1:
             raise CheckpointError(

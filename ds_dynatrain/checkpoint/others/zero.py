@@ -22,7 +22,7 @@ import torch
 
 from ds_dynatrain.checkpoint.extents import WORD, Extent, placed
 from ds_dynatrain.checkpoint.files import WHERE_DAMAGED
-from ds_dynatrain.checkpoint.manifest import Manifest, Row
+from ds_dynatrain.checkpoint.manifest import Manifest, ManifestRow
 from ds_dynatrain.checkpoint.others.foreign import (
     Foreign,
     cast_from_master,
@@ -69,7 +69,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 Held = dict[tuple[str, BufferId], Stored]
 
 
-def rows_of(folder: ZeroFolder, vps: VirtualParameterSpace, weight: torch.dtype) -> list[Row]:
+def rows_of(folder: ZeroFolder, vps: VirtualParameterSpace, weight: torch.dtype) -> list[ManifestRow]:
     """Return rows of every element of masters, moments and frozen weights; trained weights are casts of masters.
 
     vps: the result of `then`. weight: the type of weights that are cast. Digests are left 0. Frozen weights that the
@@ -266,7 +266,7 @@ def _frozen(folder: ZeroFolder, part: int, local: LocalSpace) -> Held:
     return found
 
 
-def _rows(vps: VirtualParameterSpace, kind: str, pieces: Pieces, held: Held) -> Iterator[Row]:
+def _rows(vps: VirtualParameterSpace, kind: str, pieces: Pieces, held: Held) -> Iterator[ManifestRow]:
     """Yield the rows of a rank's pieces; CheckpointError for a buffer that cannot be the expected one."""
     for number in np.unique(pieces.buffer).tolist():
         here, name = np.flatnonzero(pieces.buffer == number), pieces.buffers[number]
@@ -338,7 +338,7 @@ def read_zero(path: Path, trust_pickle: bool = False) -> Foreign:
     folder.check_ranks()
     if folder.parts > 1 and not folder.layers:
         raise CheckpointError(f"{path} is of {folder.parts} tensor ranks, whose cuts it does not note: {INSTEAD}")
-    tensors, rows = dict[str, LogicalTensor](), dict[tuple[str, str], tuple[Row, ...]]()
+    tensors, rows = dict[str, LogicalTensor](), dict[tuple[str, str], tuple[ManifestRow, ...]]()
     scalars: dict[str, dict[str, float]] = {}
     folder = replace(folder, prefixes=_prefixes(folder))
     parts = [folder.alone(part) for part in range(folder.parts)]

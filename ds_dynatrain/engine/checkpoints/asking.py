@@ -9,7 +9,7 @@ from ds_dynatrain.adapters.regroup import refuse_changes
 from ds_dynatrain.adapters.support import refuse_at_boundary
 from ds_dynatrain.checkpoint import folder
 from ds_dynatrain.errors import CheckpointError, DynatrainError, SwitchRefused
-from ds_dynatrain.membership.session import Request, Session, ask_for_different_things
+from ds_dynatrain.membership.session import MemberRequest, Session, ask_for_different_things
 from ds_dynatrain.reshard.core import EngineCore
 
 
@@ -31,7 +31,7 @@ def ask(session: Session, engine: EngineCore, path: Path, tag: str | None, in_th
     except DynatrainError as error:
         refusal = str(error), ""
     asked = {"folder": str(path), "tag": tag, "step": engine.global_steps}
-    session.agree(Request(asked, refusal), None, partial(_refused, session.what), ask_for_different_things)
+    session.agree(MemberRequest(asked, refusal), None, partial(_refused, session.what), ask_for_different_things)
 
 
 def _refused(what: str, reason: str, way_out: str) -> CheckpointError:

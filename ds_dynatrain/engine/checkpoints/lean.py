@@ -23,7 +23,7 @@ from ds_dynatrain.engine.checkpoints.restore import restored
 from ds_dynatrain.engine.checkpoints.saving import Saver
 from ds_dynatrain.errors import CheckpointError, OutcomeUnknown
 from ds_dynatrain.extension import backups_of
-from ds_dynatrain.membership.session import Decision, Session
+from ds_dynatrain.membership.session import Session, VoteResult
 from ds_dynatrain.reshard.core import EngineCore
 from ds_dynatrain.reshard.meeting import Outcome, connect, drain, meet
 from ds_dynatrain.reshard.old_state import OldState
@@ -49,7 +49,7 @@ class LeanTransaction:
         what, stop = f"switch to {self.proposal.layout}", self.preparation.stop
         return Session(self.control, key, self.proposal.union, what, record=record, is_patient=True, stop=stop)
 
-    def vote(self) -> Decision:
+    def vote(self) -> VoteResult:
         """Save a checkpoint, and return the decision of all members whether to go on from it.
 
         Raise OutcomeUnknown if it cannot be read whether others have let go.
@@ -64,7 +64,7 @@ class LeanTransaction:
             self.control.decide(self.proposal.record_key, {"commit": False, "reason": saved.reason})
         return saved
 
-    def conclude(self, saved: Decision) -> None:
+    def conclude(self, saved: VoteResult) -> None:
         """Do what was decided: go on from the checkpoint, or stay, with the same outcome on every member.
 
         Raise CheckpointError, on all members alike, if neither side could be restored: the engine then holds nothing,
@@ -169,9 +169,9 @@ def _joined(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     return one or other
 
 
-def _yes(report: dict[str, Any]) -> Decision:
+def _yes(report: dict[str, Any]) -> VoteResult:
     """Return the decision that follows if no member has failed."""
-    return Decision(True, said=report)
+    return VoteResult(True, said=report)
 
 
 def _bytes(held: Buffers) -> int:

@@ -16,7 +16,7 @@ import torch
 from ds_dynatrain.adapters.optimizers import rule_of
 from ds_dynatrain.adapters.pipeline import PipelineTemplate
 from ds_dynatrain.adapters.scaler import taken_from
-from ds_dynatrain.checkpoint import Manifest, Row, Saved
+from ds_dynatrain.checkpoint import Manifest, ManifestRow, Saved
 from ds_dynatrain.checkpoint.extents import WORD, name_of, named
 from ds_dynatrain.checkpoint.files import WHERE_DAMAGED, naming
 from ds_dynatrain.checkpoint.others import (
@@ -34,7 +34,7 @@ from ds_dynatrain.checkpoint.others import (
 from ds_dynatrain.checkpoint.others.foreign import number_of
 from ds_dynatrain.checkpoint.record import RECORD
 from ds_dynatrain.engine.checkpoints.extra_state import rest_for
-from ds_dynatrain.engine.checkpoints.sources import FromCheckpoint, Gather, Key, Part, Universal
+from ds_dynatrain.engine.checkpoints.sources import CheckpointPart, FromCheckpoint, Gather, Key, Universal
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 from ds_dynatrain.report import logger
 from ds_dynatrain.reshard import streams
@@ -71,7 +71,9 @@ class Converted(Universal):
     here -> name in the checkpoint, which for a tied parameter may be another of its names.
     """
 
-    def __init__(self, saved: Saved, engine: EngineCore, goal: Goal, present: dict[str, Any], part: Part) -> None:
+    def __init__(
+        self, saved: Saved, engine: EngineCore, goal: Goal, present: dict[str, Any], part: CheckpointPart
+    ) -> None:
         super().__init__(saved, engine, goal, present, part)
         self.there = {each.name: (number, each) for number, each in enumerate(self.tensors)}
         self.parameters = dict(engine.host.module.named_parameters(remove_duplicate=False))
@@ -162,7 +164,7 @@ class Converted(Universal):
     def _buffer(self, name: str, shape: torch.Size) -> torch.Tensor:
         """Return a buffer that is among the checkpoint's tensors, since another tool did not tell them apart."""
         tensor = self.there[name][1]
-        rows: tuple[Row, ...] = ()
+        rows: tuple[ManifestRow, ...] = ()
         for kind in (MASTER, WEIGHT):
             rows = rows or self.saved.manifest.rows.get((name, kind), ())
         if tensor.shape != shape:
@@ -183,7 +185,9 @@ class Converted(Universal):
 class Stock(FromCheckpoint):
     """A checkpoint of DeepSpeed's. space: under the layout that it was saved in."""
 
-    def __init__(self, folder: ZeroFolder, engine: EngineCore, goal: Goal, present: dict[str, Any], part: Part) -> None:
+    def __init__(
+        self, folder: ZeroFolder, engine: EngineCore, goal: Goal, present: dict[str, Any], part: CheckpointPart
+    ) -> None:
         self.folder, self.space = folder, then(folder, engine.vps)
         manifest = Manifest.of(rows_of(folder, self.space, engine.host.element_types.weight))
         super().__init__(folder.path, manifest, engine, goal, present, part)
@@ -241,7 +245,7 @@ class Stock(FromCheckpoint):
 
 
 def opened(
-    path: Path, engine: EngineCore, goal: Goal, present: dict[str, Any] | None, part: Part, trust_pickle: bool
+    path: Path, engine: EngineCore, goal: Goal, present: dict[str, Any] | None, part: CheckpointPart, trust_pickle: bool
 ) -> FromCheckpoint:
     """Open the checkpoint in a folder; see `FromCheckpoint`. Another tool's is read into the present shared carry.
 

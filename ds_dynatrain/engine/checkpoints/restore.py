@@ -22,10 +22,10 @@ from ds_dynatrain.checkpoint.others import is_zero_folder
 from ds_dynatrain.checkpoint.record import RECORD
 from ds_dynatrain.engine.checkpoints.asking import ask
 from ds_dynatrain.engine.checkpoints.other_tools import opened
-from ds_dynatrain.engine.checkpoints.sources import ALL, Part
+from ds_dynatrain.engine.checkpoints.sources import ALL, CheckpointPart
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 from ds_dynatrain.membership.proposal import Proposal
-from ds_dynatrain.membership.session import Decision, Session
+from ds_dynatrain.membership.session import Session, VoteResult
 from ds_dynatrain.records import to_record
 from ds_dynatrain.reshard.core import EngineCore
 from ds_dynatrain.reshard.restoration import Goal, Restoration, Restored, StateSource, let_go
@@ -35,7 +35,7 @@ from ds_dynatrain.space import Layout
 
 @contextmanager
 def from_checkpoint(
-    engine: EngineCore, goal: Goal, path: Path, present: dict[str, Any] | None, trust_pickle: bool, part: Part
+    engine: EngineCore, goal: Goal, path: Path, present: dict[str, Any] | None, trust_pickle: bool, part: CheckpointPart
 ) -> Iterator[StateSource]:
     """Open the checkpoint in a folder, which errors name; see `other_tools.opened`."""
     with naming(path), opened(path, engine, goal, present, part, trust_pickle) as source:
@@ -53,7 +53,7 @@ def load(
     generation: int,
     is_open: str,
     trust_pickle: bool = False,
-    part: Part = ALL,
+    part: CheckpointPart = ALL,
 ) -> Restored:
     """Load a checkpoint; see `DynatrainEngine.load`. generation: the number that the load uses up, as a switch does.
 
@@ -119,7 +119,7 @@ def restored(
     path: Path,
     old: Before | None = None,
     trust_pickle: bool = False,
-    part: Part = ALL,
+    part: CheckpointPart = ALL,
 ) -> Restored:
     """Restore everything from one given checkpoint; a damaged one raises CheckpointDamaged.
 
@@ -154,5 +154,5 @@ def _chosen(engine: EngineCore, goal: Goal, find: Callable[[], Path]) -> Path:
     try:
         return Path(session.first("chosen", lambda: str(find()), "choosing a checkpoint"))
     except CheckpointError as error:
-        session.decide(Decision(False, str(error)))
+        session.decide(VoteResult(False, str(error)))
         raise

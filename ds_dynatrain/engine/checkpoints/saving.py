@@ -19,7 +19,7 @@ from typing import Any
 
 from ds_dynatrain.adapters.device import start_thread
 from ds_dynatrain.adapters.state import Buffers
-from ds_dynatrain.checkpoint import HostMemory, Manifest, Record, Share, folder, record, shares_of, write_shares
+from ds_dynatrain.checkpoint import HostMemory, Manifest, Share, TrainingRecord, folder, record, shares_of, write_shares
 from ds_dynatrain.checkpoint.files import dumped
 from ds_dynatrain.elastic.main_thread import OWN_WAITS
 from ds_dynatrain.engine.checkpoints.asking import ask
@@ -270,7 +270,7 @@ class Snapshot:
     rank: int
     shares: list[Share]
     own: dict[str, Any]
-    record: Record
+    record: TrainingRecord
     replicas: Callable[[], SideDigests] | None = None
 
     @staticmethod
@@ -302,7 +302,7 @@ class Snapshot:
         if rests[rank] == rank:
             own["rest"], tensors = packed(rank, rest)
             shares += tensors
-        said = Record(
+        said = TrainingRecord(
             step=engine.global_steps,
             layout=engine.layout.to_dict(),
             generation=engine.generation,

@@ -35,7 +35,7 @@ Gather = Callable[[str, Any], Mapping[int, Any]]
 """Function that posts a record under a name, and returns the records of all members."""
 
 
-class Part(NamedTuple):
+class CheckpointPart(NamedTuple):
     """Part of a checkpoint that DeepSpeed's `load_checkpoint` is asked for, in its order; by default all of it."""
 
     load_module_strict: bool = True
@@ -47,10 +47,10 @@ class Part(NamedTuple):
     @property
     def is_read_here(self) -> bool:
         """Whether it can be read here: masters and states, with or without the schedule and the frozen weights."""
-        return self._replace(load_module_strict=True, load_lr_scheduler_states=True) == Part()
+        return self._replace(load_module_strict=True, load_lr_scheduler_states=True) == CheckpointPart()
 
 
-ALL = Part()
+ALL = CheckpointPart()
 """All of the state, which `engine.load` asks for."""
 
 
@@ -69,7 +69,13 @@ class FromCheckpoint(StateSource):
     registration: Regrouping | None = None
 
     def __init__(
-        self, path: Path, manifest: Manifest, engine: EngineCore, goal: Goal, present: dict[str, Any] | None, part: Part
+        self,
+        path: Path,
+        manifest: Manifest,
+        engine: EngineCore,
+        goal: Goal,
+        present: dict[str, Any] | None,
+        part: CheckpointPart,
     ) -> None:
         self.path, self.manifest, self.engine, self.goal = path, manifest, engine, goal
         self.present, self._part = present or {}, part
@@ -225,7 +231,7 @@ class Universal(FromCheckpoint):
     """A checkpoint of ours. carry: state that is no tensor and that all ranks share, as it was saved."""
 
     def __init__(
-        self, saved: Saved, engine: EngineCore, goal: Goal, present: dict[str, Any] | None, part: Part
+        self, saved: Saved, engine: EngineCore, goal: Goal, present: dict[str, Any] | None, part: CheckpointPart
     ) -> None:
         super().__init__(saved.path, saved.manifest, engine, goal, present, part)
         self.saved, self.kinds, self.tensors = saved, saved.record.kinds, saved.record.logical_tensors()

@@ -11,7 +11,7 @@ from ds_dynatrain.checkpoint import folder
 from ds_dynatrain.checkpoint.others import ZeroFolder, rules_then
 from ds_dynatrain.checkpoint.record import RECORD
 from ds_dynatrain.engine.checkpoints.other_tools import check_batch
-from ds_dynatrain.engine.checkpoints.sources import Part
+from ds_dynatrain.engine.checkpoints.sources import CheckpointPart
 from ds_dynatrain.errors import CheckpointError
 from ds_dynatrain.membership.session import Session
 from ds_dynatrain.reshard.core import EngineCore
@@ -23,7 +23,7 @@ def is_for_us(
     key: str,
     load_dir: Any,
     tag: Any,
-    part: Part,
+    part: CheckpointPart,
     trust_pickle: bool,
 ) -> bool:
     """Return whether a checkpoint is read here: one of ours, or one of DeepSpeed's that its own call may not read.
@@ -39,7 +39,7 @@ def is_for_us(
     )
 
 
-def _is_read_here(engine: EngineCore, load_dir: Any, tag: Any, part: Part, trust_pickle: bool) -> bool:
+def _is_read_here(engine: EngineCore, load_dir: Any, tag: Any, part: CheckpointPart, trust_pickle: bool) -> bool:
     try:
         path = Path(load_dir) / (folder.latest(Path(load_dir)) if tag is None else str(tag))
     except CheckpointError:
@@ -77,7 +77,7 @@ def _differs(engine: EngineCore, held: ZeroFolder) -> bool:
         return False  # content that is not read here: DeepSpeed needs the same layout
 
 
-def _is_beyond(engine: EngineCore, held: ZeroFolder, part: Part) -> bool:
+def _is_beyond(engine: EngineCore, held: ZeroFolder, part: CheckpointPart) -> bool:
     """Return whether DeepSpeed would fail to read this part, or read nothing.
 
     It gathers the weights of stage 3 from files of as many ranks, and omits them with `load_module_only` alone.

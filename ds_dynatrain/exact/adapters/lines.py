@@ -28,7 +28,7 @@ Span = tuple[nn.Parameter, int, int]
 
 
 @dataclass(frozen=True)
-class Piece:
+class GradientPiece:
     """`numel` elements of a parameter's gradient, from `start` on, which lie at `at` in a chunk."""
 
     parameter: nn.Parameter
@@ -46,7 +46,7 @@ class Chunk:
     """
 
     line: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[GradientPiece, ...]
     splits: tuple[int, ...]
     begin: int
     freed: tuple[nn.Parameter, ...] = ()
@@ -201,7 +201,7 @@ class CutLines(Lines):
             for held, part, numel in parts:
                 start, stop = overlap((rank * part, (rank + 1) * part), (0, numel))
                 if start < stop:
-                    pieces.append(Piece(held, start, at, stop - start))
+                    pieces.append(GradientPiece(held, start, at, stop - start))
                 at += part
         return Chunk(0, tuple(pieces), (size,) * ranks, begin)
 
@@ -246,14 +246,14 @@ def _end_to_end(parameters: Sequence[nn.Parameter], offsets: Sequence[int]) -> l
     return [(parameter, offset, offset + parameter.numel()) for parameter, offset in placed]
 
 
-def _pieces(spans: list[Span], runs: list[Run]) -> Iterator[Piece]:
+def _pieces(spans: list[Span], runs: list[Run]) -> Iterator[GradientPiece]:
     """Yield the pieces of parameters, given as spans of a line, in runs of the line that a chunk has end to end."""
     base = 0
     for run in runs:
         for held, low, high in spans:
             start, stop = overlap(run, (low, high))
             if start < stop:
-                yield Piece(held, start - low, base + start - run[0], stop - start)
+                yield GradientPiece(held, start - low, base + start - run[0], stop - start)
         base += run[1] - run[0]
 
 

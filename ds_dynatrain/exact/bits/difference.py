@@ -34,7 +34,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class BitComparison:
     """The result of comparing two runs. steps: the steps that both have, before the first that differs. states: those
     of them for which both have digests of weights and moments. unknown: number of losses and norms in them that only
     one run has, for example where a rank died with its own. step: the first step that differs, None if none does.
@@ -54,7 +54,7 @@ class Comparison:
         return self.step is None
 
 
-def compare(one: ExactRun, other: ExactRun) -> Comparison:
+def compare(one: ExactRun, other: ExactRun) -> BitComparison:
     """Compare two runs, step by step.
 
     ValueError for runs that cannot be compared: those of unlike jobs, without a common step, or without a common step
@@ -71,7 +71,7 @@ def compare(one: ExactRun, other: ExactRun) -> Comparison:
         mine, theirs = one.steps[number], other.steps[number]
         found = tuple(_differences(one, mine, theirs))
         if found:
-            return Comparison(tuple(same), tuple(states), unknown, number, found)
+            return BitComparison(tuple(same), tuple(states), unknown, number, found)
         same.append(number)
         states += [number] if mine.state and theirs.state else []
         unknown += sum((a is None) != (b is None) for a, b in zip(_numbers(mine), _numbers(theirs), strict=True))
@@ -80,7 +80,7 @@ def compare(one: ExactRun, other: ExactRun) -> Comparison:
             f"{what}: losses and norms of {len(same)} steps are equal, and there is no step of which both have digests "
             "of weights and moments: give both jobs the same dynatrain.exact.digest_every_steps"
         )
-    return Comparison(tuple(same), tuple(states), unknown)
+    return BitComparison(tuple(same), tuple(states), unknown)
 
 
 def _differences(run: ExactRun, one: ExactStep, other: ExactStep) -> Iterator[Difference]:
@@ -115,7 +115,7 @@ def _range(run: ExactRun) -> str:
     return f"steps {min(run.steps)} to {max(run.steps)}"
 
 
-def compared(one: Path, other: Path) -> tuple[tuple[ExactRun, ExactRun], Comparison]:
+def compared(one: Path, other: Path) -> tuple[tuple[ExactRun, ExactRun], BitComparison]:
     """Read and compare two files; ConfigError for a damaged file, one without an exact job, and two unlike jobs."""
     try:
         runs = read_exact(one), read_exact(other)
@@ -124,7 +124,7 @@ def compared(one: Path, other: Path) -> tuple[tuple[ExactRun, ExactRun], Compari
         raise ConfigError(str(error)) from error
 
 
-def report(runs: Sequence[ExactRun], found: Comparison) -> dict[str, Any]:
+def report(runs: Sequence[ExactRun], found: BitComparison) -> dict[str, Any]:
     """Return the JSON object that docs/exact.md describes."""
     return {
         "identical": found.is_identical,
@@ -138,7 +138,7 @@ def report(runs: Sequence[ExactRun], found: Comparison) -> dict[str, Any]:
     }
 
 
-def lines(runs: tuple[ExactRun, ExactRun], found: Comparison) -> Iterator[str]:
+def lines(runs: tuple[ExactRun, ExactRun], found: BitComparison) -> Iterator[str]:
     """Yield the lines that the command prints, the verdict first."""
     if found.is_identical:
         states, are_all = found.states, len(found.states) == len(found.steps)
@@ -160,7 +160,7 @@ def lines(runs: tuple[ExactRun, ExactRun], found: Comparison) -> Iterator[str]:
             yield f"Only in {run.path}: {len(alone)} steps, {alone[0]} to {alone[-1]}."
 
 
-def _before(found: Comparison) -> str:
+def _before(found: BitComparison) -> str:
     """Return a sentence on what was still equal before, which is where to look for the reason."""
     if not found.states:
         return "No step before it has digests of weights and moments in both."
