@@ -80,8 +80,8 @@ class DeviceTable:
 
     columns: the columns of `DeviceRuns` as rows of int64, with addresses relative to the buffers. source: the buffer of
     each run. programs: the columns of `Programs` as rows of int32. These three lie on the host or the device,
-    whichever is faster. ends: (buffers, low bits of addresses in them), each pair once. width: read width that offsets and lengths
-    allow, before the buffers' addresses are known.
+    whichever is faster. ends: (buffers, low bits of addresses in them), each pair once. width: read width that offsets
+    and lengths allow, before the buffers' addresses are known.
     """
 
     device: torch.device
