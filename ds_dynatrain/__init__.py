@@ -17,7 +17,7 @@ from ds_dynatrain.space.layout import Layout
 from ds_dynatrain.version import __version__
 
 if TYPE_CHECKING:
-    from ds_dynatrain.adapters.optimizers import register_optimizer
+    from ds_dynatrain.adapters.zero.optimizers import register_optimizer
     from ds_dynatrain.engine.changes import Change
     from ds_dynatrain.engine.initialize import init_distributed, initialize
     from ds_dynatrain.report import SwitchEvent
@@ -40,7 +40,7 @@ __all__ = [
 _HOMES = {
     "initialize": "engine.initialize",
     "init_distributed": "engine.initialize",
-    "register_optimizer": "adapters.optimizers",
+    "register_optimizer": "adapters.zero.optimizers",
     "Change": "engine.changes",
     "SwitchEvent": "report",
 }

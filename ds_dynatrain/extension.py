@@ -37,7 +37,7 @@ COMMANDS: Mapping[str, str] = {
 }
 """Command of `ds-dynatrain` -> the function that typer calls for it."""
 ROWS: Mapping[str, str] = {
-    "balance": "ds_dynatrain.balance.rows:ROWS",
+    "balance": "ds_dynatrain.balance.balance_rows:ROWS",
     "buddies": "ds_dynatrain.buddies.rows:ROWS",
     "exact": "ds_dynatrain.exact.bits.rows:ROWS",
     "fallback": "ds_dynatrain.fallback.rows:ROWS",

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ds_dynatrain.adapters.versions import present
+from ds_dynatrain.adapters.versions.deepspeed_versions import present
 from tests.engine.pool import RankPool
 from tests.ops import Builds, surroundings
 

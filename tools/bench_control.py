@@ -36,7 +36,7 @@ from ds_dynatrain.membership.proposal import Proposal
 from ds_dynatrain.membership.session import Join, Session, VoteResult, joined_requests
 from ds_dynatrain.reshard import streams
 from ds_dynatrain.reshard.certificate import SIDES, certify, joined_sides, shares
-from ds_dynatrain.reshard.digests import SideDigests
+from ds_dynatrain.reshard.digest_sides import SideDigests
 from ds_dynatrain.reshard.meeting import over_all
 from ds_dynatrain.reshard.preparation import joined_readiness, judged_readiness
 from ds_dynatrain.reshard.ways import POLL_SECONDS

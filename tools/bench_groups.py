@@ -33,10 +33,10 @@ import torch.distributed as td
 from figures import keep, machine, table
 from torch._C._distributed_c10d import TCPStore
 
-from ds_dynatrain.adapters.traffic import joined, unfit
-from ds_dynatrain.adapters.watched import GroupStatus
-from ds_dynatrain.adapters.world import World
-from ds_dynatrain.adapters.worlds import WorldSpec, build_world, drop, install
+from ds_dynatrain.adapters.groups.managed_process_group import GroupStatus
+from ds_dynatrain.adapters.groups.traffic import joined, unfit
+from ds_dynatrain.adapters.groups.world import World
+from ds_dynatrain.adapters.groups.worlds import WorldSpec, build_world, drop, install
 from ds_dynatrain.elastic.abort import WorldSockets
 from ds_dynatrain.elastic.store import serve_store
 from ds_dynatrain.errors import WorldChanged

@@ -30,8 +30,8 @@ import torch.distributed as td
 from figures import keep, machine, table
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from ds_dynatrain.adapters.device import HOST
-from ds_dynatrain.adapters.process_groups import make_group, tear_down
+from ds_dynatrain.adapters.groups.device import HOST
+from ds_dynatrain.adapters.groups.process_groups import make_group, tear_down
 from ds_dynatrain.elastic.store import serve_store
 
 SECONDS = 60.0

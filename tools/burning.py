@@ -12,7 +12,7 @@ import torch
 from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass
 from torch import nn
 
-from ds_dynatrain.adapters.replaced import replaced
+from ds_dynatrain.adapters.versions.replaced import replaced
 
 WIDTH = 4
 

@@ -35,8 +35,8 @@ def made_step(device: str, size: str, batch: int) -> Callable[[bool], None]:
         importlib.import_module("tests.device.accelerator").use()
     from workload import GPT, SIZES
 
-    from ds_dynatrain.adapters.device import compute_device
-    from ds_dynatrain.adapters.gate import Gate
+    from ds_dynatrain.adapters.groups.device import compute_device
+    from ds_dynatrain.adapters.groups.gate import Gate
 
     model = GPT(**SIZES[size]).to(compute_device(), torch.bfloat16)
     tokens = torch.randint(SIZES[size]["vocabulary"], (batch, LENGTH + 1)).to(compute_device())
@@ -63,7 +63,7 @@ def main() -> None:
             meet()
         return
     step, times = made_step(wanted["device"], wanted["size"], wanted["batch"]), {True: 0.0, False: 0.0}
-    from ds_dynatrain.adapters.device import synchronize
+    from ds_dynatrain.adapters.groups.device import synchronize
 
     for _ in range(WARM_STEPS):
         step(False)

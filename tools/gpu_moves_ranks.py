@@ -60,10 +60,10 @@ def connected(device: str, way: str) -> Tools:
     import torch.distributed as td
     from deepspeed.accelerator import get_accelerator
 
-    from ds_dynatrain.adapters.communicators import CommunicatorLink, Endpoint, go_on, make_communicator
-    from ds_dynatrain.adapters.device import compute_device
-    from ds_dynatrain.adapters.process_groups import make_group
-    from ds_dynatrain.adapters.worlds import launch_store
+    from ds_dynatrain.adapters.groups.communicators import CommunicatorLink, Endpoint, go_on, make_communicator
+    from ds_dynatrain.adapters.groups.device import compute_device
+    from ds_dynatrain.adapters.groups.process_groups import make_group
+    from ds_dynatrain.adapters.groups.worlds import launch_store
     from ds_dynatrain.transfer import GroupTransport, device_memory
     from tests.gpu.staging import be_a_host
 
@@ -124,7 +124,7 @@ def digest(vps: Any, layout: Any, rank: int, held: dict[Any, torch.Tensor], kind
     """Of all members' parts of a kind, one number a tensor."""
     import torch.distributed as td
 
-    from ds_dynatrain.reshard.digests import side_digests
+    from ds_dynatrain.reshard.digest_sides import side_digests
 
     mine = torch.zeros(len(vps.tensors), dtype=torch.int64)
     if held:

@@ -91,7 +91,7 @@ def main() -> None:
     importlib.import_module("tests.gpu.staging").be_a_host()
     from deepspeed.accelerator import get_accelerator
 
-    from ds_dynatrain.adapters.communicators import (
+    from ds_dynatrain.adapters.groups.communicators import (
         Communicator,
         CommunicatorLink,
         Endpoint,
@@ -99,7 +99,7 @@ def main() -> None:
         go_on,
         make_communicator,
     )
-    from ds_dynatrain.adapters.device import compute_device
+    from ds_dynatrain.adapters.groups.device import compute_device
 
     device, store = get_accelerator(), TCPStore("127.0.0.1", port, is_master=False)
     device.set_device(0)

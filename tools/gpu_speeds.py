@@ -41,7 +41,7 @@ def rate(work: Callable[[], object], nbytes: int = NBYTES) -> float:
 
 def environment() -> Found:
     """Card, driver, versions, and what the package can import here."""
-    from ds_dynatrain.adapters.communicators import nccl_version
+    from ds_dynatrain.adapters.groups.communicators import nccl_version
 
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     found: Found = {
@@ -57,7 +57,7 @@ def environment() -> Found:
         "triton",
         "deepspeed",
         "ds_dynatrain.transfer",
-        "ds_dynatrain.adapters.versions",
+        "ds_dynatrain.adapters.versions.deepspeed_versions",
         "ds_dynatrain.engine",
     ):
         try:

@@ -30,7 +30,7 @@ def has_device() -> bool:
 
 def versions() -> tuple[str, str, str]:
     """Of torch, the card's name, and of NCCL."""
-    from ds_dynatrain.adapters.communicators import nccl_version
+    from ds_dynatrain.adapters.groups.communicators import nccl_version
 
     return torch.__version__, torch.cuda.get_device_name(), ".".join(map(str, nccl_version()))
 

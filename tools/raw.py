@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import PrefixStore
 
-from ds_dynatrain.adapters.process_groups import make_group
-from ds_dynatrain.adapters.worlds import launch_store
+from ds_dynatrain.adapters.groups.process_groups import make_group
+from ds_dynatrain.adapters.groups.worlds import launch_store
 from ds_dynatrain.transfer import GroupTransport, Neighbors, RoutedTransport, Transport, allocate, prefault
 
 Peers = dict[int, tuple[int, int]]

@@ -32,12 +32,12 @@ NAMES: dict[str, tuple[str, ...]] = {
     "Start": (
         "ds_dynatrain.engine.initialize.initialize",
         "ds_dynatrain.engine.initialize.init_distributed",
-        "ds_dynatrain.adapters.optimizers.register_optimizer",
+        "ds_dynatrain.adapters.zero.optimizers.register_optimizer",
         "ds_dynatrain.space.layout.Layout",
         "ds_dynatrain.extension.Extension",
     ),
-    "The engine": ("ds_dynatrain.engine.engine.DynatrainEngine",),
-    "DeepSpeed's calls that do more here": ("ds_dynatrain.engine.pipeline.DynatrainPipelineEngine",),
+    "The engine": ("ds_dynatrain.engine.dynatrain_engine.DynatrainEngine",),
+    "DeepSpeed's calls that do more here": ("ds_dynatrain.engine.pipeline_engine.DynatrainPipelineEngine",),
     "What the engine gives": (
         "ds_dynatrain.reshard.pending.PendingSwitch",
         "ds_dynatrain.reshard.pending.SwitchEstimate",

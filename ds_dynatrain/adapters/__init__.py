@@ -3,8 +3,8 @@
 The table of folders in `ds_dynatrain/README.md` says what each file knows.
 """
 
-from ds_dynatrain.adapters.torch_versions import check_torch
-from ds_dynatrain.adapters.versions import check_names
+from ds_dynatrain.adapters.versions.deepspeed_versions import check_names
+from ds_dynatrain.adapters.versions.torch_versions import check_torch
 
 check_torch()
 check_names()

@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from ds_dynatrain.adapters.device import is_accelerated, total_bytes
-from ds_dynatrain.adapters.pipeline import PROFILE, Cut
-from ds_dynatrain.adapters.stage_module import PipelineShaper
+from ds_dynatrain.adapters.groups.device import is_accelerated, total_bytes
+from ds_dynatrain.adapters.model.pipeline_layers import PROFILE, Cut
+from ds_dynatrain.adapters.model.stage_module import PipelineShaper
 from ds_dynatrain.balance.balancer import Balancer
 from ds_dynatrain.balance.choose import FittingLayout, Members, Search, choose
 from ds_dynatrain.balance.config import BalanceConfig

@@ -7,8 +7,8 @@ from typing import cast
 
 import numpy as np
 
-from ds_dynatrain.adapters.pipeline import PipelineTemplate, layer_of
-from ds_dynatrain.adapters.stage_module import PipelineShaper
+from ds_dynatrain.adapters.model.pipeline_layers import PipelineTemplate, layer_of
+from ds_dynatrain.adapters.model.stage_module import PipelineShaper
 from ds_dynatrain.balance.adapters.stage_timer import StageTimer
 from ds_dynatrain.balance.adapters.timing import ModuleTimer, StageTimes, Timer, children_of
 from ds_dynatrain.balance.profile import Floats

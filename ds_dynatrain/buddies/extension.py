@@ -19,10 +19,10 @@ from typing import Any, Literal
 import torch
 import torch.distributed as td
 
-from ds_dynatrain.adapters.watched import is_lost_peer
-from ds_dynatrain.adapters.world import World
+from ds_dynatrain.adapters.groups.managed_process_group import is_lost_peer
+from ds_dynatrain.adapters.groups.world import World
+from ds_dynatrain.buddies.assignment import buddies_of, memory_of_copies
 from ds_dynatrain.buddies.config import BuddiesConfig
-from ds_dynatrain.buddies.placement import buddies_of, memory_of_copies
 from ds_dynatrain.buddies.rows import IN_A_FIXED_LAUNCH
 from ds_dynatrain.buddies.shipping import GROUP, Keeper, Round
 from ds_dynatrain.buddies.taking import mark_of

@@ -16,10 +16,10 @@ from functools import partial
 
 import torch
 
-from ds_dynatrain.adapters.device import start_thread
-from ds_dynatrain.adapters.watched import GroupStatus
-from ds_dynatrain.adapters.world import World
-from ds_dynatrain.buddies.placement import wards_of
+from ds_dynatrain.adapters.groups.device import start_thread
+from ds_dynatrain.adapters.groups.managed_process_group import GroupStatus
+from ds_dynatrain.adapters.groups.world import World
+from ds_dynatrain.buddies.assignment import wards_of
 from ds_dynatrain.buddies.taking import UndigestedCopy, copy_of, header_of, take
 from ds_dynatrain.engine.copies.kept import Kept, Room
 from ds_dynatrain.errors import DynatrainError, TransferError, WorldChanged

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ds_dynatrain.adapters.state import Buffers
+from ds_dynatrain.adapters.zero.state import Buffers
 from ds_dynatrain.engine.copies.copy import Copy, copied, digest_of_said, digests_of, frozen_elsewhere
 from ds_dynatrain.engine.copies.kept import Room
 from ds_dynatrain.errors import DynatrainError, TransferError

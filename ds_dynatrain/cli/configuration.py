@@ -144,7 +144,7 @@ def _refuse_optimizer(own: Mapping[str, Any], layout: Layout, present: Layout | 
     """Raise SwitchRefused for a layout that the configuration's optimizer cannot be in."""
     import torch
 
-    from ds_dynatrain.adapters.optimizers import MUON, refuse_optimizer_layout
+    from ds_dynatrain.adapters.zero.optimizers import MUON, refuse_optimizer_layout
 
     block = own.get("optimizer")
     name = str(block.get("type", "")).lower() if isinstance(block, Mapping) else ""
@@ -162,8 +162,8 @@ def _ask_deepspeed(own: dict[str, Any], block: DynatrainConfig | None, layout: L
     the values."""
     from torch import nn
 
-    from ds_dynatrain.adapters.settings import BatchSizes, layout_config
-    from ds_dynatrain.adapters.versions import refuse_for_series
+    from ds_dynatrain.adapters.versions.deepspeed_versions import refuse_for_series
+    from ds_dynatrain.adapters.zero.deepspeed_config import BatchSizes, layout_config
     from ds_dynatrain.data import BatchArithmetic
     from ds_dynatrain.extension import made
     from ds_dynatrain.reshard.feasible import check_batch

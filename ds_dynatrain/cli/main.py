@@ -70,7 +70,7 @@ def doctor(
         show.whole_table()
         return
     from ds_dynatrain.cli.configuration import examine_file
-    from ds_dynatrain.cli.environment import examine_environment
+    from ds_dynatrain.cli.doctor import examine_environment
     from ds_dynatrain.exact.machine import examine_exact
 
     environment = examine_environment()
@@ -119,7 +119,7 @@ def coordinator(
 
     Exit code: 0 the job has finished, 2 it could not listen, or another one has taken its place.
     """
-    from ds_dynatrain.cli import membership
+    from ds_dynatrain.cli import jobs as membership
     from ds_dynatrain.elastic.settings import Settings
 
     with saying("coordinator"):
@@ -142,7 +142,7 @@ def status(
 
     Exit code: 0, or 2 if no coordinator answers or it refuses.
     """
-    from ds_dynatrain.cli import membership
+    from ds_dynatrain.cli import jobs as membership
 
     with saying("status"):
         found = membership.status(address, token_file)
@@ -166,7 +166,7 @@ def leave(
 
     Exit code: 0, or 2 if there is no such node, no coordinator answers, or it refuses.
     """
-    from ds_dynatrain.cli import membership
+    from ds_dynatrain.cli import jobs as membership
 
     with saying("leave"):
         told = membership.leave(address, node, token_file)

@@ -12,7 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 from ds_dynatrain.cli.configuration import JobReport
-from ds_dynatrain.cli.environment import Environment
+from ds_dynatrain.cli.doctor import Environment
 from ds_dynatrain.cli.terminal import stdout_console
 from ds_dynatrain.exact.machine import ExactMachine
 from ds_dynatrain.report.check import Check

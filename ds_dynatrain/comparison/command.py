@@ -126,7 +126,7 @@ def _read(path: Path) -> Comparison:
 def write(found: Comparison, folder: Path) -> None:
     """Write figures as JSON, as Markdown, as the page, and the largest case alone as a picture."""
     from ds_dynatrain.comparison import charts, tables
-    from ds_dynatrain.comparison.page import page
+    from ds_dynatrain.comparison.report_page import page
 
     folder.mkdir(parents=True, exist_ok=True)
     files = {JSON: found.to_json(), TABLES: tables.document(found), SHORT: tables.short(found), PAGE: page(found)}

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from pydantic import ConfigDict
 
-from ds_dynatrain.elastic.world import WireRecord
+from ds_dynatrain.elastic.generation import WireRecord
 from ds_dynatrain.errors import ConfigError, CoordinatorUnproved, ElasticError, MessageError
 
 DEFAULT_PORT = 29400

@@ -13,8 +13,9 @@ import time
 from collections import defaultdict
 
 from ds_dynatrain.elastic.door import Door, Peer
+from ds_dynatrain.elastic.generation import node_of, nodes_of
 from ds_dynatrain.elastic.history import JobHistory
-from ds_dynatrain.elastic.membership import MembershipStateMachine
+from ds_dynatrain.elastic.membership_machine import MembershipStateMachine
 from ds_dynatrain.elastic.messages import (
     LARGEST_MESSAGE,
     Agent,
@@ -40,7 +41,6 @@ from ds_dynatrain.elastic.messages import (
 from ds_dynatrain.elastic.roster import Effect, Finish, GiveUpMember, ProbeMembers, Publish
 from ds_dynatrain.elastic.settings import ORPHAN_SECONDS
 from ds_dynatrain.elastic.view import View, snapshot, view
-from ds_dynatrain.elastic.world import node_of, nodes_of
 from ds_dynatrain.errors import JobFinished, MessageError, PeerRefused
 
 GREETING_SECONDS = 5.0

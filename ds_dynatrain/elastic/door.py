@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 
 from ds_dynatrain.elastic.address import tune
 from ds_dynatrain.elastic.connection import NO_TAG, RETRY_SECONDS, TAG_BYTES, Channel, new_nonce
+from ds_dynatrain.elastic.generation import LONGEST_TEXT
 from ds_dynatrain.elastic.messages import (
     HEADER,
     LARGEST_GREETING,
@@ -29,7 +30,6 @@ from ds_dynatrain.elastic.messages import (
     decode,
     encode,
 )
-from ds_dynatrain.elastic.world import LONGEST_TEXT
 from ds_dynatrain.errors import MessageError, PeerRefused
 
 MOST_UNREAD = 2 * LARGEST_MESSAGE

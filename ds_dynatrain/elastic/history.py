@@ -11,8 +11,8 @@ from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from ds_dynatrain.elastic.generation import Generation, Text, WireRecord, nodes_of
 from ds_dynatrain.elastic.messages import Count, Report, Seconds, Switched, Tally
-from ds_dynatrain.elastic.world import Generation, Text, WireRecord, nodes_of
 
 MOST_POINTS = 1024
 MOST_CHANGES = 256

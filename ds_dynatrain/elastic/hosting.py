@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_dynatrain.elastic.address import Address, listen
 from ds_dynatrain.elastic.coordinator import Coordinator, logger
-from ds_dynatrain.elastic.membership import MembershipStateMachine
+from ds_dynatrain.elastic.membership_machine import MembershipStateMachine
 from ds_dynatrain.elastic.settings import Settings
 from ds_dynatrain.elastic.token import Reading
 from ds_dynatrain.elastic.view import Feed

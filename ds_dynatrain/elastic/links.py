@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar
 
+from ds_dynatrain.elastic.generation import node_of
 from ds_dynatrain.elastic.messages import MOST_PROBED, Probed
 from ds_dynatrain.elastic.roster import ProbeMembers, Roster
-from ds_dynatrain.elastic.world import node_of
 
 Node = TypeVar("Node", bound=Hashable)
 STANDSTILL = 2

@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import Store
 
 from ds_dynatrain.elastic.connection import RETRY_SECONDS, Connection, connect, logger, readable
 from ds_dynatrain.elastic.environment import WorkerPlace
+from ds_dynatrain.elastic.generation import LONGEST_TEXT, Generation, member_id
 from ds_dynatrain.elastic.main_thread import OWN_WAITS, WAITING, MainThread
 from ds_dynatrain.elastic.messages import (
     LONGEST_WORDS,
@@ -38,11 +39,10 @@ from ds_dynatrain.elastic.messages import (
     Tally,
     clipped,
 )
-from ds_dynatrain.elastic.process import Termination, end_with_parent, in_forked_children
 from ds_dynatrain.elastic.reach import Reach
 from ds_dynatrain.elastic.settings import ORPHAN_SECONDS
 from ds_dynatrain.elastic.store import open_store
-from ds_dynatrain.elastic.world import LONGEST_TEXT, Generation, member_id
+from ds_dynatrain.elastic.worker_process import Termination, end_with_parent, in_forked_children
 from ds_dynatrain.errors import CoordinatorUnproved, JobFinished, MessageError, PeerRefused
 
 JOIN_SECONDS = 600.0

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from ds_dynatrain.elastic.world import LONGEST_NODE, Generation, MemberId, Members, NodeId, Text, WireRecord
+from ds_dynatrain.elastic.generation import LONGEST_NODE, Generation, MemberId, Members, NodeId, Text, WireRecord
 from ds_dynatrain.errors import MessageError
 
 PROTOCOL = 7

@@ -25,12 +25,12 @@ from torch.distributed.elastic.rendezvous import (
 from ds_dynatrain.elastic.address import Address, Endpoint, read_endpoint
 from ds_dynatrain.elastic.connection import RETRY_SECONDS, Connection, connect, logger
 from ds_dynatrain.elastic.environment import LOCAL_RANK, NODE, WorkerPlace, hand_over, job_token, new_node
+from ds_dynatrain.elastic.generation import node_of
 from ds_dynatrain.elastic.hosting import CoordinatorHost
 from ds_dynatrain.elastic.messages import Agent, Beat, Bye, Fence, Finished, Refused
 from ds_dynatrain.elastic.settings import Settings
 from ds_dynatrain.elastic.store import serve_store
 from ds_dynatrain.elastic.token import Reading
-from ds_dynatrain.elastic.world import node_of
 from ds_dynatrain.errors import (
     ConfigError,
     CoordinatorUnproved,

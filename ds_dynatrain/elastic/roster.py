@@ -8,8 +8,8 @@ from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from typing import get_args
 
+from ds_dynatrain.elastic.generation import MOST_MEMBERS, Generation, member_id, node_of
 from ds_dynatrain.elastic.messages import Announce, Engines, Report
-from ds_dynatrain.elastic.world import MOST_MEMBERS, Generation, member_id, node_of
 from ds_dynatrain.errors import PeerRefused
 
 

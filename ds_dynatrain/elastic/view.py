@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable
 from copy import deepcopy
 from typing import Generic, Literal, TypeVar, get_args
 
+from ds_dynatrain.elastic.generation import NO_WORLD, WireRecord, nodes_of
 from ds_dynatrain.elastic.history import MEANING, Cause, Counts, GenerationChange, JobHistory, Point, SwitchRecord
-from ds_dynatrain.elastic.membership import MembershipStateMachine
+from ds_dynatrain.elastic.membership_machine import MembershipStateMachine
 from ds_dynatrain.elastic.messages import (
     MOST_PARTED,
     ChangeStatus,
@@ -22,7 +23,6 @@ from ds_dynatrain.elastic.messages import (
     StartingNode,
     Status,
 )
-from ds_dynatrain.elastic.world import NO_WORLD, WireRecord, nodes_of
 
 Value = TypeVar("Value")
 State = Literal["waiting", "running", "changing", "standing", "paused", "lost", "finished"]

@@ -13,7 +13,7 @@ from contextlib import suppress
 
 import torch.distributed as td
 
-from ds_dynatrain.adapters.watched import GroupStatus, is_lost_peer
+from ds_dynatrain.adapters.groups.managed_process_group import GroupStatus, is_lost_peer
 from ds_dynatrain.elastic.member import Ending
 from ds_dynatrain.elastic.messages import Protected
 from ds_dynatrain.engine.driver import Driver

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ds_dynatrain.engine.checkpoints import restore, stock
+from ds_dynatrain.engine.checkpoints import restore
+from ds_dynatrain.engine.checkpoints import stock_folder as stock
 from ds_dynatrain.engine.checkpoints.saving import PendingSave, Saver
 from ds_dynatrain.engine.checkpoints.sources import ALL, CheckpointPart
 from ds_dynatrain.engine.discarded import DiscardableBatch

@@ -13,9 +13,9 @@ from typing import TypeVar
 
 import torch.distributed as td
 
-from ds_dynatrain.adapters.device import is_accelerated, synchronize
+from ds_dynatrain.adapters.groups.device import is_accelerated, synchronize
 from ds_dynatrain.data.workers import without_collection
-from ds_dynatrain.elastic.world import Generation
+from ds_dynatrain.elastic.generation import Generation
 from ds_dynatrain.engine.checkpoints.lean import LeanTransaction
 from ds_dynatrain.engine.copies.copy import lacks_frozen
 from ds_dynatrain.engine.elastic import Elastic, GenerationBoards
@@ -24,7 +24,7 @@ from ds_dynatrain.engine.restoring import let_go, restore, serve, void_before
 from ds_dynatrain.errors import ElasticError, SwitchRefused
 from ds_dynatrain.extension import backups_of
 from ds_dynatrain.membership import agreement
-from ds_dynatrain.membership.change import (
+from ds_dynatrain.membership.boundary_machine import (
     Action,
     BoundaryMachine,
     Connect,

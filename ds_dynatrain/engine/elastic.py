@@ -15,15 +15,15 @@ from typing import Any
 
 import torch.distributed as td
 
-from ds_dynatrain.adapters.communicators import unfinished
-from ds_dynatrain.adapters.worlds import Note
+from ds_dynatrain.adapters.groups.communicators import unfinished
+from ds_dynatrain.adapters.groups.worlds import Note
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.elastic.abort import WorldSockets
 from ds_dynatrain.elastic.environment import WorkerPlace, job_token
+from ds_dynatrain.elastic.generation import Generation, node_of
 from ds_dynatrain.elastic.main_thread import OWN_WAITS, stands_at
 from ds_dynatrain.elastic.member import Member
 from ds_dynatrain.elastic.token import derive
-from ds_dynatrain.elastic.world import Generation, node_of
 from ds_dynatrain.errors import WorldChanged
 from ds_dynatrain.membership.control import Control, Seal, Teardowns
 from ds_dynatrain.membership.destinations import Registry
@@ -33,7 +33,12 @@ from ds_dynatrain.reshard.core import EngineCore
 from ds_dynatrain.reshard.membership import Membership
 
 CONNECT_SECONDS = 2.0
-WAITING = ("torch.distributed", "ds_dynatrain.adapters.watched", "ds_dynatrain.adapters.gate", "ds_dynatrain.transfer")
+WAITING = (
+    "torch.distributed",
+    "ds_dynatrain.adapters.groups.managed_process_group",
+    "ds_dynatrain.adapters.groups.gate",
+    "ds_dynatrain.transfer",
+)
 """Modules in which the main thread waits for other members: in a collective, at the gate, for a group, in a
 transfer.
 """

@@ -12,14 +12,14 @@ from typing import Any, TypeVar
 import torch.distributed as td
 from torch import nn
 
-from ds_dynatrain.adapters.device import complaint
-from ds_dynatrain.adapters.gate import abort
-from ds_dynatrain.adapters.incoming import refuse_cut
-from ds_dynatrain.adapters.watched import GroupStatus
+from ds_dynatrain.adapters.groups.device import complaint
+from ds_dynatrain.adapters.groups.gate import abort
+from ds_dynatrain.adapters.groups.managed_process_group import GroupStatus
+from ds_dynatrain.adapters.zero.incoming import refuse_cut
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.elastic.environment import WorkerPlace
+from ds_dynatrain.elastic.generation import Generation
 from ds_dynatrain.elastic.member import Ending, end_process
-from ds_dynatrain.elastic.world import Generation
 from ds_dynatrain.engine.boundaries import Boundaries
 from ds_dynatrain.engine.discarded import guarded
 from ds_dynatrain.engine.elastic import Elastic

@@ -11,16 +11,16 @@ from typing import Any, TypeVar
 import torch.distributed as td
 from torch._C._distributed_c10d import HashStore
 
-from ds_dynatrain.adapters.device import warm
-from ds_dynatrain.adapters.process_groups import serve_host
-from ds_dynatrain.adapters.watched import GroupStatus
-from ds_dynatrain.adapters.worlds import LaunchWorld, Note, launch_store
+from ds_dynatrain.adapters.groups.device import warm
+from ds_dynatrain.adapters.groups.managed_process_group import GroupStatus
+from ds_dynatrain.adapters.groups.process_groups import serve_host
+from ds_dynatrain.adapters.groups.worlds import LaunchWorld, Note, launch_store
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.elastic.connection import ask_status
 from ds_dynatrain.elastic.environment import WorkerPlace, job_token
-from ds_dynatrain.elastic.process import at_exit
+from ds_dynatrain.elastic.generation import Generation
 from ds_dynatrain.elastic.store import connected
-from ds_dynatrain.elastic.world import Generation
+from ds_dynatrain.elastic.worker_process import at_exit
 from ds_dynatrain.engine.elastic import CONNECT_SECONDS, Elastic
 from ds_dynatrain.engine.elastic_membership import ElasticMembership
 from ds_dynatrain.engine.fixed_launch import FixedLaunch

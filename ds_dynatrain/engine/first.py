@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_dynatrain.adapters.incoming import Incoming, fill
-from ds_dynatrain.adapters.memory import provide, zeros
-from ds_dynatrain.adapters.sequence import first_size
-from ds_dynatrain.adapters.settings import BatchSizes
-from ds_dynatrain.adapters.shaper import Shaper
-from ds_dynatrain.adapters.shaping import start_expert_size, start_tensor_size
-from ds_dynatrain.adapters.state import Buffers
-from ds_dynatrain.adapters.support import refuse_module
+from ds_dynatrain.adapters.deepspeed.support_checks import refuse_module
+from ds_dynatrain.adapters.model.shaper import Shaper
+from ds_dynatrain.adapters.model.shaping import start_expert_size, start_tensor_size
+from ds_dynatrain.adapters.model.ulysses import first_size
+from ds_dynatrain.adapters.zero.buffers import provide, zeros
+from ds_dynatrain.adapters.zero.deepspeed_config import BatchSizes
+from ds_dynatrain.adapters.zero.incoming import Incoming, fill
+from ds_dynatrain.adapters.zero.state import Buffers
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.data import LeafArithmetic
 from ds_dynatrain.errors import ConfigError, LayoutError, SwitchRefused, UnsupportedError

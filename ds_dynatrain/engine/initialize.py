@@ -14,24 +14,18 @@ import torch
 import torch.distributed as td
 from torch import nn
 
-from ds_dynatrain.adapters.communicators import is_watched
-from ds_dynatrain.adapters.device import take_own
-from ds_dynatrain.adapters.incoming import Incoming, ParamInit, Row, install_zero_init
-from ds_dynatrain.adapters.pipeline import is_pipeline, refuse_stage_of_another
-from ds_dynatrain.adapters.settings import BatchSizes, layout_config
-from ds_dynatrain.adapters.shaper import ModelFactory, Shaper
-from ds_dynatrain.adapters.shaping import features_of, shaper_of
-from ds_dynatrain.adapters.stage_module import put_together, start_stages
-from ds_dynatrain.adapters.start import (
+from ds_dynatrain.adapters.deepspeed.start import (
     OptimizerForwarder,
     engine_around,
     import_what_is_lazy,
     start_without_compiler,
     tell_of_compilers,
 )
-from ds_dynatrain.adapters.support import check_elastic_launch, refuse_unsupported
-from ds_dynatrain.adapters.world import World
-from ds_dynatrain.adapters.worlds import (
+from ds_dynatrain.adapters.deepspeed.support_checks import check_elastic_launch, refuse_unsupported
+from ds_dynatrain.adapters.groups.communicators import is_watched
+from ds_dynatrain.adapters.groups.device import take_own
+from ds_dynatrain.adapters.groups.world import World
+from ds_dynatrain.adapters.groups.worlds import (
     WorldSpec,
     build_world,
     drop,
@@ -40,17 +34,23 @@ from ds_dynatrain.adapters.worlds import (
     is_ours_installed,
     stand_in_world,
 )
+from ds_dynatrain.adapters.model.pipeline_layers import is_pipeline, refuse_stage_of_another
+from ds_dynatrain.adapters.model.shaper import ModelFactory, Shaper
+from ds_dynatrain.adapters.model.shaping import features_of, shaper_of
+from ds_dynatrain.adapters.model.stage_module import put_together, start_stages
+from ds_dynatrain.adapters.zero.deepspeed_config import BatchSizes, layout_config
+from ds_dynatrain.adapters.zero.incoming import Incoming, ParamInit, Row, install_zero_init
 from ds_dynatrain.config import DynatrainConfig, split_config
 from ds_dynatrain.config_file import Config, read_config
 from ds_dynatrain.elastic.environment import WorkerPlace, local_rank, settle_watchdog, worker_place
-from ds_dynatrain.elastic.process import at_exit
+from ds_dynatrain.elastic.worker_process import at_exit
 from ds_dynatrain.engine.checkpoints.resume import first_state
 from ds_dynatrain.engine.description import described, differing_key, differing_machine, differing_parameter
-from ds_dynatrain.engine.engine import DynatrainEngine
+from ds_dynatrain.engine.dynatrain_engine import DynatrainEngine
 from ds_dynatrain.engine.entry import Early, Entry, begin, beside, start_alone, with_launch, with_members
 from ds_dynatrain.engine.first import check_axes, check_start, first_layout, take_in
 from ds_dynatrain.engine.parts import EngineParts
-from ds_dynatrain.engine.pipeline import DynatrainPipelineEngine
+from ds_dynatrain.engine.pipeline_engine import DynatrainPipelineEngine
 from ds_dynatrain.errors import ConfigError, ElasticError
 from ds_dynatrain.extension import Extension, check, made
 from ds_dynatrain.membership.destinations import rule_of

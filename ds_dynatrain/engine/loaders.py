@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as td
 
-from ds_dynatrain.adapters.curriculum import CurriculumOrder
-from ds_dynatrain.adapters.device import is_accelerated
+from ds_dynatrain.adapters.deepspeed.curriculum import CurriculumOrder
+from ds_dynatrain.adapters.groups.device import is_accelerated
 from ds_dynatrain.data import BatchArithmetic, DataSource, EvaluationLoader, Leaf, MicroBatch, Slot, TrainLoader
 from ds_dynatrain.engine.discarded import DiscardableBatch
 from ds_dynatrain.engine.switcher import Switcher

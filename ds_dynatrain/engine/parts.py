@@ -8,10 +8,10 @@ from typing import Any
 
 import torch.distributed as td
 
-from ds_dynatrain.adapters.compiled import compiled_by_wrapping
-from ds_dynatrain.adapters.process_groups import is_known
-from ds_dynatrain.adapters.sequence import enter as enter_sequence
-from ds_dynatrain.adapters.worlds import drop
+from ds_dynatrain.adapters.groups.process_groups import is_known
+from ds_dynatrain.adapters.groups.worlds import drop
+from ds_dynatrain.adapters.model.ulysses import enter as enter_sequence
+from ds_dynatrain.adapters.versions.compiled import compiled_by_wrapping
 from ds_dynatrain.engine.calls import Checkpoints
 from ds_dynatrain.engine.changes import Changes
 from ds_dynatrain.engine.checkpoints.saving import Saver

@@ -6,10 +6,10 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from ds_dynatrain.adapters.watched import GroupStatus
-from ds_dynatrain.adapters.world import World
-from ds_dynatrain.adapters.worlds import WorldSpec, build_world, drop
-from ds_dynatrain.elastic.world import Generation
+from ds_dynatrain.adapters.groups.managed_process_group import GroupStatus
+from ds_dynatrain.adapters.groups.world import World
+from ds_dynatrain.adapters.groups.worlds import WorldSpec, build_world, drop
+from ds_dynatrain.elastic.generation import Generation
 from ds_dynatrain.engine.checkpoints.joint import restore_all
 from ds_dynatrain.engine.copies.from_copies import FromCopies
 from ds_dynatrain.engine.copies.from_copies import serve as serve_from

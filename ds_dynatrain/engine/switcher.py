@@ -15,10 +15,10 @@ from typing import Any
 
 import torch.distributed as td
 
-from ds_dynatrain.adapters.device import HOST, compute_device
-from ds_dynatrain.adapters.memory import Untouched, provide
-from ds_dynatrain.adapters.state import Scalars
-from ds_dynatrain.adapters.worlds import installed, stand_in_world
+from ds_dynatrain.adapters.groups.device import HOST, compute_device
+from ds_dynatrain.adapters.groups.worlds import installed, stand_in_world
+from ds_dynatrain.adapters.zero.buffers import Untouched, provide
+from ds_dynatrain.adapters.zero.state import Scalars
 from ds_dynatrain.data.workers import without_collection
 from ds_dynatrain.engine.changes import Changes
 from ds_dynatrain.engine.checkpoints.lean import LeanTransaction

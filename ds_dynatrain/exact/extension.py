@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from ds_dynatrain.adapters.settings import BatchSizes
+from ds_dynatrain.adapters.zero.deepspeed_config import BatchSizes
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.exact.adapters.refusals import (
@@ -60,9 +60,9 @@ class Exact(Extension):
 
     def engine_class(self, kind: type[Any]) -> type[Any]:
         """Return the engine class that trains leaves, with pipelines or without."""
-        from ds_dynatrain.engine.pipeline import DynatrainPipelineEngine
-        from ds_dynatrain.exact.adapters.engine import LeafEngine
-        from ds_dynatrain.exact.adapters.pipeline import LeafPipelineEngine
+        from ds_dynatrain.engine.pipeline_engine import DynatrainPipelineEngine
+        from ds_dynatrain.exact.adapters.exact_engine import LeafEngine
+        from ds_dynatrain.exact.adapters.exact_pipeline import LeafPipelineEngine
 
         return LeafPipelineEngine if issubclass(kind, DynatrainPipelineEngine) else LeafEngine
 

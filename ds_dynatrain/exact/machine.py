@@ -50,7 +50,7 @@ def examine_exact(has_deepspeed: bool) -> ExactMachine:
 
 
 def _device() -> Iterator[Check]:
-    from ds_dynatrain.adapters.device import compute_device, is_accelerated
+    from ds_dynatrain.adapters.groups.device import compute_device, is_accelerated
     from ds_dynatrain.exact.adapters.refusals import refuse_series
 
     try:

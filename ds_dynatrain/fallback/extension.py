@@ -18,13 +18,13 @@ import torch
 import torch.distributed as td
 
 from ds_dynatrain.config import DynatrainConfig
-from ds_dynatrain.elastic.process import Termination
+from ds_dynatrain.elastic.worker_process import Termination
 from ds_dynatrain.engine.checkpoints.saving import Saver
 from ds_dynatrain.engine.parts import EngineParts
 from ds_dynatrain.errors import CheckpointError, ConfigError, SwitchRefused, WorldChanged
 from ds_dynatrain.extension import Backups, Extension
 from ds_dynatrain.fallback.config import FallbackConfig
-from ds_dynatrain.fallback.joint import next_tag
+from ds_dynatrain.fallback.joint_tags import next_tag
 from ds_dynatrain.report import logger
 from ds_dynatrain.reshard.core import EngineCore
 from ds_dynatrain.reshard.process import PROCESS

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ds_dynatrain.config import BEST
-from ds_dynatrain.elastic.world import Generation
+from ds_dynatrain.elastic.generation import Generation
 from ds_dynatrain.errors import ConfigError, LayoutError, SwitchRefused
 from ds_dynatrain.space.layout import Layout
 

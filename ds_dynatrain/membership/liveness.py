@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import TracebackType
 
-from ds_dynatrain.adapters.watched import is_lost_peer
+from ds_dynatrain.adapters.groups.managed_process_group import is_lost_peer
 from ds_dynatrain.errors import MemberMissing
 from ds_dynatrain.membership.control import BEAT_SECONDS, SILENT_BEATS, Control
 from ds_dynatrain.report import logger

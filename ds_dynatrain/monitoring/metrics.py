@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ds_dynatrain.elastic.generation import nodes_of
 from ds_dynatrain.elastic.history import PAUSE_BUCKETS
 from ds_dynatrain.elastic.messages import Phase
 from ds_dynatrain.elastic.view import STATES, View
-from ds_dynatrain.elastic.world import nodes_of
 from ds_dynatrain.errors import ConfigError
 
 try:

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from ds_dynatrain.adapters.module_state import EMPTY, state_of, take_state
-from ds_dynatrain.adapters.state import Scalars
+from ds_dynatrain.adapters.model.module_state import EMPTY, state_of, take_state
+from ds_dynatrain.adapters.zero.state import Scalars
 from ds_dynatrain.errors import SwitchRefused
 from ds_dynatrain.reshard.core import EngineCore
 from ds_dynatrain.reshard.encoding import decode, encode, fingerprint

@@ -22,7 +22,7 @@ import numpy as np
 
 from ds_dynatrain.errors import CertificateError
 from ds_dynatrain.membership.session import Session
-from ds_dynatrain.reshard.digests import Digests, SideDigests, hint, state_digest
+from ds_dynatrain.reshard.digest_sides import Digests, SideDigests, hint, state_digest
 from ds_dynatrain.space import Layout, VirtualParameterSpace
 from ds_dynatrain.space.interval import Ints
 

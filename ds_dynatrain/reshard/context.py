@@ -8,10 +8,10 @@ from typing import Any
 
 import torch.distributed as td
 
-from ds_dynatrain.adapters.incoming import Row
-from ds_dynatrain.adapters.settings import BatchSizes
-from ds_dynatrain.adapters.world import World
-from ds_dynatrain.adapters.worlds import LaunchWorld
+from ds_dynatrain.adapters.groups.world import World
+from ds_dynatrain.adapters.groups.worlds import LaunchWorld
+from ds_dynatrain.adapters.zero.deepspeed_config import BatchSizes
+from ds_dynatrain.adapters.zero.incoming import Row
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.extension import Extension

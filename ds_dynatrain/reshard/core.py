@@ -12,13 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ds_dynatrain.adapters.host import Host, Replaced
-from ds_dynatrain.adapters.placement import Memory
-from ds_dynatrain.adapters.process_wide import ProcessWide
-from ds_dynatrain.adapters.settings import layout_config
-from ds_dynatrain.adapters.shaper import Made
-from ds_dynatrain.adapters.world import World
-from ds_dynatrain.adapters.worlds import LaunchWorld, install
+from ds_dynatrain.adapters.deepspeed.host import Host, Replaced
+from ds_dynatrain.adapters.groups.world import World
+from ds_dynatrain.adapters.groups.worlds import LaunchWorld, install
+from ds_dynatrain.adapters.model.shaper import Made
+from ds_dynatrain.adapters.zero.deepspeed_config import layout_config
+from ds_dynatrain.adapters.zero.process_wide import ProcessWide
+from ds_dynatrain.adapters.zero.state_memory import Memory
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.data import BatchArithmetic, TrainLoader
 from ds_dynatrain.membership.control import Control
@@ -280,7 +280,7 @@ class EngineCore:
         return dealt(self.job.batch_sizes, layout, self.job.has_stages)
 
     def agree(self, meet: Callable[[int], object] | None = None) -> None:
-        """Wait until an accelerator's collectives have given all ranks their results; see `adapters.gate`.
+        """Wait until an accelerator's collectives have given all ranks their results; see `adapters.groups.gate`.
 
         All ranks call it before a state made from those results is stepped, copied, saved or moved. Raises WorldChanged
         if a rank may lack some. meet: as in `World.agree`.

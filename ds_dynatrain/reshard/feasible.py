@@ -8,10 +8,10 @@ from pathlib import Path
 
 from torch import nn
 
-from ds_dynatrain.adapters import versions
-from ds_dynatrain.adapters.device import HOST, free_bytes
-from ds_dynatrain.adapters.moe import dropping
-from ds_dynatrain.adapters.settings import BatchSizes
+from ds_dynatrain.adapters.groups.device import HOST, free_bytes
+from ds_dynatrain.adapters.model.moe import dropping
+from ds_dynatrain.adapters.versions import deepspeed_versions as versions
+from ds_dynatrain.adapters.zero.deepspeed_config import BatchSizes
 from ds_dynatrain.data import BatchArithmetic, ColumnArithmetic, LeafArithmetic, nearest_even
 from ds_dynatrain.errors import DataError, LayoutError, SwitchRefused, UnsupportedError
 from ds_dynatrain.space import Layout, VirtualParameterSpace

@@ -1,4 +1,4 @@
-"""State that layers keep besides parameters (`adapters.module_state`), moved between pipeline stages in a switch.
+"""State that layers keep besides parameters (`adapters.model.module_state`), moved between pipeline stages in a switch.
 
 The first process of the first stage that has a layer gives it to each member that gets the layer and had it not. Names,
 types and shapes are on the board; all tensors travel from member to member.
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ds_dynatrain.adapters.module_state import ModuleState, state_of, take_state
+from ds_dynatrain.adapters.model.module_state import ModuleState, state_of, take_state
 from ds_dynatrain.errors import CertificateError
 from ds_dynatrain.membership.control import Control
 from ds_dynatrain.membership.proposal import Proposal

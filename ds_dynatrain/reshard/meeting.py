@@ -10,11 +10,11 @@ from typing import Any
 
 import torch.distributed as td
 
-from ds_dynatrain.adapters.communicators import Connections
-from ds_dynatrain.adapters.device import is_accelerated, synchronize
-from ds_dynatrain.adapters.regroup import refuse_changes
-from ds_dynatrain.adapters.support import refuse_at_boundary
-from ds_dynatrain.adapters.world import World
+from ds_dynatrain.adapters.deepspeed.support_checks import refuse_at_boundary
+from ds_dynatrain.adapters.groups.communicators import Connections
+from ds_dynatrain.adapters.groups.device import is_accelerated, synchronize
+from ds_dynatrain.adapters.groups.world import World
+from ds_dynatrain.adapters.zero.regroup import refuse_changes
 from ds_dynatrain.errors import DynatrainError
 from ds_dynatrain.membership import agreement
 from ds_dynatrain.membership.proposal import CONNECTING, Proposal

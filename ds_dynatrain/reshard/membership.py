@@ -20,10 +20,10 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from ds_dynatrain.adapters.watched import GroupStatus
-from ds_dynatrain.adapters.worlds import Note, ignore
+from ds_dynatrain.adapters.groups.managed_process_group import GroupStatus
+from ds_dynatrain.adapters.groups.worlds import Note, ignore
 from ds_dynatrain.config import DynatrainConfig
-from ds_dynatrain.elastic.world import Generation
+from ds_dynatrain.elastic.generation import Generation
 from ds_dynatrain.membership.control import Control
 from ds_dynatrain.membership.liveness import Watch
 from ds_dynatrain.membership.proposal import Proposal

@@ -16,16 +16,16 @@ from typing import Any
 import torch
 import torch.distributed as td
 
-from ds_dynatrain.adapters.communicators import Connections
-from ds_dynatrain.adapters.device import HOST, is_accelerated, start_thread
-from ds_dynatrain.adapters.memory import is_one_memory, provide, reusable, zeros
-from ds_dynatrain.adapters.placement import HERE, Memory
-from ds_dynatrain.adapters.shaper import Made
-from ds_dynatrain.adapters.state import Buffers
-from ds_dynatrain.adapters.traffic import joined, unfit
-from ds_dynatrain.adapters.watched import GroupStatus
-from ds_dynatrain.adapters.world import World
-from ds_dynatrain.adapters.worlds import Note, WorldSpec, build_world, drop, ignore
+from ds_dynatrain.adapters.groups.communicators import Connections
+from ds_dynatrain.adapters.groups.device import HOST, is_accelerated, start_thread
+from ds_dynatrain.adapters.groups.managed_process_group import GroupStatus
+from ds_dynatrain.adapters.groups.traffic import joined, unfit
+from ds_dynatrain.adapters.groups.world import World
+from ds_dynatrain.adapters.groups.worlds import Note, WorldSpec, build_world, drop, ignore
+from ds_dynatrain.adapters.model.shaper import Made
+from ds_dynatrain.adapters.zero.buffers import is_one_memory, provide, reusable, zeros
+from ds_dynatrain.adapters.zero.state import Buffers
+from ds_dynatrain.adapters.zero.state_memory import HERE, Memory
 from ds_dynatrain.elastic.main_thread import OWN_WAITS
 from ds_dynatrain.errors import DynatrainError, SwitchFailed, SwitchRefused
 from ds_dynatrain.membership import agreement
@@ -33,7 +33,7 @@ from ds_dynatrain.membership.control import Control
 from ds_dynatrain.membership.proposal import Proposal
 from ds_dynatrain.membership.session import Session
 from ds_dynatrain.plan import MemberPlan, SwitchPlan, estimate, plan_switch
-from ds_dynatrain.reshard.digests import DigestSide
+from ds_dynatrain.reshard.digest_sides import DigestSide
 from ds_dynatrain.reshard.ways import POLL_SECONDS, Ways
 from ds_dynatrain.space import MASTER, BufferId, Layout, VirtualParameterSpace, row_of
 from ds_dynatrain.transfer import ReadyPlan, allocate, prefault

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as td
 from torch import nn
 
-from ds_dynatrain.adapters.plain_engines import PlainEngine, plain_engines
-from ds_dynatrain.adapters.process_groups import is_known
-from ds_dynatrain.adapters.process_wide import put_plain
+from ds_dynatrain.adapters.deepspeed.plain_engines import PlainEngine, plain_engines
+from ds_dynatrain.adapters.groups.process_groups import is_known
+from ds_dynatrain.adapters.zero.process_wide import put_plain
 from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.reshard.core import EngineCore, PutAsideState
 from ds_dynatrain.reshard.membership import Membership

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ds_dynatrain.adapters.model import ModelMap
-from ds_dynatrain.adapters.optimizers import moment_kinds
-from ds_dynatrain.adapters.regroup import Lists, NewGroup, Regrouping, follow, lists_per_group, put_lists_back
-from ds_dynatrain.adapters.shaping import partition_of, rules_of
+from ds_dynatrain.adapters.model.shaping import partition_of, rules_of
+from ds_dynatrain.adapters.zero.logical_model import ModelMap
+from ds_dynatrain.adapters.zero.optimizers import moment_kinds
+from ds_dynatrain.adapters.zero.regroup import Lists, NewGroup, Regrouping, follow, lists_per_group, put_lists_back
 from ds_dynatrain.errors import CheckpointError, SwitchRefused
 from ds_dynatrain.reshard.core import EngineCore
 from ds_dynatrain.space import STATE, Layout, LogicalTensor, Partition, VirtualParameterSpace, standard_kinds

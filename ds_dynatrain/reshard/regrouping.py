@@ -18,18 +18,18 @@ import numpy as np
 import torch
 import torch.distributed as td
 
-from ds_dynatrain.adapters.incoming import Place, pieces_by_tensor
-from ds_dynatrain.adapters.optimizers import rule_of
-from ds_dynatrain.adapters.placement import Memory
-from ds_dynatrain.adapters.regroup import Regrouping, RegroupRequest, lists_per_group, regroup, wanted_of
-from ds_dynatrain.adapters.state import Buffers
-from ds_dynatrain.adapters.support import refuse_at_boundary
+from ds_dynatrain.adapters.deepspeed.support_checks import refuse_at_boundary
+from ds_dynatrain.adapters.zero.incoming import Place, pieces_by_tensor
+from ds_dynatrain.adapters.zero.optimizers import rule_of
+from ds_dynatrain.adapters.zero.regroup import Regrouping, RegroupRequest, lists_per_group, regroup, wanted_of
+from ds_dynatrain.adapters.zero.state import Buffers
+from ds_dynatrain.adapters.zero.state_memory import Memory
 from ds_dynatrain.errors import CertificateError, MemberMissing, SwitchFailed, SwitchRefused
 from ds_dynatrain.membership.session import ASK_ALIKE, ASK_ALL, MemberRequest, Session
 from ds_dynatrain.reshard.census import check_census
 from ds_dynatrain.reshard.certificate import agreed
 from ds_dynatrain.reshard.core import EngineCore
-from ds_dynatrain.reshard.digests import side_digests, state_digest
+from ds_dynatrain.reshard.digest_sides import side_digests, state_digest
 from ds_dynatrain.reshard.registration import require_as
 from ds_dynatrain.reshard.restoration import Goal, Restoration, StateSource
 from ds_dynatrain.reshard.swap import Before

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from ds_dynatrain.adapters.state import Buffers
+from ds_dynatrain.adapters.zero.state import Buffers
 from ds_dynatrain.errors import CertificateError
 from ds_dynatrain.space import VirtualParameterSpace
 from ds_dynatrain.space.interval import Ints

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ds_dynatrain.adapters.process_wide import (
+from ds_dynatrain.adapters.zero.process_wide import (
     further_streams,
     is_of_tensor_index,
     restore_further_streams,

@@ -11,10 +11,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from ds_dynatrain.adapters.shaper import Made
-from ds_dynatrain.adapters.state import Buffers, Scalars
-from ds_dynatrain.adapters.world import World
-from ds_dynatrain.adapters.worlds import install
+from ds_dynatrain.adapters.groups.world import World
+from ds_dynatrain.adapters.groups.worlds import install
+from ds_dynatrain.adapters.model.shaper import Made
+from ds_dynatrain.adapters.zero.state import Buffers, Scalars
 from ds_dynatrain.reshard import streams
 from ds_dynatrain.reshard.carry import LoadReason, rest_carry, shared_carry, take
 from ds_dynatrain.reshard.core import EngineCore

@@ -39,11 +39,11 @@ from typing import Any
 import torch
 import torch.distributed as td
 
-from ds_dynatrain.adapters.communicators import END_SECONDS, end
-from ds_dynatrain.adapters.device import beside, is_accelerated, start_thread, synchronize
-from ds_dynatrain.adapters.state import Buffers
-from ds_dynatrain.adapters.world import World
-from ds_dynatrain.adapters.worlds import drop
+from ds_dynatrain.adapters.groups.communicators import END_SECONDS, end
+from ds_dynatrain.adapters.groups.device import beside, is_accelerated, start_thread, synchronize
+from ds_dynatrain.adapters.groups.world import World
+from ds_dynatrain.adapters.groups.worlds import drop
+from ds_dynatrain.adapters.zero.state import Buffers
 from ds_dynatrain.errors import CensusError, CertificateError, DynatrainError, OutcomeUnknown, SwitchFailed
 from ds_dynatrain.membership.session import Session, VoteResult
 from ds_dynatrain.reshard import streams
@@ -51,7 +51,7 @@ from ds_dynatrain.reshard.carry import Carried, LoadReason, differing_values, re
 from ds_dynatrain.reshard.census import check_census
 from ds_dynatrain.reshard.certificate import SIDES, Doubts, certify, differing, explained, joined_sides, shares
 from ds_dynatrain.reshard.core import EngineCore
-from ds_dynatrain.reshard.digests import SideDigests, side_digests
+from ds_dynatrain.reshard.digest_sides import SideDigests, side_digests
 from ds_dynatrain.reshard.encoding import blank_tensors, decode, encode, fingerprint
 from ds_dynatrain.reshard.layers import LayerStates
 from ds_dynatrain.reshard.meeting import Outcome, connect, drain, meet

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ds_dynatrain.adapters.communicators import Communicator, CommunicatorLink, can_send_between_devices
-from ds_dynatrain.adapters.device import HOST, compute_device, device_backend
-from ds_dynatrain.adapters.world import World
+from ds_dynatrain.adapters.groups.communicators import Communicator, CommunicatorLink, can_send_between_devices
+from ds_dynatrain.adapters.groups.device import HOST, compute_device, device_backend
+from ds_dynatrain.adapters.groups.world import World
 from ds_dynatrain.errors import SwitchFailed, SwitchRefused
 from ds_dynatrain.membership.control import Control
 from ds_dynatrain.membership.proposal import Proposal

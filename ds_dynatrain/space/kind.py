@@ -1,9 +1,9 @@
 """The table of state: every state kind of a logical tensor, where and when it is held; and the kinds of a job.
 
 Every question about a kind by its name is answered by its row in `STATE`. A further kind needs a further row, and the
-code that reads it from DeepSpeed's optimizers and puts it back (`adapters/stages`). Values that an optimizer keeps for
-each element are *moments*: one row serves them all, and their names come from the optimizer's rule
-(`adapters/optimizers`).
+code that reads it from DeepSpeed's optimizers and puts it back (`adapters/zero/stages`). Values that an optimizer keeps
+for each element are *moments*: one row serves them all, and their names come from the optimizer's rule
+(`adapters/zero/optimizers`).
 """
 
 from __future__ import annotations

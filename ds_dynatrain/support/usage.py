@@ -1,4 +1,6 @@
-"""Rows about what users do around DeepSpeed's configuration. `adapters/support.py` looks for those that are refused."""
+"""Rows about uses of DeepSpeed outside its configuration; `adapters/deepspeed/support_checks.py` finds the refused
+ones.
+"""
 
 from __future__ import annotations
 

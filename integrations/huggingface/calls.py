@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import ds_dynatrain
-from ds_dynatrain.adapters.replaced import replaced
+from ds_dynatrain.adapters.versions.replaced import replaced
 from ds_dynatrain.elastic.environment import worker_place
 from ds_dynatrain.engine.initialize import join_at_zero_init
 from ds_dynatrain.errors import UnsupportedError

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import accelerate.accelerator
 from accelerate.utils import MODEL_NAME
 
-from ds_dynatrain.adapters.replaced import replaced
+from ds_dynatrain.adapters.versions.replaced import replaced
 from ds_dynatrain.errors import CheckpointError, ConfigError, UnsupportedError
 from ds_dynatrain.integrations.huggingface.loaders import EvaluationBatches, TrainingBatches
 from ds_dynatrain.integrations.shared import folders

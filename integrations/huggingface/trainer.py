@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import TrainingArguments
 
-from ds_dynatrain.adapters.replaced import replaced
+from ds_dynatrain.adapters.versions.replaced import replaced
 from ds_dynatrain.engine.changes import Change
 from ds_dynatrain.errors import CheckpointError, WorldChanged
 from ds_dynatrain.integrations.huggingface import checkpoints, names, refusals, settings

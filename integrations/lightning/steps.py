@@ -10,7 +10,7 @@ from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimizatio
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 
-from ds_dynatrain.adapters.replaced import replaced
+from ds_dynatrain.adapters.versions.replaced import replaced
 from ds_dynatrain.data import MicroBatch
 
 if TYPE_CHECKING:

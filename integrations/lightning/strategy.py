@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 
 import ds_dynatrain
-from ds_dynatrain.adapters.start import start_without_compiler
+from ds_dynatrain.adapters.deepspeed.start import start_without_compiler
 from ds_dynatrain.engine.changes import Change
 from ds_dynatrain.errors import ConfigError, UnsupportedError
 from ds_dynatrain.integrations.lightning import refusals, settings

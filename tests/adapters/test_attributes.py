@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_dynatrain.adapters.module_state import (
+from ds_dynatrain.adapters.model.module_state import (
     MOST_BYTES,
     changed_attributes,
     forget,

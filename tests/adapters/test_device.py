@@ -7,7 +7,7 @@ import torch
 from deepspeed.accelerator import real_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
-from ds_dynatrain.adapters.device import complaint, free_bytes, is_capturing, synchronize, take_own, warm
+from ds_dynatrain.adapters.groups.device import complaint, free_bytes, is_capturing, synchronize, take_own, warm
 
 TOTAL, RESERVED, ALLOCATED = 1000, 300, 200
 

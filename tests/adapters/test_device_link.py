@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from ds_dynatrain.adapters import communicators
-from ds_dynatrain.adapters.communicators import Communicator, CommunicatorLink
+from ds_dynatrain.adapters.groups import communicators
+from ds_dynatrain.adapters.groups.communicators import Communicator, CommunicatorLink
 from ds_dynatrain.errors import MemberMissing, TransferError
 
 DEVICE = torch.device("xpu", 0)

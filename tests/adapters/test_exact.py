@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ds_dynatrain.errors import UnsupportedError
+from ds_dynatrain.exact.adapters import exact_sums as sums_file
 from ds_dynatrain.exact.adapters import lines as lines_file
-from ds_dynatrain.exact.adapters import sums as sums_file
+from ds_dynatrain.exact.adapters.exact_sums import LeafSums
 from ds_dynatrain.exact.adapters.lines import lines_of
-from ds_dynatrain.exact.adapters.sums import LeafSums
 from ds_dynatrain.space.leaves import MicroStep
 
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as td
 from deepspeed.utils import groups
 
-from ds_dynatrain.adapters import experts
-from ds_dynatrain.adapters.world import peers
+from ds_dynatrain.adapters.groups.world import peers
+from ds_dynatrain.adapters.model import auto_ep as experts
 from ds_dynatrain.errors import ConfigError, LayoutError, UnsupportedError
 from ds_dynatrain.space import Layout
 from tests.adapters import expert_checks as checks

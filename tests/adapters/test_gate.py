@@ -15,12 +15,17 @@ import torch.distributed as td
 from deepspeed.accelerator import real_accelerator
 from torch._C._distributed_c10d import Work
 
-from ds_dynatrain.adapters import gate
-from ds_dynatrain.adapters.communicators import Communicator, end, unfinished
-from ds_dynatrain.adapters.gate import Gate, abort
-from ds_dynatrain.adapters.process_groups import make_fake_group
-from ds_dynatrain.adapters.watched import GroupStatus, ManagedProcessGroup, ManagedWork, is_on_device
-from ds_dynatrain.adapters.worlds import drop
+from ds_dynatrain.adapters.groups import gate
+from ds_dynatrain.adapters.groups.communicators import Communicator, end, unfinished
+from ds_dynatrain.adapters.groups.gate import Gate, abort
+from ds_dynatrain.adapters.groups.managed_process_group import (
+    GroupStatus,
+    ManagedProcessGroup,
+    ManagedWork,
+    is_on_device,
+)
+from ds_dynatrain.adapters.groups.process_groups import make_fake_group
+from ds_dynatrain.adapters.groups.worlds import drop
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.elastic.address import Address
 from ds_dynatrain.elastic.environment import WorkerPlace

@@ -15,10 +15,10 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.nn import functional as differentiable
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ds_dynatrain.adapters.device import devices
-from ds_dynatrain.adapters.group_of_one import MEANINGS, GroupOfOne
-from ds_dynatrain.adapters.process_groups import make_fake_group, register, unregister
-from ds_dynatrain.adapters.torch_versions import COLLECTIVES
+from ds_dynatrain.adapters.groups.device import devices
+from ds_dynatrain.adapters.groups.group_of_one import MEANINGS, GroupOfOne
+from ds_dynatrain.adapters.groups.process_groups import make_fake_group, register, unregister
+from ds_dynatrain.adapters.versions.torch_versions import COLLECTIVES
 from tests.adapters.test_watched import CALLS
 
 Group = td.ProcessGroup

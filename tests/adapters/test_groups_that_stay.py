@@ -9,9 +9,9 @@ import pytest
 import torch.distributed as td
 from torch._C._distributed_c10d import Store
 
-from ds_dynatrain.adapters.process_groups import is_known
-from ds_dynatrain.adapters.world import World
-from ds_dynatrain.adapters.worlds import LaunchWorld, WorldSpec, build_world, drop, install, launch_store
+from ds_dynatrain.adapters.groups.process_groups import is_known
+from ds_dynatrain.adapters.groups.world import World
+from ds_dynatrain.adapters.groups.worlds import LaunchWorld, WorldSpec, build_world, drop, install, launch_store
 from ds_dynatrain.space import Layout
 from tests.adapters.test_worlds import (
     ALONE,

@@ -11,8 +11,8 @@ import torch.distributed as td
 from deepspeed.moe.layer import MoE
 from torch import nn
 
-from ds_dynatrain.adapters import moe
-from ds_dynatrain.adapters.versions import present
+from ds_dynatrain.adapters.model import moe
+from ds_dynatrain.adapters.versions.deepspeed_versions import present
 from ds_dynatrain.errors import LayoutError, UnsupportedError
 from ds_dynatrain.space import Layout
 from tests.adapters import expert_checks as checks

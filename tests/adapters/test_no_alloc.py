@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from ds_dynatrain.adapters.no_alloc import LARGE, NoAllocMode, no_alloc, silent_communication
-from ds_dynatrain.adapters.versions import present
+from ds_dynatrain.adapters.versions.deepspeed_versions import present
+from ds_dynatrain.adapters.zero.no_alloc import LARGE, NoAllocMode, no_alloc, silent_communication
 
 SMALL, BIG = 100, LARGE * 4
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import ds_dynatrain
-from ds_dynatrain.adapters import optimizers
-from ds_dynatrain.adapters.optimizers import (
+from ds_dynatrain.adapters.zero import optimizers
+from ds_dynatrain.adapters.zero.optimizers import (
     MUON,
     OptimizerRule,
     check_optimizer,
@@ -21,9 +21,9 @@ from ds_dynatrain.adapters.optimizers import (
     register_optimizer,
     rule_of,
 )
-from ds_dynatrain.adapters.placement import ElementTypes
-from ds_dynatrain.adapters.stage import common_scalars, level_counts, read_state, write_state
-from ds_dynatrain.adapters.state import Scalars
+from ds_dynatrain.adapters.zero.state import Scalars
+from ds_dynatrain.adapters.zero.state_memory import ElementTypes
+from ds_dynatrain.adapters.zero.zero_stage import common_scalars, level_counts, read_state, write_state
 from ds_dynatrain.errors import CensusError, ConfigError, SwitchRefused, UnsupportedError
 from ds_dynatrain.space import Layout
 

@@ -15,9 +15,9 @@ import torch.distributed as td
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
-from ds_dynatrain.adapters.pipeline import PipelineTemplate
-from ds_dynatrain.adapters.shaping import Children
-from ds_dynatrain.adapters.stage_module import PipelineShaper, StageGrid, place, reshape
+from ds_dynatrain.adapters.model.pipeline_layers import PipelineTemplate
+from ds_dynatrain.adapters.model.shaping import Children
+from ds_dynatrain.adapters.model.stage_module import PipelineShaper, StageGrid, place, reshape
 from ds_dynatrain.errors import LayoutError, UnsupportedError
 from ds_dynatrain.space import Layout
 from tests.engine.models import Block

@@ -10,7 +10,7 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from ds_dynatrain.adapters.incoming import seeded
+from ds_dynatrain.adapters.zero.incoming import seeded
 
 Drawn = tuple[float, float, float, float]
 

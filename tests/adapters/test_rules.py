@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_dynatrain.adapters.shaping import rules_of
+from ds_dynatrain.adapters.model.shaping import rules_of
 
 
 def host(weight: torch.dtype, gradient: torch.dtype, dealt: bool, aligned: bool, offloads: bool = False) -> Any:

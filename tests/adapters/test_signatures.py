@@ -12,8 +12,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
-from ds_dynatrain.engine.engine import DynatrainEngine
-from ds_dynatrain.engine.pipeline import DynatrainPipelineEngine
+from ds_dynatrain.engine.dynatrain_engine import DynatrainEngine
+from ds_dynatrain.engine.pipeline_engine import DynatrainPipelineEngine
 
 ENGINES: list[tuple[type, type]] = [(DynatrainEngine, DeepSpeedEngine), (DynatrainPipelineEngine, PipelineEngine)]
 CATCH_ALL = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)

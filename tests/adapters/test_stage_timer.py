@@ -17,8 +17,8 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ds_dynatrain.adapters.replaced import replaced
-from ds_dynatrain.adapters.versions import present
+from ds_dynatrain.adapters.versions.deepspeed_versions import present
+from ds_dynatrain.adapters.versions.replaced import replaced
 from ds_dynatrain.balance.adapters.stage_timer import StageTimer
 from ds_dynatrain.balance.adapters.timing import StageTimes
 from ds_dynatrain.balance.profile import Floats

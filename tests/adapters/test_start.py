@@ -15,7 +15,7 @@ from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 from torch.utils import cpp_extension
 
-from ds_dynatrain.adapters import start
+from ds_dynatrain.adapters.deepspeed import start
 from ds_dynatrain.report import log
 
 ROOT = Path(__file__).parents[2]
@@ -109,7 +109,7 @@ import deepspeed
 from torch import nn
 import ds_dynatrain
 from ds_dynatrain import initialize
-from ds_dynatrain.adapters import start
+from ds_dynatrain.adapters.deepspeed import start
 start.LOCK_SECONDS = 0.5
 config = {"train_batch_size": 4, "dynatrain": {}, "optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
 if sys.argv[1] == "first":

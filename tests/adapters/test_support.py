@@ -14,16 +14,18 @@ from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.sequence import fpdt_layer
 from torch import nn
 
-from ds_dynatrain.adapters import communicators, sequence, support
-from ds_dynatrain.adapters.support import (
+from ds_dynatrain.adapters.deepspeed import support_checks as support
+from ds_dynatrain.adapters.deepspeed.support_checks import (
     check_elastic_launch,
     refuse_at_boundary,
     refuse_module,
     refuse_unsupported,
 )
-from ds_dynatrain.adapters.versions import present
+from ds_dynatrain.adapters.groups import communicators
+from ds_dynatrain.adapters.model import ulysses as sequence
+from ds_dynatrain.adapters.versions.deepspeed_versions import present
 from ds_dynatrain.engine import initialize
-from ds_dynatrain.engine.engine import DynatrainEngine
+from ds_dynatrain.engine.dynatrain_engine import DynatrainEngine
 from ds_dynatrain.errors import SwitchRefused, UnsupportedError
 from ds_dynatrain.space import Layout
 from ds_dynatrain.support import (
@@ -197,7 +199,7 @@ def accepted_by_this_series(config: dict[str, Any]) -> None:
     except UnsupportedError as error:
         if str(error).partition(":")[0].partition(" ")[0] not in present().refused:
             raise
-        pytest.skip(f"refused with this series of DeepSpeed (adapters/versions.py): {error}")
+        pytest.skip(f"refused with this series of DeepSpeed (adapters/versions/deepspeed_versions.py): {error}")
 
 
 # ---- how a configuration is read ---------------------------------------------------------------------------------

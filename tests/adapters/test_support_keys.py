@@ -20,7 +20,7 @@ from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 
-from ds_dynatrain.adapters.versions import SERIES, present
+from ds_dynatrain.adapters.versions.deepspeed_versions import SERIES, present
 from ds_dynatrain.support import CONFIG_TABLES, Verdict, row_of
 from ds_dynatrain.support.walk import SECTIONS_WITHOUT_AUTO
 

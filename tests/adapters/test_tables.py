@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import ds_dynatrain
-from ds_dynatrain.adapters.model import ModelMap
-from ds_dynatrain.adapters.settings import BatchSizes, layout_config
-from ds_dynatrain.adapters.versions import NAMES, check_names, versions_tested
+from ds_dynatrain.adapters.versions.deepspeed_versions import NAMES, check_names, versions_tested
+from ds_dynatrain.adapters.zero.deepspeed_config import BatchSizes, layout_config
+from ds_dynatrain.adapters.zero.logical_model import ModelMap
 from ds_dynatrain.data import BatchArithmetic
 from ds_dynatrain.errors import ConfigError, UnsupportedError
 from ds_dynatrain.space import FROZEN, Layout

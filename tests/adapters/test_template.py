@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_dynatrain.adapters.shaper import copied, template_of
+from ds_dynatrain.adapters.model.shaper import copied, template_of
 from ds_dynatrain.errors import UnsupportedError
 from tests.engine.models import SmallGPT
 

@@ -27,11 +27,7 @@ from torch import nn
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d as c10d
 
-from ds_dynatrain.adapters.shaper import copied, template_of
-from ds_dynatrain.adapters.shaping import Children
-from ds_dynatrain.adapters.tensor import TensorShaper, partition
-from ds_dynatrain.adapters.torch_versions import attends_without_heads
-from ds_dynatrain.adapters.worlds import (
+from ds_dynatrain.adapters.groups.worlds import (
     LaunchWorld,
     WorldSpec,
     build_world,
@@ -41,6 +37,10 @@ from ds_dynatrain.adapters.worlds import (
     launch_store,
     stand_in_world,
 )
+from ds_dynatrain.adapters.model.auto_tp import TensorShaper, partition
+from ds_dynatrain.adapters.model.shaper import copied, template_of
+from ds_dynatrain.adapters.model.shaping import Children
+from ds_dynatrain.adapters.versions.torch_versions import attends_without_heads
 from ds_dynatrain.errors import LayoutError, UnsupportedError
 from ds_dynatrain.space import WHOLE, AxisCuts, DimCut, Layout
 from tests.engine.language_models import MODELS, tokens, transformers

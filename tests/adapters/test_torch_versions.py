@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_dynatrain.adapters import torch_versions
-from ds_dynatrain.adapters.torch_versions import NAMES, OLDEST, TESTED, check_torch, register_in_world
+from ds_dynatrain.adapters.versions import torch_versions
+from ds_dynatrain.adapters.versions.torch_versions import NAMES, OLDEST, TESTED, check_torch, register_in_world
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "ds_dynatrain" / "adapters").glob("*.py"))
@@ -84,4 +84,4 @@ def test_every_private_name_is_listed(file: Path) -> None:
             listed == name or listed.startswith(f"{name}.") or name.startswith(f"{listed}.") for listed in LISTED
         )
     }
-    assert not missing, f"{file.name} relies on these: list them in adapters/torch_versions.py"
+    assert not missing, f"{file.name} relies on these: list them in adapters/versions/torch_versions.py"

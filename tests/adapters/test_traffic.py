@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ds_dynatrain.adapters.traffic import Said, Traffic, joined, unfit
+from ds_dynatrain.adapters.groups.traffic import Said, Traffic, joined, unfit
 
 PAIR = 2
 CALLS: dict[str, tuple[tuple[Any, ...], ...]] = {

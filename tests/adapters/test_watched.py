@@ -11,10 +11,10 @@ import torch.distributed as td
 from torch._C._distributed_c10d import HashStore
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ds_dynatrain.adapters.process_groups import make_fake_group, make_group, register, unregister
-from ds_dynatrain.adapters.torch_versions import COLLECTIVES
-from ds_dynatrain.adapters.traffic import Traffic
-from ds_dynatrain.adapters.watched import GroupStatus, ManagedProcessGroup, ManagedWork
+from ds_dynatrain.adapters.groups.managed_process_group import GroupStatus, ManagedProcessGroup, ManagedWork
+from ds_dynatrain.adapters.groups.process_groups import make_fake_group, make_group, register, unregister
+from ds_dynatrain.adapters.groups.traffic import Traffic
+from ds_dynatrain.adapters.versions.torch_versions import COLLECTIVES
 from ds_dynatrain.errors import WorldChanged
 
 GONE = "[/src/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"

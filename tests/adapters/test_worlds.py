@@ -18,10 +18,10 @@ import torch.distributed as td
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.utils import groups
 
-from ds_dynatrain.adapters.process_groups import make_fake_group, register, unregister
-from ds_dynatrain.adapters.watched import GroupStatus
-from ds_dynatrain.adapters.world import KINDS, World
-from ds_dynatrain.adapters.worlds import (
+from ds_dynatrain.adapters.groups.managed_process_group import GroupStatus
+from ds_dynatrain.adapters.groups.process_groups import make_fake_group, register, unregister
+from ds_dynatrain.adapters.groups.world import KINDS, World
+from ds_dynatrain.adapters.groups.worlds import (
     LaunchWorld,
     WorldSpec,
     build_world,

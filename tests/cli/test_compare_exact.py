@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from ds_dynatrain.cli.main import app
-from ds_dynatrain.exact.bits.records import ExactJob, ExactStep, read_exact
+from ds_dynatrain.exact.bits.bit_records import ExactJob, ExactStep, read_exact
 from ds_dynatrain.report import EventWriter
 
 KINDS = ("exp_avg", "master", "weight")

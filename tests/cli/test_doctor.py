@@ -15,8 +15,9 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from ds_dynatrain.adapters import torch_versions, versions
-from ds_dynatrain.cli import environment
+from ds_dynatrain.adapters.versions import deepspeed_versions as versions
+from ds_dynatrain.adapters.versions import torch_versions
+from ds_dynatrain.cli import doctor as environment
 from ds_dynatrain.cli.main import app
 from ds_dynatrain.exact import trial as kernels
 from ds_dynatrain.exact.adapters import refusals

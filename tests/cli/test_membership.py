@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from ds_dynatrain.cli.jobs import nodes
 from ds_dynatrain.cli.main import app
-from ds_dynatrain.cli.membership import nodes
 from ds_dynatrain.elastic.address import Address
 from ds_dynatrain.elastic.environment import job_token
 from ds_dynatrain.elastic.messages import Agent, Leave, Report

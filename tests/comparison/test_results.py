@@ -18,7 +18,7 @@ from ds_dynatrain.comparison import charts, command, tables
 from ds_dynatrain.comparison import comparison as measuring
 from ds_dynatrain.comparison.command import Size, WayName
 from ds_dynatrain.comparison.job import BATCH, SHAPES, WAYS, ComparedChange, ComparedLayout, Task
-from ds_dynatrain.comparison.page import page
+from ds_dynatrain.comparison.report_page import page
 from ds_dynatrain.comparison.results import PHASES, Comparison, Measure, ratios
 from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.records import from_record, to_record

@@ -7,7 +7,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from ds_dynatrain.adapters import communicators
+from ds_dynatrain.adapters.groups import communicators
 from tests.device import accelerator, lab
 from tests.device.batches import move_batches
 from tests.elastic import faulted, gate_clock

@@ -13,10 +13,10 @@ from unittest.mock import Mock, patch
 import pytest
 import torch.distributed as td
 
-from ds_dynatrain.adapters import communicators
-from ds_dynatrain.adapters.communicators import CommunicatorLink
-from ds_dynatrain.adapters.device import device_backend
-from ds_dynatrain.adapters.world import World
+from ds_dynatrain.adapters.groups import communicators
+from ds_dynatrain.adapters.groups.communicators import CommunicatorLink
+from ds_dynatrain.adapters.groups.device import device_backend
+from ds_dynatrain.adapters.groups.world import World
 from ds_dynatrain.reshard.switch import Transaction
 from ds_dynatrain.transfer import RoutedTransport, batched
 from ds_dynatrain.transfer.batched import BatchedMoves

@@ -14,11 +14,11 @@ import pytest
 import torch
 import torch.distributed as td
 
-from ds_dynatrain.adapters import communicators
-from ds_dynatrain.adapters.communicators import go_on
-from ds_dynatrain.adapters.device import compute_device
-from ds_dynatrain.adapters.watched import GroupStatus
-from ds_dynatrain.adapters.worlds import LaunchWorld, launch_store
+from ds_dynatrain.adapters.groups import communicators
+from ds_dynatrain.adapters.groups.communicators import go_on
+from ds_dynatrain.adapters.groups.device import compute_device
+from ds_dynatrain.adapters.groups.managed_process_group import GroupStatus
+from ds_dynatrain.adapters.groups.worlds import LaunchWorld, launch_store
 from ds_dynatrain.engine.switcher import Switcher
 from tests.engine import jobs
 from tests.engine.pool import RankPool

@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 
-from ds_dynatrain.adapters.device import compute_device, training_bytes
+from ds_dynatrain.adapters.groups.device import compute_device, training_bytes
 from ds_dynatrain.errors import SwitchRefused
 from ds_dynatrain.reshard.switch import Transaction
 from ds_dynatrain.reshard.targets import needs

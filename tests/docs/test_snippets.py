@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_dynatrain.engine.pipeline import DynatrainPipelineEngine
+from ds_dynatrain.engine.pipeline_engine import DynatrainPipelineEngine
 from tests.docs.pages import FENCE, INDEX, README, ROOT, blocks, text_of
 from tests.elastic.forked_torchrun import put_in_place
 from tests.elastic.warm import nursery

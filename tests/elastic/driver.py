@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ds_dynatrain.elastic.membership import MembershipStateMachine
+from ds_dynatrain.elastic.generation import Generation, member_id, node_of
+from ds_dynatrain.elastic.membership_machine import MembershipStateMachine
 from ds_dynatrain.elastic.messages import Announce, Bye, Probed, Report
 from ds_dynatrain.elastic.roster import Effect, Finish, GiveUpMember, ProbeMembers, Publish
 from ds_dynatrain.elastic.settings import Settings
-from ds_dynatrain.elastic.world import Generation, member_id, node_of
 
 
 @dataclass

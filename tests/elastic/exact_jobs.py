@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ds_dynatrain.exact.bits.records import ExactRun, read_exact
+from ds_dynatrain.exact.bits.bit_records import ExactRun, read_exact
 from tests.elastic.agents import ROOT, Job, Row
 from tests.elastic.kinds import settings
 from tests.elastic.runs import SECONDS, training

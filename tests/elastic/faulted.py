@@ -25,19 +25,19 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import stage3, stage_1_and_2
 
-from ds_dynatrain.adapters.pipeline_host import PipelineHostEngine
-from ds_dynatrain.adapters.traffic import MESSAGES
-from ds_dynatrain.adapters.watched import ManagedWork
+from ds_dynatrain.adapters.deepspeed.pipeline_host import PipelineHostEngine
+from ds_dynatrain.adapters.groups.managed_process_group import ManagedWork
+from ds_dynatrain.adapters.groups.traffic import MESSAGES
 from ds_dynatrain.buddies.extension import Buddies
 from ds_dynatrain.buddies.shipping import Round
 from ds_dynatrain.engine import driver, initialize, restoring
 from ds_dynatrain.engine.checkpoints import restore, saving
 from ds_dynatrain.engine.copies.from_copies import FromCopies
+from ds_dynatrain.engine.dynatrain_engine import DynatrainEngine
 from ds_dynatrain.engine.elastic import Elastic
-from ds_dynatrain.engine.engine import DynatrainEngine
 from ds_dynatrain.engine.parts import parts_of
-from ds_dynatrain.exact.adapters import sums
-from ds_dynatrain.exact.adapters.sums import LeafSums
+from ds_dynatrain.exact.adapters import exact_sums as sums
+from ds_dynatrain.exact.adapters.exact_sums import LeafSums
 from ds_dynatrain.membership.proposal import Proposal
 from ds_dynatrain.reshard.preparation import Preparation
 from ds_dynatrain.reshard.process import PROCESS

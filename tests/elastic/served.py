@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from ds_dynatrain.elastic.address import Address, listen
 from ds_dynatrain.elastic.connection import Connection, ask_status
 from ds_dynatrain.elastic.coordinator import Coordinator
-from ds_dynatrain.elastic.membership import MembershipStateMachine
+from ds_dynatrain.elastic.generation import Generation
+from ds_dynatrain.elastic.membership_machine import MembershipStateMachine
 from ds_dynatrain.elastic.messages import Announce, Changed, Report, Status
 from ds_dynatrain.elastic.settings import Settings
 from ds_dynatrain.elastic.token import Reading
 from ds_dynatrain.elastic.view import Feed
-from ds_dynatrain.elastic.world import Generation
 from ds_dynatrain.monitoring.server import Monitor
 
 SECONDS = 5.0

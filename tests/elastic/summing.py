@@ -29,8 +29,8 @@ from torch.utils.data import DataLoader, Dataset
 from ds_dynatrain.data.workers import SharedEnd, WorkerStart
 from ds_dynatrain.elastic.abort import WorldSockets
 from ds_dynatrain.elastic.environment import job_token, worker_place
+from ds_dynatrain.elastic.generation import Generation
 from ds_dynatrain.elastic.member import ORPHAN_SECONDS, Member
-from ds_dynatrain.elastic.world import Generation
 from ds_dynatrain.errors import JobFinished, WorldChanged
 
 OUT = Path(os.environ["OUT"])

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_dynatrain.buddies.placement import buddies_of
+from ds_dynatrain.buddies.assignment import buddies_of
 from tests.elastic.agents import Job, processes
 from tests.elastic.deaths import Deaths, Undisturbed, protected
 from tests.elastic.runs import SCRIPT, Static, check_history, finish, node_of, steps_on

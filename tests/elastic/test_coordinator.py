@@ -21,7 +21,7 @@ from ds_dynatrain.elastic import door as door_module
 from ds_dynatrain.elastic.address import Address, listen
 from ds_dynatrain.elastic.connection import NO_TAG, Channel, Connection
 from ds_dynatrain.elastic.door import Peer
-from ds_dynatrain.elastic.membership import MembershipStateMachine
+from ds_dynatrain.elastic.membership_machine import MembershipStateMachine
 from ds_dynatrain.elastic.messages import (
     HEADER,
     LARGEST_MESSAGE,

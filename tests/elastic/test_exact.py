@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from ds_dynatrain.checkpoint.folder import tags
+from ds_dynatrain.exact.bits.bit_records import read_exact
 from ds_dynatrain.exact.bits.difference import compare
-from ds_dynatrain.exact.bits.records import read_exact
 from tests.elastic.agents import Job, processes
 from tests.elastic.deaths import Deaths, protected
 from tests.elastic.exact_jobs import BLOCK, MACHINE, OWN, SCRIPT, Exact, exact_job

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from ds_dynatrain.exact.bits.bit_records import ExactRun, read_exact
 from ds_dynatrain.exact.bits.difference import compare
-from ds_dynatrain.exact.bits.records import ExactRun, read_exact
 from tests.elastic.deaths import Deaths, protected
 from tests.elastic.exact_jobs import MACHINE, OWN, SCRIPT, exact_job
 from tests.elastic.runs import finish, steps_on

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as td
 from torch._C._distributed_c10d import Store
 
-from ds_dynatrain.adapters.traffic import Said, joined, unfit
-from ds_dynatrain.adapters.watched import GroupStatus, ManagedProcessGroup
-from ds_dynatrain.adapters.world import World
-from ds_dynatrain.adapters.worlds import LaunchWorld, WorldSpec, build_world, drop, install, launch_store
+from ds_dynatrain.adapters.groups.managed_process_group import GroupStatus, ManagedProcessGroup
+from ds_dynatrain.adapters.groups.traffic import Said, joined, unfit
+from ds_dynatrain.adapters.groups.world import World
+from ds_dynatrain.adapters.groups.worlds import LaunchWorld, WorldSpec, build_world, drop, install, launch_store
 from ds_dynatrain.elastic.abort import WorldSockets
 from ds_dynatrain.errors import WorldChanged
 from ds_dynatrain.space import Layout

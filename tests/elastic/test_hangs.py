@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ds_dynatrain.elastic.membership import HANG_STEPS
+from ds_dynatrain.elastic.membership_machine import HANG_STEPS
 from tests.elastic.agents import Job, processes
 from tests.elastic.driver import running
 from tests.elastic.runs import Static, check_history, finish, steps_on, variables

@@ -10,10 +10,10 @@ import pytest
 
 from ds_dynatrain.elastic.address import Address
 from ds_dynatrain.elastic.connection import Connection, ask_status
+from ds_dynatrain.elastic.generation import Generation
 from ds_dynatrain.elastic.hosting import CoordinatorHost
 from ds_dynatrain.elastic.settings import Settings
 from ds_dynatrain.elastic.store import open_store
-from ds_dynatrain.elastic.world import Generation
 
 TOKEN = "a token of some length"
 HERE = Address("127.0.0.1", 0)
@@ -39,7 +39,7 @@ def test_a_host_serves_and_stops() -> None:
 
 def test_a_host_answers_before_torch_is_there() -> None:
     """Members of a job whose coordinator was started again do not wait long for it."""
-    code = "import ds_dynatrain.cli.membership, ds_dynatrain.elastic.hosting, sys; assert 'torch' not in sys.modules"
+    code = "import ds_dynatrain.cli.jobs, ds_dynatrain.elastic.hosting, sys; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
 

@@ -16,10 +16,10 @@ from ds_dynatrain.elastic import member as member_module
 from ds_dynatrain.elastic.address import Address, listen
 from ds_dynatrain.elastic.connection import ask_to_leave
 from ds_dynatrain.elastic.environment import WorkerPlace
+from ds_dynatrain.elastic.generation import Generation
 from ds_dynatrain.elastic.member import Ending, Member
 from ds_dynatrain.elastic.messages import Tally
 from ds_dynatrain.elastic.token import Reading
-from ds_dynatrain.elastic.world import Generation
 from ds_dynatrain.errors import JobFinished
 from tests.elastic.relaying import relayed
 from tests.elastic.served import ANY, SECONDS, Served, enter, serving, told

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ds_dynatrain.elastic import membership as membership_module
+from ds_dynatrain.elastic import membership_machine as membership_module
 from ds_dynatrain.elastic.messages import Report
 from ds_dynatrain.elastic.settings import ORPHAN_SECONDS, Settings
 from ds_dynatrain.elastic.view import snapshot

@@ -6,8 +6,8 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from ds_dynatrain.elastic.generation import Generation, nodes_of
 from ds_dynatrain.elastic.settings import Settings
-from ds_dynatrain.elastic.world import Generation, nodes_of
 from tests.elastic.driver import Driver
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ds_dynatrain.elastic.generation import MOST_MEMBERS, Generation, member_id, node_of
 from ds_dynatrain.elastic.messages import (
     HEADER,
     LARGEST_GREETING,
@@ -27,7 +28,6 @@ from ds_dynatrain.elastic.messages import (
     decode,
     encode,
 )
-from ds_dynatrain.elastic.world import MOST_MEMBERS, Generation, member_id, node_of
 from ds_dynatrain.errors import MessageError
 
 WORLD = Generation(

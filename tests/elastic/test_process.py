@@ -15,7 +15,7 @@ from tests.elastic.served import SECONDS
 WORKER = """
 import sys, time
 sys.path.insert(0, sys.argv[1])
-from ds_dynatrain.elastic.process import end_with_parent
+from ds_dynatrain.elastic.worker_process import end_with_parent
 end_with_parent(int(sys.argv[2]))
 print("goes on", flush=True)
 time.sleep(float(sys.argv[3]))
@@ -53,7 +53,7 @@ def test_a_worker_dies_with_the_process_that_started_it() -> None:
 
 def test_a_forked_child_does_not_end_for_its_parent() -> None:
     script = (
-        "import os, sys\nfrom ds_dynatrain.elastic.process import at_exit\nat_exit(print, 'good-bye')\n"
+        "import os, sys\nfrom ds_dynatrain.elastic.worker_process import at_exit\nat_exit(print, 'good-bye')\n"
         "if os.fork() == 0:\n    sys.exit(1)\nos.wait()"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)

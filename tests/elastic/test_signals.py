@@ -12,7 +12,7 @@ from tests.elastic.agents import ROOT
 
 SCRIPT = """
 import signal
-from ds_dynatrain.elastic.process import Termination
+from ds_dynatrain.elastic.worker_process import Termination
 pair = Termination(), Termination()
 for each in pair:
     each.watch()

@@ -15,8 +15,8 @@ import torch.distributed as td
 
 from ds_dynatrain.elastic import store as store_module
 from ds_dynatrain.elastic.address import Address, listen
+from ds_dynatrain.elastic.generation import Generation
 from ds_dynatrain.elastic.store import answered, connected, open_store, serve_store
-from ds_dynatrain.elastic.world import Generation
 
 WORLD = Generation(term="1", generation=1, change="planned", members=("a/0",))
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from ds_dynatrain.elastic.generation import Generation
 from ds_dynatrain.elastic.history import JobHistory
 from ds_dynatrain.elastic.messages import Report, Switched, Tally
-from ds_dynatrain.elastic.world import Generation
 
 TERM = "abc"
 BATCH = 12

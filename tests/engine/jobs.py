@@ -17,7 +17,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import torch_autocast
 
 import ds_dynatrain
-from ds_dynatrain.adapters.device import is_accelerated
+from ds_dynatrain.adapters.groups.device import is_accelerated
 from tests.engine.models import Sequences, decay_groups, small_gpt
 
 Sizes = tuple[int, int]

@@ -39,7 +39,7 @@ from torch._dynamo import eval_frame
 
 import ds_dynatrain.checkpoint.arrow
 import ds_dynatrain.engine.initialize  # noqa: F401 - likewise
-from ds_dynatrain.adapters.device import is_accelerated
+from ds_dynatrain.adapters.groups.device import is_accelerated
 
 CASE_SEED = 1234
 REQUEST_BYTES = 1 << 16

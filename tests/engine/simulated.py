@@ -1,5 +1,5 @@
 """A job whose members come and go, without processes or tensors: real decisions, on the coordinator's side
-(`elastic.membership`) and on the members' (`BoundaryMachine`), around engines that hold nothing but numbers.
+(`elastic.membership_machine`) and on the members' (`BoundaryMachine`), around engines that hold nothing but numbers.
 
 A member's turn is what its main thread does until it would wait. A collective is finished when all who take part have
 begun it; a transaction is decided by the first who can tell.
@@ -16,12 +16,12 @@ from typing import Any
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.elastic.address import Address
 from ds_dynatrain.elastic.environment import WorkerPlace
+from ds_dynatrain.elastic.generation import Generation
 from ds_dynatrain.elastic.settings import Settings
-from ds_dynatrain.elastic.world import Generation
 from ds_dynatrain.engine.elastic import Elastic
 from ds_dynatrain.errors import DynatrainError, SwitchRefused
-from ds_dynatrain.membership import change as do
-from ds_dynatrain.membership.change import BoundaryMachine
+from ds_dynatrain.membership import boundary_machine as do
+from ds_dynatrain.membership.boundary_machine import BoundaryMachine
 from ds_dynatrain.membership.destinations import (
     WITH_NEWCOMERS,
     Destination,

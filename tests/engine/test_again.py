@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ds_dynatrain
-from ds_dynatrain.adapters.host_engine import HostEngine
+from ds_dynatrain.adapters.deepspeed.host_engine import HostEngine
 from ds_dynatrain.errors import UnsupportedError
 from ds_dynatrain.space import Layout
 from tests.engine import axis_walks, jobs, oracle

@@ -11,8 +11,8 @@ import torch.distributed as td
 from torch import nn
 
 from ds_dynatrain.buddies import extension as buddies_module
+from ds_dynatrain.buddies.assignment import memory_of_copies
 from ds_dynatrain.buddies.extension import Buddies
-from ds_dynatrain.buddies.placement import memory_of_copies
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.elastic.address import Address
 from ds_dynatrain.elastic.environment import WorkerPlace

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from ds_dynatrain.buddies.placement import buddies_of, wards_of
+from ds_dynatrain.buddies.assignment import buddies_of, wards_of
 from ds_dynatrain.buddies.shipping import Round, Ward
 from ds_dynatrain.buddies.taking import UndigestedCopy, copy_of, header_of, nbytes_of, rows_of, shapes_of, spread
 from ds_dynatrain.engine.copies import kept as kept_module

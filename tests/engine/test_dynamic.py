@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ds_dynatrain.adapters.module_state import state_of
+from ds_dynatrain.adapters.model.module_state import state_of
 from tests.engine import jobs
 from tests.engine.pool import ROOT, RankPool
 

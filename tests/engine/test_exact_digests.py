@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from ds_dynatrain.exact.bits.bit_records import ExactRun, read_exact
 from ds_dynatrain.exact.bits.difference import BitComparison, compare
-from ds_dynatrain.exact.bits.records import ExactRun, read_exact
 from ds_dynatrain.exact.bits.steps import ExactSteps
 from ds_dynatrain.report import read_events
 from ds_dynatrain.space import Layout

@@ -14,10 +14,10 @@ import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
 
-from ds_dynatrain.adapters.settings import BatchSizes
+from ds_dynatrain.adapters.zero.deepspeed_config import BatchSizes
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.errors import SwitchRefused, UnsupportedError
-from ds_dynatrain.exact.adapters.pipeline import as_sent
+from ds_dynatrain.exact.adapters.exact_pipeline import as_sent
 from ds_dynatrain.exact.adapters.refusals import refuse_inexact_job
 from ds_dynatrain.exact.adapters.tied import StageLines, Uses
 from ds_dynatrain.exact.extension import Exact

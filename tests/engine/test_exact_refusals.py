@@ -13,13 +13,13 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 import ds_dynatrain
-from ds_dynatrain.adapters import versions
-from ds_dynatrain.adapters.settings import BatchSizes
+from ds_dynatrain.adapters.versions import deepspeed_versions as versions
+from ds_dynatrain.adapters.zero.deepspeed_config import BatchSizes
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.engine.first import first_layout
 from ds_dynatrain.errors import ConfigError, SwitchRefused, UnsupportedError
+from ds_dynatrain.exact.adapters import exact_sums as sums_of
 from ds_dynatrain.exact.adapters import graph, refusals
-from ds_dynatrain.exact.adapters import sums as sums_of
 from ds_dynatrain.exact.adapters.refusals import refuse_inexact_job, refuse_inexact_optimizer, unchanged_buffers
 from ds_dynatrain.exact.extension import Exact
 from ds_dynatrain.reshard import streams

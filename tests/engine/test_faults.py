@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as td
 
-from ds_dynatrain.adapters import versions
+from ds_dynatrain.adapters.versions import deepspeed_versions as versions
 from tests.engine import faults, jobs, oracle
 from tests.engine.models import small_gpt
 from tests.engine.pool import RankPool

@@ -48,7 +48,8 @@ ACROSS: list[jobs.Sizes] = [
     (1, 2),
 ]
 WIDE = {"width": 129, "hidden": 131}
-"""Two matrices of a block have more elements than DeepSpeed's constructors may write (`adapters/no_alloc.LARGE`)."""
+"""Two matrices of a block have more elements than DeepSpeed's constructors may write (`adapters/zero/no_alloc.LARGE`).
+"""
 
 
 def settings(dtype: str, name: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as td
 
-from ds_dynatrain.adapters.worlds import WorldSpec, build_world, drop
+from ds_dynatrain.adapters.groups.worlds import WorldSpec, build_world, drop
 from ds_dynatrain.buddies.taking import copy_of, header_of, take
 from ds_dynatrain.engine.copies.from_copies import FromCopies, serve
 from ds_dynatrain.engine.copies.kept import Kept, Room

@@ -14,8 +14,8 @@ import pytest
 import torch
 from deepspeed.runtime.pipe import schedule
 
-from ds_dynatrain.adapters.pipeline_host import frozen_layers, needless
-from ds_dynatrain.adapters.replaced import replaced
+from ds_dynatrain.adapters.deepspeed.pipeline_host import frozen_layers, needless
+from ds_dynatrain.adapters.versions.replaced import replaced
 from ds_dynatrain.errors import CheckpointError
 from ds_dynatrain.space import Layout
 from tests.engine import freezing, jobs, oracle, pipelined_experts

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ds_dynatrain.adapters.module_state import state_of
+from ds_dynatrain.adapters.model.module_state import state_of
 from ds_dynatrain.reshard import carry
 from tests.engine import exactly, jobs
 from tests.engine.models import WORDS, Sequences

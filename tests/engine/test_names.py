@@ -10,8 +10,8 @@ import pytest
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from ds_dynatrain.engine.engine import DynatrainEngine
-from ds_dynatrain.engine.pipeline import DynatrainPipelineEngine
+from ds_dynatrain.engine.dynatrain_engine import DynatrainEngine
+from ds_dynatrain.engine.pipeline_engine import DynatrainPipelineEngine
 from ds_dynatrain.space import Layout
 from tests.adapters.stock import stock_engine
 from tests.engine import jobs

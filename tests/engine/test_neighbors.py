@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 
-from ds_dynatrain.adapters.world import World
+from ds_dynatrain.adapters.groups.world import World
 from ds_dynatrain.errors import TransferError
 from ds_dynatrain.reshard.ways import Ways
 from ds_dynatrain.transfer import Transport, neighbors

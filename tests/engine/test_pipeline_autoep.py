@@ -11,7 +11,7 @@ import pytest
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
-from ds_dynatrain.adapters.stage_module import PipelineShaper
+from ds_dynatrain.adapters.model.stage_module import PipelineShaper
 from ds_dynatrain.errors import ConfigError, LayoutError, SwitchRefused, UnsupportedError
 from ds_dynatrain.space import Layout
 from tests.engine import axis_walks, jobs, pipelines

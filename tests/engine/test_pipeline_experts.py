@@ -11,8 +11,8 @@ import torch.distributed as td
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
-from ds_dynatrain.adapters.pipeline import PipelineTemplate
-from ds_dynatrain.adapters.stage_module import PipelineShaper
+from ds_dynatrain.adapters.model.pipeline_layers import PipelineTemplate
+from ds_dynatrain.adapters.model.stage_module import PipelineShaper
 from ds_dynatrain.errors import LayoutError, SwitchRefused, UnsupportedError
 from ds_dynatrain.space import Layout
 from tests.engine import axis_walks, jobs, pipelines

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as td
 from torch import nn
 
-from ds_dynatrain.adapters.host import Host
-from ds_dynatrain.adapters.worlds import WorldSpec, build_world, drop
+from ds_dynatrain.adapters.deepspeed.host import Host
+from ds_dynatrain.adapters.groups.worlds import WorldSpec, build_world, drop
 from ds_dynatrain.engine.checkpoints.restore import restore
 from ds_dynatrain.errors import CheckpointError, SwitchFailed, SwitchRefused
 from ds_dynatrain.space import Layout

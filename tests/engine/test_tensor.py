@@ -17,7 +17,7 @@ import pytest
 from deepspeed.module_inject.layers import TensorParallel_Layer
 from torch.distributed import distributed_c10d as c10d
 
-from ds_dynatrain.adapters.tensor import TensorShaper
+from ds_dynatrain.adapters.model.auto_tp import TensorShaper
 from ds_dynatrain.errors import ConfigError, SwitchRefused
 from ds_dynatrain.space import Layout
 from tests.engine import axis_walks, jobs, oracle

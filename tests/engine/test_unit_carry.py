@@ -17,7 +17,7 @@ import torch
 from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
 from torch import nn
 
-from ds_dynatrain.adapters.settings import BatchSizes
+from ds_dynatrain.adapters.zero.deepspeed_config import BatchSizes
 from ds_dynatrain.errors import ConfigError, SwitchRefused, TransferError
 from ds_dynatrain.reshard import feasible, streams
 from ds_dynatrain.reshard.encoding import blank_tensors, decode, encode, fingerprint

@@ -17,7 +17,7 @@ from ds_dynatrain.errors import CertificateError
 from ds_dynatrain.membership.control import Control, pack, unpack
 from ds_dynatrain.membership.session import Session
 from ds_dynatrain.reshard.certificate import Shares, agreed, certify, differing, doubts, joined, shares
-from ds_dynatrain.reshard.digests import SideDigests
+from ds_dynatrain.reshard.digest_sides import SideDigests
 from ds_dynatrain.space import Layout, LogicalTensor, VirtualParameterSpace, ZeroRules, standard_kinds
 from tests.plan import test_axes as axes
 

@@ -8,9 +8,9 @@ from unittest.mock import ANY
 
 import pytest
 
-from ds_dynatrain.elastic.world import Generation
+from ds_dynatrain.elastic.generation import Generation
 from ds_dynatrain.errors import ConfigError, ElasticError
-from ds_dynatrain.membership.change import (
+from ds_dynatrain.membership.boundary_machine import (
     IN_THE_PAUSE,
     Action,
     BoundaryMachine,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ds_dynatrain.elastic.world import Generation
+from ds_dynatrain.elastic.generation import Generation
 from ds_dynatrain.errors import SwitchRefused
 from ds_dynatrain.membership.destinations import (
     WITH_NEWCOMERS,

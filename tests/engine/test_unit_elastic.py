@@ -10,10 +10,10 @@ from torch.distributed import Store
 from ds_dynatrain.config import DynatrainConfig
 from ds_dynatrain.elastic.address import Address
 from ds_dynatrain.elastic.environment import WorkerPlace
+from ds_dynatrain.elastic.generation import Generation
 from ds_dynatrain.elastic.main_thread import OWN_WAITS
 from ds_dynatrain.elastic.member import Member
 from ds_dynatrain.elastic.store import open_store, serve_store
-from ds_dynatrain.elastic.world import Generation
 from ds_dynatrain.engine.elastic import Elastic
 from ds_dynatrain.errors import WorldChanged
 from ds_dynatrain.membership.destinations import Registry

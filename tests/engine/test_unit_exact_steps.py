@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from ds_dynatrain.exact.bits.records import ExactStep
+from ds_dynatrain.exact.bits.bit_records import ExactStep
 from ds_dynatrain.exact.bits.steps import ExactSteps
 from ds_dynatrain.reshard.core import EngineCore
 from ds_dynatrain.space.leaves import MicroStep

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ds_dynatrain.adapters.settings import BatchSizes
+from ds_dynatrain.adapters.zero.deepspeed_config import BatchSizes
 from ds_dynatrain.errors import LayoutError, SwitchRefused
 from ds_dynatrain.reshard import feasible
 from ds_dynatrain.space import Layout

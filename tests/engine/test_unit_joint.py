@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import HashStore
 
 from ds_dynatrain.checkpoint.record import RECORD
 from ds_dynatrain.errors import CheckpointError
-from ds_dynatrain.fallback import joint
+from ds_dynatrain.fallback import joint_tags as joint
 from ds_dynatrain.membership.control import Control
 
 

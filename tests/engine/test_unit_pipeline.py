@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_dynatrain.engine.pipeline import DynatrainPipelineEngine
+from ds_dynatrain.engine.pipeline_engine import DynatrainPipelineEngine
 
 
 @pytest.mark.parametrize("is_taken", [True, False])

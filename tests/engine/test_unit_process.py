@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as td
 
-from ds_dynatrain.adapters.process_groups import make_fake_group, register, unregister
+from ds_dynatrain.adapters.groups.process_groups import make_fake_group, register, unregister
 from ds_dynatrain.reshard.process import Process
 
 

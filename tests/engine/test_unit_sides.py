@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from ds_dynatrain.adapters.state import Buffers
-from ds_dynatrain.reshard.digests import DigestSide, side_digests
+from ds_dynatrain.adapters.zero.state import Buffers
+from ds_dynatrain.reshard.digest_sides import DigestSide, side_digests
 from ds_dynatrain.space import (
     MASTER,
     WEIGHT,

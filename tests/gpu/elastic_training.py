@@ -13,7 +13,7 @@ from pathlib import Path
 from tests.gpu.staging import BACKEND, chosen_backend
 
 if __name__ == "__main__":
-    from ds_dynatrain.adapters import communicators
+    from ds_dynatrain.adapters.groups import communicators
     from tests.device.batches import move_batches
     from tests.elastic import gate_clock
 

@@ -19,7 +19,7 @@ from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from torch.utils.data import DataLoader, Dataset
 
-from ds_dynatrain.adapters.device import compute_device, is_accelerated
+from ds_dynatrain.adapters.groups.device import compute_device, is_accelerated
 from ds_dynatrain.integrations.lightning import DynatrainStrategy, SwitchCallback
 
 CONFIG: dict[str, Any] = {

@@ -18,8 +18,8 @@ import typer
 import yaml
 from torch.distributed.run import parse_args
 
+from ds_dynatrain.cli.jobs import nodes
 from ds_dynatrain.cli.main import app
-from ds_dynatrain.cli.membership import nodes
 from ds_dynatrain.elastic.address import read_endpoint
 
 ROOT = Path(__file__).parents[2]

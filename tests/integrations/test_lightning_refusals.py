@@ -14,7 +14,7 @@ from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
 import ds_dynatrain
-from ds_dynatrain.adapters.replaced import replaced
+from ds_dynatrain.adapters.versions.replaced import replaced
 from ds_dynatrain.errors import CheckpointError, ConfigError, DataError, UnsupportedError
 from ds_dynatrain.integrations.lightning import DynatrainStrategy, SwitchCallback, names, refusals
 from ds_dynatrain.integrations.shared.names import check

@@ -16,7 +16,7 @@ from accelerate.utils import DistributedType
 from deepspeed.accelerator import get_accelerator
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
-from ds_dynatrain.adapters.device import is_accelerated
+from ds_dynatrain.adapters.groups.device import is_accelerated
 from ds_dynatrain.integrations.transformers import SwitchCallback, elastic
 
 WORDS, LENGTH = 64, 16

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_dynatrain.buddies.placement import buddies_of, memory_of_copies, wards_of
+from ds_dynatrain.buddies.assignment import buddies_of, memory_of_copies, wards_of
 from ds_dynatrain.plan import is_copied, outlives_a_node
 from ds_dynatrain.space import WEIGHT, Layout, LogicalTensor, VirtualParameterSpace, ZeroRules, standard_kinds
 from ds_dynatrain.space.tensor import FROZEN

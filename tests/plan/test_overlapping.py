@@ -16,7 +16,7 @@ from ds_dynatrain.membership.control import Control
 from ds_dynatrain.membership.session import Session
 from ds_dynatrain.plan import plan_switch, slot_costs
 from ds_dynatrain.reshard.certificate import agreed
-from ds_dynatrain.reshard.digests import SideDigests
+from ds_dynatrain.reshard.digest_sides import SideDigests
 from ds_dynatrain.space import Kind, Layout, LogicalTensor, VirtualParameterSpace, ZeroRules, standard_kinds
 from tests.plan import test_axes
 from tests.plan.simulate import coordinates, play

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
+from ds_dynatrain.elastic.generation import Generation
 from ds_dynatrain.elastic.links import HostLinks
 from ds_dynatrain.elastic.member import Member
-from ds_dynatrain.elastic.membership import MembershipStateMachine
+from ds_dynatrain.elastic.membership_machine import MembershipStateMachine
 from ds_dynatrain.elastic.messages import Bye, Report
 from ds_dynatrain.elastic.roster import Publish, Recovery
-from ds_dynatrain.elastic.world import Generation
 from ds_dynatrain.engine.elastic import Elastic
-from ds_dynatrain.membership import change
-from ds_dynatrain.membership.change import Action, BoundaryMachine, GiveUpPreparation, HeldState, Open, PassBy
+from ds_dynatrain.membership import boundary_machine as change
+from ds_dynatrain.membership.boundary_machine import Action, BoundaryMachine, GiveUpPreparation, HeldState, Open, PassBy
 
 
 @dataclass(frozen=True)

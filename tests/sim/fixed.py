@@ -1,7 +1,7 @@
 """One history of a launch of fixed size, from a seed: its script asks for switches, and members work and idle.
 
-The decisions are the product's (`membership.change`), for a generation that never changes; processes, tensors and the
-network are not. Every thread of a process is a generator that yields where it waits; chance says which goes on.
+The decisions are the product's (`membership.boundary_machine`), for a generation that never changes; processes, tensors
+and the network are not. Every thread of a process is a generator that yields where it waits; chance says which goes on.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from ds_dynatrain.membership import change as do
-from ds_dynatrain.membership.change import BoundaryMachine, HeldState, OwnFacts
+from ds_dynatrain.membership import boundary_machine as do
+from ds_dynatrain.membership.boundary_machine import BoundaryMachine, HeldState, OwnFacts
 from ds_dynatrain.membership.destinations import Registry
 from ds_dynatrain.membership.proposal import CONNECTING, Proposal
 from ds_dynatrain.records import to_record

@@ -1,7 +1,7 @@
 """One history of an elastic job, from a seed: what happens to it, what never may, and whether it comes to rest.
 
-The decisions are the product's, on both sides (`elastic.membership`, `membership.change`); processes, tensors and
-the network are not. See `tests.engine.simulated` and `network`.
+The decisions are the product's, on both sides (`elastic.membership_machine`, `membership.boundary_machine`); processes,
+tensors and the network are not. See `tests.engine.simulated` and `network`.
 """
 
 from __future__ import annotations

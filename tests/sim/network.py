@@ -13,11 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from ds_dynatrain.elastic.membership import MembershipStateMachine
+from ds_dynatrain.elastic.generation import Generation, member_id
+from ds_dynatrain.elastic.membership_machine import MembershipStateMachine
 from ds_dynatrain.elastic.messages import Announce, Bye, Probed, Report
 from ds_dynatrain.elastic.roster import Effect, GiveUpMember, ProbeMembers, Publish
 from ds_dynatrain.elastic.settings import ORPHAN_SECONDS, Settings
-from ds_dynatrain.elastic.world import Generation, member_id
 from ds_dynatrain.errors import JobFinished, PeerRefused
 
 LATENCIES = (0.0001, 0.001, 0.001, 0.005, 0.05)

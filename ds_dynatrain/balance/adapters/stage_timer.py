@@ -33,9 +33,9 @@ from deepspeed.runtime.pipe.schedule import (
 )
 from torch import nn
 
-from ds_dynatrain.adapters.compiled import compiled_by_wrapping, compiled_in_place
-from ds_dynatrain.adapters.device import is_accelerated
-from ds_dynatrain.adapters.replaced import replaced
+from ds_dynatrain.adapters.groups.device import is_accelerated
+from ds_dynatrain.adapters.versions.compiled import compiled_by_wrapping, compiled_in_place
+from ds_dynatrain.adapters.versions.replaced import replaced
 from ds_dynatrain.balance.adapters.timing import StageTimes, Timer, now, tensors_in, with_gradients
 
 Layer = Callable[[Any], Any]

@@ -27,8 +27,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
-from ds_dynatrain.adapters.compiled import compiled_by_wrapping, compiled_in_place
-from ds_dynatrain.adapters.device import is_accelerated, synchronize
+from ds_dynatrain.adapters.groups.device import is_accelerated, synchronize
+from ds_dynatrain.adapters.versions.compiled import compiled_by_wrapping, compiled_in_place
 from ds_dynatrain.errors import ConfigError
 
 Mark = tuple[int, Any]

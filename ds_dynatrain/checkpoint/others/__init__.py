@@ -22,8 +22,8 @@ from ds_dynatrain.checkpoint.others.torch_files import (
     value_of,
     with_values,
 )
-from ds_dynatrain.checkpoint.others.zero import frozen_left_out, layout_of, rows_of, rules_then, scalars_of, then
 from ds_dynatrain.checkpoint.others.zero_files import ZeroFolder, carry_of, is_zero_folder
+from ds_dynatrain.checkpoint.others.zero_folder import frozen_left_out, layout_of, rows_of, rules_then, scalars_of, then
 
 __all__ = [
     "Archive",

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ds_dynatrain.checkpoint.files import WHERE_DAMAGED, naming, read_note
-from ds_dynatrain.checkpoint.others.dcp import METADATA, is_dcp, read_dcp
+from ds_dynatrain.checkpoint.others.dcp_folder import METADATA, is_dcp, read_dcp
 from ds_dynatrain.checkpoint.others.foreign import Foreign
 from ds_dynatrain.checkpoint.others.safetensors import INDEX, is_safetensors, read_safetensors
-from ds_dynatrain.checkpoint.others.universal import OPTIMIZER, ZERO, is_universal, read_universal
-from ds_dynatrain.checkpoint.others.zero import read_zero
+from ds_dynatrain.checkpoint.others.universal_folder import OPTIMIZER, ZERO, is_universal, read_universal
 from ds_dynatrain.checkpoint.others.zero_files import is_zero_folder
+from ds_dynatrain.checkpoint.others.zero_folder import read_zero
 from ds_dynatrain.checkpoint.record import RECORD
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError, LayoutError
 

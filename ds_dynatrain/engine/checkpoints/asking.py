@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from ds_dynatrain.adapters.regroup import refuse_changes
-from ds_dynatrain.adapters.support import refuse_at_boundary
+from ds_dynatrain.adapters.deepspeed.support_checks import refuse_at_boundary
+from ds_dynatrain.adapters.zero.regroup import refuse_changes
 from ds_dynatrain.checkpoint import folder
 from ds_dynatrain.errors import CheckpointError, DynatrainError, SwitchRefused
 from ds_dynatrain.membership.session import MemberRequest, Session, ask_for_different_things

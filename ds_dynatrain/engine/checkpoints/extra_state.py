@@ -16,8 +16,8 @@ from typing import Annotated, Any
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ds_dynatrain.adapters.module_state import merged
-from ds_dynatrain.adapters.regroup import Regrouping
+from ds_dynatrain.adapters.model.module_state import merged
+from ds_dynatrain.adapters.zero.regroup import Regrouping
 from ds_dynatrain.checkpoint import Extent, Reader, Saved, Share
 from ds_dynatrain.checkpoint.extents import name_of
 from ds_dynatrain.checkpoint.files import Progress, silent

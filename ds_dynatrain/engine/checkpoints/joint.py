@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ds_dynatrain.adapters.world import World
+from ds_dynatrain.adapters.groups.world import World
 from ds_dynatrain.checkpoint import Saved
 from ds_dynatrain.engine.checkpoints import restore
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError

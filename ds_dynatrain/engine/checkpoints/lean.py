@@ -15,9 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ds_dynatrain.adapters.state import Buffers
-from ds_dynatrain.adapters.world import World
-from ds_dynatrain.adapters.worlds import drop
+from ds_dynatrain.adapters.groups.world import World
+from ds_dynatrain.adapters.groups.worlds import drop
+from ds_dynatrain.adapters.zero.state import Buffers
 from ds_dynatrain.checkpoint import Reader, Saved
 from ds_dynatrain.engine.checkpoints.restore import restored
 from ds_dynatrain.engine.checkpoints.saving import Saver

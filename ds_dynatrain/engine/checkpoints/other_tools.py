@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from ds_dynatrain.adapters.optimizers import rule_of
-from ds_dynatrain.adapters.pipeline import PipelineTemplate
-from ds_dynatrain.adapters.scaler import taken_from
+from ds_dynatrain.adapters.model.pipeline_layers import PipelineTemplate
+from ds_dynatrain.adapters.zero.loss_scale import taken_from
+from ds_dynatrain.adapters.zero.optimizers import rule_of
 from ds_dynatrain.checkpoint import Manifest, ManifestRow, Saved
 from ds_dynatrain.checkpoint.extents import WORD, name_of, named
 from ds_dynatrain.checkpoint.files import WHERE_DAMAGED, naming

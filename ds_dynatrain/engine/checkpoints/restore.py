@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ds_dynatrain.adapters.world import World
+from ds_dynatrain.adapters.groups.world import World
 from ds_dynatrain.checkpoint import Saved, folder
 from ds_dynatrain.checkpoint.files import naming
 from ds_dynatrain.checkpoint.others import is_zero_folder

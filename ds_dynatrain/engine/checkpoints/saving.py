@@ -17,8 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ds_dynatrain.adapters.device import start_thread
-from ds_dynatrain.adapters.state import Buffers
+from ds_dynatrain.adapters.groups.device import start_thread
+from ds_dynatrain.adapters.zero.state import Buffers
 from ds_dynatrain.checkpoint import HostMemory, Manifest, Share, TrainingRecord, folder, record, shares_of, write_shares
 from ds_dynatrain.checkpoint.files import dumped
 from ds_dynatrain.elastic.main_thread import OWN_WAITS
@@ -33,7 +33,7 @@ from ds_dynatrain.reshard.carry import rest_carry, shared_carry
 from ds_dynatrain.reshard.census import check_census
 from ds_dynatrain.reshard.certificate import differing
 from ds_dynatrain.reshard.core import EngineCore
-from ds_dynatrain.reshard.digests import SideDigests, side_digests
+from ds_dynatrain.reshard.digest_sides import SideDigests, side_digests
 from ds_dynatrain.reshard.encoding import encode, fingerprint
 from ds_dynatrain.reshard.registration import registration_of
 from ds_dynatrain.space import Layout, VirtualParameterSpace

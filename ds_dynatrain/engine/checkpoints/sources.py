@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ds_dynatrain.adapters.placement import Memory
-from ds_dynatrain.adapters.regroup import Regrouping
-from ds_dynatrain.adapters.state import Buffers
+from ds_dynatrain.adapters.zero.regroup import Regrouping
+from ds_dynatrain.adapters.zero.state import Buffers
+from ds_dynatrain.adapters.zero.state_memory import Memory
 from ds_dynatrain.checkpoint import Manifest, Reader, Saved
 from ds_dynatrain.checkpoint.extents import name_of
 from ds_dynatrain.engine.checkpoints.extra_state import rest_for, shared_of, streams_for
@@ -24,7 +24,7 @@ from ds_dynatrain.report import logger
 from ds_dynatrain.reshard import streams
 from ds_dynatrain.reshard.certificate import agreed
 from ds_dynatrain.reshard.core import EngineCore
-from ds_dynatrain.reshard.digests import side_digests, state_digest
+from ds_dynatrain.reshard.digest_sides import side_digests, state_digest
 from ds_dynatrain.reshard.registration import regrouping_to
 from ds_dynatrain.reshard.restoration import Goal, StateSource
 from ds_dynatrain.space import WEIGHT, LogicalTensor, Pieces, VirtualParameterSpace, row_of

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from ds_dynatrain.adapters.state import Buffers
+from ds_dynatrain.adapters.zero.state import Buffers
 from ds_dynatrain.errors import LayoutError, TransferError
 from ds_dynatrain.membership.whole import Mark
 from ds_dynatrain.plan import has_one_holder, is_copied
 from ds_dynatrain.plan.copies import is_trained_weight
-from ds_dynatrain.reshard.digests import Digests, only
+from ds_dynatrain.reshard.digest_sides import Digests, only
 from ds_dynatrain.reshard.encoding import fingerprint
 from ds_dynatrain.space import WEIGHT, Layout, VirtualParameterSpace, of_kind
 from ds_dynatrain.transfer import digest_pieces

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from ds_dynatrain.adapters.device import is_accelerated
-from ds_dynatrain.adapters.state import Buffers
-from ds_dynatrain.adapters.world import World
+from ds_dynatrain.adapters.groups.device import is_accelerated
+from ds_dynatrain.adapters.groups.world import World
+from ds_dynatrain.adapters.zero.state import Buffers
 from ds_dynatrain.engine.checkpoints.extra_state import merged_rest, rest_ranks
 from ds_dynatrain.engine.copies.copy import Copy
 from ds_dynatrain.engine.copies.kept import Kept
@@ -26,7 +26,7 @@ from ds_dynatrain.plan import SwitchPlan, has_one_holder, plan_switch, standing_
 from ds_dynatrain.reshard import streams
 from ds_dynatrain.reshard.certificate import Shares, certify, joined, joined_sides, shares
 from ds_dynatrain.reshard.core import EngineCore
-from ds_dynatrain.reshard.digests import SideDigests, only, side_digests
+from ds_dynatrain.reshard.digest_sides import SideDigests, only, side_digests
 from ds_dynatrain.reshard.encoding import blank_tensors, decode
 from ds_dynatrain.reshard.restoration import Goal, StateSource
 from ds_dynatrain.space import FROZEN, MASTER, WEIGHT, BufferId, of_kind

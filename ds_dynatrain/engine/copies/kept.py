@@ -10,7 +10,7 @@ import threading
 
 import torch
 
-from ds_dynatrain.adapters.state import Buffers
+from ds_dynatrain.adapters.zero.state import Buffers
 from ds_dynatrain.engine.copies.copy import Copy
 from ds_dynatrain.membership.whole import Mark
 from ds_dynatrain.reshard.feasible import available_bytes

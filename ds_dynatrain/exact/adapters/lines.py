@@ -17,7 +17,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
-from ds_dynatrain.adapters.versions import flat_offsets
+from ds_dynatrain.adapters.versions.deepspeed_versions import flat_offsets
 
 LEAST_CHUNK = 1 << 20
 """Elements of a message that is worth its latency."""

@@ -12,14 +12,14 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 from torch import nn
 
-from ds_dynatrain.adapters import experts
-from ds_dynatrain.adapters.compiled import compiled_by_wrapping, compiled_in_place
-from ds_dynatrain.adapters.device import compute_device, is_accelerated
-from ds_dynatrain.adapters.moe import layers
-from ds_dynatrain.adapters.optimizers import full_name, rule_of
-from ds_dynatrain.adapters.pipeline import is_pipeline
-from ds_dynatrain.adapters.sequence import spread_layers
-from ds_dynatrain.adapters.versions import UNTRIED, Series, present
+from ds_dynatrain.adapters.groups.device import compute_device, is_accelerated
+from ds_dynatrain.adapters.model import auto_ep as experts
+from ds_dynatrain.adapters.model.moe import layers
+from ds_dynatrain.adapters.model.pipeline_layers import is_pipeline
+from ds_dynatrain.adapters.model.ulysses import spread_layers
+from ds_dynatrain.adapters.versions.compiled import compiled_by_wrapping, compiled_in_place
+from ds_dynatrain.adapters.versions.deepspeed_versions import UNTRIED, Series, present
+from ds_dynatrain.adapters.zero.optimizers import full_name, rule_of
 from ds_dynatrain.errors import UnsupportedError
 from ds_dynatrain.exact.bits.rows import refuse_inexact, usage
 from ds_dynatrain.support import examine

@@ -17,7 +17,7 @@ import torch
 from deepspeed.pipe import PipelineModule
 from torch import nn
 
-from ds_dynatrain.adapters.pipeline import PipelineTemplate
+from ds_dynatrain.adapters.model.pipeline_layers import PipelineTemplate
 from ds_dynatrain.exact.adapters.lines import FlatLines, Run, in_order, overlap
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_dynatrain.errors import ConfigError
-from ds_dynatrain.exact.bits.records import ExactRun, ExactStep, read_exact
+from ds_dynatrain.exact.bits.bit_records import ExactRun, ExactStep, read_exact
 
 LOSS, NORM = "loss", "norm"
 MOST_LINES = 10

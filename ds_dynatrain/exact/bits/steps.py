@@ -19,11 +19,11 @@ import numpy.typing as npt
 import torch
 import torch.distributed as td
 
-from ds_dynatrain.exact.bits.records import ExactJob, ExactStep
+from ds_dynatrain.exact.bits.bit_records import ExactJob, ExactStep
 from ds_dynatrain.report import EventWriter
 from ds_dynatrain.reshard.certificate import shares
 from ds_dynatrain.reshard.core import EngineCore
-from ds_dynatrain.reshard.digests import Digests, side_digests
+from ds_dynatrain.reshard.digest_sides import Digests, side_digests
 from ds_dynatrain.space import row_of
 
 _LOW = 0xFFFFFFFF

@@ -1,0 +1,139 @@
+"""DeepSpeed's curriculum as an order of samples: it assigns them to global batches, the same in every world.
+
+DeepSpeed's sampler draws a global batch on rank 0 and sends it to the others, from a random stream that its own
+`state_dict` does not hold. Here every working member draws for itself, beginning with the seed of the configuration: a
+global batch is a function of its number alone, and a position is a number, as in any other order. So each process that
+trains must be able to read the index files, and keeps clusters of its own in a folder under `data_cluster_path` for as
+long as it lives.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import shutil
+import tempfile
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.runtime.data_pipeline.data_sampling.data_sampler import DeepSpeedDataSampler
+
+from ds_dynatrain.adapters.zero.no_alloc import silent_communication
+from ds_dynatrain.data import EpochOrder
+from ds_dynatrain.errors import DataError
+
+KEPT = 256
+"""Number of global batches that are kept after they were drawn: loader workers read ahead, and a switch goes back."""
+
+Schedule = Mapping[str, Callable[[int], Any]]
+
+
+class CurriculumOrder(EpochOrder):
+    """The order that `data_efficiency.data_sampling.curriculum_learning` describes."""
+
+    def __init__(self, length: int, train_batch_size: int, block: dict[str, Any]) -> None:
+        """Make the order of a data set of `length` samples. block: DeepSpeed's parsed `data_efficiency`."""
+        self.block = block
+        self.schedule: Schedule = {}
+        self._sampler: Any = None
+        self._remove_folder: weakref.finalize[..., Any] | None = None
+        self._next = 0
+        self._kept: OrderedDict[int, tuple[torch.Tensor, dict[str, Any]]] = OrderedDict()
+        super().__init__(length, train_batch_size, seed=int(block["seed"]))
+
+    @property
+    def steps(self) -> int:
+        """Global batches of one pass: all `num_epochs` of the configuration, and one more, as DeepSpeed counts."""
+        return self.length * int(self.block["data_sampling"]["num_epochs"]) // self.train_batch_size + 1
+
+    def __len__(self) -> int:
+        """Return the samples of one pass."""
+        return self.steps * self.train_batch_size
+
+    def samples(self, step: int) -> int:
+        """Return the samples of global batch `step`; `DataError` if a pass has no such step."""
+        if not 0 <= step < self.steps:
+            raise DataError(
+                f"step {step} is outside a pass of {self.steps} global batches; load a position of 0 to "
+                f"{self.steps - 1}, or raise data_efficiency.data_sampling.num_epochs"
+            )
+        return self.train_batch_size
+
+    def batches(self, epoch: int, step: int) -> Iterator[torch.Tensor]:
+        """Yield the data set's indices of each global batch from `step` to the end of the pass."""
+        for number in range(step, self.steps):
+            yield self._draw(epoch * self.steps + number)[0]
+
+    def state(self, epoch: int, step: int) -> dict[str, Any]:
+        """Return difficulties and counts as they were when global batch `step` was drawn, under DeepSpeed's names."""
+        return copy.deepcopy(self._draw(epoch * self.steps + step)[1])
+
+    def describe(self) -> dict[str, Any]:
+        """Return the settings that must be equal for a saved position to mean the same samples; paths do not count."""
+        where = ("data_cluster_path", "index_to_sample_path", "index_to_metric_path")
+        text = json.dumps(_without(self.block, where), sort_keys=True, default=str)
+        digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        return {
+            "length": self.length,
+            "train_batch_size": self.train_batch_size,
+            "curriculum": digest,
+            "schedules": sorted(self.schedule),
+        }
+
+    def set_schedule(self, schedule: Schedule) -> None:
+        """Set functions from a step to a difficulty, by metric, for the schedule type `custom`."""
+        self.schedule = dict(schedule)
+        self._sampler = None
+
+    def _draw(self, number: int) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Return a global batch: indices of the data set, and the state for DeepSpeed's post-processing function."""
+        if number not in self._kept:
+            if self._sampler is None or number < self._next:
+                self._start()
+            while self._next <= number:
+                self._draw_next()
+        return self._kept[number]
+
+    def _start(self) -> None:
+        """Start a new sampler, as rank 0 of a world of one has it, with an empty folder for its clusters."""
+        block = copy.deepcopy(self.block)
+        curriculum = block["data_sampling"]["curriculum_learning"]
+        above = Path(curriculum["data_cluster_path"])
+        above.mkdir(parents=True, exist_ok=True)
+        if self._remove_folder is not None:
+            self._remove_folder()
+        curriculum["data_cluster_path"] = folder = tempfile.mkdtemp(prefix="member-", dir=above)
+        self._remove_folder = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        with silent_communication():
+            self._sampler = DeepSpeedDataSampler(block, self.length, self.train_batch_size, 0, 1, None, 1, 0)
+        self._sampler.set_custom_curriculum_learning_schedule(self.schedule)
+        self._next = 0
+        self._kept.clear()
+
+    def _draw_next(self) -> None:
+        sampler = self._sampler
+        with silent_communication():
+            sampler.get_next_global_batch()
+        if len(sampler.batch) != self.train_batch_size:
+            raise DataError(
+                f"global batch {self._next} of the curriculum has {len(sampler.batch)} of {self.train_batch_size} "
+                "samples: a cluster holds too few for its share; raise min_difficulty of the metrics in "
+                "data_efficiency.data_sampling.curriculum_learning"
+            )
+        sampler.consumed_samples += len(sampler.batch)
+        state = {name: value for name, value in sampler.state_dict().items() if name != "np_rng_state"}
+        self._kept[self._next] = torch.tensor(sampler.batch, dtype=torch.int64), copy.deepcopy(state)
+        self._next += 1
+        while len(self._kept) > KEPT:
+            self._kept.popitem(last=False)
+
+
+def _without(value: Any, names: tuple[str, ...]) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _without(held, names) for name, held in value.items() if name not in names}
+    return value

@@ -1,0 +1,411 @@
+"""Surgery on DeepSpeed's engine for a live switch: its optimizer comes off and on again, its module changes shape."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.torch_autocast import init_autocast_params
+from deepspeed.runtime.utils import check_internal_apis_for_count_used_parameters
+from torch import nn
+
+from ds_dynatrain.adapters.deepspeed.curriculum import CurriculumOrder
+from ds_dynatrain.adapters.groups.device import compute_device, synchronize
+from ds_dynatrain.adapters.groups.world import World
+from ds_dynatrain.adapters.model import ulysses as sequence
+from ds_dynatrain.adapters.model.module_state import forget
+from ds_dynatrain.adapters.model.shaper import Made, Shaper
+from ds_dynatrain.adapters.model.shaping import WHOLE_SHAPE, Children, Shape
+from ds_dynatrain.adapters.versions.compiled import CompileWatch, compiled_in_place
+from ds_dynatrain.adapters.zero import loss_scale as scaler
+from ds_dynatrain.adapters.zero.logical_model import ModelMap
+from ds_dynatrain.adapters.zero.no_alloc import no_alloc, stand_in
+from ds_dynatrain.adapters.zero.optimizers import forget_running_products, moment_types
+from ds_dynatrain.adapters.zero.stage3 import forget_traces, reset_counters, restore_linear
+from ds_dynatrain.adapters.zero.stages import stage_of
+from ds_dynatrain.adapters.zero.state import Buffers, Found, Scalars
+from ds_dynatrain.adapters.zero.state_memory import ElementTypes, Memory, place_of
+from ds_dynatrain.adapters.zero.windows import GatherWatch, GradientWatch
+from ds_dynatrain.adapters.zero.zero_stage import fill_empty_groups
+from ds_dynatrain.space import IN_EMPTY_GROUP, MASTER, Layout, LogicalTensor
+from ds_dynatrain.space.leaves import MicroStep
+
+
+@dataclass(frozen=True, eq=False)
+class Replaced:
+    """State before a reshape, for `undo_reshape`: the shape, its children, and the parameters that the engine knew."""
+
+    shape: Shape
+    children: Children
+    model: ModelMap
+    names: dict[nn.Parameter, str]
+
+
+@dataclass(eq=False)
+class Host:
+    """State that this package keeps beside DeepSpeed's engine, and the operations on that engine.
+
+    engine: DeepSpeed's engine (`host_engine.HostEngine`). layout: the layout that is attached to the module, or was
+    last. global_batch_size: samples per optimizer step, also where DeepSpeed's three numbers cannot express it.
+    attaches: false for an idle member's engine, which is built without a ZeRO optimizer and holds only names and shapes
+    of parameters. whole: false if no member has attached yet; `attach_first` follows once the parameters have come in.
+
+    slot_weight, slot_is_borrowed: those of the micro-batch that was dealt last. loss_is_divided: whether its loss needs
+    no weight. in_leaves: whether micro-batches are the same samples in every world. micro_step: which rank trains which
+    leaf at present; None between two global batches. window_tokens: tokens of the open window on this rank.
+    without_gradient: trainable parameters that got no gradient on this rank in the last window. is_weighted: whether
+    the loss of the backward pass under way is weighted already, so that its gradients must not be. is_own_optimizer:
+    whether the optimizer comes from the configuration.
+    """
+
+    engine: Any
+    layout: Layout
+    shaper: Shaper
+    global_batch_size: int
+    attaches: bool
+    whole: bool
+    shape: Shape = WHOLE_SHAPE
+    slot_weight: float = 1.0
+    slot_is_borrowed: bool = False
+    loss_is_divided: bool = False
+    window_tokens: int | None = None
+    without_gradient: tuple[str, ...] = ()
+    is_weighted: bool = False
+    is_own_optimizer: bool = False
+    in_leaves: bool = False
+    micro_step: MicroStep | None = None
+    model_map: ModelMap = field(init=False)
+    """The tensors in their local shapes, and the parameters of this rank."""
+    present_config: tuple[dict[str, Any], Any] = field(init=False)
+    """DeepSpeed's present configuration, as a dictionary and parsed."""
+    compilations: CompileWatch = field(init=False)
+    gradients: GradientWatch = field(init=False)
+    gathers: GatherWatch = field(init=False)
+    _scaling: scaler.State = field(init=False)
+
+    # ---- DeepSpeed's own ---------------------------------------------------------------------------------------------
+
+    @property
+    def module(self) -> nn.Module:
+        """The model of this rank."""
+        module: nn.Module = self.engine.module
+        return module
+
+    @property
+    def optimizer(self) -> Any:
+        """DeepSpeed's present optimizer object; a switch replaces it."""
+        return self.engine.optimizer
+
+    @property
+    def basic_optimizer(self) -> Any:
+        """The torch optimizer underneath: one object for the whole job."""
+        return self.engine.basic_optimizer
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """The scheduler, one object for the whole job; None if there is none."""
+        return self.engine.lr_scheduler
+
+    # ---- what is known of it -----------------------------------------------------------------------------------------
+
+    def look(self, basic: torch.optim.Optimizer) -> None:
+        """Register the parameters and groups that the engine is built over, before ZeRO replaces them."""
+        self.model_map = ModelMap.of(self.module, [group["params"] for group in basic.param_groups])
+        self.gradients = GradientWatch(self.model_map)
+        self.gathers = GatherWatch(self.model_map.parameters)
+        self.compilations = CompileWatch()
+        self.present_config = self.engine.config, self.engine._config
+        self._scaling = scaler.first_state(self.engine)
+
+    def attach_first(self, layout: Layout, world: World, config: tuple[dict[str, Any], Any], buffers: Buffers) -> None:
+        """Attach for the first time, and do to a new optimizer's state what DeepSpeed's constructors do."""
+        for parameter in self.model_map.parameters:
+            parameter.data = torch.empty(0, dtype=self.model_map.dtype, device=parameter.device)
+        self.attach(layout, world, config, buffers, Scalars())
+        if isinstance(self.optimizer, FP16_UnfusedOptimizer | FP16_Optimizer):
+            self.optimizer.initialize_optimizer_states()  # a step on zeros: it counts, and decays the masters
+
+    def curriculum_order(self, length: int) -> CurriculumOrder | None:
+        """Return the order of the configuration's curriculum over `length` samples; None without a curriculum."""
+        block = self.engine.data_efficiency_config()
+        on = block["data_sampling"]["curriculum_learning"]["enabled"]
+        return CurriculumOrder(length, self.global_batch_size, block) if on else None
+
+    @property
+    def ends_window_by_hand(self) -> bool:
+        """Whether the next `step` ends the window because the user says so, not because of DeepSpeed's count.
+
+        The user says so by `set_gradient_accumulation_boundary(True)`, or by leaving `managed_gradient_accumulation`
+        off (DeepSpeed 0.18 always has it on).
+        """
+        managed = getattr(type(self.engine), "managed_gradient_accumulation", None)
+        return bool(self.engine._is_gradient_accumulation_boundary) or not (managed is None or managed(self.engine))
+
+    def stage_layers(self, layout: Layout) -> tuple[tuple[str, ...], ...]:
+        """Return the names of each pipeline stage's layers; () for a model that is not dealt out by layers."""
+        return ()
+
+    @property
+    def compiled_modules(self) -> list[str]:
+        """Names of the modules that are compiled; equal on all members."""
+        return compiled_in_place(self.module)
+
+    @property
+    def forward_passes(self) -> int | None:
+        """Number of forward passes, if DeepSpeed counts them to seed layers; None if it does not."""
+        return None
+
+    @forward_passes.setter
+    def forward_passes(self, count: int | None) -> None:
+        """Go on from a count."""
+
+    def scaling_state(self) -> scaler.State:
+        """Return the loss scale and its related fields, including those that the present optimizer has no place for."""
+        state = dict(self._scaling)
+        for holder, names in scaler.places(self.optimizer):
+            for key, name in names.items():
+                if key in state:
+                    state[key] = scaler.plain(getattr(holder, name))
+        return state
+
+    def take_scaling(self, state: scaler.State) -> None:
+        """Set the fields of a `scaling_state`; those that the present optimizer has no place for are kept aside."""
+        self._scaling = dict(state)
+        for holder, names in scaler.places(self.optimizer):
+            for key, name in names.items():
+                if key in state:
+                    setattr(holder, name, state[key])
+
+    def take_grad_norm(self, norm: float | None) -> None:
+        """Report the norm of the last step on a member that did not take it; as a tensor, as DeepSpeed does."""
+        self.engine._global_grad_norm = None if norm is None else torch.tensor(norm, device=self.engine.device)
+        self._pass_grad_norm_on()
+
+    def _pass_grad_norm_on(self) -> None:
+        """Let a new optimizer report the norm of the last step, if it reports any."""
+        if hasattr(self.optimizer, "_global_grad_norm") and self.engine._global_grad_norm is not None:
+            self.optimizer._global_grad_norm = self.engine._global_grad_norm
+
+    @property
+    def element_types(self) -> ElementTypes:
+        """Element type of each state, by the model and the configuration; the same in every layout."""
+        weight = self.model_map.dtype
+        moments = moment_types(self.basic_optimizer, weight)
+        return ElementTypes(weight=weight, gradient=self.engine.get_data_types()[1], moments=moments)
+
+    def memory(self, kinds: tuple[str, ...], layout: Layout) -> dict[str, Memory]:
+        """Return the element type and the place of the buffers of each state kind under a layout."""
+        types, memory = self.element_types, dict[str, Memory]()
+        for kind in kinds:
+            memory[kind] = Memory(types.of(kind), place_of(self.engine._config, kind, layout.zero_stage))
+        return memory
+
+    def state_buffers(self) -> tuple[Buffers, Scalars]:
+        """Return the live flat buffers of this rank, and the optimizer's scalars.
+
+        An accelerator has finished all queued work by then, on every stream.
+        """
+        synchronize()
+        return stage_of(self.optimizer).describe(self.engine, self.model_map)
+
+    def state_census(self) -> list[Found]:
+        """Return where each element lies by DeepSpeed's own bookkeeping."""
+        return stage_of(self.optimizer).census(self.engine, self.model_map)
+
+    def detach(self) -> None:
+        """Take the ZeRO optimizer off the module. Buffers live as long as a caller holds them; parameters keep no
+        gradient.
+
+        The module's parameters keep their data under stages 0 to 2 and are empty after stage 3.
+        """
+        old, stage = self.optimizer, stage_of(self.optimizer)
+        if hasattr(old, "destroy"):
+            old.destroy()
+        stage.release(self.engine, self.model_map)
+        self.basic_optimizer.state.clear()
+        for group, parameters in zip(self.basic_optimizer.param_groups, self.model_map.groups, strict=True):
+            group["params"] = list(parameters)
+        self.engine.optimizer = self.basic_optimizer
+        if old is not self.basic_optimizer:
+            old.__dict__.clear()  # reference cycles hold it: free its memory without the collector
+
+    def make_children(self, layout: Layout, rank: int) -> Made | None:
+        """Build the children that `reshape` will need, ahead and in any thread; None if the shape stays the same."""
+        return None if Shape.of(layout, rank) == self.shape else self.shaper.make(layout, rank)
+
+    def reshape(
+        self, layout: Layout, rank: int, tensors: Sequence[LogicalTensor], made: Made | None = None
+    ) -> Replaced | None:
+        """Give the module the children of `rank` under `layout`, whose world must be installed; nothing is attached.
+
+        tensors: the local tensors of that rank. made: result of `make_children`, if it was called. Returns the argument
+        for `undo_reshape`, or None if nothing had to change.
+        """
+        shape = Shape.of(layout, rank)
+        if shape == self.shape:
+            return None
+        before = Replaced(self.shape, Children.of(self.module), self.model_map, self.engine.param_names)
+        try:
+            self.shaper.reshape(self.module, layout, made)
+            if self.engine.torch_autocast_enabled():  # new parameters are marked as DeepSpeed did the former ones
+                modules = self.engine.torch_autocast_lower_precision_safe_modules()
+                init_autocast_params(self.engine, self.engine.torch_autocast_dtype(), modules)
+            before.children.pass_on(self.module, shape.resizes(before.shape))
+            parameters = self.shaper.parameters(self.module, layout)
+            self._take(shape, self.model_map.reshaped(parameters, tensors))
+        except BaseException:
+            self.undo_reshape(before)
+            raise
+        return before
+
+    def undo_reshape(self, before: Replaced) -> None:
+        """Restore what `reshape` replaced; nothing may be attached."""
+        before.children.put_back(self.module)
+        self._take(before.shape, before.model)
+        self.engine.param_names = before.names
+
+    def _take(self, shape: Shape, model: ModelMap) -> None:
+        """Use these parameters from now on, in the basic optimizer, too."""
+        self.shape = shape
+        self.engine.param_names = {parameter: name for name, parameter in self.module.named_parameters()}
+        for group, parameters in zip(self.basic_optimizer.param_groups, model.groups, strict=True):
+            group["params"] = list(parameters)
+        self.gathers.stop()
+        self.gathers = GatherWatch(model.parameters)
+        self.adopt(model, self.basic_optimizer.param_groups)
+
+    def forget_steps(self) -> None:
+        """Drop what the optimizer keeps outside of its state. Called after a commit, on all members."""
+        forget_running_products(self.basic_optimizer)
+
+    def let_module_go(self) -> None:
+        """Remove everything that DeepSpeed and this object keep on the module, and in torch, while the engine lives."""
+        self.gradients.stop()
+        self.gathers.stop()
+        forget(self.module)
+        self.compilations.stop()
+        for hook in ("module_forward_pre_hook", "module_forward_post_hook"):
+            if hook in self.engine.__dict__:
+                self.engine.__dict__.pop(hook).remove()
+                restore_linear()  # once: DeepSpeed calls `destroy` again when the engine is collected
+                forget_traces()
+
+    def leave_world(self) -> None:
+        """Keep names and objects, but no data and no group: the state of an idle member."""
+        self.leave_shape()
+        self.engine.data_parallel_group = self.engine.seq_data_parallel_group = None
+        self.engine.global_rank = -1
+        sequence.leave(self.engine)
+        for parameter in self.model_map.parameters:
+            parameter.grad = None
+            parameter.data = torch.empty(0, dtype=self.model_map.dtype, device=parameter.device)
+
+    def attach(
+        self, layout: Layout, world: World, config: tuple[dict[str, Any], Any], buffers: Buffers, scalars: Scalars
+    ) -> None:
+        """Put a ZeRO optimizer of `layout` on the module, with `buffers` as its memory. Sends no message, allocates
+        nothing.
+
+        `world` must be installed, and the old layout must be detached. An optimizer that accumulates gradients, or that
+        offloads, keeps tensors made of zeros: its gradient buffers.
+        """
+        self._enter_world(world, layout, config)
+        engine, basic, model = self.engine, self.basic_optimizer, self.model_map
+        for tensor, held in zip(model.tensors, model.parameters, strict=True):
+            if held.shape != tensor.shape:  # it has no data; DeepSpeed asks for its shape alone
+                held.data = stand_in(tensor.shape, model.dtype, held.device)
+        reset_counters()
+        restore_linear()  # an engine of plain DeepSpeed may have set another one, on some members before they came here
+        names = {held: name for held, name in engine.param_names.items() if not name.startswith(IN_EMPTY_GROUP)}
+        engine.param_names = {**names, **fill_empty_groups(basic, model)}
+        stage, (weight, gradient) = layout.zero_stage, engine.get_data_types()
+        is_accumulating = stage == 1 and weight != gradient  # BF16_Optimizer
+        offloads = place_of(engine._config, MASTER, stage).device != compute_device()
+        with no_alloc(basic, keeps_zeros=stage == 0 or is_accumulating or offloads):
+            engine._configure_zero(basic)
+        basic.state.clear()
+        stage_of(self.optimizer).refill(engine, model, buffers, scalars)
+        self._after_attach()
+
+    def _enter_world(self, world: World, layout: Layout, config: tuple[dict[str, Any], Any]) -> None:
+        engine, self.layout = self.engine, layout
+        engine.config, engine._config = self.present_config = config
+        engine.world_size, engine.dp_world_size = layout.world_size, layout.data
+        engine.seq_dp_world_size = layout.data * layout.sequence
+        engine.mp_world_size = layout.pipe * layout.tensor
+        engine.global_rank = -1 if world.rank is None else world.rank
+        engine.data_parallel_group = world.group("data_only")
+        engine.seq_data_parallel_group = world.group("data")
+        engine.mpu = world.mpu
+        engine.checkpoint_mp_rank = 0 if world.mpu is None else world.mpu.get_model_parallel_rank()
+        sequence.enter(engine, world, layout)
+        self.shaper.enter(engine, layout)
+
+    def _after_attach(self) -> None:
+        """Repeat what DeepSpeed's constructor does once its optimizer is built."""
+        engine = self.engine
+        is_zero = isinstance(self.optimizer, ZeROOptimizer)
+        engine._support_torch_style_backward = is_zero and check_internal_apis_for_count_used_parameters()
+        if engine._support_torch_style_backward:
+            self.optimizer.register_grad_acc_post_hook(engine._backward_post_hook)
+        engine.save_non_zero_checkpoint = engine.save_zero_checkpoint = False
+        engine._configure_checkpointing()
+        engine.tput_timer.batch_size = engine.train_batch_size()
+        self._pass_grad_norm_on()
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients of an open window, wherever the present optimizer keeps them."""
+        for parameter in self.model_map.parameters:
+            parameter.grad = None
+        self.optimizer.zero_grad()
+        self.gradients.missing()
+
+    def optimizer_made(self) -> None:
+        """Note that DeepSpeed has made an optimizer. Called before its first step."""
+
+    def break_off(self) -> None:
+        """Clean up after a DeepSpeed call that an error has ended: a timer that still runs could not be
+        started again.
+        """
+        for timer in self.engine.timers.get_timers().values():
+            if timer.started_:
+                timer.stop()
+
+    def adopt(self, model: ModelMap, groups: list[dict[str, Any]]) -> None:
+        """Use other optimizer groups from now on; nothing may be attached."""
+        self.gradients.stop()
+        self.model_map = model
+        self.basic_optimizer.param_groups[:] = groups
+        self.gradients = GradientWatch(model)
+
+    def settle_parameters(self) -> None:
+        """Partition stage 3's parameters again (an evaluation may have left some gathered)."""
+        if int(self.engine.zero_optimization_stage()) == 3:
+            self.optimizer.parameter_offload.partition_all_parameters()
+
+    @property
+    def loss_weight(self) -> float:
+        """Factor for the loss of the present micro-batch."""
+        weight = float(not self.slot_is_borrowed) if self.loss_is_divided else self.slot_weight
+        return weight * sequence.loss_factor(self.engine)
+
+    # ---- steps -------------------------------------------------------------------------------------------------------
+
+    def end_step(self) -> None:
+        """Settle what DeepSpeed leaves open after its optimizer step. Called after each step."""
+        if not hasattr(self.optimizer, "_global_grad_norm"):  # torch's own at stage 0, which computes none
+            self.engine._global_grad_norm = None
+        self.window_tokens = None
+        self.without_gradient = self.gradients.missing()
+
+    def leave_shape(self) -> None:
+        """Let go of the groups of the world."""
+        self.shaper.leave(self.engine)
+
+    def put_in_place(self) -> None:
+        """Make the state that DeepSpeed keeps once per process, besides groups, that of this engine."""

@@ -1,0 +1,389 @@
+"""DeepSpeed's pipeline engine with the openings of `host_engine`: it repeats its constructor's work for other stages.
+
+A column is one data index: one rank of each stage. DeepSpeed runs one schedule in each column. Columns meet only in its
+last instructions, where gradients and losses are added up, so each may have a schedule of its own length. Only the
+divisor of these sums has to change: it is the mean number of micro-batches of a column instead of
+`gradient_accumulation_steps()`, which is the number of the longest column.
+
+Layers before the first trained one have no backward pass, and no gradient is sent to them. DeepSpeed's engine expects a
+gradient on every stage: its inputs require one, and its outputs wait for one.
+
+The frozen layers follow from the parameters that are registered as trained, which every member knows for the whole
+model. So two stages agree without a message on whether one waits for a gradient and the other one sends it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentrant_checkpoint
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe import p2p
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, RecvGrad, SendGrad
+from deepspeed.runtime.utils import clip_grad_norm_
+from deepspeed.utils import RepeatingLoader as RepeatingLoader
+from torch import nn
+
+from ds_dynatrain.adapters.deepspeed.host import Host
+from ds_dynatrain.adapters.deepspeed.host_engine import COMPILE_BACKEND, NOTHING, HostEngine
+from ds_dynatrain.adapters.groups.world import World
+from ds_dynatrain.adapters.model.module_state import note
+from ds_dynatrain.adapters.model.pipeline_layers import layer_of
+from ds_dynatrain.adapters.model.stage_module import PipelineShaper, StageGrid, place, take_stage
+from ds_dynatrain.adapters.versions.compiled import compile_layers
+from ds_dynatrain.adapters.versions.replaced import replaced
+from ds_dynatrain.adapters.zero.stages import count_empty_experts, count_empty_groups, stage_without_gradients
+from ds_dynatrain.data import EvaluationLoader
+from ds_dynatrain.space import Columns, Layout, LogicalTensor
+
+
+def frozen_layers(prefixes: Sequence[str], trained: Collection[str]) -> int:
+    """Return the number of layers before the first trained one; that of all layers if none is trained.
+
+    prefixes: of all layers, see `PipelineTemplate.prefixes`. trained: names of the parameters that require a gradient.
+    A tied layer counts as trained in all its places.
+    """
+    layers = set(map(layer_of, trained))
+    return next((number for number, prefix in enumerate(prefixes) if prefix in layers), len(prefixes))
+
+
+def needless(start: int, stop: int, frozen: int) -> tuple[type, ...]:
+    """Return the instructions that a stage of layers `start` to `stop` - 1 leaves out if the first `frozen` are frozen.
+
+    Two neighbours have one boundary, so one leaves out exactly the receives whose sends the other one leaves out.
+    """
+    ends_within = (BackwardPass, RecvGrad) if stop <= frozen else ()
+    return (*ends_within, SendGrad) if start <= frozen else ends_within
+
+
+@dataclass(frozen=True)
+class Shortened:
+    """A schedule of DeepSpeed's with some of its instructions left out."""
+
+    schedule: Any
+    without: tuple[type, ...]
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        """Yield the instructions of each step."""
+        for commands in self.schedule:
+            yield [each for each in commands if not isinstance(each, self.without)]
+
+    def num_pipe_buffers(self) -> int:
+        """Return as many buffers as DeepSpeed's schedule needs."""
+        return int(self.schedule.num_pipe_buffers())
+
+
+@contextmanager
+def _checkpointed_behind(module: PipelineModule, frozen: int) -> Iterator[None]:
+    """Do not recompute activations of a stage's first `frozen` layers inside the block: no gradient flows back there.
+
+    A reentrant checkpoint sees no parameters: it has a backward pass only if one of its inputs requires a gradient. So
+    the first one behind these layers is given such inputs.
+    """
+    interval, checkpoint = module.activation_checkpoint_interval, module.activation_checkpoint_func
+
+    def seeing_inputs(run: Callable[..., Any], *inputs: Any) -> Any:
+        if torch.is_grad_enabled() and not any(each.requires_grad for each in _tensors(inputs)):
+            inputs = tuple(map(_requiring, inputs))
+        return checkpoint(run, *inputs)
+
+    with ExitStack() as stack:
+        if interval > 0:
+            segments = enumerate(module.is_checkpointable_results)
+            kept = [is_one and min((at + 1) * interval, len(module.forward_funcs)) > frozen for at, is_one in segments]
+            stack.enter_context(replaced(module, "is_checkpointable_results", kept))
+            if checkpoint is not non_reentrant_checkpoint:
+                stack.enter_context(replaced(module, "activation_checkpoint_func", seeing_inputs))
+        yield
+
+
+def _requiring(value: Any) -> Any:
+    is_real = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.detach().requires_grad_() if is_real else value
+
+
+def _tensors(given: Any) -> list[torch.Tensor]:
+    """Return the tensor, or the tensors of a tuple."""
+    parts = given if isinstance(given, tuple) else (given,)
+    return [part for part in parts if isinstance(part, torch.Tensor)]
+
+
+_BUFFERS = ("inputs", "labels", "outputs", "output_tensors")
+
+
+@dataclass(eq=False)
+class StageHost(Host):
+    """The host of a pipeline engine. compiled_with: arguments of the call of `compile`; None before it."""
+
+    shaper: PipelineShaper
+    compiled_with: dict[str, Any] | None = None
+
+    @property
+    def compiled_modules(self) -> list[str]:
+        """A single entry for every layer, or none: stages have different layers, and all members must agree."""
+        return [] if self.compiled_with is None else ["every layer"]
+
+    def _enter_world(self, world: World, layout: Layout, config: tuple[dict[str, Any], Any]) -> None:
+        super()._enter_world(world, layout, config)
+        grid = StageGrid(world, self.engine.global_rank)
+        place(self.module, self.shaper.template, layout, grid)
+        if self.compiled_with is not None:
+            compile_layers(self.module, self.compiled_with)
+        self.engine._enter_stage(grid)
+
+    def put_in_place(self) -> None:
+        """Make DeepSpeed's messages between stages those of this engine."""
+        p2p._grid = self.engine.grid
+
+    def leave_shape(self) -> None:
+        """Let go of the groups of a world, and of all activations."""
+        super().leave_shape()
+        self.engine.grid = self.engine.mpu = p2p._grid = None
+        module: Any = self.module
+        module._grid, module.tied_comms = None, {}
+        self.engine._forget_activations()
+
+    def break_off(self) -> None:
+        """Break off the open window, as any host does, and let no micro-batch end a window any more."""
+        super().break_off()
+        self.engine._force_grad_boundary = False
+
+    def _after_attach(self) -> None:
+        super()._after_attach()
+        self.engine.micro_batch_size = self.engine.train_micro_batch_size_per_gpu()
+        self.engine._enter_columns(self.layout)
+        self.engine.batch_timer.batch_size = self.engine.train_batch_size()
+        self.engine.using_bf16_optimizer = type(self.optimizer) is BF16_Optimizer
+
+    def stage_layers(self, layout: Layout) -> tuple[tuple[str, ...], ...]:
+        """Return the names of each stage's layers, without functions; a tied layer is listed on each of its stages."""
+        return self.shaper.template.layers_by_stage(layout)
+
+    def trained(self) -> list[tuple[LogicalTensor, nn.Parameter]]:
+        """Return the parameters registered as trained, on all stages; those of other stages are empty here."""
+        model = self.model_map
+        found = zip(model.tensors, model.parameters, model.requires_grad, strict=True)
+        return [(tensor, held) for tensor, held, flag in found if flag]
+
+    @property
+    def forward_passes(self) -> int | None:
+        """Micro-batches that this stage has run: with `seed_layers`, layers draw by it."""
+        return int(self.engine.module.micro_offset)
+
+    @forward_passes.setter
+    def forward_passes(self, count: int | None) -> None:
+        self.engine.module.micro_offset = count
+
+    @property
+    def reads_data(self) -> bool:
+        """Whether this rank's stage reads samples: the first one inputs, the last one targets."""
+        return bool(self.engine.is_first_stage() or self.engine.is_last_stage())
+
+
+class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
+    """A pipeline engine whose stage can change. `HostEngine`'s openings come before DeepSpeed's two classes."""
+
+    _HOST: ClassVar[type[Host]] = StageHost
+    _host: StageHost
+    grid: StageGrid
+    dp_group_loss: torch.Tensor
+    _columns: Columns
+    _divisor: float
+    """Number by which a column divides the sum of its losses."""
+    _frozen = 0
+    """Number of layers of the whole model before the first trained one, in the batch under way."""
+    _known_loss: torch.Tensor | None = None
+
+    def __init__(self, *, groups: World, model: PipelineModule, **arguments: Any) -> None:
+        """Build the engine. groups: the world to start in, which may be a stand-in and must be installed."""
+        grid = StageGrid(groups, groups.rank or 0)
+        take_stage(model, grid)
+        parsed = arguments["config_class"]
+        product = parsed.train_micro_batch_size_per_gpu * parsed.gradient_accumulation_steps * groups.layout.data
+        with replaced(parsed, "train_batch_size", product):  # columns may differ, and DeepSpeed insists
+            super().__init__(model=model, mpu=grid, **arguments)
+        self._enter_columns(groups.layout)
+        self.batch_timer.batch_size = self.tput_timer.batch_size = self.train_batch_size()
+        if groups.layout.pipe == 1:  # else the module has the layers of all stages still
+            place(model, self._host.shaper.template, groups.layout, grid)
+
+    def compile(
+        self,
+        backend: Any = COMPILE_BACKEND,
+        compile_kwargs: Mapping[str, Any] = NOTHING,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """Compile layer by layer, as DeepSpeed does, and layers that a switch makes later, too."""
+        super().compile(backend, compile_kwargs, schedule, compiled_autograd_enabled)
+        self._host.compiled_with = {**compile_kwargs, "backend": backend}
+
+    def _enter_columns(self, layout: Layout) -> None:
+        """Enter a column of a layout, whose configuration and grid are in place."""
+        sizes = int(self.train_batch_size()), int(self.train_micro_batch_size_per_gpu())
+        self._columns = Columns.of(*sizes, layout.data, layout.shares)
+        self._divisor = self._columns.mean
+        self.micro_batches = self._columns.counts[self.grid.get_data_parallel_id()]
+
+    def train_batch(self, data_iter: Any = None) -> torch.Tensor:
+        """Train a batch as DeepSpeed does; `seed_layers` seeds by the passes of the longest column, so that columns
+        stay alike.
+        """
+        passes = self.module.micro_offset
+        loss: torch.Tensor = super().train_batch(data_iter)
+        self.module.micro_offset = passes + self._columns.longest
+        return loss
+
+    def eval_batch(
+        self,
+        data_iter: Any,
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """Evaluate a batch as DeepSpeed does, on the members that work. data_iter may also be an evaluation loader.
+
+        Without `num_micro_batches` each pipeline reads as many micro-batches as it does of a global batch of training;
+        pipelines may have different numbers. The result is the mean over all.
+        """
+        given = iter(data_iter) if isinstance(data_iter, EvaluationLoader) else data_iter
+        if num_micro_batches is None:
+            longest, divisor = self._columns.longest, self._columns.mean
+        else:
+            longest, divisor = num_micro_batches, float(num_micro_batches)
+        passes = self.module.micro_offset
+        own = super().set_dataiterator  # what training reads goes on afterwards
+        with replaced(self, "_divisor", divisor), replaced(self, "set_dataiterator", own):
+            found = super().eval_batch(given, return_logits, compute_loss, reduce_output, bcast_loss, num_micro_batches)
+        self.module.micro_offset = passes + longest
+        return found
+
+    def _scale_loss_by_gas(self, prescaled_loss: Any, eval_micro_batches: int | None = None) -> Any:
+        return super()._scale_loss_by_gas(prescaled_loss, eval_micro_batches=self._divisor)
+
+    def _frozen_layers(self) -> int:
+        """Return `frozen_layers` by the registration, not by present flags of parameters, so that all stages agree."""
+        trained = {tensor.name for tensor, _ in self._host.trained()}
+        return frozen_layers(self._host.shaper.template.prefixes(), trained)
+
+    def _exec_schedule(self, pipe_schedule: Any) -> None:
+        """Run DeepSpeed's schedule without the instructions that frozen layers do not need."""
+        self._frozen = self._frozen_layers()
+        without = needless(self.module._local_start, self.module._local_stop, self._frozen)
+        super()._exec_schedule(Shortened(pipe_schedule, without))
+
+    def _exec_forward_pass(self, buffer_id: int) -> None:
+        """Run DeepSpeed's forward pass; inputs of a frozen layer, or of the first trained one, require no gradient."""
+        note(self.module)
+        held = self._frozen - self.module._local_start
+        if not self._frozen or held < 0:
+            super()._exec_forward_pass(buffer_id)
+            return
+        for tensor in _tensors(self.pipe_buffers["inputs"][buffer_id]):
+            tensor.requires_grad_(False)
+        with _checkpointed_behind(self.module, held):
+            super()._exec_forward_pass(buffer_id)
+
+    def _exec_backward_pass(self, buffer_id: int) -> None:
+        if self._columns.is_even or not self.is_last_stage():
+            super()._exec_backward_pass(buffer_id)
+        else:
+            DeepSpeedEngine.backward(self, self.loss / self._divisor, scale_wrt_gas=False)
+
+    _INSTRUCTION_MAP: ClassVar[dict[type, Callable[..., None]]] = {
+        **PipelineEngine._INSTRUCTION_MAP,
+        ForwardPass: _exec_forward_pass,
+        BackwardPass: _exec_backward_pass,
+    }
+
+    def _enter_stage(self, grid: StageGrid) -> None:
+        """Become the engine of a stage in a world.
+
+        No message is sent, though DeepSpeed's constructor sends some: a sum of parameters, and a first number.
+        """
+        self.grid = self.mpu = grid
+        self.num_stages, self.stage_id = grid.pipe_parallel_size, grid.stage_id
+        self.prev_stage, self.next_stage = grid.stage_id - 1, grid.stage_id + 1
+        self.is_pipe_parallel, self.is_data_parallel = grid.pipe_parallel_size > 1, grid.data_parallel_size > 1
+        self.checkpoint_mp_rank = grid.stage_id
+        p2p._grid = grid
+        self.data_iterator = self.training_dataloader = None
+        self._forget_activations()
+
+    def _forget_activations(self) -> None:
+        """Drop buffers of the former shape and losses of the former world."""
+        self.num_pipe_buffers = 0
+        self.pipe_buffers: dict[str, list[Any]] = {name: [] for name in _BUFFERS}
+        self.reset_activation_shape()
+        self.first_gradient_send = True
+        self.outputs = self.fwd_outputs = None
+        self.total_loss = self.total_additional_losses = self.agg_additional_losses = None
+        self.loss, self.agg_loss, self.dp_group_loss = (torch.tensor(0.0, device=self.device) for _ in range(3))
+
+    def _allocate_or_extend_buffers(self, idx: int, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
+        """Provide a buffer as DeepSpeed does, but never reuse one of another type.
+
+        A stage under autocast may receive activations in fp32 and send them on in bf16. DeepSpeed then receives their
+        gradients, which are in bf16, into the memory of the fp32 ones, and reads two of them as one number.
+        """
+        held = self._grad_layer_buf
+        if idx < len(held) and held[idx].dtype != dtype:
+            held[idx] = torch.empty(0, dtype=dtype, device=self.device)
+        made: torch.Tensor = super()._allocate_or_extend_buffers(idx, shape, dtype)
+        return made
+
+    @torch.no_grad()
+    def _share_loss(self) -> None:
+        """Let all ranks know the loss of a batch before its step, so that a member that dies later takes it from none
+        of them.
+        """
+        self._known_loss = self._total_loss()
+
+    def _aggregate_total_loss(self) -> torch.Tensor:
+        """Return DeepSpeed's total loss, which was shared before the step."""
+        known, self._known_loss = self._known_loss, None
+        return self._total_loss() if known is None else known
+
+    def _total_loss(self) -> torch.Tensor:
+        """Return DeepSpeed's mean over the pipelines, each of which has its mean over its own micro-batches. A
+        collective of all stages.
+        """
+        found: torch.Tensor = super()._aggregate_total_loss()
+        if not self._columns.is_even:
+            self.dp_group_loss = self.dp_group_loss * (self._divisor / self.micro_batches)
+        return found
+
+    def _loss_of_step(self) -> torch.Tensor:
+        """Return the loss of the last step, even if others finished that step after this rank's own call was broken
+        off.
+        """
+        known, self._known_loss = self._known_loss, None
+        self.agg_train_loss: torch.Tensor = self.agg_train_loss if known is None else known
+        return self.agg_train_loss
+
+    def clip_fp32_gradients(self) -> None:
+        """Clip as DeepSpeed does; a stage without a gradient adds 0 to the norm, for which the others wait."""
+        if any(held.grad is not None for held in self.module.parameters()) or self._host.layout.expert > 1:
+            super().clip_fp32_gradients()
+            return
+        stepped = [held for group in self.basic_optimizer.param_groups for held in group["params"]]
+        clip_grad_norm_(stepped, self.gradient_clipping(), mpu=self.mpu)  # of empty groups, see `stages`
+
+    def _take_model_step(self, *arguments: Any) -> None:
+        if self.using_bf16_optimizer:
+            count_empty_experts(self.optimizer, self._host.model_map)
+            with stage_without_gradients(self.optimizer):
+                super()._take_model_step(*arguments)
+            return
+        if self.optimizer is self.basic_optimizer:
+            count_empty_groups(self.basic_optimizer, self._host.model_map)
+        super()._take_model_step(*arguments)

@@ -1,0 +1,183 @@
+"""The steps of `deepspeed.initialize` around the engine's constructor, for an engine class of our own.
+
+`initialize` hands out one optimizer for the whole job, which forwards to the one that DeepSpeed has at present.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable
+from inspect import isfunction
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from deepspeed import ops, set_optimizer_flags, zero
+from deepspeed.ops.op_builder.builder import OpBuilder
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch.utils.file_baton import FileBaton
+
+from ds_dynatrain.adapters.deepspeed.host import Host
+from ds_dynatrain.adapters.versions.deepspeed_versions import configure_python_gc, mend
+from ds_dynatrain.adapters.zero.stage3 import restore_linear
+from ds_dynatrain.report import telling_if_long
+
+E = TypeVar("E", bound=DeepSpeedEngine)
+
+LOCK_SECONDS = 60.0
+"""Seconds that a process waits for another one to compile an operator before it names the lock."""
+
+logger = logging.getLogger("ds_dynatrain")
+jit_load = OpBuilder.jit_load
+
+
+def engine_around(kind: type[E], settings: tuple[dict[str, Any], Any], **arguments: Any) -> E:
+    """Build an engine of class `kind` as `deepspeed.initialize` does; the world must be installed.
+
+    settings: the configuration as a dictionary and parsed (`settings.layout_config`). Each engine and each switch sets
+    anew what stage 3 sets for the whole process, since an engine of plain DeepSpeed may have set it before.
+    """
+    mend()
+    restore_linear()
+    zero.partition_parameters.shutdown_init_context()
+    config, parsed = settings
+    set_optimizer_flags(parsed, arguments["model"])
+    engine: E = kind(config=config, config_class=parsed, **arguments)
+    zero.partition_parameters.restore_init_context()
+    configure_python_gc(engine)
+    return engine
+
+
+def start_without_compiler() -> None:
+    """Let DeepSpeed start without a C++ compiler: its CPU back-end would build an operator at once and die."""
+    if shutil.which("c++") is None and shutil.which("g++") is None:
+        ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def tell_of_compilers() -> None:
+    """Make processes that wait long for the compilation of an operator say so in the log, one process on each node.
+
+    Called when the engine is imported: DeepSpeed also compiles in its own calls, which a framework or a script may make
+    before any of ours. torch before 2.14 waits without limit until a lock file is gone, and a process that is killed
+    while it compiles leaves that file behind.
+    """
+    OpBuilder.jit_load = _load_aloud
+    FileBaton.wait = _wait_aloud  # type: ignore[method-assign]
+
+
+def _load_aloud(self: OpBuilder, verbose: bool = True) -> Any:
+    with telling_if_long(f"the operator {self.name}, which a first start compiles; that takes a minute or two"):
+        return jit_load(self, verbose)
+
+
+def _wait_aloud(self: FileBaton) -> None:
+    begin, is_said = time.monotonic(), os.environ.get("LOCAL_RANK", "0") != "0"
+    lock = Path(self.lock_file_path)
+    while lock.exists():
+        time.sleep(self.wait_seconds)
+        if not is_said and time.monotonic() - begin > LOCK_SECONDS:
+            _say_locked(lock, LOCK_SECONDS)
+            is_said = True
+
+
+def _say_locked(lock: Path, seconds: float) -> None:
+    try:
+        made = lock.stat()
+    except FileNotFoundError:  # just now
+        return
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(made.st_mtime))
+    logger.warning(
+        "for %g s this start has waited for another process that compiles %s, which a first start takes a minute or "
+        "two for. If it goes on: the lock is %s, made by user %d at %s. Where no such process runs any more (ninja, "
+        "c++), it was killed; its user, or another one who may write there, deletes the lock (rm '%s'), and all that "
+        "wait go on",
+        seconds,
+        lock.parent.name,
+        lock,
+        made.st_uid,
+        since,
+        lock,
+    )
+
+
+def import_what_is_lazy() -> None:
+    """Import modules that DeepSpeed imports in the first build of an optimizer: one second each, too much for
+    a pause.
+    """
+    for name in ("zero.muon.muon_optimizer", "superoffload.superoffload_stage3", "zero.stage3", "zero.stage_1_and_2"):
+        try:
+            importlib.import_module(f"deepspeed.runtime.{name}")
+        except ImportError:  # it has moved: the first switch is slower, and right all the same
+            continue
+
+
+class OptimizerForwarder(torch.optim.Optimizer):
+    """The optimizer of the present world, in one object for the whole job.
+
+    Its methods and attributes are those of `engine.optimizer`, DeepSpeed's own object, which a switch replaces.
+    Attributes which that lacks are those of the torch optimizer underneath. Attributes that are set here and that
+    neither has (a tag of the user's, a scheduler's replacement of `step`) are kept in this object.
+    """
+
+    def __init__(self, host: Host) -> None:
+        self.__dict__["_host"] = host  # torch's own constructor would take groups, and keep them
+
+    @property
+    def current(self) -> Any:
+        """DeepSpeed's present optimizer object."""
+        return self._host.optimizer
+
+    @property
+    def basic(self) -> torch.optim.Optimizer:
+        """The torch optimizer underneath: one object for the whole job."""
+        return self._host.basic_optimizer  # type: ignore[no-any-return]
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was skipped because gradients exceeded fp16; False if the present optimizer skips no
+        steps.
+
+        The attribute exists in every layout and on idle members, because callers check only once whether it does.
+        """
+        return bool(getattr(self.current, "overflow", False))
+
+    @property
+    def _opt_called(self) -> bool:
+        """Whether `engine.step` has stepped the optimizer; torch's schedulers ask before their first step."""
+        return bool(self._host.engine.global_steps)
+
+    @_opt_called.setter
+    def _opt_called(self, value: bool) -> None:
+        """Ignore the value that schedulers set when a script calls `step` itself."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_host":  # of a copy that has none
+            raise AttributeError(name)
+        return getattr(self.current if hasattr(self.current, name) else self.basic, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        holders = [held for held in (self.current, self.basic) if hasattr(held, name)]
+        if name in vars(self) or hasattr(type(self), name) or not holders:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(holders[0], name, value)
+
+    def __repr__(self) -> str:
+        return f"OptimizerForwarder({self.current!r})"
+
+
+def _method(name: str) -> Callable[..., Any]:
+    def call(self: OptimizerForwarder, *arguments: Any, **named: Any) -> Any:
+        return getattr(self.current, name)(*arguments, **named)
+
+    call.__name__ = name
+    return call
+
+
+for _name, _own in vars(torch.optim.Optimizer).items():
+    if isfunction(_own) and not _name.startswith("_"):
+        setattr(OptimizerForwarder, _name, _method(_name))

@@ -1,0 +1,1 @@
+"""Devices, communicators and process groups: start with `world` and `worlds`; imports `versions` alone."""

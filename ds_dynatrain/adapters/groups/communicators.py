@@ -1,0 +1,330 @@
+"""Communicators: the back-ends of groups for the accelerator, from its own library, beside gloo for the CPU.
+
+A communicator is expensive (under NCCL a second and half a GiB), so all groups of the same members in the same order
+share one, and it is handed on from world to world while they stay. Making one beside running collectives may deadlock
+(NVIDIA/nccl#1082), so call `World.connect` only while all members stand still. Through a `CommunicatorLink` the moves
+of a switch go between devices: `send` and `recv` of many members in one group call, as NCCL offers it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch._C._distributed_c10d as distributed_c
+import torch.distributed as td
+from deepspeed.constants import default_pg_timeout
+from torch._C._distributed_c10d import Backend, HashStore, PrefixStore, Store, _DistributedBackendOptions
+from torch.distributed import distributed_c10d as c10d
+
+from ds_dynatrain.adapters.groups.device import (
+    compute_device,
+    device_backend,
+    is_accelerated,
+    start_thread,
+    synchronize,
+)
+from ds_dynatrain.errors import MemberMissing, TransferError
+from ds_dynatrain.transfer.batched import Message
+
+T = TypeVar("T")
+NCCL = "nccl"
+ABORTING = (NCCL,)
+"""Back-ends whose `abort` is known to release a rank that waits for a dead peer."""
+GROUPING = (NCCL,)
+"""Back-ends that are known to send and receive in groups."""
+OLDEST_NCCL = (2, 26, 2)
+"""Oldest version of NCCL that does so reliably."""
+BUILT_IN = {NCCL: "ProcessGroupNCCL", "xccl": "ProcessGroupXCCL"}
+"""Back-ends of torch itself, if it was built for them. Others register with it."""
+Kind = td.ProcessGroup.BackendType
+LOOK_SECONDS = 0.05
+"""Pause between two checks whether another member has failed."""
+END_SECONDS = 5.0
+"""Longest wait for aborted messages to end."""
+SPARE_SECONDS = 5.0
+"""Time that a library's own time-out exceeds ours, so that our error, which names missing members, comes first."""
+
+
+def nccl_version() -> tuple[int, ...]:
+    """Return the version of NCCL that this process has loaded; torch itself reports the one it was built with."""
+    try:
+        library, found = ctypes.CDLL("libnccl.so.2", os.RTLD_NOLOAD | os.RTLD_NOW), ctypes.c_int()
+        library.ncclGetVersion(ctypes.byref(found))
+    except (OSError, AttributeError):  # NCCL is linked into torch's own library
+        return torch.cuda.nccl.version()  # type: ignore[no-any-return]
+    return found.value // 10000, found.value // 100 % 100, found.value % 100
+
+
+def unfinished() -> str:
+    """Return the first NCCL collective that torch's flight recorder has not seen end; "" if there is none."""
+    dump = getattr(distributed_c, "_dump_nccl_trace_json", None)
+    try:
+        entries = [] if dump is None else json.loads(dump(True, True)).get("entries", [])
+    except (RuntimeError, ValueError):  # only for the log, and the device may be lost
+        return ""
+    for entry in entries[:1]:
+        group = " ".join(map(str, entry.get("process_group", [])))
+        return f"{entry.get('profiling_name')} {entry.get('collective_seq_id')} of group {group}, {entry.get('state')}"
+    return ""
+
+
+def go_on() -> None:
+    """Do nothing: the `stop` of waits that cannot be given up."""
+
+
+@dataclass(frozen=True)
+class Connections:
+    """Number of communicators of one world that a member has made and kept, and the time that took.
+
+    is_ahead: whether it was done before the pause of the switch.
+    """
+
+    built: int = 0
+    kept: int = 0
+    milliseconds: float = 0.0
+    is_ahead: bool = False
+
+
+@dataclass(eq=False)
+class Communicator:
+    """The back-end of some members, in their order, on `device`.
+
+    users: number of worlds that have it; two while it is handed on. since: when it was made. Any two communicators are
+    made in the same order on all members that have both. ending: held by the first caller, in any thread, that ends it.
+    """
+
+    device: torch.device
+    kind: td.ProcessGroup.BackendType
+    backend: Backend
+    users: int = 0
+    since: int = field(default_factory=time.monotonic_ns)
+    ending: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether it was ended, or is about to be."""
+        return self.ending.locked()
+
+    def serve(self, group: td.ProcessGroup) -> None:
+        """Let a group of these members send the device's tensors through it."""
+        group.bound_device_id = self.device  # before registration, which tells the back-end
+        group._register_backend(self.device, self.kind, self.backend)
+
+    def serve_anew(self, group: td.ProcessGroup, store: Store) -> None:
+        """Let a `ManagedProcessGroup` use it in place of a communicator that was aborted."""
+        group.renew(store, self.device, self.kind, self.backend)  # type: ignore[attr-defined]
+
+
+def ends_with_its_members() -> bool:
+    """Return whether aborting a collective of the accelerator releases a rank that waits in it for a dead peer."""
+    return device_backend() in ABORTING
+
+
+def can_send_between_devices() -> bool:
+    """Return whether the accelerator's library of collectives is known to send and receive in groups."""
+    return is_accelerated() and device_backend() in GROUPING
+
+
+def is_watched() -> bool:
+    """Return whether torch has a watchdog over the accelerator's collectives."""
+    return is_accelerated() and device_backend() == NCCL
+
+
+def end(communicators: Sequence[Communicator], is_broken: bool = False) -> None:
+    """End communicators; all their members call it. Communicators that were ended before are skipped.
+
+    is_broken: whether a member is gone or may not have one of them, or a collective has failed.
+    """
+    ordered = sorted(communicators, key=lambda each: each.since)
+    living = [each for each in ordered if each.ending.acquire(blocking=False)]
+    if is_broken:
+        _abort_together([each.backend for each in living])
+    else:
+        for each in living:
+            each.backend.shutdown()
+
+
+def _abort_together(backends: Sequence[Any]) -> None:
+    """Abort as torch does: back-ends of NCCL inside of one group call, the last one first.
+
+    One by one they may wait for each other (pytorch/pytorch#119797).
+    """
+    grouping = next((each for each in backends if hasattr(each, "_group_start")), None)
+    if grouping is not None:
+        grouping._group_start()
+    try:
+        for each in reversed(backends):
+            each.abort()
+    finally:
+        if grouping is not None:
+            grouping._group_end()
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Inputs from which a communicator is made: its ranks, this one's place among them, and the group's name."""
+
+    name: str
+    ranks: Sequence[int]
+    place: int
+    store: Store
+
+
+def make_communicator(where: Endpoint, seconds: float, stop: Callable[[], None] = go_on) -> Communicator:
+    """Make a communicator, connected as far as its library does that ahead; all of its members call it.
+
+    seconds: time-out for connecting; collectives have the time-out of any DeepSpeed job. stop: called meanwhile; it may
+    raise. Raises RuntimeError, after aborting the communicator, if it cannot be connected in that time, and if torch
+    does not know the accelerator's back-end.
+
+    A library may wait for a peer without end, so it connects in a thread, which is abandoned if need be; a communicator
+    that it still makes is aborted.
+    """
+    found = _beside(partial(_connected, where, seconds + SPARE_SECONDS), "dynatrain-connect")
+    end_at = time.monotonic() + seconds
+    try:
+        while not wait([found], LOOK_SECONDS).done:
+            stop()
+            if time.monotonic() > end_at and not found.done():
+                raise RuntimeError(
+                    f"{device_backend()} has not connected ranks {list(where.ranks)} of {where.name} within "
+                    f"{seconds:g} s; {_missing(where)}"
+                )
+        return found.result()
+    except BaseException:
+        found.add_done_callback(_abort)
+        raise
+
+
+def _beside(call: Callable[[], T], name: str) -> Future[T]:
+    """Make a call in a thread that computes on this one's device."""
+    found: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            found.set_result(call())
+        except BaseException as error:
+            found.set_exception(error)
+
+    start_thread(run, name)
+    return found
+
+
+def _abort(found: Future[Communicator]) -> None:
+    if found.exception() is None:
+        end([found.result()], is_broken=True)
+
+
+def _missing(where: Endpoint) -> str:
+    """Name the members that have not begun or, if all have, those that have not finished."""
+    for step in ("begun", "done"):
+        absent = [rank for place, rank in enumerate(where.ranks) if not where.store.check([f"{step}/{place}"])]
+        if absent:
+            return f"not {step}: {absent}"
+    return "all of them are through by now"
+
+
+def _connected(where: Endpoint, seconds: float) -> Communicator:
+    device, name = compute_device(), device_backend()
+    own: Any = where.store
+    base = own.clone()
+    store = PrefixStore(f"{name}/", base)
+    store.set_timeout(timedelta(seconds=seconds))
+    base.set(f"begun/{where.place}", "")
+    made = Communicator(device, *_backend(name, store, where))
+    try:
+        if made.backend.supports_splitting:  # as torch: those that can build at once
+            made.backend.eager_connect_single_device(device)
+    except BaseException:
+        end([made], is_broken=True)
+        raise
+    base.set(f"done/{where.place}", "")
+    return made
+
+
+def _backend(name: str, store: Store, where: Endpoint) -> tuple[Kind, Any]:
+    """Make a back-end for one device as `torch.distributed` does, without its global state."""
+    built_in: Any = getattr(c10d, BUILT_IN.get(name, ""), None)
+    options: Any = _DistributedBackendOptions() if built_in is None else built_in.Options()
+    options.global_ranks_in_group, size = list(where.ranks), len(where.ranks)
+    if built_in is not None:
+        options._timeout, options.group_name = default_pg_timeout, where.name
+        return getattr(Kind, name.upper()), built_in(store, where.place, size, options)
+    plugin = td.Backend._plugins.get(name.upper())
+    if plugin is None:
+        known = ", ".join(sorted(each.lower() for each in td.Backend._plugins)) or "none"
+        raise RuntimeError(
+            f"the accelerator {compute_device().type} communicates by {name!r}, which torch "
+            f"{torch.__version__} was not built with and nobody has registered (registered: {known}); import the "
+            "package that brings it, or take a torch that is built for the accelerator"
+        )
+    if not plugin.extended_api:
+        return Kind.CUSTOM, plugin.creator_fn(store, where.place, size, default_pg_timeout)
+    options.store, options.group_rank, options.group_size = store, where.place, size
+    options.timeout, options.group_id = default_pg_timeout, where.name
+    return Kind.CUSTOM, plugin.creator_fn(options, None)
+
+
+class CommunicatorLink:
+    """A `transfer.DeviceLink` over a communicator. members: of the communicator, in its order. stop: called while
+    waiting; it may raise.
+    """
+
+    def __init__(
+        self, communicator: Communicator, member: int, members: Sequence[int], stop: Callable[[], None]
+    ) -> None:
+        self.communicator, self._stop = communicator, stop
+        self._rank_of = {each: rank for rank, each in enumerate(members)}
+        self._group = td.ProcessGroup(HashStore(), self._rank_of[member], len(members))  # unknown to torch.distributed
+        communicator.serve(self._group)
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        group, device = self._group, self.communicator.device
+        group._start_coalescing(device)
+        try:
+            for tensor, member in receives:
+                group.recv([tensor], self._rank_of[member], 0)
+            for tensor, member in sends:
+                group.send([tensor], self._rank_of[member], 0)
+        finally:
+            work = group._end_coalescing(device)
+        work.wait()  # by this thread's stream, not by the thread
+
+    def run(self, work: Callable[[], None], deadline: float, what: str, members: Sequence[int]) -> None:
+        """Do as `DeviceLink.run` says; errors of `stop` pass through.
+
+        The first messages between two devices connect them. A library waits for that, as for messages, without end: so
+        all of it is done in a thread, and the communicator is aborted if need be.
+        """
+        synchronize()  # other streams, too
+        begin = time.monotonic()
+
+        def carry_out() -> None:
+            work()
+            synchronize()
+
+        done = _beside(carry_out, "dynatrain-moves")
+        try:
+            while not wait([done], LOOK_SECONDS).done:
+                self._stop()
+                if time.monotonic() > deadline and not done.done():
+                    raise MemberMissing(what, members, time.monotonic() - begin)
+            if error := done.exception():
+                raise TransferError(f"{what} with members {[*members]} failed: {error}") from error
+            if self.communicator.is_ended:  # ends as if all were well, with unknown results
+                raise TransferError(f"{what} with members {[*members]} failed: the communicator was aborted")
+        except BaseException:
+            end([self.communicator], is_broken=True)
+            wait([done], END_SECONDS)
+            raise

@@ -1,0 +1,282 @@
+"""The process group that stands in front of each group of a world.
+
+`torch.distributed` calls the methods of a group from Python, and torch's own code calls them through pybind11's
+trampolines; so a subclass sees every collective of the user's, of DeepSpeed's, and inside of autograd's hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as td
+from deepspeed.constants import default_pg_timeout
+from torch._C._distributed_c10d import Store, Work
+from torch.distributed.distributed_c10d import GroupName
+
+from ds_dynatrain.adapters.groups.device import HOST
+from ds_dynatrain.adapters.groups.gate import TORN, Gate
+from ds_dynatrain.adapters.groups.traffic import MESSAGES, Traffic
+from ds_dynatrain.adapters.versions.torch_versions import COLLECTIVES
+from ds_dynatrain.errors import WorldChanged
+
+T = TypeVar("T")
+Kind = td.ProcessGroup.BackendType
+LOOK = timedelta(seconds=0.25)
+"""Interval between checks whether the world of a waiting collective is lost; a live one is not held up."""
+NO_LIMIT = timedelta(0)
+"""Value that torch passes to `wait` if its caller has named no time-out."""
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Return whether an error is gloo's for a peer that did not answer; its errors for wrong arguments name no file of
+    its own.
+    """
+    return isinstance(error, td.DistError) or "gloo/" in str(error).lower()
+
+
+class GroupStatus:
+    """State that the groups of one world share.
+
+    is_fixed: whether members do not come and go, so that errors stay torch's. gate: bookkeeping of collectives on an
+    accelerator. failure: error of a failed collective, without the frames, which hold groups. is_closed: whether the
+    world takes no collective at present: it was formed anew in the middle of a global batch, and not all of its members
+    are in the same line of the script. is_lost: whether a member is gone, or a collective has failed on any of them;
+    another world follows, and no collective of this one begins any more.
+    """
+
+    def __init__(self, is_fixed: bool = False) -> None:
+        self.is_fixed = is_fixed
+        self.failure: RuntimeError | None = None
+        self.is_closed = self.is_lost = False
+        self.gate = Gate()
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether communicators of the world can only be aborted, because not all its members would end them
+        together.
+        """
+        return self.failure is not None or self.is_lost or self.gate.is_torn
+
+    def call(self, call: Callable[..., T], *arguments: Any) -> T:
+        """Return what `call` returns; raise WorldChanged if a peer is gone or the world is closed."""
+        if self.is_closed:
+            raise WorldChanged(
+                "the world was formed anew: this global batch is discarded; go on with the loader's next one"
+            )
+        try:
+            return call(*arguments)
+        except RuntimeError as error:
+            if self.is_fixed or isinstance(error, WorldChanged) or not is_lost_peer(error):
+                raise
+            self.failure = type(error)(*error.args)
+            what = str(error).partition("\n")[0]
+            raise WorldChanged(
+                f"a member of this world is gone, or a collective of it has failed ({what}); go on with the loader's "
+                "next batch: the world is formed anew there"
+            ) from error
+
+
+class PythonGroup(td.ProcessGroup):
+    """A group whose collectives all come to `collective`, by every name that torch has for them.
+
+    (A class that leaves some of them to its base would keep Python's lock while these start.)
+    """
+
+    def __init__(self, rank: int, size: int, kind: Kind) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]  # the one for classes of Python
+        self._set_default_backend(kind)
+
+    def collective(self, name: str, *arguments: Any, **named: Any) -> Any:
+        """Do what the method `name` of torch's groups does."""
+        raise NotImplementedError
+
+
+def _by_name(name: str) -> Callable[..., Any]:
+    def call(self: PythonGroup, *arguments: Any, **named: Any) -> Any:
+        return self.collective(name, *arguments, **named)
+
+    call.__name__ = name
+    return call
+
+
+for _name in (*COLLECTIVES, "_start_coalescing", "_end_coalescing"):
+    setattr(PythonGroup, _name, _by_name(_name))
+
+
+class ManagedProcessGroup(PythonGroup):
+    """A group of a world, in front of torch's `group`, which it keeps.
+
+    It serves the CPU by gloo and, once it is connected, an accelerator by a communicator that other groups may share.
+    torch's own group asks one of its back-ends for its name, so if two groups share one, the first would get the name
+    of the second; this one has a name of its own. Messages have the time-out of collectives: a receiver of gloo's would
+    give up after the time allowed for connecting, but a stage of a pipeline may compute for longer.
+
+    status: of the world that it serves, if members come and go: failures are noted there and raise WorldChanged.
+    traffic: counts of its calls.
+    """
+
+    def __init__(self, group: td.ProcessGroup, status: GroupStatus | None = None) -> None:
+        super().__init__(group.rank(), group.size(), Kind.GLOO)
+        self._group, self._name = group, group.group_name
+        self._status, self.traffic = status or GroupStatus(is_fixed=True), Traffic(group.rank())
+        for device in group._device_types:
+            super()._register_backend(device, Kind.GLOO, group._get_backend(device))
+        self._set_group_name(GroupName(self._name))
+
+    @property
+    def group_name(self) -> GroupName:
+        """The group's own name, whatever its back-ends are called by now."""
+        return GroupName(self._name)
+
+    def serve(self, status: GroupStatus) -> None:
+        """Belong to the world with this status from now on: to the next one, or to the former one again."""
+        self._status, self.traffic.is_closed = status, status.is_lost
+
+    def renew(self, store: Store, device: torch.device, kind: Kind, backend: Any) -> None:
+        """Serve a device by another back-end from now on, though torch's groups keep the first one of a kind.
+
+        store: with a prefix that was never used before.
+        """
+        behind = td.ProcessGroup(store, self.rank(), self.size())
+        behind._set_default_backend(Kind.GLOO)
+        behind._register_backend(HOST, Kind.GLOO, self._get_backend(HOST))
+        behind.bound_device_id = self.bound_device_id
+        behind._register_backend(device, kind, backend)
+        behind._set_group_name(GroupName(self._name))
+        self._group = behind
+
+    def collective(self, name: str, *arguments: Any, **named: Any) -> Any:
+        """Pass a collective on to torch's group; count and watch it in a world that may lose members."""
+        if self._status.is_fixed and name not in MESSAGES:
+            return getattr(self._group, name)(*arguments, **named)
+        return self._status.call(self._begin, name, arguments, named)
+
+    def _begin(self, name: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        if not self.traffic.begin(name, arguments):
+            raise td.DistError("a member of the world is gone, or a collective of it has failed")
+        on_device = is_on_device((*arguments, *named.values()))
+        if on_device:
+            self._status.gate.begin()
+        try:
+            with self._status.gate.waiting(name):
+                work = getattr(self._group, name)(*arguments, **named)
+        except BaseException:
+            self.traffic.fail()
+            raise
+        if isinstance(work, Work):
+            return ManagedWork(work, self._status, self.traffic, name, on_device)
+        self.traffic.end()
+        return work
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self._group._get_backend(device)
+
+    def _register_backend(self, device: torch.device, kind: Kind, backend: Any) -> None:
+        """Serve another device, and let the group behind this one serve it, too."""
+        self._group.bound_device_id = self.bound_device_id
+        self._group._register_backend(device, kind, backend)
+        super()._register_backend(device, kind, backend)
+
+
+class ManagedWork(Work):
+    """A collective under way, in front of torch's `work`, which answers for it.
+
+    name: of the group's method. on_device: whether an accelerator does it; a stream then waits for it, not the host.
+    """
+
+    def __init__(self, work: Work, status: GroupStatus, traffic: Traffic, name: str, on_device: bool = False) -> None:
+        super().__init__()
+        self._work, self._status, self._traffic, self._name = work, status, traffic, name
+        self._on_device, self._has_ended = on_device, False
+
+    def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
+        """Wait until it is done. WorldChanged if a peer is gone, RuntimeError after the time-out."""
+        done = self._watched(self._wait, timeout)
+        if not self._has_ended:
+            self._has_ended = True
+            self._traffic.end()
+        return done
+
+    def synchronize(self) -> None:
+        """Make the present stream of the device wait for the collective."""
+        self._watched(self._work.synchronize)
+
+    def result(self) -> list[torch.Tensor]:
+        """Return the output tensors."""
+        return self._watched(self._work.result)
+
+    def get_future(self) -> Any:
+        """Return torch's future, which does not report changes of membership."""
+        return self._work.get_future()
+
+    def exception(self) -> Any:
+        """Return the error of the collective, if it has failed."""
+        return self._work.exception()
+
+    def is_completed(self) -> bool:
+        """Return whether it has ended, well or not."""
+        return self._work.is_completed()
+
+    def is_success(self) -> bool:
+        """Return whether the collective has ended without an error."""
+        return self._work.is_success()
+
+    def source_rank(self) -> int:
+        """Return the rank that sent the message which `recv_anysource` received."""
+        return self._work.source_rank()
+
+    def _watched(self, call: Callable[..., T], *arguments: Any) -> T:
+        found: T = self._status.call(self._noted, call, *arguments)
+        return found
+
+    def _noted(self, call: Callable[..., T], *arguments: Any) -> T:
+        try:
+            with self._status.gate.waiting(self._name):
+                found = call(*arguments)
+            if self._on_device and self._status.gate.is_torn:
+                raise td.DistError(TORN)
+        except BaseException:
+            self._traffic.fail()
+            raise
+        return found
+
+    def _wait(self, timeout: timedelta) -> bool:
+        if timeout != NO_LIMIT:
+            return self._work.wait(timeout)
+        if self._on_device:
+            return self._work.wait()
+        if self._name in MESSAGES:  # in one piece: its connection would end with a wait that is given up
+            return self._work.wait(default_pg_timeout)
+        return self._until_lost()
+
+    def _until_lost(self) -> bool:
+        """Wait for the work or the loss of its world.
+
+        Gloo may miss that its sockets were shut down in the instant in which a collective begins (measured: some of ten
+        in a loop of small ones); its thread then waits for its time-out.
+        """
+        while True:
+            is_lost = self._traffic.is_closed
+            try:
+                return self._work.wait(LOOK)
+            except RuntimeError:
+                if self._work.is_completed():  # it has failed, or has ended since that look was over
+                    return self._work.wait(LOOK)
+                if is_lost:
+                    raise td.DistError("a member of the world is gone, and gloo has not heard of it") from None
+
+
+def is_on_device(arguments: Sequence[Any]) -> bool:
+    """Return whether an accelerator does a collective, by the first tensor or device among its arguments."""
+    for each in arguments:
+        if isinstance(each, list | tuple):
+            if each:
+                return is_on_device(each)
+            continue
+        device = each if isinstance(each, torch.device) else getattr(each, "device", None)
+        if isinstance(device, torch.device):
+            return device.type != HOST.type
+    return False

@@ -1,0 +1,157 @@
+"""Process groups made by hand, as `torch.distributed` makes one, but without its global state.
+
+A group can be made in any thread, and is unknown to `torch.distributed` until `register`. Call `register` and
+`unregister` on the main thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.distributed as td
+from deepspeed.constants import default_pg_timeout
+from torch._C._distributed_c10d import Backend, HashStore, PrefixStore, Store, _unregister_process_group
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.distributed_c10d import GroupName
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from ds_dynatrain.adapters.groups.device import HOST, device_backend, devices, start_thread
+from ds_dynatrain.adapters.groups.group_of_one import GroupOfOne
+from ds_dynatrain.adapters.versions.torch_versions import fake_backend, register_in_world
+
+Made = tuple[td.ProcessGroup, Store]
+"""A group, and the store that it was made over."""
+
+
+OURS = "dynatrain_"
+
+
+def make_group(store: Store, name: str, rank: int, size: int, seconds: float) -> Made:
+    """Make a gloo group over `store`, not yet known to `torch.distributed`; blocks until all `size` ranks are here.
+
+    seconds: time-out for that. Collectives have the time-out of any DeepSpeed job: a member may be kept from them by an
+    evaluation, or by waiting for the request of another member.
+
+    It does what `init_process_group` does for one backend, without its global state, so that it can run in a thread.
+    Torch 2.14 and newer can also give a group other members in place. That takes several times as long, because it
+    takes the old connections down first; see docs/figures/groups.md.
+    """
+    prefix = PrefixStore(f"{name}/", store)
+    timeout = datetime.timedelta(seconds=seconds)
+    backend = td.ProcessGroupGloo(PrefixStore("cpu/", prefix), rank, size, timeout=timeout)
+    backend._set_default_timeout(default_pg_timeout)
+    return _around({HOST: backend}, td.ProcessGroup.BackendType.GLOO, prefix, name, rank, size), prefix
+
+
+def serve_host(group: td.ProcessGroup, store: Store, seconds: float) -> None:
+    """Give a group made by other code a gloo back-end for the CPU, if it has none; all its ranks call it.
+
+    Stock `deepspeed.init_distributed` makes a group with NCCL alone. seconds: as in `make_group`.
+    """
+    if HOST in group._device_types:
+        return
+    name, made = group.group_name, make_group(store, f"{OURS}host", group.rank(), group.size(), seconds)[0]
+    group._register_backend(HOST, td.ProcessGroup.BackendType.GLOO, made._get_backend(HOST))
+    group._set_group_name(GroupName(name))  # which it asks one of its back-ends for
+
+
+def make_fake_group(name: str, rank: int, size: int) -> Made:
+    """Make a group without peers: no connection, no thread, no descriptor.
+
+    With one rank, its collectives do what those of a real group would. With more (torch's `fake` back-end), they return
+    at once without results.
+    """
+    if size == 1:
+        return GroupOfOne(name), HashStore()
+    store, kind = FakeStore(), td.ProcessGroup.BackendType.CUSTOM
+    backend = fake_backend(rank, size)
+    return _around(dict.fromkeys(devices(), backend), kind, store, name, rank, size), store
+
+
+def _around(
+    backends: Mapping[torch.device, Backend],
+    kind: td.ProcessGroup.BackendType,
+    store: Store,
+    name: str,
+    rank: int,
+    size: int,
+) -> td.ProcessGroup:
+    group = td.ProcessGroup(store, rank, size)
+    group._set_default_backend(kind)
+    for device, backend in backends.items():
+        group._register_backend(device, kind, backend)
+    group._set_group_name(GroupName(name))
+    return group
+
+
+def register(group: td.ProcessGroup, store: Store, ranks: Sequence[int]) -> None:
+    """Make a group, or the new ranks of its members, known to `torch.distributed`.
+
+    ranks: of the world, in the group's order.
+    """
+    mapping = {rank: place for place, rank in enumerate(ranks)}
+    if group in c10d._world.pg_map:
+        c10d._world.pg_group_ranks[group] = mapping
+        return
+    names = {HOST.type: "fake" if group.name() == "custom" else "gloo"}
+    for device in group._device_types:
+        names.setdefault(device.type, names[HOST.type] if group.bound_device_id is None else device_backend())
+    backends = ",".join(f"{device}:{name}" for device, name in names.items())
+    backend = backends if len({*names.values()}) > 1 else names[HOST.type]
+    register_in_world()(group, backend, store, group.group_name, backends, rank_mapping=mapping)
+
+
+def is_ours(group: td.ProcessGroup | None) -> bool:
+    """Return whether a group belongs to a world of ours; all their names begin alike."""
+    return group is not None and str(group.group_name).startswith(OURS)
+
+
+def is_known(group: td.ProcessGroup | None) -> bool:
+    """Return whether `torch.distributed` knows a group, and has not taken it down (a script may have done so)."""
+    return group in c10d._world.pg_map
+
+
+def unregister(group: td.ProcessGroup) -> None:
+    """Make `torch.distributed` forget a group; does nothing for an unknown one."""
+    known = group in c10d._world.pg_map
+    for table in (c10d._world.pg_map, c10d._world.pg_names, c10d._world.pg_group_ranks, c10d._world.pg_to_tag):
+        table.pop(group, None)
+    c10d._world.pg_backend_config.pop(group, None)
+    for tag, tagged in list(c10d._world.tags_to_pg.items()):
+        c10d._world.tags_to_pg[tag] = [other for other in tagged if other is not group]
+        if not c10d._world.tags_to_pg[tag]:
+            del c10d._world.tags_to_pg[tag]
+    if known:
+        _unregister_process_group(group.group_name)
+
+
+def tear_down(groups: list[td.ProcessGroup], first: Callable[[], None] | None = None) -> threading.Thread:
+    """Shut groups down; the list must hold the last references to them, and is emptied. first: called before that.
+
+    Gloo takes 20 to 40 ms to take a group down, longer if a peer is gone; that happens in the returned thread. Join it
+    before the process ends. Memory that the groups' threads have freed goes back to the system.
+    """
+
+    def take_down() -> None:
+        try:
+            if first is not None:
+                first()
+        finally:
+            groups.clear()
+            give_back_memory()
+
+    return start_thread(take_down, "dynatrain-teardown")
+
+
+def give_back_memory() -> None:
+    """Let glibc return free memory to the system; it otherwise keeps it in growing arenas of threads.
+
+    Does nothing if the C library has no such call. Python's lock is free meanwhile.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

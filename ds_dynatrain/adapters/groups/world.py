@@ -1,0 +1,446 @@
+"""The process groups of one generation, as one of its members sees them: their kinds, and the ranks they connect.
+
+Ranks are numbered with the slowest axis first: pipe, data, sequence, tensor (`Layout.rank`). ZeRO's line of a rank is
+the data x sequence ranks with its pipe and tensor index. Experts divide a whole pipeline stage, tensor ranks included:
+neighbours share one set of experts, and ranks with equal index (`Layout.expert_place`) hold the same ones. With one
+index and several tensor ranks DeepSpeed trains no experts; the expert-data group, which is unused then, is ZeRO's line.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as td
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from ds_dynatrain.adapters.groups.communicators import (
+    Communicator,
+    Connections,
+    Endpoint,
+    end,
+    go_on,
+    make_communicator,
+)
+from ds_dynatrain.adapters.groups.device import is_accelerated
+from ds_dynatrain.adapters.groups.managed_process_group import GroupStatus, ManagedProcessGroup
+from ds_dynatrain.adapters.groups.process_groups import OURS, register, tear_down
+from ds_dynatrain.adapters.groups.traffic import Said
+from ds_dynatrain.space import Layout
+from ds_dynatrain.space.layout import RANK_ORDER
+
+VARYING: Mapping[str, tuple[str, ...]] = {
+    "data": ("data", "sequence"),
+    "data_only": ("data",),
+    "sequence": ("sequence",),
+    "tensor": ("tensor",),
+    "pipe": ("pipe",),
+    "model": ("pipe", "tensor"),
+}
+"""Kind of group -> the axes on which its ranks differ. `data` is the group that ZeRO cuts and reduces over, `model`
+the one that holds one whole model."""
+
+KINDS = (*VARYING, "expert", "expert_data")
+"""Every kind of group besides that of all ranks, in the order in which a world makes them."""
+
+SAME_AS: Mapping[str, tuple[str, ...]] = {
+    "data_only": ("data",),
+    "model": ("tensor", "pipe"),
+    "expert_data": ("data",),
+}
+"""Kind -> kinds made before it that serve for it if the ranks are the same: messages of the two are never under way at
+the same time."""
+
+
+def peers(layout: Layout, rank: int) -> dict[str, tuple[int, ...]]:
+    """Return the ranks of each group that `rank` is in, ascending, by kind; LayoutError for a rank outside
+    the world.
+    """
+    found = {kind: _varying(layout, rank, axes) for kind, axes in VARYING.items()}
+    index, _ = layout.expert_place(rank)
+    start = rank - rank % layout.ranks_per_stage
+    same = range(start + index, start + layout.ranks_per_stage, layout.expert)
+    found["expert"] = tuple(range(rank - index, rank - index + layout.expert))
+    found["expert_data"] = tuple(same) if layout.expert > 1 else found["data"]
+    return found
+
+
+def tie(stages: tuple[int, ...]) -> str:
+    """Return the kind of the group of pipeline stages that share tied weights."""
+    return "tie_" + "_".join(map(str, stages))
+
+
+def tied_peers(layout: Layout, rank: int, ties: Iterable[tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Return the ranks of each tie that `rank` is in, by kind; ties of all stages have the group of the pipe axis."""
+    place = layout.coordinate(rank)
+    return {
+        tie(stages): tuple(layout.rank(**{**place, "pipe": stage}) for stage in stages)
+        for stages in sorted(ties)
+        if place["pipe"] in stages and 1 < len(stages) < layout.pipe
+    }
+
+
+def _varying(layout: Layout, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
+    places = [layout.coordinate(rank)]
+    for axis in RANK_ORDER:
+        if axis in axes:
+            places = [{**place, axis: index} for place in places for index in range(getattr(layout, axis))]
+    return tuple(layout.rank(**place) for place in places)
+
+
+Between = tuple[str, tuple[int, ...]]
+"""Identity of a communicator: a kind, and the members that it connects, in the order of the group. The kind is "" for a
+communicator that groups share. A user's group, which may be used from a thread of its own, and the group for the moves
+share with no other."""
+
+
+KIND_OF_NAME: Mapping[str, str] = {
+    "data_parallel": "data_only",
+    "sequence_parallel": "sequence",
+    "sequence_data_parallel": "data",
+    "tensor_model_parallel": "tensor",
+    "slice_parallel": "tensor",
+    "pipe_parallel": "pipe",
+    "pipeline_model_parallel": "pipe",
+    "model_parallel": "model",
+}
+"""DeepSpeed's name for an axis in the methods of an `mpu` -> the kind of group that answers."""
+
+
+class ForwardedStore(Store):
+    """A key-value store in front of another one, which may be replaced. (It is no group, so no `ManagedProcessGroup`.)
+
+    A group keeps the store that it was made over as long as it lives. A group that goes on from world to world would
+    keep the connection of the first, in this process and in the coordinator's; with this store it moves on to the next
+    world's store instead.
+    """
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self._store = store
+
+    def go_over(self, store: Store) -> None:
+        """Use another store from now on, with other keys; the keys written so far do not move along."""
+        self._store = store
+
+
+def _asked(name: str) -> Callable[..., Any]:
+    def call(self: ForwardedStore, *arguments: Any, **named: Any) -> Any:
+        return getattr(self._store, name)(*arguments, **named)
+
+    call.__name__ = name
+    return call
+
+
+for _name in (
+    *("set", "get", "add", "check", "wait", "append", "compare_set", "delete_key", "num_keys", "multi_get"),
+    *("multi_set", "has_extended_api", "set_timeout", "clone"),
+):
+    setattr(ForwardedStore, _name, _asked(_name))
+
+
+@dataclass(eq=False)
+class HeldGroup:
+    """A group, and the store that it was made over.
+
+    over: the replaceable store behind that one, if it moves on to the next world's store. users: number of worlds that
+    hold the group; two while it is handed on. It is then the same group over the same connections; only the ranks of
+    its members may change.
+    """
+
+    group: td.ProcessGroup
+    store: Store
+    over: ForwardedStore | None = None
+    users: int = 0
+
+
+@dataclass(eq=False)
+class World:
+    """The process groups of one generation, as seen by one of its members.
+
+    `default` is what `torch.distributed` calls WORLD; the others are those of `peers.KINDS`, where `data` is the one
+    that ZeRO cuts and reduces over. A group may serve several kinds. `transfer` spans the members of this and of the
+    previous world during a switch (it may be one of the others). rank: None on a member that leaves with this world; it
+    has `transfer` alone. ties: the sets of pipeline stages that share tied weights, each of which has a group in every
+    pipeline. status: shared by its groups, if members come and go; None in a job of fixed size. engine: number of the
+    engine in this process that the world belongs to. has_sequence: whether its model can have a sequence axis, even
+    while that has size 1. communicators: those that `connect` has made or kept, by members. moves_by_device: whether
+    moves need a communicator of all members of both worlds; equal on all of them.
+    """
+
+    generation: int
+    members: tuple[int, ...]
+    rank: int | None
+    layout: Layout
+    ties: tuple[tuple[int, ...], ...] = ()
+    status: GroupStatus | None = None
+    engine: int = 1
+    has_sequence: bool = False
+    transfer: td.ProcessGroup | None = None
+    transfer_members: tuple[int, ...] = ()
+    communicators: dict[Between, Communicator] = field(default_factory=dict)
+    moves_by_device: bool = False
+    _held: dict[str, HeldGroup] = field(default_factory=dict)
+    _ranks: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    _of_user: set[str] = field(default_factory=set)
+
+    @property
+    def name(self) -> str:
+        """The prefix of this world's groups."""
+        return f"{OURS}{self.engine}_{self.generation}"
+
+    # ---- its groups
+
+    def hold(self, kind: str, ranks: tuple[int, ...], held: HeldGroup, is_of_user: bool = False) -> None:
+        """Add a group that was made for this world, or that stays from the former one."""
+        self._of_user |= {kind} if is_of_user else set()
+        held.users += held not in self._held.values()
+        self._held[kind], self._ranks[kind] = held, ranks
+
+    def held(self, kind: str) -> HeldGroup:
+        """Return the group of a kind, to hand it on; RuntimeError on a member without a rank, and after `drop`."""
+        if kind not in self._held:
+            raise RuntimeError(f"generation {self.generation} has no {kind} group on this member: it holds no rank")
+        return self._held[kind]
+
+    def group(self, kind: str) -> td.ProcessGroup:
+        """Return the group of a kind; RuntimeError as in `held`."""
+        return self.held(kind).group
+
+    def ranks(self, kind: str) -> tuple[int, ...]:
+        """Return the ranks of this world that are in the group of a kind, in its order; RuntimeError as in `held`."""
+        self.held(kind)
+        return self._ranks[kind]
+
+    def tie(self, stages: tuple[int, ...]) -> td.ProcessGroup:
+        """Return the group of these stages in this rank's pipeline; RuntimeError as in `held`."""
+        return self.group("pipe") if len(stages) == self.layout.pipe else self.group(tie(stages))
+
+    @property
+    def kinds(self) -> list[str]:
+        """Kinds of the groups that this world holds, in the order in which they were added."""
+        return list(self._held)
+
+    @property
+    def default(self) -> td.ProcessGroup:
+        """Group of all ranks."""
+        return self.group("default")
+
+    @property
+    def data(self) -> td.ProcessGroup:
+        """Group of the ranks that ZeRO cuts and reduces over: data x sequence."""
+        return self.group("data")
+
+    @property
+    def mpu(self) -> SimpleNamespace | None:
+        """Object that DeepSpeed asks for groups, while the world lives; None if only data and expert are above 1.
+
+        `model_parallel` is pipe x tensor. (DeepSpeed's own object for sequence parallelism means sequence by it: ZeRO
+        then adds up norms of gradients that are whole already, and clips too much.) `get_data_parallel_group` is ZeRO's
+        group, which stage 3 cuts parameters over; size and rank are those of the data axis, whose ranks share a batch.
+        """
+        if self.layout.pipe * self.layout.sequence * self.layout.tensor == 1:
+            return None
+        asked: dict[str, Callable[[str], object]] = {
+            "group": self.group,
+            "group_ranks": self.ranks,
+            "src_rank": lambda kind: self.ranks(kind)[0],
+            "world_size": lambda kind: self.group(kind).size(),
+            "rank": lambda kind: self.group(kind).rank(),
+        }
+        answers: dict[str, Callable[[], object]] = {
+            f"get_{name}_{what}": partial(answer, kind)
+            for name, kind in KIND_OF_NAME.items()
+            for what, answer in asked.items()
+        }
+        return SimpleNamespace(**{**answers, "get_data_parallel_group": partial(self.group, "data")})
+
+    def register(self) -> None:
+        """Make all groups except that for the moves known to `torch.distributed`, with their ranks in this world.
+
+        They have the status of this world from here on.
+        """
+        for kind, held in self._held.items():
+            if kind != "transfer":
+                register(held.group, held.store, self._ranks[kind])
+            if self.status is not None and isinstance(held.group, ManagedProcessGroup):
+                held.group.serve(self.status)
+
+    def give_up(self, kinds: Iterable[str]) -> list[td.ProcessGroup]:
+        """Let go of groups of some kinds; return those that no other world holds. No other reference to these
+        is left.
+        """
+        gone = {kind: self._held.pop(kind) for kind in kinds if kind in self._held}
+        for kind in gone:
+            del self._ranks[kind]
+        ended = {id(held): held for held in gone.values() if held not in self._held.values()}
+        for held in ended.values():
+            held.users -= 1
+        return [held.group for held in ended.values() if held.users == 0]
+
+    def retire_transfer(self) -> threading.Thread:
+        """Take down a group that was made for the moves alone; see `drop`."""
+        moving = {self.between("transfer")} & self.communicators.keys()
+        self.transfer, self.transfer_members = None, ()
+        return tear_down(self.give_up(["transfer"]), self.disconnect(False, moving))
+
+    # ---- which of them may go on
+
+    def hands_on(self, kind: str, members: tuple[int, ...], unfit: Collection[str] = ()) -> HeldGroup | None:
+        """Return the group of a kind for the next world, if it has these members in this order; the same on all of
+        them.
+
+        unfit: names of groups that have to be built anew, equal on all members.
+        """
+        is_there = kind in self._held and self.between(kind)[1] == members
+        return self._held[kind] if is_there and str(self.group(kind).group_name) not in unfit else None
+
+    def says(self, apart: Collection[str] = ()) -> Said:
+        """Return this member's report on each of its groups, from which all learn which may go on; see `traffic`.
+
+        Empty in a job of fixed size, where all groups may. apart: kinds whose groups are built anew in any case.
+        """
+        if self.status is None:
+            return {}
+        found = {}
+        for kind, group, ranks in self._watched():
+            said = group.traffic.said(len(ranks), self.status.is_lost)
+            found[str(group.group_name)] = {**said, "has_failed": said["has_failed"] or kind in apart}
+        return found
+
+    def lose(self, known: Collection[str], there: Collection[int]) -> frozenset[str]:
+        """Begin no call in this world any more, because a member of it is gone, or a collective of it has failed.
+
+        Return the names of groups that may go on, in which no call is under way here: no thread waits in them, and they
+        need not be shut down. Call it in any thread. known: groups that could be left alone. there: the members that
+        are not gone.
+        """
+        if self.status is None:
+            return frozenset()
+        self.status.is_lost, stay = True, set()
+        for _, group, ranks in self._watched():
+            rests, members = group.traffic.close(), {self.members[rank] for rank in ranks}
+            if rests and str(group.group_name) in known and members <= {*there}:
+                stay.add(str(group.group_name))
+            else:
+                group.traffic.fail()
+        return frozenset(stay)
+
+    def _watched(self) -> list[tuple[str, ManagedProcessGroup, tuple[int, ...]]]:
+        """Return (a kind that it serves, group, ranks) of each group that counts its calls."""
+        found: dict[int, tuple[str, ManagedProcessGroup, tuple[int, ...]]] = {}
+        for kind, ranks in list(self._ranks.items()):
+            held = self._held.get(kind)  # another thread may let go of it meanwhile
+            if held is not None and isinstance(held.group, ManagedProcessGroup):
+                found.setdefault(id(held), (kind, held.group, ranks))
+        return list(found.values())
+
+    # ---- what they have for the accelerator
+
+    def between(self, kind: str) -> Between:
+        """Return the identity of the communicator that the group of a kind uses."""
+        if kind == "transfer":
+            return (kind, self.transfer_members)
+        members = tuple(map(self.members.__getitem__, self.ranks(kind)))
+        return (kind if kind in self._of_user else "", members)
+
+    def lacks(self, previous: World | None) -> bool:
+        """Return whether `connect` would make a communicator on this member."""
+        return any(self._known(kind, previous) is None for kind in self._served())
+
+    def connect(self, seconds: float, previous: World | None = None, stop: Callable[[], None] = go_on) -> Connections:
+        """Let its groups serve the accelerator's device; all its ranks call it, while no other call is under way.
+
+        Communicators of `previous` are kept, in both worlds, if their members stay in their order; all members agree on
+        which these are. Does nothing on a member without a rank, and without an accelerator. seconds: time-out for the
+        other ranks. stop: called meanwhile; it may raise. RuntimeError if a communicator cannot be made.
+        """
+        begin, there, kinds = time.perf_counter(), {**self.communicators}, self._served()
+        if not kinds:
+            return Connections()
+        for kind in kinds:
+            held, found = self._held[kind], self._known(kind, previous)
+            is_new = found is None
+            found = found or make_communicator(self._endpoint(kind, held.store), seconds, stop)
+            if found not in self.communicators.values():
+                self.communicators[self.between(kind)] = found
+                found.users += 1
+            if is_new and self.status is not None:
+                self.status.gate.take_in(found)
+            if held.group.bound_device_id is None and kind != "transfer":
+                found.serve(held.group)
+        new = [each for between, each in self.communicators.items() if between not in there]
+        kept = sum(each.users > 1 for each in new)
+        return Connections(len(new) - kept, kept, 1e3 * (time.perf_counter() - begin))
+
+    def _endpoint(self, kind: str, store: Store) -> Endpoint:
+        group = self.group(kind)
+        return Endpoint(str(group.group_name), self._ranks[kind], group.rank(), store)
+
+    def _served(self) -> list[str]:
+        """Return the kinds of the groups that serve the accelerator, or are to; [] without an accelerator."""
+        kinds = self.kinds if is_accelerated() else []
+        return [kind for kind in kinds if len(self._ranks[kind]) > 1 and (kind != "transfer" or self.moves_by_device)]
+
+    def _known(self, kind: str, previous: World | None) -> Communicator | None:
+        """Return the existing communicator for a group, of this world or of one that may hand it on."""
+        handed_on = {} if previous is None or previous.status is not None else previous.communicators
+        alike = [self.between(kind)] + ([("", self.transfer_members)] if kind == "transfer" else [])
+        return next((known[each] for known in (self.communicators, handed_on) for each in alike if each in known), None)
+
+    @property
+    def moving(self) -> Communicator | None:
+        """Return the communicator for moves between devices, once all are connected: that of all members of both
+        worlds.
+        """
+        members = self.transfer_members
+        return self.communicators.get(("transfer", members)) or self.communicators.get(("", members))
+
+    def renew(self, ended: Communicator, again: str, seconds: float, stop: Callable[[], None] = go_on) -> None:
+        """Make a communicator anew that was aborted while its members live; all of them call it.
+
+        again: a name that no other call has used. RuntimeError if it cannot be made; the world is then of no use on the
+        device.
+        """
+        between = next(each for each, found in self.communicators.items() if found is ended)
+        kinds = [kind for kind in self._served() if self.between(kind) == between]
+        store = PrefixStore(f"{again}/", self._held[kinds[0]].store)
+        found = make_communicator(self._endpoint(kinds[0], store), seconds, stop)
+        self.communicators[between], found.users = found, 1
+        ended.users -= 1
+        for group in {id(each): each for each in map(self.group, kinds)}.values():
+            found.serve_anew(group, store)
+
+    def disconnect(self, is_broken: bool, which: Collection[Between] | None = None) -> Callable[[], None]:
+        """Let communicators go, by default all; return a function that ends those that no other world has kept.
+
+        All their members have to call that function.
+        """
+        gone = [self.communicators.pop(each) for each in ([*self.communicators] if which is None else which)]
+        for each in gone:
+            each.users -= 1
+        if self.status is not None:
+            is_broken |= self.status.is_broken
+            held = self.status.gate.communicators
+            held[:] = [each for each in held if each not in gone]
+        return partial(end, [each for each in gone if each.users == 0], is_broken=is_broken)
+
+    @property
+    def has_gate(self) -> bool:
+        """Whether collectives of its ranks may end as if all were well when a member has died."""
+        return self.status is not None and is_accelerated() and len(self.members) > 1
+
+    def agree(self, meet: Callable[[int], object] | None = None) -> None:
+        """Do as `Gate.agree` says; all ranks call it. Does nothing if members cannot be lost, and without an
+        accelerator.
+
+        meet: by default a reduction over the group for host memory.
+        """
+        if self.status is not None and self.has_gate:
+            self.status.gate.agree(meet or (lambda _: self.default.allreduce([torch.zeros(1)]).wait()))

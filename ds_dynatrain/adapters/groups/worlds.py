@@ -1,0 +1,338 @@
+"""The process groups of a world: built beside a running one, put in place of it, and taken away again.
+
+`torch.distributed` and DeepSpeed both keep "the" world in private fields. Building happens in any thread and touches
+none of them; `install` and `drop` do, and belong on the main thread between two steps. A `LaunchWorld` is the group
+that processes belong to before a world of ours exists, and while they are idle.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch.distributed as td
+from deepspeed.runtime.sequence_parallel import parallel_state_sp
+from deepspeed.utils import groups
+from torch._C._distributed_c10d import Store
+from torch.distributed import distributed_c10d as c10d
+
+from ds_dynatrain.adapters.groups.device import is_accelerated
+from ds_dynatrain.adapters.groups.managed_process_group import GroupStatus, ManagedProcessGroup
+from ds_dynatrain.adapters.groups.process_groups import (
+    OURS,
+    is_ours,
+    make_fake_group,
+    make_group,
+    tear_down,
+    unregister,
+)
+from ds_dynatrain.adapters.groups.world import KINDS, SAME_AS, ForwardedStore, HeldGroup, World, peers, tied_peers
+from ds_dynatrain.space import Layout
+
+Note = Callable[[str], None]
+"""Function that is called with the name of each group as soon as it is made."""
+Make = Callable[[str, tuple[int, ...], int], HeldGroup]
+"""(kind of group, ranks of the world that are in it, this one) -> the group."""
+GROUP_COUNT = 1000
+"""Number from which later `new_group` calls are named: equal on members that were in different worlds before."""
+
+
+def ignore(name: str) -> None:
+    """Ignore the name of a new group: the default `note`."""
+
+
+@dataclass(frozen=True)
+class WorldSpec:
+    """The world that a member makes groups for; the member is in `members`, in `previous`, or in both.
+
+    previous: members of the former world. own: the user's groups that this member is in, kind -> ranks; every member
+    has to name them in the same order. ties, engine, has_sequence: see `World`. moves_apart: whether the moves have a
+    group of their own, because training runs beside them.
+    """
+
+    generation: int
+    member: int
+    members: Sequence[int]
+    previous: Sequence[int]
+    layout: Layout
+    ties: Sequence[tuple[int, ...]] = ()
+    own: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    engine: int = 1
+    has_sequence: bool = False
+    moves_apart: bool = False
+
+    @property
+    def union(self) -> tuple[int, ...]:
+        """Members of either world, in order."""
+        return tuple(sorted({*self.members, *self.previous}))
+
+    def world(self, status: GroupStatus | None) -> World:
+        """Return the world, still without groups."""
+        rank = self.members.index(self.member) if self.member in self.members else None
+        of_engine = self.engine, self.has_sequence
+        return World(
+            self.generation, tuple(self.members), rank, self.layout, tuple(map(tuple, self.ties)), status, *of_engine
+        )
+
+
+def build_world(
+    store: Store,
+    spec: WorldSpec,
+    seconds: float,
+    status: GroupStatus | None = None,
+    present: World | None = None,
+    unfit: Collection[str] = (),
+    note: Note = ignore,
+) -> World:
+    """Build the groups of a world for one member.
+
+    Blocks until every member of both worlds has built all of its groups (`seconds` at most for each); store keys carry
+    the generation and are never used again. The groups serve the CPU; `World.connect` does the rest. A group of one
+    rank takes no connection and no thread. present: the world of `previous`, on a member that trains in it, to take
+    over groups whose members stay in their order; all members give it, or none. unfit: names of groups not to take
+    over, equal on all. note: called with the name of each group that was made.
+    """
+    union, world = spec.union, spec.world(status)
+    made = partial(_made, store, world, seconds, note)
+
+    def make(kind: str, ranks: tuple[int, ...], rank: int) -> HeldGroup:
+        members = tuple(world.members[each] for each in ranks)
+        stays = None if present is None else present.hands_on(kind, members, unfit)
+        if stays is not None and stays.over is not None:
+            stays.over.go_over(store)
+        return stays or made(kind, ranks, rank)
+
+    try:
+        _fill(world, make)
+        _hold_own(world, spec.own, make)
+        if {*union} == {*spec.members} and not spec.moves_apart and world.held("default").users == 1:
+            world.transfer, world.transfer_members = world.default, world.members
+        else:  # moves that fail leave messages behind, and the present world has to go on with groups that stay
+            world.hold("transfer", union, made("transfer", union, spec.member))
+            world.transfer, world.transfer_members = world.group("transfer"), union
+        world.transfer.barrier().wait(timedelta(seconds=seconds))  # so that an early drop interrupts no build
+    except BaseException:
+        world.transfer = None
+        world.give_up(world.kinds)
+        raise
+    return world
+
+
+def add_groups(
+    store: Store, world: World, own: Mapping[str, tuple[int, ...]], seconds: float, note: Note = ignore
+) -> None:
+    """Add groups of the user's to an installed world; all its members call it. note: as in `build_world`."""
+    _hold_own(world, own, partial(_made, store, world, seconds, note))
+    world.connect(seconds)
+    world.register()
+
+
+def _made(
+    store: Store, world: World, seconds: float, note: Note, kind: str, ranks: tuple[int, ...], rank: int
+) -> HeldGroup:
+    """Make a group of these ranks (for the moves: members), of which this process is `rank`."""
+    name = f"{world.name}_{kind}_{min(ranks)}"
+    if len(ranks) == 1 and (kind != "default" or is_accelerated()):
+        return HeldGroup(*make_fake_group(name, 0, 1))
+    over = None if world.status is None or kind == "transfer" else ForwardedStore(store)
+    group, made_over = make_group(over or store, name, ranks.index(rank), len(ranks), seconds)
+    note(name)
+    is_bare = world.status is None and kind in KINDS and not is_accelerated()
+    if kind != "transfer" and not is_bare:  # stages send in that of all ranks, and in those of ties
+        group = ManagedProcessGroup(group, world.status)
+    return HeldGroup(group, made_over, over)
+
+
+def _hold_own(world: World, own: Mapping[str, tuple[int, ...]], make: Make) -> None:
+    for kind, ranks in own.items():
+        if world.rank is not None and world.rank in ranks:
+            world.hold(kind, ranks, make(kind, ranks, world.rank), is_of_user=True)
+
+
+def _fill(world: World, make: Make) -> None:
+    """Give `world` its groups, in the one order in which no two members wait for each other; none without a rank."""
+    if (rank := world.rank) is None:
+        return
+    everyone = tuple(range(world.layout.world_size))
+    world.hold("default", everyone, make("default", everyone, rank))
+    for kind, ranks in {**peers(world.layout, rank), **tied_peers(world.layout, rank, world.ties)}.items():
+        serving = [other for other in SAME_AS.get(kind, ()) if world.ranks(other) == ranks]
+        world.hold(kind, ranks, world.held(serving[0]) if serving else make(kind, ranks, rank))
+
+
+def stand_in_world(rank: int, layout: Layout, ties: Sequence[tuple[int, ...]] = ()) -> World:
+    """Return a world without peers (torch's `fake` backend), for building an engine on a member that does not train
+    yet.
+    """
+    world = World(0, tuple(range(layout.world_size)), rank, layout, tuple(ties))
+
+    def make(kind: str, ranks: tuple[int, ...], rank: int) -> HeldGroup:
+        return HeldGroup(*make_fake_group(f"{OURS}fake_{kind}", ranks.index(rank), len(ranks)))
+
+    _fill(world, make)
+    return world
+
+
+def install(world: World) -> None:
+    """Make `world` the one that `torch.distributed`, DeepSpeed and the environment variables refer to.
+
+    Call it also to go back to a world that was installed before and not dropped.
+    """
+    if world.rank is None:
+        raise RuntimeError(f"generation {world.generation} cannot be installed: this member holds no rank in it")
+    c10d._update_default_pg(world.default)
+    world.register()
+    c10d._world.group_count = max(c10d._world.group_count, GROUP_COUNT)
+    _point_at(world)
+    os.environ.update(RANK=str(world.rank), WORLD_SIZE=str(len(world.members)))
+
+
+def is_ours_installed() -> bool:
+    """Return whether `torch.distributed` has a world of ours at present."""
+    return is_ours(c10d._get_default_group())
+
+
+def drop(world: World, is_broken: bool = False) -> threading.Thread:
+    """Forget and shut down every group of `world` that no other world holds; harmless for those never installed.
+
+    Communicators of the accelerator's device that another world has kept live on. All ranks of the world drop it, so
+    the others are shut down together. is_broken: whether to abort them instead, since some members may lack one that
+    this member has.
+
+    Gloo takes 20 to 40 ms to take a group down, longer if a peer is gone; that happens in the returned thread. Join it
+    before the process ends.
+    """
+    world.transfer, world.transfer_members = None, ()
+    if world.status is not None:
+        world.status.is_closed = True
+    gone, disconnected = world.give_up(world.kinds), world.disconnect(is_broken)
+    if groups._WORLD_GROUP in gone:
+        _forget_groups()
+    if parallel_state_sp._SEQUENCE_PARALLEL_GROUP in gone:
+        parallel_state_sp._SEQUENCE_PARALLEL_GROUP = parallel_state_sp._SEQUENCE_DATA_PARALLEL_GROUP = None
+    for number in range(len(gone)):  # no name here may keep the last of them
+        unregister(gone[number])
+    return tear_down(gone, disconnected)
+
+
+_EXPERT_TABLES = (
+    ("expert", groups._EXPERT_PARALLEL_GROUP, groups._EXPERT_PARALLEL_GROUP_RANKS),
+    ("expert_data", groups._EXPERT_DATA_PARALLEL_GROUP, groups._EXPERT_DATA_PARALLEL_GROUP_RANKS),
+)
+"""Kind of group -> DeepSpeed's tables of it, by "ep_size_N"; an engine keeps references to them."""
+
+
+def _point_at(world: World) -> None:
+    """Make DeepSpeed's modules speak of `world`, by axis.
+
+    Under a layout of data (and expert) alone they then have what DeepSpeed itself has without an `mpu`.
+    """
+    _forget_groups()
+    layout, mpu = world.layout, world.mpu
+    spans = len(world.ranks("data")) == layout.world_size
+    groups._WORLD_GROUP = world.group("data" if spans else "default")
+    name = f"ep_size_{layout.expert}"
+    for kind, table, ranks in _EXPERT_TABLES:
+        table[name] = world.group(kind)
+        ranks[name] = list(world.ranks(kind))
+    if world.has_sequence or layout.sequence > 1:
+        parallel_state_sp._SEQUENCE_PARALLEL_GROUP = world.group("sequence")
+        parallel_state_sp._SEQUENCE_DATA_PARALLEL_GROUP = world.group("data")
+    if mpu is not None:
+        groups.mpu = mpu
+        groups._TENSOR_MODEL_PARALLEL_GROUP = world.group("tensor")
+        groups._MODEL_PARALLEL_GROUP = world.group("model")
+        groups._DATA_PARALLEL_GROUP = world.group("data")
+
+
+def _forget_groups() -> None:
+    """Clear everything that `_point_at` sets, and what DeepSpeed sets beside it. The tables stay the same objects.
+
+    The content of `parallel_state_sp` stays: scripts use it between the calls of several engines, too. See `drop`.
+    """
+    for _, *tables in _EXPERT_TABLES:
+        for table in tables:
+            table.clear()
+    groups._WORLD_GROUP = None
+    groups._TENSOR_MODEL_PARALLEL_GROUP = groups._MODEL_PARALLEL_GROUP = groups._DATA_PARALLEL_GROUP = None
+    groups._MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE = groups._MPU_TENSOR_MODEL_PARALLEL_RANK = None
+    groups.mpu = groups.mesh_device = None
+    groups.expert_tensor_parallel_world_size = 1
+
+
+@dataclass(frozen=True)
+class LaunchWorld:
+    """The group that the launcher's processes formed, to which idle members belong. own: the group as a world, if we
+    made it.
+    """
+
+    group: Any
+    member: int
+    size: int
+    own: World | None = None
+
+    @staticmethod
+    def current() -> LaunchWorld:
+        """Return the present default group. Called before any world of ours is installed."""
+        return LaunchWorld(c10d._get_default_group(), td.get_rank(), td.get_world_size())
+
+    @staticmethod
+    def formed(store: Store, name: str, member: int, size: int, seconds: float, status: GroupStatus) -> LaunchWorld:
+        """Make a group by `make_group`, watched, and known to `torch.distributed` from here on."""
+        if size == 1 and is_accelerated():  # as in a world: one that needs nothing to serve both devices
+            group, made_over = make_fake_group(name, 0, 1)
+        else:
+            gloo, made_over = make_group(store, name, member, size, seconds)
+            group = ManagedProcessGroup(gloo, status)
+        world = World(0, tuple(range(size)), member, Layout(zero_stage=0, data=size), status=status)
+        world.hold("default", world.members, HeldGroup(group, made_over))
+        world.register()
+        return LaunchWorld(group, member, size, world)
+
+    def connect(self, seconds: float, stop: Callable[[], None]) -> None:
+        """Let a group of `formed` serve the accelerator's device, too. All its processes call it, for code that needs
+        the device's collectives before a world exists. Does nothing without an accelerator, and in a second call.
+
+        seconds, stop: see `World.connect`, which also lists the errors.
+        """
+        if self.own is not None and self.own.lacks(None):
+            self.own.connect(seconds, stop=stop)
+            unregister(self.group)  # torch notes by what a group communicates
+            self.own.register()
+
+    def retire(self) -> threading.Thread:
+        """Take down a group of `formed` that no process uses any more; all its processes call it. See `drop`."""
+        unregister(self.group)
+        if self.own is None:
+            return tear_down([self.group])
+        return tear_down(self.own.give_up(["default"]), self.own.disconnect(False))
+
+    def install(self) -> None:
+        """Make `torch.distributed` use the launch group again, on a member that trains in no world."""
+        c10d._update_default_pg(self.group)
+        _forget_groups()
+        os.environ.update(RANK=str(self.member), WORLD_SIZE=str(self.size))
+
+
+def launch_store() -> Store:
+    """Return a new client of the key-value store that the launch group was formed over."""
+    store: Any = c10d._get_default_store()
+    own: Store = store.clone()
+    return own
+
+
+@contextmanager
+def installed(world: World, launch: LaunchWorld) -> Iterator[None]:
+    """Install `world` inside the block, and the launch group after it; `world` is dropped."""
+    install(world)
+    try:
+        yield
+    finally:
+        launch.install()
+        drop(world).join()

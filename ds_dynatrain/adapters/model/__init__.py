@@ -1,0 +1,4 @@
+"""The user's module: its pipeline, tensor, expert and sequence parallelism, and its state besides parameters.
+
+Start with `shaping`. Imports `zero`, `groups` and `versions`.
+"""

@@ -1,0 +1,319 @@
+"""AutoEP: mixture-of-experts layers of Hugging Face models that DeepSpeed replaces by its own.
+
+The logical model is DeepSpeed's converted form with expert size 1: a layer's experts are the stacks `experts.w1`,
+`.w2` and `.w3` of shape (experts, out, in), and the expert axis cuts dim 0. Every rank holds the router and shared
+experts whole. DeepSpeed says on each stack which experts a rank holds, and that is what is read here. Its conversion is
+run on modules without memory, so nothing full-size is ever made.
+
+With a tensor axis DeepSpeed *folds* AutoTP's cuts into AutoEP's: attention and other layers that AutoTP knows are cut,
+stacks and routers are not. Tensor ranks share a layer's tokens between them and send them to experts as data ranks do.
+With one expert index DeepSpeed refuses: gradients would be counted twice.
+
+`moe` says how ZeRO deals the stacks. In the order of a group's flat buffer they are w1, w2, w3 of the first layer, then
+of the next. AutoEP takes the experts' initial values from the user's model, so the stacks that ranks hold at any size
+are slices of the same tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as td
+from deepspeed.utils import groups
+from torch import nn
+
+from ds_dynatrain.adapters.groups.device import compute_device
+from ds_dynatrain.adapters.model.moe import (
+    check_size,
+    enter_layers,
+    expert_index,
+    group_name,
+    layers_with_experts,
+    leave_groups,
+    refuse_other_axes,
+)
+from ds_dynatrain.adapters.model.shaper import Made, ModelFactory, Shaper, copied, template_of
+from ds_dynatrain.errors import ConfigError, LayoutError, UnsupportedError
+from ds_dynatrain.space import AxisCuts, Layout, uneven
+
+
+def is_on(config: Mapping[str, Any]) -> bool:
+    """Return whether the configuration asks for AutoEP."""
+    return bool((config.get("expert_parallel") or {}).get("enabled"))
+
+
+def start_size(config: Mapping[str, Any]) -> int:
+    """Return the expert size of the configuration."""
+    return int(config["expert_parallel"].get("autoep_size", 1))
+
+
+class Conversion:
+    """AutoEP's way to deal out the experts of a model, whose layers it replaces."""
+
+    def __init__(self, model: nn.Module, config: Mapping[str, Any]) -> None:
+        """Keep the settings. Raises UnsupportedError for a model that is not whole, and ConfigError for one that
+        DeepSpeed refuses.
+        """
+        refuse_parts(model)
+        self._block, self._config = dict(config["expert_parallel"]), config
+        self._expert_cuts: dict[int, dict[str, AxisCuts]] = {}
+        self._replaced: Any = None
+        with refused_by_deepspeed():
+            validate(config, Layout(data=start_size(config), expert=start_size(config), zero_stage=0))
+
+    def take_replaced(self) -> Any:
+        """Return, once, which parameters replace which. DeepSpeed's engine calls this on its conversion."""
+        replaced, self._replaced = self._replaced, None
+        return replaced
+
+    def expert_cuts(self, size: int) -> Mapping[str, AxisCuts]:
+        """Return the cut of each tensor by the expert axis, by name; raises as `AutoEPShaper.cuts` does."""
+        if size not in self._expert_cuts:
+            self._expert_cuts[size] = cuts_of(self.dealt(size, 0))
+        return self._expert_cuts[size]
+
+    def dealt(self, size: int, index: int) -> nn.Module:
+        """Return the model as an expert index has it, on the meta device."""
+        raise NotImplementedError
+
+
+@contextmanager
+def refused_by_deepspeed() -> Iterator[None]:
+    """Raise ConfigError if DeepSpeed's own checks of `expert_parallel` fail inside the block."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(
+            f"expert_parallel: {error}; change the key that this names, or set expert_parallel.enabled to false"
+        ) from error
+
+
+class AutoEPShaper(Conversion, Shaper):
+    """Shaper of a model whose layers with experts are AutoEP's."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: Mapping[str, Any],
+        listed: bool = False,
+        factory: ModelFactory | None = None,
+    ) -> None:
+        """Take a user's model over: it has DeepSpeed's layers from now on, with all experts, and its values.
+
+        listed: whether the caller has lists of its parameters, such as an optimizer's, that must learn of new ones.
+        """
+        from ds_dynatrain.adapters.model.auto_tp import TensorShaper
+
+        super().__init__(model, config)
+        self.autoep = self
+        self._template = template_of(model, factory)
+        self._tensor = TensorShaper(self.dealt(1, 0), config)
+        self._replaced = replace_layers(model, self._block, 1, 0, listed)
+
+    def dealt(self, size: int, index: int) -> nn.Module:
+        """Return a copy of the template, converted."""
+        return convert(copied(self._template), self._block, size, index)
+
+    def cuts(self, layout: Layout) -> Mapping[str, AxisCuts]:
+        """Return cuts by whole experts for the stacks, and AutoTP's for other tensors.
+
+        LayoutError for a size that does not divide the experts of a layer, or that DeepSpeed refuses; UnsupportedError,
+        naming the parameter, for experts that are not dealt in order. Otherwise as `TensorShaper.cuts`.
+        """
+        refuse_other_axes(layout, "tensor")
+        if layout.tensor > 1:
+            try:
+                validate(self._config, layout)
+            except ValueError as error:
+                raise LayoutError(f"{layout}: {error}; choose another tensor or expert size") from error
+        cuts, whole = self.expert_cuts(layout.expert), self._tensor.cuts(layout.replace(expert=1))
+        return {name: replace(whole[name], expert=cut.expert) for name, cut in cuts.items()}
+
+    def make(self, layout: Layout, rank: int) -> Made:
+        """Return the template's children, converted by AutoEP and cut by AutoTP."""
+        return self._tensor.cut(self.dealt(layout.expert, layout.expert_place(rank)[0]), layout, rank)
+
+    def reshape(self, root: nn.Module, layout: Layout, made: Made | None = None) -> None:
+        """Do as `Shaper.reshape` says; new parameters have unwritten memory, buffers are the template's."""
+        self._tensor.reshape(root, layout, made or self.make(layout, td.get_rank()))
+
+    def enter(self, engine: Any, layout: Layout) -> None:
+        """Give layers their groups and this rank's place among experts, also in a module that stays."""
+        self._tensor.enter(engine, layout)
+        enter(engine, layout)
+
+    def leave(self, engine: Any) -> None:
+        """Let layers hold no group of the world."""
+        self._tensor.leave(engine)
+        leave(engine)
+
+    def configure(self, config: dict[str, Any], layout: Layout) -> None:
+        """Write the layout's sizes into DeepSpeed's configuration, where DeepSpeed looks them up."""
+        config["expert_parallel"]["autoep_size"] = layout.expert
+        self._tensor.configure(config, layout)
+
+
+def convert(module: nn.Module, block: Mapping[str, Any], size: int, index: int) -> nn.Module:
+    """Give a module, on the meta device and as the user wrote it, DeepSpeed's layers for one expert index; return it.
+
+    block: `expert_parallel` of the configuration. LayoutError for a size that does not divide the experts of a layer.
+    """
+    replace_layers(module, block, size, index)
+    return module
+
+
+def replace_layers(
+    module: nn.Module,
+    block: Mapping[str, Any],
+    size: int,
+    index: int,
+    listed: bool = False,
+    each: Callable[[nn.Module], None] | None = None,
+) -> Any:
+    """Give a module, on the meta device or real, DeepSpeed's layers for one expert index.
+
+    each: called with each new layer before the next one is made. Returns which parameters replace which, if listed.
+    Raises as `convert` does, and DeepSpeed's ValueError.
+    """
+    from deepspeed.module_inject.auto_ep import AutoEP
+    from deepspeed.module_inject.auto_ep_config import parse_autoep_config, validate_autoep_post_detection
+
+    settings = parse_autoep_config({**block, "autoep_size": size})
+    conversion = AutoEP(module, settings)
+    specs = conversion.ep_parser()
+    check_size({spec.moe_module_name: spec.num_experts for spec in specs}, size)
+    validate_autoep_post_detection(settings, specs)
+    device = next(module.parameters()).device
+    with torch.device(device):
+        given: dict[str, Any] = {"collect_sources": listed, "on_moe_layer_replaced": each}
+        replaced = conversion.replace_moe_layers(specs, ep_size=size, ep_rank=index, **given)
+    for spec in specs:
+        layer = module.get_submodule(spec.moe_module_name)
+        for name, buffer in layer.named_buffers(recurse=False):
+            if buffer.is_meta:  # its own count of tokens, which begins at zero
+                setattr(layer, name, torch.zeros(buffer.shape, dtype=buffer.dtype, device=compute_device()))
+    return replaced
+
+
+def enter(engine: Any, layout: Layout) -> None:
+    """Give layers their groups, and this rank's place among experts, also in a module that stays."""
+    index = expert_index(layout)
+    for part in layers_with_experts(engine.module):
+        part.ep_rank = index
+        for held in part.experts.parameters():
+            _place_of(held, index)
+    enter_layers(engine, layout.expert)
+    _fold(engine, layout)
+
+
+def leave(engine: Any) -> None:
+    """Let layers and engine hold no group of the world."""
+    leave_groups(engine.module)
+    _hold_groups(engine, None)
+
+
+def cuts_of(module: nn.Module) -> dict[str, AxisCuts]:
+    """Return the cuts of all tensors of a converted module, by name; UnsupportedError for experts out of order."""
+    return {name: _cut(name, held) for name, held in module.named_parameters()}
+
+
+def validate(config: Mapping[str, Any], layout: Layout) -> None:
+    """Raise DeepSpeed's ValueError for a layout that it does not train with AutoEP under this configuration."""
+    from deepspeed.module_inject.auto_ep_config import parse_autoep_config, validate_autoep_config
+
+    zero = config.get("zero_optimization") or {}
+    validate_autoep_config(
+        parse_autoep_config({**config["expert_parallel"], "autoep_size": layout.expert}),
+        world_size=layout.world_size,
+        pp_size=layout.pipe,
+        tp_size=layout.tensor,
+        sp_size=1,
+        zero_stage=layout.zero_stage,
+        tp_preset_model=(config.get("tensor_parallel") or {}).get("preset_model"),
+        zero_offload_optimizer=bool(zero.get("offload_optimizer")),
+        zero_offload_param=bool(zero.get("offload_param")),
+    )
+
+
+def _fold(engine: Any, layout: Layout) -> None:
+    """Tell the engine how tensor and expert ranks are arranged, and give layers their groups if there are
+    tensor ranks.
+    """
+    from deepspeed.module_inject.auto_ep_folding import FoldingGroupHandles, build_folding_spec, local_folding_ranks
+
+    spec = build_folding_spec(
+        world_size=layout.world_size,
+        pp_size=layout.pipe,
+        tp_size=layout.tensor,
+        ep_size=layout.expert,
+        mp_mode="tp" if layout.tensor > 1 else "sp",
+    )
+    engine._autoep_folding_spec = spec
+    if layout.tensor == 1:
+        return _hold_groups(engine, None)
+    name = group_name(layout.expert)
+    found = {
+        "tp": groups.get_tensor_model_parallel_group(),
+        "dense_dp": groups._get_data_parallel_group(),
+        "ep": groups._get_expert_parallel_group(name),
+        "edp": groups._get_expert_data_parallel_group(name),
+    }
+    ranks = local_folding_ranks(engine.global_rank, spec)
+    handles: dict[str, Any] = {f"{kind}_group": group for kind, group in found.items()}
+    handles |= {f"{kind}_ranks": ranks[kind] for kind in found}
+    _hold_groups(engine, FoldingGroupHandles(spec=spec, ep_group_name=name, **handles))
+
+
+def _hold_groups(engine: Any, handles: Any) -> None:
+    """Let the engine and its layers hold the groups of folded axes, or none."""
+    engine._autoep_folding_group_handles = handles
+    for part in layers_with_experts(engine.module):
+        if handles is None:
+            part.folding_group_handles = part.tp_group = None
+        else:
+            part.set_deepspeed_parallelism(False, handles)
+
+
+def _cut(name: str, held: nn.Parameter) -> AxisCuts:
+    """Return whole experts in order as a cut, from DeepSpeed's description on the parameter."""
+    if getattr(held, "allreduce", True):
+        return AxisCuts()
+    from deepspeed.checkpoint import constants as keys
+
+    placement = getattr(held, keys.DS_AUTOEP_UC_META, {}).get(keys.AUTOEP_EXPERT_PLACEMENT)
+    if placement is None:
+        raise UnsupportedError(
+            f"{name!r} is an expert parameter that DeepSpeed does not describe; set expert_parallel.enabled to false"
+        )
+    ranks = [list(rank[keys.AUTOEP_PLACEMENT_EXPERTS]) for rank in placement[keys.AUTOEP_PLACEMENT_RANKS]]
+    if list(chain.from_iterable(ranks)) != list(range(placement[keys.AUTOEP_NUM_EXPERTS])):
+        raise UnsupportedError(
+            f"{name!r}: its experts are dealt as {ranks}, not in order; set expert_parallel.enabled to false"
+        )
+    return AxisCuts(expert=uneven(0, map(len, ranks)))
+
+
+def _place_of(held: nn.Parameter, index: int) -> None:
+    """Change a parameter's description to that of another expert index."""
+    from deepspeed.checkpoint import constants as keys
+    from deepspeed.checkpoint.autoep_affine import autoep_experts_for_rank
+
+    description = getattr(held, keys.DS_AUTOEP_UC_META)
+    experts = autoep_experts_for_rank(description[keys.AUTOEP_EXPERT_PLACEMENT], index)
+    description.update({keys.AUTOEP_PARAM_EP_RANK: index, keys.AUTOEP_PARAM_LOCAL_EXPERTS: list(experts)})
+
+
+def refuse_parts(model: nn.Module) -> None:
+    """Raise UnsupportedError, naming the parameter, for a model that is not whole."""
+    for name, held in model.named_parameters():
+        if hasattr(held, "ds_id") or held.is_meta:
+            where = "cut by deepspeed.zero.Init" if hasattr(held, "ds_id") else "on the meta device"
+            raise UnsupportedError(
+                f"AutoEP (expert_parallel) needs whole parameters, and {name!r} is {where}; build the model outside "
+                "of deepspeed.zero.Init, on a real device"
+            )

@@ -1,0 +1,354 @@
+"""The tensor axis: DeepSpeed's AutoTP, run on modules without memory, and a root module that takes its layers on.
+
+AutoTP replaces linear layers and embeddings by layers that hold a part each, and writes on each of their parameters how
+it was cut. The same code runs here on a copy of the template, whose parameters are on the meta device, so that it takes
+no memory and sends no message. Layers that it leaves alone are whole on every rank of the axis.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+from weakref import WeakMethod
+
+import deepspeed.comm as dist
+import torch
+import torch.distributed as td
+from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META, UNIVERSAL_CHECKPOINT_INFO
+from deepspeed.module_inject import auto_tp, set_autotp_mode
+from deepspeed.module_inject.layers import (
+    TensorParallel_Layer,
+    configure_tensor_parallel_runtime,
+    is_autotp_training_mode,
+)
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
+from deepspeed.sequence.cross_entropy import VocabParallelCausalLMLoss
+from deepspeed.utils import groups
+from torch import nn
+
+from ds_dynatrain.adapters.groups.process_groups import make_fake_group, register, unregister
+from ds_dynatrain.adapters.model.shaper import Made, ModelFactory, Shaper, adopt, copied, template_of, with_memory
+from ds_dynatrain.adapters.versions.replaced import replaced
+from ds_dynatrain.adapters.versions.torch_versions import attends_without_heads
+from ds_dynatrain.errors import LayoutError, UnsupportedError
+from ds_dynatrain.space import WHOLE, AxisCuts, DimCut, Layout
+
+WRONG: Mapping[str, str] = {
+    "bloom": "AutoTP cuts its fused query_key_value across heads, and would compute something else",
+    "falcon": "its attention counts all heads, whatever its rank holds",
+    "gpt_bigcode": "AutoTP gives every rank all keys and values, and never adds their gradients up",
+    "mpt": "its attention counts all heads, whatever its rank holds",
+}
+"""Kinds of Hugging Face models that AutoTP cuts and that do not train then (measured with DeepSpeed 0.19.8)."""
+
+Cuts = dict[str, AxisCuts]
+"""Cuts by name of the logical tensor."""
+
+
+def settings(config: Mapping[str, Any], size: int) -> dict[str, Any]:
+    """Return DeepSpeed's block for AutoTP with the size of a layout; a size of 1 turns it off."""
+    block = {**(config.get("tensor_parallel") or {}), "autotp_size": size if size > 1 else 0}
+    for name in ("tp", "tensor_parallel"):
+        if name in block:
+            block[name] = {key: value for key, value in block[name].items() if key != "tp_size"}
+    return block
+
+
+def partition(model: nn.Module, config: Mapping[str, Any], size: int, place: int) -> None:
+    """Let AutoTP cut a model on the meta device for the rank at `place` of a tensor group of `size`.
+
+    It works without peers, whichever world is installed, in any thread; one call at a time. Layers hold a group that is
+    gone: give them that of the world before they are used.
+    """
+    engine = SimpleNamespace(
+        autotp_size=lambda: size,
+        local_rank=-1,
+        is_deepcompile_enabled=lambda: False,
+        compile_autotp=lambda: False,
+    )
+    real = dict(model.named_buffers())
+    block = TPTrainingConfig(**settings(config, size))
+    # AutoTP looks for one model's name in the text of every module, sixteen times each: half of all its time
+    said_once = replaced(nn.Module, "__repr__", cache(nn.Module.__repr__))
+    with _for_training(), _tensor_group(size, place) as block.tensor_parallel.tp_group, said_once:
+        DeepSpeedEngine._apply_autotp_partitioning(engine, model, block)
+    for prefix, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:  # moved there beside its weight
+                module._buffers[key] = real[f"{prefix}.{key}"]
+
+
+def describe(template: nn.Module, config: Mapping[str, Any], size: int) -> Cuts:
+    """Return the cuts that AutoTP would write on the parameters of a model in `size` parts; works without peers.
+
+    Raises UnsupportedError, naming the parameter, for one that AutoTP does not describe or would get wrong. Errors that
+    AutoTP itself raises for a model or a size pass through.
+    """
+    made = copied(template)
+    partition(made, config, size, 0)
+    before = dict(template.named_parameters())
+    after = dict(made.named_parameters())
+    if set(before) != set(after):
+        raise UnsupportedError(
+            f"{min(set(before) ^ set(after))!r} is no longer tied to the parameter it was tied to; untie the two "
+            "before initialize"
+        )
+    for name, module in made.named_modules():
+        origin = template.get_submodule(name) if isinstance(module, TensorParallel_Layer) else None
+        if origin is not None and not isinstance(origin, nn.Linear | nn.Embedding):
+            raise UnsupportedError(
+                f"{name!r} is a {type(origin).__name__}, which AutoTP takes for an nn.Linear; name it otherwise, or "
+                "leave it out of the plan (tensor_parallel.partition_config)"
+            )
+    found = {name: _cut(name, tuple(before[name].shape), held) for name, held in after.items()}
+    if all(cut.tensor is None for cut in found.values()):
+        raise UnsupportedError(
+            f"its rules cut none of the {len(found)} parameters; name those to cut in tensor_parallel.partition_config"
+        )
+    return found
+
+
+def refuse_empty(found: Cuts, config: Mapping[str, Any], layout: Layout) -> None:
+    """Raise LayoutError if a rank would get no element of a parameter for which DeepSpeed or torch needs one."""
+    if layout.zero_stage == 3:
+        why = "zero_stage=3"
+    elif (config.get("tensor_parallel") or {}).get("tp_overlap_comm", False):
+        why = "tp_overlap_comm"
+    elif not attends_without_heads():
+        why = f"torch {torch.__version__} (before 2.12)"
+    else:
+        return
+    for name, cut in found.items():
+        blocks = cut.tensor.blocks if isinstance(cut.tensor, DimCut) else ()
+        sizes = [sum(each) for each in zip(*blocks, strict=True)]
+        if 0 in sizes:
+            raise LayoutError(
+                f"{name!r} would be cut into {' + '.join(map(str, sizes))}, and {why} needs elements on every rank; "
+                "choose a smaller tensor size"
+            )
+
+
+def _cut(name: str, shape: tuple[int, ...], held: nn.Parameter) -> AxisCuts:
+    """Return what DeepSpeed wrote on a parameter, as a cut."""
+    written = getattr(held, DS_AUTOTP_UC_META, None)
+    if written is None or written["replicated"]:
+        return WHOLE
+    reason = written["conversion"]["unsupported_reason"]
+    widths = written["sub_param_shard_widths"] or [written["partition_sizes"]]
+    dim = written["partition_dim"]
+    if reason is not None or None in widths or dim is None or written["logical_shape"] != shape:
+        raise UnsupportedError(
+            f"parameter {name!r}: {reason or 'DeepSpeed does not describe how it is cut'}; leave it out of the plan "
+            "(tensor_parallel.partition_config)"
+        )
+    return AxisCuts(tensor=DimCut(dim, tuple(map(tuple, widths))))
+
+
+@contextmanager
+def _for_training() -> Iterator[None]:
+    """Let AutoTP cut for training inside the block, and restore its process-wide settings afterwards."""
+    training, on_host = is_autotp_training_mode(), TensorParallel_Layer.keep_module_on_host
+    set_autotp_mode(training=True)
+    try:
+        yield
+    finally:
+        set_autotp_mode(training=training)
+        TensorParallel_Layer.set_keep_module_on_host(on_host)
+
+
+@contextmanager
+def _tensor_group(size: int, place: int) -> Iterator[td.ProcessGroup]:
+    """Give AutoTP, inside the block, a tensor group of `size` without peers in which this is the rank at `place`."""
+    rank = td.get_rank()
+    ranks = [other for other in range(size) if other != rank][: size - 1]
+    group, store = make_fake_group("dynatrain_asked", place, size)
+    register(group, store, [*ranks[:place], rank, *ranks[place:]])
+    known = SimpleNamespace(
+        get_tensor_model_parallel_group=lambda: group, get_tensor_model_parallel_world_size=lambda: size
+    )
+    try:
+        with replaced(auto_tp, "groups", known):
+            yield group
+    finally:
+        unregister(group)
+
+
+_PARSED = "ds_autotp_parsed"
+_LOSS_BEFORE = "_deepspeed_original_loss_function"
+_PARTIAL = "_ds_grad_allreduce_registered"
+"""Attribute of parameters whose gradients AutoTP adds up over the ranks."""
+_METHODS = {"gather_params", "_tp_partition"}
+"""Methods of a layer that are set on its parameters."""
+
+_REFUSALS = (AssertionError, ValueError, NotImplementedError, RuntimeError, UnsupportedError, LayoutError)
+"""Errors by which AutoTP, and our checks of its descriptions, refuse."""
+
+
+class TensorShaper(Shaper):
+    """Shaper of a model that AutoTP deals out, or of one that it cannot."""
+
+    def __init__(self, template: nn.Module | None, config: Mapping[str, Any], reason: str = "") -> None:
+        """Keep the template of a model; None, with the `reason`, for a model that cannot have one."""
+        self._template, self._config, self._reason = template, config, reason
+        self._cuts: dict[int, Cuts] = {}
+        self._one_at_a_time = threading.Lock()
+
+    @staticmethod
+    def of(model: nn.Module, config: Mapping[str, Any], factory: ModelFactory | None = None) -> TensorShaper:
+        """Make the shaper of a user's model that DeepSpeed has not altered."""
+        try:
+            return TensorShaper(template_of(model, factory), config)
+        except UnsupportedError as error:
+            return TensorShaper(None, config, str(error))
+
+    def cuts(self, layout: Layout) -> Mapping[str, AxisCuts]:
+        """Return how the tensor axis cuts each logical tensor, for any layout, whichever world is installed.
+
+        UnsupportedError, naming the parameter or the model, if AutoTP does not cut it, or not in a way that it
+        describes; LayoutError, with the nearest size, for a size that it cannot do.
+        """
+        if layout.pipe * layout.expert > 1:
+            raise LayoutError(f"{layout}: this model has no pipeline stages and no experts; leave pipe and expert at 1")
+        template, size = self._known, layout.tensor
+        if size == 1:
+            return dict.fromkeys((name for name, _ in template.named_parameters()), WHOLE)
+        kind = getattr(getattr(template, "config", None), "model_type", None)
+        if isinstance(kind, str) and kind in WRONG:
+            name = type(template).__name__
+            raise UnsupportedError(f"tensor parallelism of {name}: {WRONG[kind]}; leave layout.tensor at 1")
+        try:
+            found = self._described(size)
+            refuse_empty(found, self._config, layout)
+        except _REFUSALS as error:
+            nearest = self._nearest(layout)
+            if nearest == 1 and not isinstance(error, LayoutError):
+                raise UnsupportedError(
+                    f"tensor={size}: AutoTP cannot cut {type(template).__name__}: {error}; or leave layout.tensor at 1"
+                ) from error
+            raise LayoutError(f"tensor={size}: {error}; nearest: tensor={nearest}") from error
+        return found
+
+    def make(self, layout: Layout, rank: int) -> Made:
+        """Return the template's children, cut by AutoTP."""
+        return self.cut(copied(self._known), layout, rank)
+
+    def cut(self, module: nn.Module, layout: Layout, rank: int) -> Made:
+        """Make children out of `module`, a copy of the template, as a rank of `layout` has them."""
+        before = dict(module.__dict__)
+        if layout.tensor > 1:
+            with self._one_at_a_time:
+                partition(module, self._config, layout.tensor, layout.coordinate(rank)["tensor"])
+        after = module.__dict__.items()
+        return Made(module, {name: value for name, value in after if before.get(name, before) is not value})
+
+    def reshape(self, root: nn.Module, layout: Layout, made: Made | None = None) -> None:
+        """Give `root` the children of this rank, and set or remove the attributes that AutoTP sets on a root."""
+        made = made or self.make(layout, td.get_rank())
+        with_memory(made.module, next(root.parameters()).dtype)
+        for held in made.module.parameters():
+            for name in _METHODS & held.__dict__.keys():
+                setattr(held, name, _loosely(getattr(held, name)))
+            if getattr(held, _PARTIAL, False):
+                held.register_hook(_sum_over_ranks)
+        _take_off(root, self._known)
+        adopt(root, made.module)
+        root.__dict__.update(made.on_root)
+        if layout.tensor > 1:
+            _speak_over(root, groups.get_tensor_model_parallel_group())
+
+    def enter(self, engine: Any, layout: Layout) -> None:
+        """Set what DeepSpeed's constructor sets: the modes of its layers, their group, and a check of the first batch.
+
+        DeepSpeed compares that batch between the ranks of the axis, and takes the hook off itself.
+        """
+        self.leave(engine)
+        block = engine.tensor_parallel_config()
+        set_autotp_mode(training=layout.tensor > 1)
+        TensorParallel_Layer.set_keep_module_on_host(block.keep_module_on_host)
+        configure_tensor_parallel_runtime(block)
+        if layout.tensor > 1:
+            mpu = engine.mpu
+            engine._configure_tensor_parallel_states(engine.module)
+            engine.mpu = mpu
+            _speak_over(engine.module, groups.get_tensor_model_parallel_group())
+
+    def leave(self, engine: Any) -> None:
+        """Take the check of the first batch off, and let layers forget their group."""
+        check = engine.__dict__.pop("first_dataloader_check", None)
+        if check is not None:
+            check.remove()
+        _speak_over(engine.module, None)
+
+    def configure(self, config: dict[str, Any], layout: Layout) -> None:
+        """Write the tensor size of a layout into the configuration; the user's other settings of AutoTP stay."""
+        if layout.tensor > 1 or config.get("tensor_parallel"):
+            config["tensor_parallel"] = settings(config, layout.tensor)
+
+    @property
+    def _known(self) -> nn.Module:
+        if self._template is None:
+            raise UnsupportedError(self._reason)
+        return self._template
+
+    def _described(self, size: int) -> Cuts:
+        if size not in self._cuts:
+            with self._one_at_a_time:
+                self._cuts[size] = describe(self._known, self._config, size)
+        return self._cuts[size]
+
+    def _nearest(self, layout: Layout) -> int:
+        """Return the largest tensor size below that of `layout` that works with its stage; 1 if there is none."""
+        for size in range(layout.tensor - 1, 1, -1):
+            try:
+                refuse_empty(self._described(size), self._config, layout.replace(tensor=size))
+            except _REFUSALS:
+                continue
+            return size
+        return 1
+
+
+def _loosely(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the method with a weak reference to its layer, whose memory would otherwise wait for the collector."""
+    reference = WeakMethod(method)
+
+    def call(*arguments: Any) -> Any:
+        bound = reference()
+        return None if bound is None else bound(*arguments)
+
+    return call
+
+
+def _sum_over_ranks(gradient: torch.Tensor) -> torch.Tensor:
+    """Add up the gradient of a parameter that all ranks have, and of which each uses a part (norms of single heads).
+
+    It is DeepSpeed's hook except for the group, which DeepSpeed's own keeps for ever.
+    """
+    whole = gradient.contiguous()
+    dist.all_reduce(whole, group=groups.get_tensor_model_parallel_group())
+    return whole
+
+
+def _speak_over(root: nn.Module, group: td.ProcessGroup | None) -> None:
+    """Give all layers of AutoTP, and its loss, a group to communicate over, or none."""
+    for module in root.modules():
+        if isinstance(module, TensorParallel_Layer):
+            module.mp_group = group
+    loss = getattr(root, "loss_function", None)
+    if isinstance(loss, VocabParallelCausalLMLoss):
+        loss.tp_group, loss._resolved_vocab_key = group, None
+
+
+def _take_off(root: nn.Module, origin: nn.Module) -> None:
+    """Take off the root the attributes that AutoTP has set on it. origin: the root as the user made it."""
+    loss = root.__dict__.pop(_LOSS_BEFORE, None)
+    if loss is not None:
+        root.loss_function = loss
+    for name in (_PARSED, UNIVERSAL_CHECKPOINT_INFO):
+        root.__dict__.pop(name, None)
+        if name in origin.__dict__:
+            root.__dict__[name] = origin.__dict__[name]

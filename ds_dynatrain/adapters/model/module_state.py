@@ -1,0 +1,396 @@
+"""State of modules besides parameters: buffers, `training`, extra state (`get_extra_state`), and plain attributes.
+
+Buffers are taken as they are at the switch, even if their shape or type has changed since the constructor made them, or
+if they were registered later.
+
+Plain attributes (a counter, the longest length seen, a small tensor) are unknown to torch and in no state dict. Those
+that have changed since the first forward pass go with the module, by its name, to members that have a module of the
+same class there. Three kinds are not carried: attributes of DeepSpeed's modules, and those that it puts on other
+modules, because they belong to a layout; torchmetrics' attributes, which each rank counts for itself; and Lightning's
+private attributes, which say where a loop stands.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_dynatrain.adapters.groups.device import compute_device
+
+logger = logging.getLogger("ds_dynatrain")
+
+AttributeState = dict[str, dict[str, Any]]
+"""By module, of those in which something has changed:
+
+class: its class. values: the changed attributes. left: names of those that cannot be carried; if there are any, no
+values are carried either, since a part of a cache is worse than none. shared: names of attributes that are buffers.
+"""
+
+MOST_BYTES = 1 << 20
+"""Most bytes of a tensor that travels as an attribute."""
+MOST_PARTS = 1000
+"""Most entries of a list, a tuple or a dictionary that travels as an attribute."""
+_MOST_DEPTH = 4
+_SIMPLE = (type(None), bool, int, float, str)
+_MUTABLE = (torch.Tensor, list, tuple, dict)
+_NOTED = "ds_dynatrain_noted"
+_OTHERS = frozenset(
+    {*nn.Module().__dict__, "_external_params", "_original_parameters", "applied_pre_backward_ref_cnt", "__class__"}
+)
+"""Attributes that torch and DeepSpeed set on any module, besides those that begin with ds_."""
+
+
+class _Same:
+    """A value that equals itself alone, compared by identity."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.held is other.held
+
+    __hash__ = object.__hash__
+
+
+@dataclass(frozen=True)
+class _Built:
+    """An attribute as training began. kept: a copy of the value if it can travel. mark: see `_mark`."""
+
+    value: Any
+    kept: Any
+    mark: Any
+
+
+class _Noted(dict[str, _Built]):
+    """Attributes noted of a module. They are kept on the module, and left out when it is copied or pickled."""
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+def note(module: nn.Module) -> None:
+    """Note the attributes of a module and all below it, unless they are known.
+
+    Called before each forward pass; once the root is known it does nothing.
+    """
+    if module.__dict__.get(_NOTED) is None:
+        for part in module.modules():
+            note_one(part)
+
+
+def note_one(part: nn.Module) -> Mapping[str, _Built]:
+    """Note the attributes of a module, not of those below it, unless they are known; return what was noted."""
+    noted: _Noted | None = part.__dict__.get(_NOTED)
+    if noted is None:
+        noted = _Noted()
+        for name, held in part.__dict__.items():
+            if _is_tracked(part, name, held):
+                noted[name] = _Built(held, copy.deepcopy(held) if _travels(held) else held, _mark(held))
+        part.__dict__[_NOTED] = noted
+    return noted
+
+
+def forget(module: nn.Module) -> None:
+    """Remove what was noted of a module and all below it. Called when its engine lets it go."""
+    for part in module.modules():
+        part.__dict__.pop(_NOTED, None)
+
+
+def changed_attributes(module: nn.Module) -> AttributeState:
+    """Return the attributes that have changed in a module and all below it since they were noted, not copied."""
+    buffers, found = {*map(id, module.buffers())}, AttributeState()
+    for path, part in module.named_modules():
+        values, left, shared = _changed(part), list[str](), list[str]()
+        for name, held in sorted(part.__dict__.items()) if values or buffers else ():
+            if id(held) in buffers:
+                shared.append(name)
+                values.pop(name, None)
+            elif name in values and not _travels(held):
+                left.append(name)
+        if values or shared:
+            found[path] = {"class": _name(part), "values": {} if left else values, "left": left, "shared": shared}
+    return found
+
+
+def take_attributes(module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Give a module, and those below it, attributes that had changed in modules of the same names; others become as
+    noted.
+
+    Called before buffers are taken. A warning names attributes that could not be carried.
+    """
+    left: list[str] = []
+    for path, part in module.named_modules():
+        given = state.get(path, {"class": _name(part), "values": {}, "left": [], "shared": []})
+        is_alike = given["class"] == _name(part) and not _is_foreign(type(part))
+        values = {name: held for name, held in given["values"].items() if is_alike and _is_own(part, name)}
+        _part_from_buffers(module, part, given["shared"])
+        stale = {*given["left"], *given["values"]} - {*values}
+        for name in [name for name in _changed(part) if name in note_one(part) and name not in values]:
+            kept = note_one(part)[name].kept
+            if _travels(kept):
+                part.__dict__[name] = _placed(kept, part.__dict__[name])
+            else:
+                stale.add(name)
+        for name, value in values.items():
+            part.__dict__[name] = _placed(value, part.__dict__.get(name))
+        left += [f"{path}.{name}".lstrip(".") for name in sorted(stale)]
+    if left:
+        logger.warning(
+            "attributes of modules have changed in training and cannot be carried, so this member may have others than "
+            "the rest: %s. If the forward pass depends on them, make them buffers, or give them as extra state "
+            "(get_extra_state)",
+            ", ".join(left),
+        )
+
+
+def has_extra_state(module: nn.Module) -> bool:
+    """Return whether a module gives and takes extra state. Its caches are then part of that, and none is left out."""
+    kind, stock = type(module), nn.Module
+    gives = kind.get_extra_state is not stock.get_extra_state
+    return gives and kind.set_extra_state is not stock.set_extra_state
+
+
+def _changed(part: nn.Module) -> dict[str, Any]:
+    built, found = note_one(part), {}
+    for name, value in part.__dict__.items():
+        if name in _OTHERS:
+            continue
+        was = built.get(name)
+        if was is not None and was.value is value and not isinstance(value, _MUTABLE):
+            continue
+        if not _is_tracked(part, name, value) or (was is not None and was.mark == _mark(value)) or _is_output(value):
+            continue
+        if _travels(value) or not has_extra_state(part):
+            found[name] = value
+    return found
+
+
+def _is_tracked(part: nn.Module, name: str, value: Any) -> bool:
+    """Return whether an attribute is state of the module itself: no function, module or parameter."""
+    is_own = not _is_foreign(type(part)) and _is_own(part, name)
+    return is_own and not callable(value) and not isinstance(value, nn.Parameter)
+
+
+def _is_own(part: nn.Module, name: str) -> bool:
+    """Return whether an attribute of that name may be state of the module."""
+    if name in _OTHERS or name.startswith("ds_") or callable(getattr(type(part), name, None)):
+        return False
+    return not (name.startswith("_") and _packages(type(part)) & {"lightning", "pytorch_lightning"})
+
+
+def _is_foreign(kind: type) -> bool:
+    """Return whether attributes of a class's modules are not carried: see the top of this file."""
+    return bool(_packages(kind) & {"deepspeed", "ds_dynatrain", "torchmetrics"})
+
+
+def _packages(kind: type) -> set[str]:
+    """Return the packages of a class and of its base classes."""
+    return {each.__module__.partition(".")[0] for each in kind.__mro__}
+
+
+def _name(part: nn.Module) -> str:
+    return f"{type(part).__module__}.{type(part).__qualname__}"
+
+
+def _mark(value: Any, depth: int = 0) -> Any:
+    """Return a mark that compares equal as long as a value is unchanged."""
+    if type(value) in _SIMPLE:
+        return type(value), repr(value)
+    if isinstance(value, nn.Parameter):
+        return nn.Parameter
+    if isinstance(value, torch.Tensor):
+        return _Same(value), None if value.is_inference() else value._version
+    parts = _parts(value, depth)
+    if parts is not None and len(value) <= MOST_PARTS:
+        return type(value), [_mark(part, depth + 1) for part in parts]
+    return _Same(value)
+
+
+def _travels(value: Any, depth: int = 0) -> bool:
+    """Return whether a value can be given to another member."""
+    if type(value) in _SIMPLE:
+        return not isinstance(value, str) or len(value) <= MOST_BYTES
+    if type(value) is torch.Tensor and not depth:
+        return value.layout is torch.strided and value.nbytes <= MOST_BYTES and not value.requires_grad
+    parts = _parts(value, depth)
+    if parts is not None and len(value) <= MOST_PARTS:
+        return all(_travels(part, depth + 1) for part in parts)
+    return False
+
+
+def _is_output(value: Any, depth: int = 0) -> bool:
+    """Return whether a value was computed by a forward pass for its backward pass, and is of no use after that."""
+    if isinstance(value, torch.Tensor):
+        return value.requires_grad
+    return any(_is_output(part, depth + 1) for part in _parts(value, depth) or ())
+
+
+def _parts(value: Any, depth: int) -> list[Any] | None:
+    """Return the entries of a container, keys and values of a dictionary; None for any other value, or too deep."""
+    if type(value) not in (list, tuple, dict) or depth >= _MOST_DEPTH:
+        return None
+    return [each for pair in value.items() for each in pair] if isinstance(value, dict) else list(value)
+
+
+def _placed(value: Any, present: Any) -> Any:
+    """Return a copy of a value; a tensor goes to the device of the present one."""
+    if isinstance(value, torch.Tensor):
+        return value.to(present.device if isinstance(present, torch.Tensor) else compute_device(), copy=True)
+    return copy.deepcopy(value)
+
+
+def _part_from_buffers(module: nn.Module, part: nn.Module, shared: list[str]) -> None:
+    """Give the module new buffers in place of those that are attributes here but not where the state is from: values
+    that are written into buffers afterwards must not change attributes.
+    """
+    mine = part.__dict__.items()
+    apart = {id(held) for name, held in mine if isinstance(held, torch.Tensor) and name not in shared}
+    for each in module.modules() if apart else ():
+        for key, held in each._buffers.items():
+            if held is not None and id(held) in apart:
+                each._buffers[key] = held.clone()
+
+
+ModuleState = dict[str, Any]
+"""State of a module and all below it, as a dictionary.
+
+buffers: by name. transient: names of the buffers that are in no state dict. extra: extra state, by name of the module.
+modes: `training`, by name, of the module itself ("") and of each one below it whose mode differs from its parent's;
+empty if unknown. attributes: see `AttributeState`; missing if unknown.
+
+resized, if present: whether it is for modules of another tensor or expert size, so that only the module itself can tell
+the content of a buffer that has another shape.
+"""
+
+EMPTY: Mapping[str, Any] = {"buffers": {}, "transient": [], "extra": {}, "modes": {}}
+
+
+def state_of(module: nn.Module) -> ModuleState:
+    """Return the state of a module and all below it, not copied."""
+    parts = dict(module.named_modules())
+    state: ModuleState = {"buffers": {}, "transient": [], "extra": {}, "modes": {}}
+    for name, held in module.named_buffers():
+        state["buffers"][name] = held.detach()
+    for name, part in parts.items():
+        for key in part._non_persistent_buffers_set:
+            state["transient"].append(f"{name}.{key}".lstrip("."))
+        if has_extra_state(part):
+            state["extra"][name] = part.get_extra_state()
+        if not name or part.training != parts[name.rpartition(".")[0]].training:
+            state["modes"][name] = part.training
+    state["transient"].sort()
+    state["attributes"] = changed_attributes(module)
+    return state
+
+
+def take_state(module: nn.Module, state: Mapping[str, Any], casts: bool = False) -> None:
+    """Give a module, and those below it, the state of modules of the same names.
+
+    casts: whether floating-point buffers keep the type that they have here. State of modules that are missing here is
+    skipped; a state from an older checkpoint may lack everything but buffers.
+    """
+    if "attributes" in state:
+        take_attributes(module, state["attributes"])
+    transient, written = set(state.get("transient", ())), set[int]()
+    with torch.no_grad():
+        for name, value in state["buffers"].items():
+            parent, _, key = name.rpartition(".")
+            part = _part(module, parent)
+            held = None if part is None else part._buffers.get(key)
+            if part is not None and held is not None and id(held) in written:  # one buffer here, and two there
+                held = part._buffers[key] = held.clone()
+            is_cast = casts and held is not None and held.is_floating_point() and value.is_floating_point()
+            if held is not None and held.shape == value.shape and (held.dtype == value.dtype or is_cast):
+                held.copy_(value)
+                written.add(id(held))
+            elif part is not None and not state.get("resized", False):
+                _replace(module, part, key, value, held, is_persistent=name not in transient)
+    for name, value in state.get("extra", {}).items():
+        part = _part(module, name)
+        if part is not None and has_extra_state(part):
+            part.set_extra_state(value)
+    modes, found = state.get("modes", {}), dict[str, bool]()
+    for name, part in module.named_modules() if modes else ():  # parents first; a class may have its own `train`
+        found[name] = part.training = modes[name] if name in modes else found[name.rpartition(".")[0]]
+
+
+def merged(states: Iterable[Mapping[str, Any]]) -> ModuleState:
+    """Return, for each module and buffer, the entry of the first of these states that has one."""
+    found = copy.deepcopy(dict(EMPTY))
+    for state in reversed([*states]):
+        found["buffers"] |= state["buffers"]
+        found["transient"] = sorted({*found["transient"], *state.get("transient", ())})
+        found["extra"] |= state.get("extra", {})
+        found["modes"] |= state.get("modes", {})
+        if "attributes" in state:
+            found["attributes"] = {**found.get("attributes", {}), **state["attributes"]}
+    return found
+
+
+def pass_on(old: nn.Module, new: nn.Module, is_resized: bool) -> None:
+    """Give a module, not those below it, the mode, attributes, buffers and extra state of its predecessor.
+
+    Buffers are shared. is_resized: see `ModuleState`; only those attributes that are numbers and texts fit then.
+    """
+    new.training = old.training
+    note_one(new)
+    if type(old) is type(new):
+        changed = _changed(old).items()
+        new.__dict__.update({name: held for name, held in changed if type(held) in _SIMPLE or not is_resized})
+    for key, value in old._buffers.items():
+        held = new._buffers.get(key)
+        is_alike = value is not None and held is not None and value.shape == held.shape
+        if is_alike or not is_resized:
+            new._buffers[key] = value
+            new._non_persistent_buffers_set |= {key} & old._non_persistent_buffers_set
+    if has_extra_state(new) and has_extra_state(old):
+        new.set_extra_state(old.get_extra_state())
+
+
+@contextmanager
+def buffers_kept(module: nn.Module) -> Iterator[None]:
+    """Let a forward pass inside the block write into copies of the buffers, which are dropped at its end.
+
+    Autograd may have saved a buffer for the backward pass, so none is written to afterwards. A buffer that the pass
+    itself puts in another's place stays.
+    """
+    copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    places = [(part, key, held) for part in module.modules() for key, held in part._buffers.items() if held is not None]
+    for part, key, held in places:
+        held, copied = copies.setdefault(id(held), (held, held.detach().clone()))
+        part._buffers[key] = copied
+    try:
+        yield
+    finally:
+        for part, key, held in places:
+            if part._buffers.get(key) is copies[id(held)][1]:
+                part._buffers[key] = held
+
+
+def _part(module: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return module.get_submodule(path)
+    except AttributeError:
+        return None
+
+
+def _replace(
+    root: nn.Module, part: nn.Module, key: str, value: torch.Tensor, held: torch.Tensor | None, is_persistent: bool
+) -> None:
+    """Put a buffer in the place of another one, in all modules that share it."""
+    device = compute_device() if held is None else held.device
+    made = value.detach().to(device, copy=True)
+    if held is None:
+        part.register_buffer(key, made, persistent=is_persistent)
+        return
+    for each in root.modules():
+        for name, other in each._buffers.items():
+            if other is held:
+                each._buffers[name] = made

@@ -1,0 +1,418 @@
+"""Rules that DeepSpeed's two kinds of experts have in common, and its native kind: `deepspeed.moe.layer.MoE`.
+
+The logical model is the user's with expert size 1: each expert has parameters of its own, which are named by the
+expert's number in the whole layer, `...deepspeed_experts.5.fc.weight`. A rank has the modules of its own experts only
+and numbers them from 0. The expert axis does not cut tensors but says which ranks have them. All experts of a layer are
+copies of one module (`Experts` makes them so), and a rank's experts are built from that module.
+
+DeepSpeed has no native experts under stage 3. A layer's capacity follows from the tokens of a rank, not from the expert
+size; a layer that drops tokens drops other ones in another world.
+
+Everything hangs on the name `ep_size_N` of an expert size N: the groups of ranks, the marks on parameters
+(`allreduce=False`, `group_name`) and the optimizer groups. Read off DeepSpeed 0.19.8, and measured in
+`tests/adapters/test_experts.py` and `test_moe.py`:
+
+- Ranks. In a pipeline stage, tensor ranks included, N neighbouring ranks are an expert group (a rank's place in it is
+  its *expert index*), and ranks with the same index are an expert-data group. Index i of N holds experts
+  [i * E/N, (i + 1) * E/N) for every tensor index.
+- Optimizer groups. With an optimizer from the configuration `configure_moe_param_groups` takes the experts' tensors out
+  of the user's groups (which need a `name` then). Behind all of these it adds, in the same order, one group for each
+  user's group with experts: a copy of its hyper-parameters with `moe=True` and `name="ep_size_N"`. Within a group,
+  tensors keep the order of the model. A group of more than 178,956,971 elements *on one rank* is split, so the number
+  of groups depends on N. A group that is left without tensors is dropped. A client's optimizer is taken as it is:
+  stages 1 and 2 and BF16_Optimizer require groups marked in this way, stage 3 and stage 0 do not. Tensors that AutoEP
+  replaced in a list of a user's or in a client's optimizer (routers, experts) stand at the end of their group.
+- Stages 1 and 2, BF16_Optimizer. A group of experts is dealt to the W = data x sequence x tensor / N ranks of its
+  expert-data group, and padded at its end to a multiple of 2 W; every other group is dealt as without experts. Rank r's
+  part is that of its place in the expert-data group, r // N.
+- Stage 3. A tensor of experts is cut in ceil(numel / W) elements, where numel counts the expert index's part of it.
+  A sub-group has tensors of one process group only: experts that share an optimizer group with other tensors (in a
+  client's optimizer) come behind these, in sub-groups of their own, even at N = 1. DeepSpeed then has two groups with
+  the same ranks; if one object served as both, the tensors would not be separated.
+- Gradients of experts are divided by the data size, for every N, and added up over the expert-data group: an update
+  does not depend on N. With tensor ranks, gradients of experts are too large by the tensor size, and DeepSpeed divides
+  them by it.
+- The clipping norm of stages 1 to 3 and BF16_Optimizer includes all experts. With tensor ranks stages 1 and 2 count
+  only the experts of tensor index 0, which `all_counted` corrects. In stage 0 DeepSpeed leaves experts out of it in
+  bf16, and in fp32 takes the mean over ranks of the norms of each rank's tensors, which depends on N: `clip` takes the
+  norm of all.
+- Pipelines. These rules hold for the ranks of each stage. ZeRO's stage 1 adds up the norm of each optimizer group over
+  stages, BF16_Optimizer that of experts: a stage without experts must have their group, and take part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import deepspeed.comm as dist
+import torch
+import torch.distributed as td
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.sharded_moe import MOELayer, TopKGate
+from deepspeed.moe.utils import is_moe_param
+from deepspeed.runtime.utils import is_model_parallel_parameter
+from deepspeed.utils import groups
+from torch import nn
+
+from ds_dynatrain.adapters.groups.device import compute_device
+from ds_dynatrain.adapters.model.shaper import (
+    Made,
+    ModelFactory,
+    Shaper,
+    adopt,
+    copied,
+    template_of,
+    with_memory,
+    without_memory,
+)
+from ds_dynatrain.errors import LayoutError, UnsupportedError
+from ds_dynatrain.space import AxisCuts, Layout, Pick
+
+
+def group_name(size: int) -> str:
+    """Return DeepSpeed's name of an expert size."""
+    return f"ep_size_{size}"
+
+
+def expert_index(layout: Layout) -> int:
+    """Return this rank's place in its expert group. The world of the layout must be installed."""
+    return int(groups._get_expert_parallel_rank(group_name(layout.expert)))
+
+
+def check_size(counts: Mapping[str, int], size: int) -> None:
+    """Raise LayoutError, naming the layer and the nearest sizes, unless the size divides the experts of every layer.
+
+    counts: number of experts by the name of the layer.
+    """
+    if not counts and size > 1:
+        raise LayoutError(f"expert={size}: the model has no experts; give the size 1")
+    for name, count in counts.items():
+        if count % size:
+            raise LayoutError(
+                f"expert={size} does not divide the {count} experts of {name!r} (remainder {count % size}); "
+                f"nearest: {_nearest(math.gcd(*counts.values()), size)}"
+            )
+
+
+def refuse_other_axes(layout: Layout, *tried: str) -> None:
+    """Raise LayoutError for axes that were not tested together with experts. tried: axes that were."""
+    known = {"data", "expert", *tried}
+    wide = [f"{axis}={size}" for axis, size in layout.axes().items() if axis not in known and size > 1]
+    if wide:
+        raise LayoutError(f"{layout}: {', '.join(wide)} with experts is not supported; set these axes to 1")
+
+
+def _nearest(whole: int, size: int) -> str:
+    """Return the next divisors of `whole` below and above a size."""
+    divisors = [part for part in range(1, whole + 1) if whole % part == 0]
+    below = [part for part in divisors if part < size][-1:]
+    above = [part for part in divisors if part > size][:1]
+    return ", ".join(f"expert={part}" for part in (*below, *above))
+
+
+def ask_for_present_groups(model: nn.Module) -> None:
+    """Let layers that are still whole ask for the groups of the expert size that the installed world has.
+
+    DeepSpeed's constructor makes groups that are missing, which takes all ranks of the world.
+    """
+    (name,) = groups._get_expert_parallel_group_dict()
+    for layer in layers_with_experts(model):
+        for key in ("ep_group_name", "expert_group_name"):
+            if hasattr(layer, key):
+                setattr(layer, key, name)
+
+
+def enter_layers(engine: Any, size: int) -> None:
+    """Repeat what the engine's constructor sets for layers with experts: its lists of them, and the groups that they
+    use.
+
+    Called once the world is installed and the engine's module has the layers of this rank.
+    """
+    parts = list(engine.module.modules())
+    layers = layers_with_experts(engine.module)
+    marked = [group for group in engine.basic_optimizer.param_groups if group.get("moe")]
+    engine.has_moe_layers = bool(layers or marked)  # a stage without experts takes part in what others do about them
+    engine.num_experts = [layer.num_experts for layer in layers]
+    engine.gate_modules = [part for part in parts if isinstance(part, TopKGate)]
+    engine.moe_layers = [part for part in parts if isinstance(part, MOELayer)]
+    for part in (*engine.gate_modules, *engine.moe_layers):
+        part.wall_clock_breakdown = bool(engine.wall_clock_breakdown())
+    leave_groups(engine.module)
+    for layer in layers:
+        layer.set_deepspeed_parallelism(False)
+    engine.expert_parallel_group = groups._get_expert_parallel_group_dict()
+    engine.expert_data_parallel_group = groups._get_expert_data_parallel_group_dict()
+    for group in marked:
+        group["name"] = group_name(size)
+
+
+def clip(model: nn.Module, limit: float, layout: Layout) -> None:
+    """Clip the gradients of ZeRO stage 0 in fp32 by the norm of all experts, all parts, and the tensors that every rank
+    has.
+
+    The world of the layout must be installed. Tensors that pipeline stages share count on the stage that owns them.
+    """
+    given = [(held, held.grad) for held in model.parameters() if held.grad is not None]
+    squares = torch.zeros(3, device=compute_device())  # of whole tensors, of parts of tensors, of experts
+    for held, gradient in given:
+        if not getattr(held, "ds_pipe_replicated", False):
+            kind = 2 if is_moe_param(held) else int(is_model_parallel_parameter(held))
+            squares[kind] += gradient.detach().float().norm() ** 2
+    dist.all_reduce(squares[2:], group=groups._get_max_expert_parallel_group())
+    if layout.tensor > 1:
+        dist.all_reduce(squares[1:2], group=groups.get_tensor_model_parallel_group())
+    if layout.pipe > 1:
+        dist.all_reduce(squares, group=groups.mpu.get_model_parallel_group())
+    scale = min(1.0, limit / (float(squares.sum().sqrt()) + 1e-6))
+    for _, gradient in given:
+        gradient.mul_(scale)
+
+
+@contextmanager
+def all_counted(model: nn.Module, layout: Layout) -> Iterator[None]:
+    """Make the norm of gradients of ZeRO stages 1 and 2 count all experts inside the block, also with tensor ranks.
+
+    DeepSpeed adds up over all ranks, and counts tensors that are not cut on tensor index 0 alone. But no other rank has
+    the part of the experts that a rank holds.
+    """
+    marked: list[Any] = [held for held in model.parameters() if is_moe_param(held)] if layout.tensor > 1 else []
+    for held in marked:
+        held.tensor_model_parallel = True
+    try:
+        yield
+    finally:
+        for held in marked:
+            del held.tensor_model_parallel
+
+
+def leave_groups(model: nn.Module) -> None:
+    """Let layers hold no group of ranks; a gate accepts a new one only then."""
+    part: Any
+    for part in model.modules():
+        if isinstance(part, TopKGate | MOELayer) or getattr(part, "_is_autoep_layer", False):
+            part.ep_group = None
+
+
+def layers_with_experts(model: nn.Module) -> list[Any]:
+    """Return all layers with experts, native ones and AutoEP's."""
+    return [part for part in model.modules() if isinstance(part, MoE) or getattr(part, "_is_autoep_layer", False)]
+
+
+def refuse_mixed_groups(parameter_groups: Iterable[Mapping[str, Any]]) -> None:
+    """Raise UnsupportedError, with the number of the group, for experts in an optimizer group not marked as theirs.
+
+    DeepSpeed takes such a group in stages 0 and 3 only.
+    """
+    for number, group in enumerate(parameter_groups):
+        routed = [is_moe_param(held) for held in group["params"]]
+        if any(routed) and not (all(routed) and group.get("moe")):
+            raise UnsupportedError(
+                f"optimizer group {number} holds experts and is not marked as a group of experts alone: give the "
+                "optimizer in the configuration, or a function that makes it from "
+                "deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer(...)"
+            )
+
+
+def layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the layers with native experts, by name."""
+    return ((name, part) for name, part in module.named_modules() if isinstance(part, MoE))
+
+
+def start_size(model: nn.Module) -> int:
+    """Return the expert size that the user built the model with; UnsupportedError for layers of several sizes."""
+    sizes = {name: int(layer.ep_size) for name, layer in layers(model)}
+    if len(set(sizes.values())) > 1:
+        found = ", ".join(f"{name!r} has ep_size={size}" for name, size in sizes.items())
+        raise UnsupportedError(f"experts of several sizes: {found}; build all layers of deepspeed.moe with one ep_size")
+    return next(iter(sizes.values()), 1)
+
+
+def dropping(module: nn.Module) -> str | None:
+    """Return the first layer that drops tokens beyond a capacity, so that all its ranks need equal numbers of tokens;
+    or None.
+
+    The capacity follows from the number of tokens. DeepSpeed exchanges buffers of that capacity: ranks with different
+    ones die in the exchange.
+    """
+    return next((name for name, layer in layers(module) if layer.deepspeed_moe.gate.drop_tokens), None)
+
+
+class NativeShaper(Shaper):
+    """Shaper of a model with native experts. owners: see `complete`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        member: int,
+        lists: Sequence[list[nn.Parameter]] = (),
+        factory: ModelFactory | None = None,
+    ) -> None:
+        """Take a user's model over; see `complete`."""
+        self._template = template_of(model, factory)
+        self._cuts: dict[int, dict[str, AxisCuts]] = {}
+        self.owners = complete(model, member, lists)
+
+    def cuts(self, layout: Layout) -> Mapping[str, AxisCuts]:
+        """Return which expert index holds each tensor of an expert; raises LayoutError as `convert` does."""
+        refuse_other_axes(layout)
+        if layout.expert not in self._cuts:
+            self._cuts[layout.expert] = cuts_of(convert(copied(self._template), 1), layout.expert)
+        return self._cuts[layout.expert]
+
+    def make(self, layout: Layout, rank: int) -> Made:
+        """Return the template's children, with as many experts as a rank has."""
+        return Made(convert(copied(self._template), layout.expert))
+
+    def reshape(self, root: nn.Module, layout: Layout, made: Made | None = None) -> None:
+        """Do as `Shaper.reshape` says; new parameters have memory not written yet, buffers are the template's."""
+        made = made or self.make(layout, td.get_rank())
+        adopt(root, with_memory(made.module, next(root.parameters()).dtype))
+
+    def parameters(self, root: nn.Module, layout: Layout) -> dict[str, nn.Parameter]:
+        """Return the parameters, named by the experts' numbers in the whole layer."""
+        return parameters(root, layout)
+
+    def enter(self, engine: Any, layout: Layout) -> None:
+        """Give layers their groups of ranks, also in a module that stays."""
+        enter_layers(engine, layout.expert)
+
+    def leave(self, engine: Any) -> None:
+        """Let layers hold no group of the world."""
+        leave_groups(engine.module)
+
+
+def complete(model: nn.Module, member: int, lists: Sequence[list[nn.Parameter]] = ()) -> dict[int, int]:
+    """Give a user's model all experts of its layers; those of other ranks have no memory.
+
+    member: of the launch. lists: lists of parameters that the caller has, such as an optimizer's; the parameters of all
+    experts are put into them. UnsupportedError for layers of several sizes, or with experts that are not alike.
+
+    Returns the process of the launch that has the first value of each expert's parameter, by the parameter's id, if
+    each process has built only the experts of its own rank; {} if every process has built all of them.
+    """
+    size, owners = start_size(model), dict[int, int]()
+    for path, layer in layers(model):
+        held = layer.deepspeed_moe.experts
+        pattern, mine, whole = _pattern(path, held.deepspeed_experts), list(held.deepspeed_experts), []
+        for number in range(layer.num_experts):
+            index, local = divmod(number, len(mine))
+            whole.append(mine[local] if index == member % size else without_memory(copied(pattern)))
+            if size > 1:
+                owners.update(dict.fromkeys(map(id, whole[-1].parameters()), index))
+        held.deepspeed_experts = nn.ModuleList(whole)
+        _mark(layer, 1)
+    if size > 1:
+        _complete_lists(model, lists)
+    return owners
+
+
+def convert(module: nn.Module, size: int) -> nn.Module:
+    """Give a module on the meta device as many experts as a rank has at an expert size; return it.
+
+    LayoutError for a size that does not divide the experts of a layer.
+    """
+    check_size({name: layer.num_experts for name, layer in layers(module)}, size)
+    resize(module, size)
+    return module
+
+
+def resize(module: nn.Module, size: int) -> None:
+    """Give layers on the meta device as many experts as a rank has at a size, which must divide their number.
+
+    A module without experts, as a stage of a pipeline may be, stays as it is.
+    """
+    for path, layer in layers(module):
+        held, count = layer.deepspeed_moe.experts, layer.num_experts // size
+        pattern, there = _pattern(path, held.deepspeed_experts), list(held.deepspeed_experts)[:count]
+        held.deepspeed_experts = nn.ModuleList([*there, *(copied(pattern) for _ in range(count - len(there)))])
+        _mark(layer, size)
+
+
+def parameters(root: nn.Module, layout: Layout) -> dict[str, nn.Parameter]:
+    """Return the parameters of a rank's module by their logical names. The world of the layout must be installed."""
+    named = names(root, expert_index(layout))
+    return {named[name]: held for name, held in root.named_parameters()}
+
+
+def names(module: nn.Module, index: int) -> dict[str, str]:
+    """Return the logical name of each parameter of a rank's module, by its own name. index: the rank's expert index."""
+    found = {name: name for name, _ in module.named_parameters()}
+    for path, layer in layers(module):
+        for local, prefix, held in _experts(path, layer):
+            number = index * layer.num_local_experts + local
+            of_expert = [name for name, _ in held.named_parameters()]
+            found.update({f"{prefix}.{local}.{name}": f"{prefix}.{number}.{name}" for name in of_expert})
+    return found
+
+
+def _complete_lists(model: nn.Module, lists: Sequence[list[nn.Parameter]]) -> None:
+    """Complete lists that have parameters of some experts of a layer by the same parameters of all its experts."""
+    alike: dict[str, list[nn.Parameter]] = {}
+    for path, layer in layers(model):
+        for _, prefix, held in _experts(path, layer):
+            for name, parameter in held.named_parameters():
+                alike.setdefault(f"{prefix} {name}", []).append(parameter)
+    place = {id(parameter): key for key, held in alike.items() for parameter in held}
+    taken: dict[str, int] = {}
+    for number, listed in enumerate(lists):
+        keys = {place[id(parameter)] for parameter in listed if id(parameter) in place}
+        for key in keys:
+            if taken.setdefault(key, number) != number:
+                raise UnsupportedError(
+                    f"experts of one layer are in several optimizer groups: {key!r}; put all parameters of its "
+                    "experts in one group"
+                )
+        order = [parameter for parameter in model.parameters() if place.get(id(parameter)) in keys]
+        first = next((at for at, parameter in enumerate(listed) if id(parameter) in place), 0)
+        others = [
+            [parameter for parameter in part if id(parameter) not in place] for part in (listed[:first], listed[first:])
+        ]
+        listed[:] = [*others[0], *order, *others[1]]
+
+
+def cuts_of(whole: nn.Module, size: int) -> dict[str, AxisCuts]:
+    """Return the cuts of the tensors of a module with all experts, by name; raises LayoutError as `convert` does."""
+    found = dict(layers(whole))
+    check_size({name: layer.num_experts for name, layer in found.items()}, size)
+    cuts = {name: AxisCuts() for name, _ in whole.named_parameters()}
+    for path, layer in found.items():
+        for number, prefix, held in _experts(path, layer):
+            holder = AxisCuts(expert=Pick(size, (number * size // layer.num_experts,)))
+            cuts.update({f"{prefix}.{number}.{name}": holder for name, _ in held.named_parameters()})
+    return cuts
+
+
+def _experts(path: str, layer: Any) -> Iterator[tuple[int, str, nn.Module]]:
+    """Yield (number here, name of its list, module) of each expert of a layer."""
+    prefix = f"{path}.deepspeed_moe.experts.deepspeed_experts".removeprefix(".")
+    return ((number, prefix, held) for number, held in enumerate(layer.deepspeed_moe.experts.deepspeed_experts))
+
+
+def _mark(layer: Any, size: int) -> None:
+    """Set everything that DeepSpeed's constructors note about the expert size."""
+    routed = layer.deepspeed_moe
+    held, name = routed.experts, group_name(size)
+    for parameter in held.deepspeed_experts.parameters():
+        parameter.allreduce, parameter.group_name = False, name
+    layer.num_local_experts = routed.num_local_experts = held.num_local_experts = layer.num_experts // size
+    layer.ep_size = routed.ep_size = size
+    layer.expert_group_name = routed.ep_group_name = name
+
+
+def _pattern(path: str, experts: nn.ModuleList) -> nn.Module:
+    """Return the module that all experts of a layer copy. UnsupportedError if they differ by now, or hold buffers."""
+    if next(experts.buffers(), None) is not None:
+        raise UnsupportedError(
+            f"the experts of {path!r} have buffers, which would not move with them; make them parameters with "
+            "requires_grad=False, or keep them outside of the experts"
+        )
+    kinds = {tuple((name, held.shape, held.requires_grad) for name, held in one.named_parameters()) for one in experts}
+    if len(kinds) > 1:
+        raise UnsupportedError(
+            f"the experts of {path!r} are not alike: parameters, shapes or requires_grad differ between them, and they "
+            "could not change places; give all experts of a layer the same"
+        )
+    return template_of(experts[0])

@@ -1,0 +1,295 @@
+"""`PipelineModule`: the assignment of layers to stages under a layout, and a module with the layers of another stage.
+
+DeepSpeed names parameters by the number of their layer in the whole model, or by the key of a tie, whatever the number
+of stages; so the logical tensors are those of the module with one stage. A `PipelineTemplate` keeps its layers without
+memory, and the module makes the layers of its stage from them.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import is_moe_param
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.utils import partition_balanced, partition_uniform
+from torch import nn
+
+from ds_dynatrain.adapters.model.shaper import copied, template_of
+from ds_dynatrain.errors import LayoutError, UnsupportedError
+from ds_dynatrain.space import Layout
+
+PARAMETERS, UNIFORM, TYPE, PROFILE = "parameters", "uniform", "type:", "profile"
+"""DeepSpeed's partition methods; "type:" is followed by a pattern for the names of layer classes, and "profile" is a
+name without anything behind it there."""
+Cut = Callable[[int, int], tuple[int, ...]]
+"""(number of layers, number of stages) -> boundaries."""
+
+
+def is_pipeline(model: nn.Module) -> bool:
+    """Return whether DeepSpeed would give the model a pipeline engine."""
+    return isinstance(model, PipelineModule)
+
+
+@dataclass(frozen=True, eq=False)
+class PipelineTemplate:
+    """The layers of a `PipelineModule` before it was cut, without memory.
+
+    layers: template of each layer, None for a function. keys: key of each layer's tie, or None. names: name of each
+    layer in the partition method. tied: by key, the attributes whose gradients DeepSpeed adds up over stages. parts:
+    the boundaries that the module was built with; they hold for as many stages, unless the method is "profile". cut:
+    partitions the layers for that method. counts_all: whether a partition by parameters counts all experts, not only
+    those of a rank.
+    """
+
+    layers: tuple[nn.Module | None, ...]
+    keys: tuple[str | None, ...]
+    names: tuple[str | None, ...]
+    tied: Mapping[str, tuple[str, ...]]
+    method: str = PARAMETERS
+    parts: tuple[int, ...] = ()
+    cut: Cut | None = None
+    counts_all: bool = False
+
+    @staticmethod
+    def of(model: PipelineModule, method: str = PARAMETERS, cut: Cut | None = None) -> PipelineTemplate:
+        """Read a module that has all layers, and let it make its layers from the template from now on.
+
+        UnsupportedError, naming the part, for a module that cannot be cut into stages in more than one way.
+        """
+        refuse_uncuttable(model)
+        refuse_shared(model)
+        specs: Sequence[Any] = model._layer_specs
+        built = [_built(model, number, spec) for number, spec in enumerate(specs)]
+        kept = {id(module): template_of(module) for module in built if module is not None}
+        template = PipelineTemplate(
+            tuple(None if module is None else kept[id(module)] for module in built),
+            tuple(spec.key if isinstance(spec, TiedLayerSpec) else None for spec in specs),
+            tuple(map(_name, specs)),
+            {key: tuple(attributes) for key, attributes in model.tied_weight_attrs.items()},
+            method.lower(),
+            tuple(map(int, model.parts)),
+            cut,
+        )
+        model._layer_specs = [
+            spec if layer is None else giving(spec, partial(copied, layer))
+            for spec, layer in zip(specs, template.layers, strict=True)
+        ]
+        return template
+
+    def boundaries(self, layout: Layout) -> tuple[int, ...]:
+        """Return the first layer of each stage, and the number of layers, as DeepSpeed partitions them.
+
+        LayoutError if a stage would have no layer.
+        """
+        count, found = len(self.layers), layout.boundaries
+        if found is not None and found[-1] != count:
+            raise LayoutError(
+                f"boundaries={found} end with layer {found[-1]}, and the model has {count} layers; give boundaries "
+                f"that end with {count}"
+            )
+        if found is None and layout.pipe > count:
+            raise LayoutError(
+                f"pipe={layout.pipe} stages share {count} layers, and each needs one; nearest: pipe={count}"
+            )
+        return found or self._partition(layout.pipe, layout.expert)
+
+    def stages(self, layout: Layout) -> dict[str, tuple[int, ...]]:
+        """Return the stages that hold each logical tensor, by name, ascending; several for a tied one.
+
+        UnsupportedError, naming the tensor, for one that would have several owners and is not tied.
+        """
+        parts = self.boundaries(layout)
+        found: dict[str, tuple[int, ...]] = {}
+        for layer, key, prefix in zip(self.layers, self.keys, self.prefixes(), strict=True):
+            if layer is None:
+                continue
+            held = self._holders(parts, prefix)
+            for name, parameter in layer.named_parameters():
+                is_tied = key is None or name in self.tied[key] or not parameter.requires_grad
+                if len(held) > 1 and not is_tied:
+                    raise UnsupportedError(
+                        f"{prefix}.{name} is on stages {', '.join(map(str, held))} and not in `tied_weight_attr`: each "
+                        "of them would train a copy of its own; put it into a layer of its own"
+                    )
+                found[f"{prefix}.{name}"] = held
+        return found
+
+    def prefixes(self) -> tuple[str, ...]:
+        """Prefix of the names under which each layer's parameters are registered."""
+        return tuple(str(at) if key is None else f"tied_modules.{key}" for at, key in enumerate(self.keys))
+
+    def ties(self, layout: Layout) -> dict[str, tuple[int, ...]]:
+        """Return the stages that share each tie, by its key in DeepSpeed's order; the first one is its owner."""
+        parts = self.boundaries(layout)
+        return {key: self._holders(parts, f"tied_modules.{key}") for key in sorted(self.tied)}
+
+    def layers_by_stage(self, layout: Layout) -> tuple[tuple[str, ...], ...]:
+        """Return the names of the modules that each stage has, without functions; a tied one is listed once."""
+        names = [None if layer is None else name for layer, name in zip(self.layers, self.prefixes(), strict=True)]
+        pairs = itertools.pairwise(self.boundaries(layout))
+        return tuple(tuple(dict.fromkeys(filter(None, names[start:stop]))) for start, stop in pairs)
+
+    @property
+    def whole(self) -> nn.Module:
+        """One module of all layers, with DeepSpeed's names; without memory."""
+        made, tied = nn.Module(), nn.ModuleDict()
+        for layer, key, prefix in zip(self.layers, self.keys, self.prefixes(), strict=True):
+            if layer is not None:
+                (made if key is None else tied).add_module(key or prefix, layer)
+        made.add_module("tied_modules", tied)
+        return made
+
+    def converted(self, convert: Callable[[nn.Module], None]) -> PipelineTemplate:
+        """Return the same stages with other layers: `convert` alters copies of them all, in a module like `whole`."""
+        copies = {id(layer): copied(layer) for layer in self.layers if layer is not None}
+        made = replace(self, layers=tuple(None if each is None else copies[id(each)] for each in self.layers)).whole
+        convert(made)
+        found = (None if each is None else self.layer_in(made, at) for at, each in enumerate(self.layers))
+        return replace(self, layers=tuple(found), counts_all=True)
+
+    def layer_in(self, whole: nn.Module, number: int) -> nn.Module:
+        """Return a layer that is not a function from a module like `whole`."""
+        return whole.get_submodule(self.prefixes()[number])
+
+    def _holders(self, parts: Sequence[int], prefix: str) -> tuple[int, ...]:
+        return tuple(sorted({_stage(parts, number) for number, each in enumerate(self.prefixes()) if each == prefix}))
+
+    def _partition(self, pipe: int, expert: int) -> tuple[int, ...]:
+        if self.method == PROFILE and self.cut is not None:
+            return self.cut(len(self.layers), pipe)
+        if pipe == len(self.parts) - 1:
+            return self.parts
+        if self.method == UNIFORM:
+            parts = partition_uniform(num_items=len(self.layers), num_parts=pipe)
+        else:
+            parts = partition_balanced(weights=self._weights(expert), num_parts=pipe)
+        return tuple(map(int, parts))
+
+    def _weights(self, expert: int) -> list[int]:
+        """Return the weight of each layer in the partition method, for a rank that has 1 in `expert` of its experts."""
+        if self.method == PARAMETERS:
+            expert = 1 if self.counts_all else expert
+            return [_trained(layer, expert) for layer in self.layers]
+        if not self.method.startswith(TYPE):
+            raise LayoutError(
+                f"no partition method {self.method!r}; give PipelineModule(partition_method=...) {PARAMETERS!r}, "
+                f"{UNIFORM!r} or '{TYPE}CLASS'"
+            )
+        pattern = re.compile(self.method.split(":")[1], re.IGNORECASE)
+        weights = [int(name is not None and pattern.search(name) is not None) for name in self.names]
+        if not any(weights):
+            raise LayoutError(
+                f"partition method {self.method!r}: none of the {len(self.names)} layers is of a class with such a "
+                f"name; name the class of a layer, or give PipelineModule(partition_method={UNIFORM!r})"
+            )
+        return weights
+
+
+def giving(spec: Any, build: Callable[[], nn.Module]) -> LayerSpec:
+    """Return a description of a layer that the module builds it from: the user's, but with `build` to make it."""
+    kept = copy.copy(spec) if isinstance(spec, LayerSpec) else LayerSpec(type(spec))
+    kept.build = build
+    return kept
+
+
+def layer_of(name: str) -> str:
+    """Return the first part of a parameter's name: the number of its layer, or the key of its tie."""
+    parts = name.split(".")
+    return ".".join(parts[:2]) if parts[0] == "tied_modules" else parts[0]
+
+
+def _stage(parts: Sequence[int], number: int) -> int:
+    return next(stage for stage, (start, stop) in enumerate(itertools.pairwise(parts)) if start <= number < stop)
+
+
+def _trained(layer: nn.Module | None, expert: int = 1) -> int:
+    """Return the elements that a rank trains of a layer, at an expert size that divides its experts."""
+    held = [] if layer is None else [each for each in layer.parameters() if each.requires_grad]
+    routed = sum(each.numel() for each in held if is_moe_param(each))
+    return sum(each.numel() for each in held) - routed + routed // expert
+
+
+def _name(spec: Any) -> str | None:
+    """Return the name of a layer that DeepSpeed's "type:" method matches."""
+    if isinstance(spec, LayerSpec):
+        return str(spec.typename.__name__)
+    return type(spec).__name__ if isinstance(spec, nn.Module) else getattr(spec, "__name__", None)
+
+
+def _built(model: PipelineModule, number: int, spec: Any) -> nn.Module | None:
+    """Return the module of a layer, None if it is a function."""
+    if isinstance(spec, TiedLayerSpec):
+        tied: nn.Module = model.tied_modules[spec.key]
+        return tied
+    return model._modules[str(number)] if isinstance(spec, LayerSpec | nn.Module) else None
+
+
+def refuse_uncuttable(model: PipelineModule) -> None:
+    """Raise UnsupportedError for a module whose stages cannot be told from its layers."""
+    kind = type(model)
+    if any(each.__name__ == "DualPipeVModule" for each in kind.__mro__):
+        raise UnsupportedError(
+            "DualPipeVModule: its stages hold layers of two places; build the model as a deepspeed.pipe.PipelineModule"
+        )
+    axes = [axis for axis in model._topo.get_axis_names() if axis not in ("pipe", "data")]
+    if axes:
+        raise UnsupportedError(
+            f"PipelineModule over a topology with {', '.join(axes)}; leave topology= out and give num_stages="
+        )
+    for method in ("_build", "_partition_layers", "_set_bounds"):
+        if getattr(kind, method) is not getattr(PipelineModule, method):
+            raise UnsupportedError(
+                f"{kind.__name__} has a {method} of its own, which switches do not follow; leave it out, and give "
+                "boundaries to engine.switch"
+            )
+
+
+def refuse_stage_of_another(model: nn.Module, member: int) -> None:
+    """Raise UnsupportedError for a module built while `torch.distributed` had the world of an engine with
+    other ranks.
+    """
+    if is_pipeline(model) and model.global_rank != member:
+        raise UnsupportedError(
+            f"PipelineModule: it was built as rank {model.global_rank} of another engine's world, and this is process "
+            f"{member}; build all models before the first engine switches"
+        )
+
+
+def refuse_shared(model: PipelineModule) -> None:
+    """Raise UnsupportedError for a parameter of a module with all layers that would be on two stages, or on none."""
+    for key, tied in model.tied_modules.items():
+        if any(isinstance(part, MoE) for part in tied.modules()):
+            raise UnsupportedError(
+                f"tied_modules.{key} has a layer of deepspeed.moe: stages would share experts, of which a rank has a "
+                "part; put it into a layer of its own"
+            )
+    owners: dict[int, str] = {}
+    for title, module in _parts(model):
+        for name, parameter in module.named_parameters():
+            if owners.setdefault(id(parameter), title) != title:
+                raise UnsupportedError(
+                    f"parameter {name!r} of {title} is that of {owners[id(parameter)]}, too: on two stages it would "
+                    "be two; use TiedLayerSpec for both layers"
+                )
+    strays = [name for name, parameter in model.named_parameters() if id(parameter) not in owners]
+    if strays:
+        raise UnsupportedError(
+            f"parameter {strays[0]!r} is in no layer of the PipelineModule; move it into one of the layers"
+        )
+
+
+def _parts(model: PipelineModule) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (title, module) of everything that a stage holds or does not hold as a whole."""
+    for key, module in model.tied_modules.items():
+        yield f"tied_modules.{key}", module
+    for number, spec in enumerate(model._layer_specs):
+        module = _built(model, number, spec)
+        if module is not None and not isinstance(spec, TiedLayerSpec):
+            yield f"layer {number}", module

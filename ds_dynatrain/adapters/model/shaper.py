@@ -1,0 +1,229 @@
+"""Means by which a model follows a layout: a template without memory, new children for the same root, and the shaper.
+
+A template's parameters are on the meta device. Its buffers are real copies: a rotary table that is in no checkpoint is
+made in a constructor, which is not run again. A rebuild gives the root module other children; the root itself, and
+with it every reference to it, stays.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_dynatrain.adapters.groups.device import HOST, compute_device
+from ds_dynatrain.adapters.zero.no_alloc import stand_in
+from ds_dynatrain.errors import LayoutError, UnsupportedError
+from ds_dynatrain.space import AxisCuts, Layout, is_partitioned
+
+ModelFactory = Callable[[], nn.Module]
+WAY_OUT = "pass `model_factory=`, a function that builds the model anew"
+
+HOOKS = (
+    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks"),
+)
+"""Hooks that a module calls in a step. A template leaves them out, because they may hold any object, even an engine."""
+
+
+def template_of(module: nn.Module, factory: ModelFactory | None = None) -> nn.Module:
+    """Return the template of a module that only `zero.Init`, if any part of DeepSpeed, has altered.
+
+    It is never trained, and no other object holds it. Tied parameters are tied, modules in two places are one object,
+    and the parameters' own attributes (such as DeepSpeed's flags for optimizers) are kept. Hooks that a step calls are
+    left out. factory: builds the module anew, for one that cannot be copied. UnsupportedError, naming the part, for a
+    module that cannot be copied or a factory of another one.
+    """
+    if factory is None:
+        return copied(module)
+    made = factory()
+    wanted, found = _shapes(module), _shapes(made)
+    different = sorted(name for name in {*wanted, *found} if wanted.get(name) != found.get(name))
+    if different:
+        name = different[0]
+        raise UnsupportedError(
+            f"initialize(model_factory=...) builds another model: {name!r} is {found.get(name)} in it and "
+            f"{wanted.get(name)} in the one that initialize was given; build the same model in both"
+        )
+    return copied(made)
+
+
+def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(getattr(held, "ds_shape", held.shape)) for name, held in module.named_parameters()}
+
+
+def copied(module: nn.Module) -> nn.Module:
+    """Return a module of its own: parameters on the meta device, buffers real. See `template_of`."""
+    memo: dict[int, Any] = {}
+    for name, held in module.named_parameters():
+        memo[id(held)] = _meta(name, held)
+    for part in module.modules():
+        memo.update({id(table): type(table)() for key in HOOKS if (table := part.__dict__.get(key)) is not None})
+    try:
+        return copy.deepcopy(module, memo)
+    except Exception as error:
+        raise UnsupportedError(
+            f"a template of {type(module).__name__} cannot be made: {_culprit(module, memo)} cannot be copied "
+            f"({type(error).__name__}: {error}); {WAY_OUT}"
+        ) from error
+
+
+def _meta(name: str, held: nn.Parameter) -> nn.Parameter:
+    if type(held) is not nn.Parameter:
+        raise UnsupportedError(f"parameter {name!r} is a {type(held).__name__}, not a plain nn.Parameter; {WAY_OUT}")
+    shape = getattr(held, "ds_shape", held.shape)
+    made = nn.Parameter(torch.empty(shape, dtype=held.dtype, device="meta"), requires_grad=held.requires_grad)
+    for key, value in held.__dict__.items():
+        if not callable(value) and not key.startswith("ds_"):
+            setattr(made, key, value)
+    return made
+
+
+def _culprit(module: nn.Module, memo: dict[int, Any]) -> str:
+    """Return the innermost part of a module that cannot be copied, for a message."""
+    for name, part in reversed(list(module.named_modules())):
+        for key, value in part.__dict__.items():
+            if key != "_modules":
+                try:
+                    copy.deepcopy(value, dict(memo))
+                except Exception:
+                    return f"{key!r} of {name or 'the model'!r} ({type(part).__name__})"
+    return "the model"
+
+
+_TABLES = ("_modules", "_parameters")
+
+
+@dataclass(frozen=True, eq=False)
+class Made:
+    """Children for a root module, held by a module of their own on the meta device, and attributes to set on
+    the root.
+    """
+
+    module: nn.Module
+    on_root: Mapping[str, Any] = field(default_factory=dict)
+
+
+def with_memory(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Give every parameter on the meta device unwritten memory of type `dtype`.
+
+    Tied parameters stay tied; flags and attributes of a parameter stay with it, its hooks do not. Untouched memory of
+    the host costs no time, and no page of it exists yet; an accelerator's memory is not written either.
+    """
+    device = compute_device()
+
+    def memory(held: nn.Parameter) -> torch.Tensor:
+        return torch.empty(held.shape, dtype=dtype) if device == HOST else stand_in(held.shape, dtype, device)
+
+    return _over(module, memory)
+
+
+def without_memory(module: nn.Module) -> nn.Module:
+    """Give every parameter its shape over one element, as its values are elsewhere. Tied ones stay tied."""
+    return _over(module, lambda held: stand_in(held.shape, held.dtype, compute_device()))
+
+
+def _over(module: nn.Module, memory: Callable[[nn.Parameter], torch.Tensor]) -> nn.Module:
+    """Replace each parameter by a new one over `memory(parameter)`; attributes that are set on it stay."""
+    made: dict[int, nn.Parameter] = {}
+    for part in module.modules():
+        for name, held in part._parameters.items():
+            if held is None:
+                continue
+            if id(held) not in made:
+                made[id(held)] = nn.Parameter(memory(held), requires_grad=held.requires_grad)
+                made[id(held)].__dict__.update(held.__dict__)
+            part._parameters[name] = made[id(held)]
+    return module
+
+
+def adopt(root: nn.Module, made: nn.Module) -> None:
+    """Give `root` the children and parameters of `made`, which must not be used afterwards. Buffers of `root` stay."""
+    for table in _TABLES:
+        setattr(root, table, getattr(made, table))
+
+
+def pass_hooks_on(old: Mapping[str, nn.Module], new: Mapping[str, nn.Module]) -> None:
+    """Give modules the hooks that users put on the former modules of the same names.
+
+    Both share one table, so the handle that removes a hook works for both. A hook that is a method of a former module
+    becomes that of its successor.
+    """
+    heirs = {id(part): new[name] for name, part in old.items() if name in new}
+    for name, part in old.items():
+        for table in HOOKS:
+            hooks = part.__dict__.get(table)
+            if hooks and name in new:
+                moved = {key: _moved(hook, heirs) for key, hook in hooks.items()}
+                same = all(moved[key] is hook for key, hook in hooks.items())
+                new[name].__dict__[table] = hooks if same else type(hooks)(moved)
+
+
+def _moved(hook: Any, heirs: Mapping[int, nn.Module]) -> Any:
+    if isinstance(hook, MethodType) and id(hook.__self__) in heirs:
+        return MethodType(hook.__func__, heirs[id(hook.__self__)])
+    return hook
+
+
+class Shaper:
+    """One way of dealing models out to ranks. No call is a collective, and none needs a full-size tensor.
+
+    This base class serves models that are dealt out by data and sequence only. owners: process of the launch that has
+    the first value of a parameter, by the parameter's id; process 0 has those of all others.
+    """
+
+    owners: Mapping[int, int] = MappingProxyType({})
+    autoep: Any = None
+    """The `Conversion` of a model whose layers with experts are AutoEP's."""
+
+    def cuts(self, layout: Layout) -> Mapping[str, AxisCuts]:
+        """Return how each logical tensor is dealt out under a layout, by its name; for any layout, installed or not.
+
+        LayoutError, with the arithmetic and the nearest valid size, for a layout that the model cannot take;
+        UnsupportedError naming the parameter that DeepSpeed does not describe.
+        """
+        raise LayoutError(f"{layout}: this model has no axis but data and sequence; set the other axes to 1")
+
+    def whole(self, root: nn.Module) -> nn.Module:
+        """Return a module with all layers of the model, of which the root may have some; without memory."""
+        return root
+
+    def refuse_to_train(self, names: Collection[str]) -> None:
+        """Raise SwitchRefused, naming it, for a tensor to be trained from now on that cannot be in every layout."""
+
+    def make(self, layout: Layout, rank: int) -> Made | None:
+        """Build the children of a rank under `layout`, ahead of `reshape`; None if `reshape` makes them in the root
+        itself.
+
+        Call it in any thread, whichever world is installed; it changes no object that training uses.
+        """
+        return None
+
+    def reshape(self, root: nn.Module, layout: Layout, made: Made | None = None) -> None:
+        """Give the root the children of this rank under `layout`, whose world must be installed.
+
+        made: result of `make` for this rank, which this call uses up; made now if None. Every parameter is a new one of
+        its local shape. Children are replaced, never changed: a switch that fails puts the old ones back.
+        """
+        if is_partitioned(layout):
+            self.cuts(layout)
+
+    def parameters(self, root: nn.Module, layout: Layout) -> dict[str, nn.Parameter]:
+        """Return the parameters of a root in the shape of `layout` on this rank, by the names of the logical
+        tensors.
+        """
+        return dict(root.named_parameters())
+
+    def enter(self, engine: Any, layout: Layout) -> None:
+        """Set what DeepSpeed's constructor would have set in the engine for these axes. Called after `reshape`."""
+
+    def leave(self, engine: Any) -> None:
+        """Undo `enter`, and let go of the groups of its world."""
+
+    def configure(self, config: dict[str, Any], layout: Layout) -> None:
+        """Write the sizes of a layout into DeepSpeed's configuration, in place."""

@@ -1,0 +1,212 @@
+"""Shape of a model under the sizes of the pipe, expert and tensor axes: the cuts of its tensors, and its local module.
+
+There is one shaper for each of DeepSpeed's ways to deal a model out. A change of these sizes, or of a member's place on
+these axes, gives the root module other children; the root itself, and with it every reference to it, stays.
+
+ZeRO's cuts follow from numbers of DeepSpeed's configuration, which `rules_of` returns in the form that `space` needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_dynatrain.adapters.model import auto_ep as experts
+from ds_dynatrain.adapters.model import moe
+from ds_dynatrain.adapters.model.module_state import note_one, pass_on
+from ds_dynatrain.adapters.model.moe import layers_with_experts
+from ds_dynatrain.adapters.model.pipeline_layers import Cut, is_pipeline
+from ds_dynatrain.adapters.model.shaper import ModelFactory, Shaper, pass_hooks_on
+from ds_dynatrain.adapters.model.stage_module import PipelineShaper
+from ds_dynatrain.adapters.model.ulysses import spread_layers
+from ds_dynatrain.adapters.versions.deepspeed_versions import aligns_parameters, present
+from ds_dynatrain.adapters.zero.optimizers import holds_flat_groups
+from ds_dynatrain.errors import ConfigError, LayoutError
+from ds_dynatrain.space import Layout, Partition, ZeroRules
+from ds_dynatrain.support.axes import EXPERTS, NATIVE_EXPERTS, PIPELINE, ULYSSES, Features
+
+_STRUCTURE = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
+
+
+def shaper_of(
+    model: nn.Module,
+    config: Mapping[str, Any],
+    member: int = 0,
+    lists: Sequence[list[nn.Parameter]] = (),
+    factory: ModelFactory | None = None,
+    owners: Mapping[int, int] | None = None,
+    cut: Cut | None = None,
+) -> Shaper:
+    """Return the shaper of a user's model that DeepSpeed has not altered yet; the shaper takes the model over.
+
+    From then on the model has one parameter for each logical tensor. member: of the launch. lists: lists of the model's
+    parameters that the caller has, such as an optimizer's. factory: builds the model anew, if it cannot be copied.
+    owners: see `put_together`. cut: partitions layers into stages if `pipeline.partition` is "profile".
+    """
+    if is_pipeline(model):
+        return PipelineShaper(model, config, member, lists, owners, cut)
+    if experts.is_on(config):
+        return experts.AutoEPShaper(model, config, listed=bool(lists), factory=factory)
+    if layers_with_experts(model):
+        return moe.NativeShaper(model, member, lists, factory)
+    if present().has_autotp:
+        from ds_dynatrain.adapters.model.auto_tp import TensorShaper
+
+        return TensorShaper.of(model, config, factory)
+    return Shaper()
+
+
+def start_tensor_size(config: Mapping[str, Any], named: int | None) -> int:
+    """Return the tensor size to start with: `named` by `dynatrain.layout`, else DeepSpeed's own, else 1.
+
+    ConfigError if both are given and differ.
+    """
+    own = (config.get("tensor_parallel") or {}).get("autotp_size") or None  # 0 is its word for none
+    if named is not None and own is not None and own != named:
+        raise ConfigError(
+            f"tensor_parallel.autotp_size is {own} and dynatrain.layout.tensor is {named}; leave "
+            "tensor_parallel.autotp_size out"
+        )
+    return named or own or 1
+
+
+def start_expert_size(model: nn.Module, config: Mapping[str, Any], asked: int | None) -> int:
+    """Return the expert size to start with.
+
+    asked: size in the `dynatrain` block, None if it leaves it to DeepSpeed's settings. ConfigError if two sizes differ.
+    """
+    settled: int | None = None
+    if experts.is_on(config) and config["expert_parallel"].get("autoep_size") is not None:
+        settled, where = experts.start_size(config), "expert_parallel.autoep_size"
+    elif layers_with_experts(model) and moe.start_size(model) > 1:
+        settled, where = moe.start_size(model), "ep_size of the model's layers"
+    if settled is not None and asked not in (None, settled):
+        raise ConfigError(
+            f"dynatrain.layout.expert is {asked} and {where} is {settled}; leave dynatrain.layout.expert out, or set "
+            f"it to {settled}"
+        )
+    return settled or asked or 1
+
+
+def partition_of(shaper: Shaper, names: tuple[str, ...], layout: Layout) -> Partition:
+    """Return the cuts of all logical tensors in the order of `names`; LayoutError for one that the shaper
+    leaves out.
+    """
+    cuts = shaper.cuts(layout)
+    missing = [name for name in names if name not in cuts]
+    if missing:
+        raise LayoutError(
+            f"{layout}: nothing says how {missing[0]!r} is dealt out ({len(missing)} such tensors); register it in a "
+            "module of the model before initialize, or set pipe, expert and tensor to 1"
+        )
+    return tuple(cuts[name] for name in names)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The inputs that determine a root's children: the sizes of the axes, and the place of this member on them."""
+
+    pipe: int
+    boundaries: tuple[int, ...] | None
+    expert: int
+    tensor: int
+    place: tuple[int, int, int]
+
+    @staticmethod
+    def of(layout: Layout, rank: int) -> Shape:
+        """Return the shape of a rank of a layout."""
+        at = layout.coordinate(rank)
+        place = (at["pipe"], layout.expert_place(rank)[0], at["tensor"])
+        return Shape(layout.pipe, layout.boundaries, layout.expert, layout.tensor, place)
+
+    def resizes(self, other: Shape) -> bool:
+        """Return whether modules of the other shape have other parts of their tensors."""
+        return (self.expert, self.tensor) != (other.expert, other.tensor)
+
+
+WHOLE_SHAPE = Shape(1, None, 1, 1, (0, 0, 0))
+
+
+@dataclass(frozen=True, eq=False)
+class Children:
+    """A root module's children and own tensors at one time."""
+
+    tables: Mapping[str, Any]
+    others: Mapping[str, Any]
+
+    @staticmethod
+    def of(root: nn.Module) -> Children:
+        """Note the children of a root. Later changes of the root must replace them and never alter them."""
+        tables = {name: type(root.__dict__[name])(root.__dict__[name]) for name in _STRUCTURE}
+        others = {name: value for name, value in root.__dict__.items() if name not in _STRUCTURE}
+        return Children(tables, others)
+
+    def pass_on(self, root: nn.Module, is_resized: bool) -> None:
+        """Give new children everything but parameters, and the user's hooks. is_resized: see
+        `module_state.ModuleState`.
+
+        A child without a predecessor gets the mode of its parent.
+        """
+        old = {name: child for first, part in self._named() for name, child in _below(first, part)}
+        new = {name: child for first, part in root.named_children() for name, child in _below(first, part)}
+        for name, child in new.items():
+            note_one(child)
+            child.training = new.get(name.rpartition(".")[0], root).training
+            if name in old:
+                pass_on(old[name], child, is_resized)
+        pass_hooks_on(old, new)
+
+    def _named(self) -> list[tuple[str, nn.Module]]:
+        return [(name, child) for name, child in self.tables["_modules"].items() if child is not None]
+
+    def put_back(self, root: nn.Module) -> None:
+        """Give the root these children and tensors again."""
+        root.__dict__.clear()
+        root.__dict__.update(self.others)
+        for name, table in self.tables.items():
+            root.__dict__[name] = type(table)(table)
+
+
+def _below(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return a module and all below it, by their names in the root."""
+    return [(f"{name}.{inner}" if inner else name, part) for inner, part in module.named_modules()]
+
+
+ALIGNED_BYTES = 16
+"""Multiple that `parameter_alignment` rounds the start of a tensor up to."""
+
+
+def rules_of(host: Any) -> ZeroRules:
+    """Return the rules of all layouts, from DeepSpeed's own reading of the configuration.
+
+    ZeRO-3's persistent parameters are parts like any others: they are gathered again at their first use. Without ZeRO
+    DeepSpeed uses its BF16_Optimizer, as at stage 1, for a pipeline in bf16.
+    """
+    itemsize = int(host.model_map.dtype.itemsize)
+    types, is_apart = host.engine.get_data_types(), host.in_leaves or host.engine.zero_cpu_offload()
+    accumulates = types == (torch.bfloat16, torch.float32) and not is_apart  # in BF16_Optimizer
+    flat = frozenset({2} if accumulates else {1, 2})
+    return ZeroRules(
+        flat_without_zero=holds_flat_groups(host.basic_optimizer, host.element_types),
+        parts_without_zero=is_pipeline(host.module) and host.model_map.dtype == torch.bfloat16,
+        sub_group_size=int(host.engine.zero_sub_group_size()),
+        round_robin_stages=flat if host.engine.zero_round_robin_gradients() else frozenset(),
+        aligned_stages=flat if aligns_parameters(host.engine) else frozenset(),
+        weight_alignment=ALIGNED_BYTES // gcd(ALIGNED_BYTES, itemsize),
+    )
+
+
+def features_of(model: nn.Module, config: Mapping[str, Any], mpu: Any) -> Features:
+    """Return what decides in which layouts DeepSpeed trains a model that it has not altered yet; see `support/axes`."""
+    found = {
+        PIPELINE: is_pipeline(model),
+        EXPERTS: experts.is_on(config),
+        NATIVE_EXPERTS: any(moe.layers(model)),
+        ULYSSES: mpu is not None or any(spread_layers(model)),
+    }
+    return frozenset(feature for feature, is_there in found.items() if is_there)

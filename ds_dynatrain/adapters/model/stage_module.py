@@ -1,0 +1,449 @@
+"""A `PipelineModule` whose layers and place in the world change, while it stays the same object.
+
+AutoEP in a pipeline: `moe_layer_pattern` matches names like "3.mlp", with the layer's number in the whole model, for
+every number of stages. So all layers are converted together, in one module with these names, without memory: once for
+each expert size, to learn its cuts, and for a rank's place when its stage is built. Plain DeepSpeed converts each stage
+by itself and raises if it finds no layer to convert; here a stage may be without experts.
+
+DeepSpeed partitions the module before it converts it, so a layer's weight in the partition does not depend on the
+expert size.
+
+A module that was built in stages, as DeepSpeed's own scripts do it, has one stage's layers in each process. It gets all
+layers, like a module with `num_stages=1`; layers of other stages are built from their specs and have no memory except
+for buffers. A layer's owner, the first process of the first stage with it, decides its values, `requires_grad` and
+buffers. Lists of parameters, which each process has made for its own stage, are put together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import torch
+import torch.distributed as td
+from deepspeed.moe.layer import MoE
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid
+from torch import nn
+
+from ds_dynatrain.adapters.groups.device import HOST, compute_device
+from ds_dynatrain.adapters.groups.process_groups import is_known
+from ds_dynatrain.adapters.groups.world import World
+from ds_dynatrain.adapters.model import auto_ep as experts
+from ds_dynatrain.adapters.model import moe
+from ds_dynatrain.adapters.model.auto_ep import Conversion
+from ds_dynatrain.adapters.model.moe import enter_layers, layers_with_experts, leave_groups
+from ds_dynatrain.adapters.model.pipeline_layers import PARAMETERS, Cut, PipelineTemplate, giving, is_pipeline, layer_of
+from ds_dynatrain.adapters.model.shaper import Made, Shaper, with_memory, without_memory
+from ds_dynatrain.adapters.versions.replaced import replaced
+from ds_dynatrain.adapters.zero.incoming import seeded
+from ds_dynatrain.adapters.zero.no_alloc import is_stand_in, stand_in
+from ds_dynatrain.errors import ConfigError, LayoutError, SwitchRefused, UnsupportedError
+from ds_dynatrain.space import AxisCuts, Layout
+
+
+class StageGrid(PipelineParallelGrid):  # type: ignore[misc]
+    """DeepSpeed's grid for one rank of a world, over groups that exist; building it is no collective.
+
+    Ranks count pipe first, then data, as in DeepSpeed's.
+    """
+
+    def __init__(self, world: World, rank: int) -> None:
+        layout = world.layout
+        self._topo = PipeDataParallelTopology(num_pp=layout.pipe, num_dp=layout.data)
+        self._world = world
+        self.global_rank, self.world_size = rank, layout.world_size
+        self.data_parallel_size, self.pipe_parallel_size = layout.data, layout.pipe
+        self.model_parallel_size = self.slice_parallel_size = 1
+        self.stage_id, self.data_parallel_id = self.get_stage_id(), self.get_data_parallel_id()
+        self.is_first_stage, self.is_last_stage = self.stage_id == 0, self.stage_id == layout.pipe - 1
+        self.dp_groups = self._topo.get_axis_comm_lists("data")
+        self.dp_group = self.dp_groups[self.stage_id]
+        self.dp_proc_group = world.group("data")
+        self.pipe_groups = self._topo.get_axis_comm_lists("pipe")
+        self.pp_group = self.pipe_groups[self.data_parallel_id]
+        self.pp_proc_group = world.group("pipe")
+        self.ds_model_proc_group = self.pp_proc_group
+        self.ds_model_world_size, self.ds_model_rank = layout.pipe, self.stage_id
+        self.slice_group, self.slice_proc_group = [rank], None
+        self.p2p_groups = self._build_p2p_groups()
+
+    def tied_group(self, stages: tuple[int, ...]) -> td.ProcessGroup:
+        """Return the group of the stages that share a tie, in this rank's pipeline."""
+        return self._world.tie(stages)
+
+
+class PipelineShaper(Shaper):
+    """The shaper of a `PipelineModule` (see `shaping`): a stage has whole layers, a rank some experts of each.
+
+    owners: see `moe.complete`. autoep: AutoEP's way to deal out the layers' experts, if it is on.
+    """
+
+    def __init__(
+        self,
+        model: PipelineModule,
+        config: Mapping[str, Any],
+        member: int = 0,
+        lists: Sequence[list[nn.Parameter]] = (),
+        owners: Mapping[int, int] | None = None,
+        cut: Cut | None = None,
+    ) -> None:
+        """Take a user's model over, as `moe.complete` or AutoEP does, and keep a template of it.
+
+        config: its `pipeline.partition` says how layers are dealt to stages; DeepSpeed does not keep the method that
+        the module was built with. owners: see `put_together`. cut: partitions the layers for the method "profile".
+        """
+        method, owners = (config.get("pipeline") or {}).get("partition", "best"), owners or {}
+        first = {layer_of(name): owners[id(held)] for name, held in model.named_parameters() if id(held) in owners}
+        index = {} if experts.is_on(config) else moe.complete(model, member, lists)
+        named = [(layer_of(name), held) for name, held in model.named_parameters() if id(held) in index]
+        # a process may have built one stage only: its experts' peers are processes of that stage
+        self.owners = {id(held): first.get(layer, 0) + index[id(held)] for layer, held in named}
+        self.template = PipelineTemplate.of(model, PARAMETERS if method == "best" else method, cut)
+        self._dtype = torch.float32
+        if experts.is_on(config):
+            self.autoep = StageExperts(model, self.template, config, bool(lists), first)
+            self.template, self.owners = self.autoep.template, self.autoep.owners
+
+    def cuts(self, layout: Layout) -> Mapping[str, AxisCuts]:
+        """Return which stages hold each tensor, and which expert index there; raises LayoutError for a tensor axis."""
+        if layout.tensor > 1:
+            raise LayoutError(f"{layout}: DeepSpeed's PipelineEngine knows no tensor axis; give tensor=1")
+        cuts = (
+            self.autoep.expert_cuts(layout.expert) if self.autoep else moe.cuts_of(self.template.whole, layout.expert)
+        )
+        return {name: replace(cuts[name], stages=held) for name, held in self.template.stages(layout).items()}
+
+    def whole(self, root: nn.Module) -> nn.Module:
+        """Return the template's whole model, whatever stage `root` is."""
+        return self.template.whole
+
+    def refuse_to_train(self, names: Collection[str]) -> None:
+        """Refuse to train parameters of a tied layer that its `tied_weight_attr` does not list: stages would train
+        copies of them.
+        """
+        for key in {key for key in self.template.keys if key is not None and self.template.keys.count(key) > 1}:
+            tied = {f"tied_modules.{key}.{attribute}" for attribute in self.template.tied[key]}
+            stray = next((name for name in names if layer_of(name) == f"tied_modules.{key}" and name not in tied), None)
+            if stray is not None:
+                raise SwitchRefused(
+                    f"{stray!r} is in a tied layer and not in its `tied_weight_attr`: stages would train copies of it",
+                    "leave it frozen, or put it into a layer of its own",
+                )
+
+    def make(self, layout: Layout, rank: int) -> Made | None:
+        """Build AutoEP's layers; None without AutoEP, because DeepSpeed's module builds its layers itself."""
+        return Made(self.autoep.dealt(layout.expert, layout.expert_place(rank)[0])) if self.autoep else None
+
+    def reshape(self, root: nn.Module, layout: Layout, made: Made | None = None) -> None:
+        """Give the root the layers of this rank's stage, without drawing random numbers."""
+        held = (each.dtype for each in root.parameters() if each.is_floating_point())
+        self._dtype = next(held, self._dtype)  # a stage of functions has none
+        rank = td.get_rank()
+        specs: Any = root._layer_specs
+        if self.autoep:
+            found: Any = made or self.make(layout, rank)
+            specs = [
+                spec if layer is None else giving(spec, partial(self.template.layer_in, found.module, number))
+                for number, (spec, layer) in enumerate(zip(specs, self.template.layers, strict=True))
+            ]
+        with replaced(root, "_layer_specs", specs):
+            reshape(root, self.template, layout, layout.coordinate(rank)["pipe"], self._dtype)
+
+    def parameters(self, root: nn.Module, layout: Layout) -> dict[str, nn.Parameter]:
+        """Return the parameters by DeepSpeed's names, which are those of the whole model except for numbers
+        of experts.
+        """
+        return moe.parameters(root, layout)
+
+    def enter(self, engine: Any, layout: Layout) -> None:
+        """Give layers with experts their groups; `pipeline_host` sets what the engine of a stage needs."""
+        if self.autoep:
+            experts.enter(engine, layout)
+        else:
+            enter_layers(engine, layout.expert)
+
+    def leave(self, engine: Any) -> None:
+        """Let go of the groups of its world."""
+        if self.autoep:
+            experts.leave(engine)
+        leave_groups(engine.module)
+
+    def configure(self, config: dict[str, Any], layout: Layout) -> None:
+        """Write the expert size for AutoEP; the module itself determines everything else."""
+        if self.autoep:
+            config["expert_parallel"]["autoep_size"] = layout.expert
+
+
+def reshape(
+    root: PipelineModule,
+    template: PipelineTemplate,
+    layout: Layout,
+    stage: int,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Give the module the layers of a stage, without values and without drawing random numbers.
+
+    Layers with experts have as many as a rank has. Parameters are new ones over unwritten memory.
+    """
+    build_layers(root, template.boundaries(layout), stage)
+    moe.resize(root, layout.expert)
+    root.train(root.training)
+    with_memory(root, dtype)
+    if root.activation_checkpoint_interval > 0:
+        root._precompute_checkpointable_values()
+
+
+def build_layers(root: PipelineModule, parts: Sequence[int], stage: int) -> None:
+    """Let DeepSpeed build the layers of a stage, as its constructor does; the former layers are dropped."""
+    layers = {"tied_modules", *root.fwd_map}
+    root.__dict__["_modules"] = {name: child for name, child in root._modules.items() if name not in layers}
+    root.num_stages, root.stage_id, root.parts = len(parts) - 1, stage, list(parts)
+    root._set_bounds(start=parts[stage], stop=parts[stage + 1])
+    root.forward_funcs, root.fwd_map, root.tied_weight_attrs = [], {}, {}
+    root.is_checkpointable_results, root.is_checkpointable_results_interval = [], None
+    root.tied_modules = nn.ModuleDict()
+    with replaced(root, "seed_layers", False):
+        root._build()
+
+
+def place(root: PipelineModule, template: PipelineTemplate, layout: Layout, grid: StageGrid) -> None:
+    """Tell the module its place: its grid, and the stages with which it shares each tie.
+
+    Only the trained attributes of a tie count, because DeepSpeed adds their gradients up. `model_parallel` corrects the
+    norm that gradients are clipped by without ZeRO: DeepSpeed's counts unmarked parameters on the first stage only.
+    """
+    take_stage(root, grid)
+    root.tied_comms = {}
+    for key, stages in template.ties(layout).items():
+        if len(stages) == 1 or root.stage_id not in stages:
+            continue
+        tied = root.tied_modules[key]
+        root.tied_comms[key] = {
+            "ranks": [grid.stage_to_global(stage) for stage in stages],
+            "group": grid.tied_group(stages),
+            "weight_attr": [each for each in root.tied_weight_attrs[key] if attrgetter(each)(tied).requires_grad],
+            "module": tied,
+        }
+        for parameter in tied.parameters():
+            parameter.ds_pipe_replicated = root.stage_id != stages[0]
+    for parameter in root.parameters():
+        parameter.model_parallel = not parameter.ds_pipe_replicated
+
+
+def take_stage(root: PipelineModule, grid: StageGrid) -> None:
+    """Install a grid of ours, without regard to layers; the groups that DeepSpeed's constructor made are taken down."""
+    before = root._grid
+    if before is not None and not isinstance(before, StageGrid):
+        own = [before.ds_model_proc_group, before.dp_proc_group, before.pp_proc_group, before.slice_proc_group]
+        for group in filter(is_known, {root.world_group, *own}):  # an elastic job's first world is gone already
+            td.destroy_process_group(group)
+    root._topo, root._grid, root.world_group = grid.topology(), grid, None
+    root.global_rank, root.world_size = grid.global_rank, grid.world_size
+
+
+class StageExperts(Conversion):
+    """AutoEP's way to deal out the layers of a pipeline.
+
+    template: of all layers, converted, with all experts. owners: process that has the first value of a parameter, by
+    the parameter's id, unless that is process 0.
+    """
+
+    def __init__(
+        self,
+        model: PipelineModule,
+        source: PipelineTemplate,
+        config: Mapping[str, Any],
+        listed: bool,
+        first: Mapping[str, int],
+    ) -> None:
+        """Take a module with all layers over: it has DeepSpeed's layers from now on, and its values.
+
+        source: its template. listed: whether the caller has lists of its parameters. first: process that has the first
+        value of each layer. UnsupportedError, naming the part, for a module whose stages cannot be changed.
+        """
+        super().__init__(model, config)
+        native = next((name for name, part in model.named_modules() if isinstance(part, MoE)), None)
+        if native is not None:
+            raise UnsupportedError(
+                f"{native!r} is a layer of deepspeed.moe, and expert_parallel is on; set expert_parallel.enabled to "
+                "false, or build the layer without deepspeed.moe"
+            )
+        self._source = source
+        self._named: Any = getattr(model, "config", None)  # of a model of transformers: AutoEP reads it
+        empty = {layer_of(name) for name, held in model.named_parameters() if is_stand_in(held)}
+        with experts.refused_by_deepspeed():
+            self.template = self._converted(1, 0)
+            self._replaced = experts.replace_layers(
+                model, self._block, 1, 0, listed, lambda made: _empty(model, made, empty)
+            )
+        shared = next((key for key, tied in model.tied_modules.items() if layers_with_experts(tied)), None)
+        if shared is not None:
+            raise UnsupportedError(
+                f"tied_modules.{shared} has experts: stages would share what each rank has a part of; put them into a "
+                "layer of their own"
+            )
+        for name, number in model.fwd_map.items():
+            model.forward_funcs[number] = model._modules[name]  # a layer may be one of experts altogether
+        for held in model.parameters():
+            held.ds_pipe_replicated = False  # as DeepSpeed marks what it builds; ties are not known yet
+        self.owners = {
+            id(held): first[layer_of(name)] for name, held in model.named_parameters() if layer_of(name) in first
+        }
+
+    def dealt(self, size: int, index: int) -> nn.Module:
+        """Return all layers as a rank has them, by DeepSpeed's names, on the meta device."""
+        return self._converted(size, index).whole
+
+    def _converted(self, size: int, index: int) -> PipelineTemplate:
+        def convert(whole: nn.Module) -> None:
+            whole.config = self._named
+            experts.convert(whole, self._block, size, index)
+
+        return self._source.converted(convert)
+
+
+def _empty(model: nn.Module, made: nn.Module, layers: set[str]) -> None:
+    """Give the new experts `made` no memory if their layer had none. Called for one layer after the other."""
+    name = next(name for name, part in model.named_modules() if part is made)
+    if layer_of(name) in layers:
+        for held in made.parameters():
+            held.data = stand_in(held.shape, held.dtype, held.device)
+
+
+Exchange = Callable[[Any], Mapping[int, Any]]
+"""Function that posts this process's record, plain JSON, and returns those of all, by their numbers in the launch."""
+Lists = Sequence[list[nn.Parameter]]
+
+
+def start_stages(model: Any, named: int | None) -> int:
+    """Return the number of stages to start with: `named` by `dynatrain.layout`, else that of the module.
+
+    ConfigError if the module was built in another number of stages.
+    """
+    built = int(model.num_stages) if is_pipeline(model) else 1
+    if built > 1 and named not in (None, built):
+        raise ConfigError(
+            f"dynatrain.layout.pipe is {named} and the PipelineModule was built with num_stages={built}; leave "
+            "dynatrain.layout.pipe out, or build the module with num_stages=1"
+        )
+    return named or built
+
+
+def put_together(model: Any, lists: Lists, exchange: Exchange) -> dict[int, int]:
+    """Give a module that was built in stages all its layers; return the process that has each parameter's first value.
+
+    The result is by the parameter's id; it is empty for any other module, which is left as it is. lists: lists of
+    parameters that the caller has, such as those of an optimizer's groups; each process has listed its own stage's, and
+    they get those of all stages, in place. `parts` stays as the user's module had it.
+
+    ConfigError if processes have different numbers of lists; UnsupportedError for a module that cannot be put together.
+    """
+    if not is_pipeline(model) or model.num_stages == 1:
+        return {}
+    names = {id(held): name for name, held in model.named_parameters()}
+    record: dict[str, Any] = {
+        "lists": [[names[id(held)] for held in listed if id(held) in names] for listed in lists],
+        "frozen": [name for name, held in model.named_parameters() if not held.requires_grad],
+    }
+    first_of = [min(model._topo.filter_match(pipe=stage)) for stage in range(model.num_stages)]
+    owners: dict[str, int] = {}
+    for number, spec in enumerate(model._layer_specs):
+        title = f"tied_modules.{spec.key}" if isinstance(spec, TiedLayerSpec) else str(number)
+        owners.setdefault(title, first_of[model.stage_owner(number)])
+    _complete(model)
+    record["buffers"] = {name: _mark(held) for name, held in model.named_buffers()}
+    records = exchange(record)
+    _list_all(model, lists, records)
+    _equal_buffers(model, owners, records)
+    found = {}
+    for name, held in model.named_parameters():
+        found[id(held)] = owners.get(layer_of(name), 0)
+        held.requires_grad_(name not in records[found[id(held)]]["frozen"])
+    return found
+
+
+def _complete(model: PipelineModule) -> None:
+    """Build the layers of other stages, without values, and let go of the groups that share ties."""
+    dtype = next((held.dtype for held in model.parameters() if held.is_floating_point()), None)
+    tied = dict(model.tied_modules.items())
+    specs = []
+    for number, spec in enumerate(model._layer_specs):
+        if isinstance(spec, LayerSpec):
+            is_tied = isinstance(spec, TiedLayerSpec)
+            here = tied.get(spec.key) if is_tied else model._modules.get(str(number))
+            layer = _built(spec, number, dtype) if here is None else here
+            if is_tied:
+                tied[spec.key] = layer
+            spec = giving(spec, partial(_same, layer))
+        specs.append(spec)
+    for tie in model.tied_comms.values():
+        td.destroy_process_group(tie["group"])
+    parts, model._layer_specs, model.tied_comms = model.parts, specs, {}
+    build_layers(model, [0, len(specs)], 0)
+    model.parts = parts
+
+
+def _built(spec: LayerSpec, number: int, dtype: torch.dtype | None) -> nn.Module:
+    """Build a layer of another stage in the type of this stage's layers; the process's random streams stay."""
+    with seeded(f"layer {number}"):
+        layer: nn.Module = spec.build()
+    first = next((held.dtype for held in layer.parameters() if held.is_floating_point()), None)
+    return without_memory(layer if first in (None, dtype) else layer.to(dtype))
+
+
+def _same(layer: nn.Module) -> nn.Module:
+    return layer
+
+
+def _list_all(model: nn.Module, lists: Lists, records: Mapping[int, Any]) -> None:
+    """Put into each list the parameters that any process has in the list of that number, in the module's order."""
+    for member, record in sorted(records.items()):
+        if len(record["lists"]) != len(records[0]["lists"]):
+            raise ConfigError(
+                f"{len(record['lists'])} optimizer groups on member {member} and {len(records[0]['lists'])} on member "
+                "0: give every process all groups, also those of which its stage has no parameter"
+            )
+    place: dict[str, int] = {}
+    for member, record in sorted(records.items()):
+        for number, listed in enumerate(record["lists"]):
+            for name in listed:
+                if place.setdefault(name, number) != number:
+                    raise ConfigError(
+                        f"{name!r} is in optimizer group {number} on member {member} and in group {place[name]} on "
+                        "another: group parameters alike on every process"
+                    )
+    named = dict(model.named_parameters())
+    known = set(map(id, named.values()))
+    for number, listed in enumerate(lists):
+        others = [held for held in listed if id(held) not in known]
+        listed[:] = [*(held for name, held in named.items() if place.get(name) == number), *others]
+
+
+def _equal_buffers(model: nn.Module, owners: Mapping[str, int], records: Mapping[int, Any]) -> None:
+    """Take the owner's value of each buffer that differs between processes, such as one that a constructor draws.
+
+    All of them are on the device then, where DeepSpeed has put those of the process's own stage.
+    """
+    for name, held in model.named_buffers():
+        marks = [record["buffers"][name] for record in records.values()]
+        if any(mark[:2] != marks[0][:2] for mark in marks):
+            raise UnsupportedError(
+                f"buffer {name!r} has another shape or type where another stage builds its layer; register it with "
+                "one shape and type on all stages"
+            )
+        if any(mark != marks[0] for mark in marks):
+            value = held.detach().to(HOST, copy=True)  # some have it on the device by now, others do not
+            td.broadcast(value, owners.get(layer_of(name), 0))
+            held.copy_(value)
+        held.data = held.data.to(compute_device())
+
+
+def _mark(held: torch.Tensor) -> list[str]:
+    """Return shape, type and digest of a buffer."""
+    flat = held.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return [str(tuple(held.shape)), str(held.dtype), hashlib.blake2b(flat.numpy().tobytes()).hexdigest()]

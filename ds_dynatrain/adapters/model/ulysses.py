@@ -1,0 +1,98 @@
+"""Ulysses sequence parallelism: layers that trade heads for sequence, and the state of DeepSpeed's engine about it.
+
+Each sequence rank has its part of the same samples. ZeRO cuts and reduces over data x sequence, so such ranks hold what
+data ranks hold. An attention layer exchanges with the group in its `spg`; in a group of one rank that is a copy.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as td
+from deepspeed.sequence.layer import DistributedAttention
+from torch import nn
+
+from ds_dynatrain.adapters.groups.world import World
+from ds_dynatrain.space import Layout
+from ds_dynatrain.support import usage
+
+GETTERS = ("get_sequence_parallel_group", "get_sequence_parallel_rank", "get_sequence_parallel_world_size")
+"""Methods that an `mpu` for sequence parallelism must have."""
+
+
+def spread_layers(module: nn.Module) -> Iterator[tuple[str, DistributedAttention]]:
+    """Yield (name, layer) of each layer that exchanges heads for sequence: a submodule, or one held outside a module's
+    tables.
+    """
+    for name, part in module.named_modules():
+        if isinstance(part, DistributedAttention):
+            yield name, part
+        for key, held in vars(part).items():
+            if isinstance(held, DistributedAttention):
+                yield f"{name}.{key}" if name else key, held
+
+
+def refuse_sequence(module: nn.Module, mpu: Any) -> None:
+    """Raise UnsupportedError, naming it, for sequence parallelism that keeps the sizes of its first layout, and for an
+    `mpu` for any other axis.
+    """
+    if mpu is not None:
+        missing = [name for name in GETTERS if not hasattr(mpu, name)]
+        if missing:
+            raise usage("mpu").error(f"mpu without {missing[0]}")
+        other = [axis for axis in ("tensor_model", "pipeline_model") if _size(mpu, axis) > 1]
+        if other:
+            raise usage("mpu").error(f"mpu with get_{other[0]}_parallel_world_size() = {_size(mpu, other[0])}")
+    for name, part in module.named_modules():
+        if type(part).__module__ == "deepspeed.sequence.fpdt_layer":
+            raise usage("FPDT").error(f"{name!r} is a {type(part).__name__}")
+    utilities: Any = sys.modules.get("transformers.modeling_utils")
+    for function in dict(getattr(utilities, "ALL_ATTENTION_FUNCTIONS", None) or {}).values():
+        if getattr(function, "__module__", "") == "deepspeed.runtime.sequence_parallel.ulysses_sp":
+            raise usage("UlyssesSPAttentionHF").error()
+
+
+def first_size(mpu: Any, wanted: int | None) -> int:
+    """Return the sequence size to start with: that of the configuration, else that of an `mpu` that is set
+    up, else 1.
+    """
+    if wanted is not None:
+        return wanted
+    return _size(mpu, "sequence") if mpu is not None and td.is_initialized() else 1
+
+
+def enter(engine: Any, world: World, layout: Layout) -> None:
+    """Set what DeepSpeed's constructor sets for this axis, and give the layers their group."""
+    for _, layer in spread_layers(engine.module):
+        layer.spg = world.group("sequence")
+    engine.sequence_parallel_size = layout.sequence
+    engine.__dict__.pop("seq_parallel_group", None)
+    if layout.sequence > 1:
+        engine.seq_parallel_group = world.group("sequence")
+        engine.communication_data_type = engine._config.seq_parallel_communication_data_type
+
+
+def leave(engine: Any) -> None:
+    """Let go of the group, on a member that holds no rank."""
+    for _, layer in spread_layers(engine.module):
+        layer.spg = None
+    engine.__dict__.pop("seq_parallel_group", None)
+
+
+def loss_factor(engine: Any) -> float:
+    """Return the factor that makes the gradient of a loss the same in all ZeRO stages.
+
+    DeepSpeed takes the mean over data ranks and the sum over sequence ranks. Stage 3, which reduces and scatters in one
+    operation, takes the mean over both.
+    """
+    return float(engine.sequence_parallel_size) if int(engine.zero_optimization_stage()) == 3 else 1.0
+
+
+def _size(mpu: Any, axis: str) -> int:
+    """Return the size of an axis; 1 if the `mpu` does not know the axis, or was not set up for it."""
+    try:
+        return int(getattr(mpu, f"get_{axis}_parallel_world_size")())
+    except (AttributeError, AssertionError, RuntimeError, ValueError):
+        return 1

@@ -1,0 +1,475 @@
+"""Models whose parameters are not whole when `initialize` is called: they come in one by one.
+
+A model built under `deepspeed.zero.Init` is cut over all processes of the launch, idle ones included; the same may be
+true of a model that an engine has trained at stage 3 and left. Its parameters are gathered one after the other, and
+each working member copies its pieces of the first layout into buffers made for them. The engine is then put together
+over these buffers, without memory of its own, as on a member that wakes. So a member never holds more than its shard of
+the first layout and one whole parameter.
+
+Parameters on the meta device are drawn module by module, the same on every member: a module's own parameters are made
+real, its `reset_parameters()` is called (torch's FSDP does so too) under a seed that follows from the job's seed and
+the module's name, and only the shard of the drawn values is kept.
+
+`deepspeed.zero.Init` cuts each parameter, as soon as its module is built, over all present processes. In a launch whose
+members come and go these are known only once this process belongs to the job, and a process that joins a running job
+has no peers to cut with, because the others train. So the first call of `zero.Init` brings the process into the job.
+Processes that start the job cut parameters over all of them, as in a fixed launch. In a process that joins, parameters
+go to the meta device: they are not drawn, and values that a loader copies into them are not read; the values come from
+the other members.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from inspect import signature
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as td
+from deepspeed import zero
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.zero import partition_parameters
+from deepspeed.runtime.zero.partition_parameters import Init, ZeroParamStatus
+from torch import nn
+
+from ds_dynatrain.adapters.groups.device import HOST, compute_device
+from ds_dynatrain.adapters.groups.process_groups import is_known, is_ours
+from ds_dynatrain.adapters.groups.worlds import LaunchWorld
+from ds_dynatrain.adapters.versions.replaced import replaced
+from ds_dynatrain.adapters.zero.deepspeed_config import SIZES
+from ds_dynatrain.adapters.zero.no_alloc import stand_in
+from ds_dynatrain.adapters.zero.process_wide import further_streams, restore_further_streams, seed_accelerator
+from ds_dynatrain.adapters.zero.stage3 import forget_module, forget_parameter, reset_counters
+from ds_dynatrain.adapters.zero.state import Buffers
+from ds_dynatrain.errors import ConfigError, UnsupportedError
+from ds_dynatrain.space import MASTER, WEIGHT, BufferId, Layout, VirtualParameterSpace
+
+ParamInit = Callable[[nn.Module], object]
+WAY_OUT = "give its class a `reset_parameters()`, or pass `param_init_fn=` to initialize"
+
+
+def drawing_modules(model: nn.Module, meta: set[int]) -> list[tuple[str, nn.Module, list[nn.Parameter]]]:
+    """Return (name, module, parameters of its own to draw) of each module that draws; a shared parameter is drawn once.
+
+    meta: ids of the parameters that are, or were, on the meta device.
+    """
+    found, taken = [], set[int]()
+    for name, module in model.named_modules():
+        own = [held for held in module.parameters(recurse=False) if id(held) in meta - taken]
+        if own:
+            taken.update(id(held) for held in own)
+            found.append((name, module, own))
+    return found
+
+
+def refuse_undrawable(model: nn.Module, param_init_fn: ParamInit | None) -> None:
+    """Raise UnsupportedError, naming the parameter, for one on the meta device that cannot be drawn."""
+    meta = {id(held) for held in model.parameters() if held.is_meta}
+    for name, module, own in drawing_modules(model, meta):
+        mine = dict(module.named_parameters(recurse=False))
+        first = next(key for key, held in mine.items() if held is own[0])
+        title = f"{name}.{first}" if name else first
+        if param_init_fn is None and not callable(getattr(module, "reset_parameters", None)):
+            raise UnsupportedError(
+                f"{title!r} is on the meta device, and {type(module).__name__} has no reset_parameters: {WAY_OUT}"
+            )
+        real = [key for key, held in mine.items() if not held.is_meta]
+        if real:
+            raise UnsupportedError(
+                f"{title!r} is on the meta device and {real[0]!r} beside it is not: make both real, or none"
+            )
+
+
+def swap_in(parameter: nn.Parameter, data: torch.Tensor) -> None:
+    """Give a parameter data on another device and keep the object, so that optimizers and modules still hold it."""
+    other = nn.Parameter(data, requires_grad=parameter.requires_grad)
+    other.__dict__.update(parameter.__dict__)
+    torch.utils.swap_tensors(parameter, other)
+
+
+def draw(
+    seed: str,
+    module: nn.Module,
+    own: list[nn.Parameter],
+    types: dict[int, torch.dtype],
+    init: ParamInit | None,
+) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+    """Yield each parameter of `own` with its value, flat; afterwards the module's parameters have no memory again.
+
+    seed: string that the drawn values follow from. types: element types of the values, by the parameters' ids. Raises
+    UnsupportedError if the module leaves one of them unset.
+    """
+    stand_ins = [(held, held.data) for held in module.parameters(recurse=False)]
+    try:
+        for held, stand_in in stand_ins:
+            value = torch.empty(stand_in.shape, dtype=types.get(id(held), stand_in.dtype), device=stand_in.device)
+            held.data = value.fill_(torch.nan) if value.is_floating_point() else value.zero_()
+        with seeded(f"meta {seed}"), torch.no_grad():
+            module.reset_parameters() if init is None else init(module)  # type: ignore[operator]
+        titles = {id(held): key for key, held in module.named_parameters(recurse=False)}
+        for held in own:
+            value = held.data.reshape(-1)
+            if value.is_floating_point() and value.isnan().any():
+                raise UnsupportedError(
+                    f"initialize: {titles[id(held)]!r} of {type(module).__name__} is on the meta device and was not "
+                    f"set; {WAY_OUT}"
+                )
+            yield held, value
+    finally:
+        for held, stand_in in stand_ins:
+            held.data = stand_in
+
+
+@contextmanager
+def seeded(what: str) -> Iterator[None]:
+    """Seed the default generators of torch, DeepSpeed's accelerator, numpy and Python inside the block, and restore
+    them afterwards. Generators of other devices are left alone.
+    """
+    seed = int.from_bytes(hashlib.blake2b(what.encode(), digest_size=8).digest(), "little") >> 1
+    before = torch.get_rng_state(), np.random.get_state(), random.getstate(), further_streams()
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed seeds all devices
+    seed_accelerator(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before[0])
+        np.random.set_state(before[1])
+        random.setstate(before[2])
+        restore_further_streams(before[3])
+
+
+WHOLE, PART, META = "whole", "zero.Init", "meta"
+Row = tuple[str, list[int], str, str, bool]
+"""(name, shape, type, whether it is whole, whether it requires a gradient)."""
+Place = tuple[int, int, BufferId, int]
+"""(first row-major index, elements, buffer, offset in it)."""
+
+
+class Incoming:
+    """The parameters of a model, in the module's order, before its engine is built.
+
+    forms, types: how each parameter comes in, and its element type, by its id. owners: process that has the value of a
+    parameter, by the parameter's id, unless that is process 0. held: this process's part of each parameter, or the
+    whole; emptied as they come in. place: number of the part that this process has of each.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        launch: LaunchWorld,
+        param_init_fn: ParamInit | None = None,
+        owners: Mapping[int, int] | None = None,
+        joins: bool = False,
+    ) -> None:
+        """Read a model without changing it. UnsupportedError, naming the parameter, for one that cannot come in.
+
+        joins: whether all values come from a running job.
+        """
+        if partition_parameters.top_level_context is not None:
+            raise UnsupportedError(
+                "initialize was called inside of `with deepspeed.zero.Init(...)`; call it after that block"
+            )
+        for name, buffer in model.named_buffers():
+            if buffer.is_meta:
+                raise UnsupportedError(
+                    f"buffer {name!r} is on the meta device: make it real before initialize (a rotary table, running "
+                    "statistics)"
+                )
+        if not joins:
+            refuse_undrawable(model, param_init_fn)
+        self.model, self.param_init_fn, self.owners, self.place = model, param_init_fn, owners or {}, 0
+        self.shapes: dict[int, tuple[int, ...]] = {}
+        self.forms: dict[int, str] = {}
+        self.types: dict[int, torch.dtype] = {}
+        self.held: dict[int, torch.Tensor] = {}
+        each: Any
+        for name, each in model.named_parameters():
+            is_part = hasattr(each, "ds_id")
+            if is_part:
+                _refuse_part(name, each, launch)
+                self.place = each.ds_process_group.rank()
+            self.shapes[id(each)] = tuple(each.ds_shape if is_part else each.shape)
+            self.forms[id(each)] = PART if is_part else META if each.is_meta else WHOLE
+            self.types[id(each)] = each.dtype
+
+    @property
+    def draws(self) -> bool:
+        """Whether members draw parameters for themselves."""
+        return META in self.forms.values()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every parameter is whole already, as DeepSpeed's own constructor requires."""
+        return set(self.forms.values()) <= {WHOLE}
+
+    def rows(self) -> list[Row]:
+        """Return the description of the parameters that must be equal on all processes, as plain JSON."""
+        return [
+            (name, list(self.shapes[id(each)]), str(each.dtype), self.forms[id(each)], each.requires_grad)
+            for name, each in self.model.named_parameters()
+        ]
+
+    def take_apart(self, config: DeepSpeedConfig) -> None:
+        """Take the parameters' data off the module, whether `zero.Init` or the model holds it.
+
+        Each parameter then has its shape, the type that the configuration gives it, and no memory. ConfigError, naming
+        the parameter, for one that was cut in another type than the configuration says.
+        """
+        wanted = _configured_dtype(config)
+        for name, parameter in self.model.named_parameters():
+            if wanted is None and self.forms[id(parameter)] == PART and parameter.dtype != torch.float32:
+                raise ConfigError(
+                    f"{name!r} was built as {parameter.dtype} under deepspeed.zero.Init and the configuration says "
+                    "float32: give zero.Init the same configuration (config_dict_or_path=...)"
+                )
+        each: Any
+        for each in list(self.model.parameters()):
+            form, dtype = self.forms[id(each)], each.dtype
+            if form != META:
+                self.held[id(each)] = each.ds_tensor.data if form == PART else each.data
+            if form == PART:
+                forget_parameter(each)
+            dtype = wanted if wanted is not None and dtype.is_floating_point else dtype
+            outline = stand_in(self.shapes[id(each)], dtype, compute_device())
+            if form == META:
+                swap_in(each, outline)
+            else:
+                each.data = outline
+        for module in self.model.modules():
+            forget_module(module)
+        reset_counters()
+
+    def values(self, launch: LaunchWorld, job_seed: int, works: bool) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """Yield each parameter with its whole value, flat, one at a time. A collective of all processes of the launch.
+
+        A parameter that is whole on every process gets its owner's value, as a rule member 0's, as in DeepSpeed.
+        Parameters on the meta device are drawn, on members that work only.
+        """
+        places = self._places(launch)
+        for each in self.model.parameters():
+            if self.forms[id(each)] == META:
+                continue
+            mine = self.held.pop(id(each))
+            if self.forms[id(each)] == PART:
+                mine = _gathered(mine, launch, places)[: math.prod(self.shapes[id(each)])]
+            elif launch.size > 1:
+                mine = mine.reshape(-1).to(HOST, copy=True)  # the memory may be the user's, and lies anywhere
+                td.broadcast(mine.view(torch.uint8), self.owners.get(id(each), 0), group=launch.group)
+            yield each, mine.reshape(-1)
+        if works:
+            meta = {key for key, form in self.forms.items() if form == META}
+            for name, module, own in drawing_modules(self.model, meta):
+                yield from draw(f"{job_seed} {name}", module, own, self.types, self.param_init_fn)
+
+    def _places(self, launch: LaunchWorld) -> list[int]:
+        """Return which process has each part, or [] if no parameter is cut. An engine's ranks are not always those of
+        the launch.
+        """
+        if PART not in self.forms.values():
+            return []
+        parts = torch.empty(launch.size, dtype=torch.int64)
+        td.all_gather(list(parts.split(1)), torch.tensor([self.place]), group=launch.group)
+        return parts.argsort().tolist()
+
+    def is_drawn(self, parameter: nn.Parameter) -> bool:
+        """Return whether each member draws the parameter for itself."""
+        return self.forms[id(parameter)] == META
+
+
+def fill(
+    buffers: Buffers,
+    vps: VirtualParameterSpace,
+    rank: int,
+    incoming: Iterator[tuple[nn.Parameter, torch.Tensor]],
+    numbers: dict[int, int],
+) -> None:
+    """Copy the pieces that `rank` holds of each parameter's weight and master out of the parameter's whole value.
+
+    numbers: tensor number by the parameter's id. A master is made from the weight in the weight's own type.
+    """
+    wanted = {kind: pieces_by_tensor(vps, vps.layout, rank, kind) for kind in (WEIGHT, MASTER)}
+    dtype = next(held.dtype for (kind, _), held in buffers.items() if kind == WEIGHT)
+    for parameter, value in incoming:
+        value = value.to(dtype)  # not the parameter's own type: it may be the one that it was drawn in
+        for kind, rows in wanted.items():
+            for first, numel, name, offset in rows.get(numbers[id(parameter)], ()):
+                buffers[kind, name].narrow(0, offset, numel).copy_(value.narrow(0, first, numel))
+
+
+def pieces_by_tensor(
+    vps: VirtualParameterSpace, layout: Layout, rank: int, kind: str, owned: bool = False
+) -> dict[int, list[Place]]:
+    """Return the places of each tensor's pieces on a rank, by tensor number. owned: only pieces that the rank owns."""
+    found: dict[int, list[Place]] = {}
+    numbers, pieces = vps.split_by_tensor((vps.owned if owned else vps.holding)(layout, rank, kind))
+    for number, piece in zip(numbers.tolist(), pieces, strict=True):
+        first = piece.start - int(vps.bases[number])
+        found.setdefault(number, []).append((first, piece.stop - piece.start, piece.buffer, piece.offset))
+    return found
+
+
+def _gathered(part: torch.Tensor, launch: LaunchWorld, places: list[int]) -> torch.Tensor:
+    """Return the parts of all processes end to end, with the padding of the last. places: the process of each part."""
+    part = part.to("cpu").contiguous()
+    whole = torch.empty(launch.size, part.numel(), dtype=part.dtype)
+    rows = dict(zip(places, whole.view(torch.uint8).unbind(0), strict=True))
+    td.all_gather([rows[process] for process in range(launch.size)], part.view(torch.uint8), group=launch.group)
+    return whole.view(-1)
+
+
+def refuse_cut(model: nn.Module, beside: bool) -> None:
+    """Raise UnsupportedError, naming the parameter, for a model cut over other processes than those that start a job
+    together.
+
+    beside: whether this process has an engine already; the group that all started in is gone then.
+    """
+    each: Any
+    for name, each in model.named_parameters():
+        if not hasattr(each, "ds_id") or not _is_left(each):
+            continue
+        if is_ours(each.ds_process_group):
+            raise UnsupportedError(
+                f"{name!r} is cut: an engine has trained it at ZeRO stage 3, and has ended. In a job whose members "
+                "come and go switch to stage 0, 1 or 2 before engine.destroy(), or build the model anew"
+            )
+        if not beside:
+            raise UnsupportedError(
+                f"{name!r} was built under deepspeed.zero.Init, over the world of this node alone: in a job whose "
+                "members come and go call ds_dynatrain.init_distributed() first, then deepspeed.zero.Init by this name"
+            )
+
+
+def _is_left(each: Any) -> bool:
+    """Return whether a parameter was cut by an engine of ours that has ended, and whose groups are gone."""
+    return not is_known(each.ds_process_group)
+
+
+def _refuse_part(name: str, each: Any, launch: LaunchWorld) -> None:
+    """Raise UnsupportedError for a parameter that is not cut over the launch, and for further features of
+    `zero.Init`.
+    """
+    if _is_left(each):
+        ranks = each.ds_process_group.size()
+        if ranks != launch.size:
+            raise UnsupportedError(
+                f"{name!r} is cut over {ranks} of the {launch.size} processes of the launch: an engine has trained it "
+                "at ZeRO stage 3, and has ended. Switch to stage 0, 1 or 2, or to as many data ranks as there are "
+                "processes, before engine.destroy(); or build the model anew and load a checkpoint"
+            )
+        return
+    if td.get_process_group_ranks(each.ds_process_group) != list(range(launch.size)):
+        raise UnsupportedError(
+            f"{name!r} was cut by deepspeed.zero.Init over a group of its own; leave data_parallel_group out of "
+            "deepspeed.zero.Init"
+        )
+    if each.nvme_swapper is not None:
+        raise UnsupportedError(
+            f"{name!r} lies on NVMe (zero.Init, remote_device); give zero.Init remote_device='cpu', or leave it out"
+        )
+    if each.ds_secondary_tensor is not None or each.ds_zero_param_process_group is not None:
+        raise UnsupportedError(
+            f"{name!r} has a second copy (zero_optimization.zero_hpz_partition_size); leave that key out"
+        )
+    if hasattr(each.ds_tensor, "ds_quant_scale"):
+        raise UnsupportedError(f"{name!r} is quantized (zero_optimization.zero_quantized_weights); leave that key out")
+    if each.ds_status != ZeroParamStatus.NOT_AVAILABLE and not each.ds_persist:
+        raise UnsupportedError(f"{name!r} is gathered now; end the `with GatheredParameters` block before initialize")
+
+
+def _configured_dtype(config: DeepSpeedConfig) -> torch.dtype | None:
+    """Return the type that DeepSpeed casts a model's parameters to; None if it leaves them as they are."""
+    if config.bfloat16_config.enabled:
+        return torch.bfloat16
+    return torch.float16 if config.float16_config.enabled else None
+
+
+class ElasticInit(Init):  # type: ignore[misc]
+    """Variant of `deepspeed.zero.Init`, with the same arguments; `install_zero_init` makes the class that is used, with
+    its methods.
+    """
+
+    join: Callable[[], bool]
+    read: Callable[[Any], dict[str, Any]]
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        self.is_newcomer = type(self).join()
+        given = signature(Init.__init__).bind(self, *arguments, **named)
+        for name in ("config_dict_or_path", "config"):
+            if given.arguments.get(name) is not None:
+                own = type(self).read(given.arguments[name])
+                kept = {key: value for key, value in own.items() if key not in SIZES}
+                # DeepSpeed checks the sizes against the number of processes, though `zero.Init` has no use for them
+                given.arguments[name] = kept | {"train_micro_batch_size_per_gpu": 1}
+        self._leaves_undrawn = ExitStack()
+        super().__init__(*given.args[1:], **given.kwargs)
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        if self.is_newcomer and self.enabled:
+            self._leaves_undrawn.enter_context(_undrawn())
+
+    def __exit__(self, *raised: Any) -> Any:
+        self._leaves_undrawn.close()
+        return super().__exit__(*raised)
+
+    def _post_init_method(self, module: nn.Module) -> None:
+        if not self.is_newcomer:
+            super()._post_init_method(module)
+            return
+        _drop(module.parameters(recurse=False))
+        with replaced(module, "_parameters", {}):  # DeepSpeed sees to buffers
+            super()._post_init_method(module)
+
+    def _convert_to_zero_parameters(self, param_list: Iterable[nn.Parameter]) -> None:
+        if self.is_newcomer:
+            _drop(param_list)
+        else:
+            super()._convert_to_zero_parameters(param_list)
+
+
+def install_zero_init(join: Callable[[], bool], read: Callable[[Any], dict[str, Any]]) -> None:
+    """Put our class in the place of `deepspeed.zero.Init`; DeepSpeed's engines keep their own.
+
+    join: called before each use; it brings this process into the job, and returns whether it joins a running one. read:
+    returns a configuration as a dictionary.
+    """
+    zero.Init = type("Init", (ElasticInit,), {"join": staticmethod(join), "read": staticmethod(read)})
+    warnings.filterwarnings("ignore", "for .*: copying from a non-meta parameter", UserWarning)
+
+
+def _drop(parameters: Iterable[nn.Parameter]) -> None:
+    """Move parameters to the meta device; the objects stay."""
+    for each in parameters:
+        if not each.is_meta:
+            swap_in(each, each.data.to("meta"))
+
+
+@contextmanager
+def _undrawn() -> Iterator[None]:
+    """Make functions of `torch.nn.init` leave parameters as they are inside the block; a reference kept to one works
+    later.
+    """
+    is_open = True
+
+    def instead_of(fill: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(fill)
+        def leave(tensor: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+            return tensor if is_open and isinstance(tensor, nn.Parameter) else fill(tensor, *arguments, **named)
+
+        return leave
+
+    with ExitStack() as stack:
+        for name, fill in list(vars(nn.init).items()):
+            if name.endswith("_") and not name.startswith("_"):
+                stack.enter_context(replaced(nn.init, name, instead_of(fill)))
+        yield
+    is_open = False

@@ -1,0 +1,224 @@
+"""The loss scale of fp16: the fields of DeepSpeed's three scalers by one table of names, so that it survives a switch.
+
+A field that the present optimizer has no place for (stage 0 has no hysteresis, a plain torch optimizer no scaler) is
+kept aside on the engine and put back when a later layout has it.
+
+Gradients by token counts are divided where DeepSpeed divides by its loss scale, before clipping. A mean over
+micro-batches of unequal token counts is not the mean over the tokens: so each micro-batch's mean loss is multiplied by
+its own count, and at the boundary the accumulated gradient, which DeepSpeed has divided by the number of micro-batches,
+is divided by tokens per micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import deepspeed.comm as dist
+import torch
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, DynamicLossScaler, LossScaleConfig, LossScaler
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+from ds_dynatrain.adapters.zero.offload import old_gradients_kept
+
+State = dict[str, Any]
+"""Field -> a number, a boolean or None."""
+
+SCALE = "scale"
+DYNAMIC = {
+    SCALE: "cur_scale",
+    "iteration": "cur_iter",
+    "last_overflow": "last_overflow_iter",
+    "hysteresis": "cur_hysteresis",
+    "factor": "scale_factor",
+    "window": "scale_window",
+    "least_scale": "min_scale",
+    "hysteresis_of_start": "delayed_shift",
+    "hysteresis_refills": "consecutive_hysteresis",
+}
+"""Fields of ZeRO's DynamicLossScaler (stages 1 to 3)."""
+UNFUSED = {
+    SCALE: "cur_scale",
+    "iteration": "cur_iter",
+    "last_overflow": "last_overflow_iter",
+    "factor": "scale_factor",
+    "window": "scale_window",
+    "least_scale": "min_loss_scale",
+}
+"""Fields of the LossScaleConfig of FP16_UnfusedOptimizer and FP16_Optimizer (stage 0)."""
+STATIC = {SCALE: "cur_scale"}
+"""Fields of either if the scale is fixed."""
+OF_OPTIMIZER = {
+    "overflow": "overflow",
+    "custom": "custom_loss_scaler",
+    "custom_scale": "external_loss_scale",
+}
+"""Fields of the optimizer itself: the last step's overflow, and the scale of `override_loss_scale`."""
+OF_BF16_OPTIMIZER = {"overflow": "overflow"}
+"""Fields of BF16_Optimizer, which applies a custom scale and never divides by it: that scale is kept aside."""
+
+
+def places(optimizer: Any) -> list[tuple[Any, Mapping[str, str]]]:
+    """Return (object, field -> attribute) of everything about scaling that an optimizer has."""
+    found: list[tuple[Any, Mapping[str, str]]] = []
+    scaler = getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
+    if isinstance(scaler, DynamicLossScaler):
+        found.append((scaler, DYNAMIC))
+    elif isinstance(scaler, LossScaleConfig):
+        found.append((scaler, UNFUSED if scaler.dynamic_loss_scale else STATIC))
+    elif isinstance(scaler, LossScaler):
+        found.append((scaler, STATIC))
+    if isinstance(optimizer, BF16_Optimizer):
+        found.append((optimizer, OF_BF16_OPTIMIZER))
+    elif hasattr(optimizer, "custom_loss_scaler"):
+        found.append((optimizer, OF_OPTIMIZER))
+    return found
+
+
+def first_state(engine: Any) -> State:
+    """Return every field as it is at the start of a job, by the engine's configuration."""
+    weight = engine.get_data_types()[0]
+    scaler = CreateLossScaler(
+        weight, engine.loss_scale(), engine.dynamic_loss_scale(), dict(engine.dynamic_loss_scale_args())
+    )
+    names = DYNAMIC if isinstance(scaler, DynamicLossScaler) else STATIC
+    fields = {field: getattr(scaler, name) for field, name in names.items()}
+    return {**fields, "overflow": False, "custom": False, "custom_scale": None}
+
+
+def taken_from(state: State, fields: Mapping[str, Any]) -> State:
+    """Return a state with the fields of a checkpoint of DeepSpeed's, which has DeepSpeed's names, of any scaler.
+
+    A fixed scale says nothing about a dynamic one, nor the other way round; the scale then stays as it is.
+    """
+    was_dynamic = bool(fields.get("dynamic", fields.get("dynamic_loss_scale", False)))
+    if was_dynamic != ("iteration" in state):
+        return state
+    names = DYNAMIC if was_dynamic else STATIC
+    found = {field: fields[name] for field, name in names.items() if field in state and name in fields}
+    return {**state, **{field: plain(value) for field, value in found.items()}}
+
+
+def plain(value: Any) -> Any:
+    """Return a field as a number, also if DeepSpeed keeps it as a tensor."""
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
+# ---- stage 0 -----------------------------------------------------------------------------------------------------
+
+
+def forgotten_scale(engine: Any) -> float:
+    """Return the number by which the optimizer will divide gradients though DeepSpeed did not multiply their loss by
+    it; else 1.
+
+    DeepSpeed 0.19.8 at stage 0 (fp16): `engine.backward` scales the loss for ZeRO optimizers only, but
+    FP16_UnfusedOptimizer and FP16_Optimizer divide all the same. A DeepSpeed without `engine.scale` lets them do both.
+    """
+    settings = getattr(engine.optimizer, "loss_scale_config", None)
+    if settings is None or not settings.use_grad_scaling or isinstance(engine.optimizer, ZeROOptimizer):
+        return 1.0
+    return float(settings.cur_scale) if hasattr(type(engine), "scale") else 1.0
+
+
+@contextmanager
+def true_norm(engine: Any) -> Iterator[None]:
+    """Make a step of FP16_UnfusedOptimizer inside the block note the norm of the gradients, as every other optimizer
+    does.
+
+    It is the norm of the gradients before the optimizer itself divides them by the scale (and tokens).
+    """
+    optimizer = engine.optimizer
+    divisor = float(optimizer.loss_scale_config.cur_scale) if isinstance(optimizer, FP16_UnfusedOptimizer) else 1.0
+    yield
+    if divisor != 1.0:
+        optimizer._global_grad_norm = optimizer._global_grad_norm / divisor
+        engine._global_grad_norm = optimizer._global_grad_norm
+
+
+# ---- stage 3 -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def norm_before_growth(engine: Any) -> Iterator[None]:
+    """Make a step of stage 3 inside the block note the norm of the gradients by their own scale, as stages 1 and 2 do.
+
+    DeepSpeed 0.19.8 divides it by the scale of the next step there, which differs if the scale has just grown.
+    """
+    optimizer = engine.optimizer
+    before = float(optimizer.loss_scale)
+    yield
+    after = float(optimizer.loss_scale)
+    if after > before and isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        optimizer._global_grad_norm = optimizer._global_grad_norm * (after / before)
+        engine._global_grad_norm = optimizer._global_grad_norm
+
+
+# ---- token weights -----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def divided_by_tokens(engine: Any, own: int | None, slots: int) -> Iterator[None]:
+    """Make the optimizer's step inside the block divide its gradients by the mean number of tokens of a micro-batch.
+
+    own: tokens of this rank in the window; None (on all ranks) if none were given, and then gradients are not divided.
+    Otherwise a collective over the data and sequence axes: DeepSpeed takes means over the first and sums over the
+    second. slots: the number of micro-batches that gradients were divided by already.
+    """
+    if own is None:
+        yield
+        return
+    total = torch.tensor([float(own)], dtype=torch.float64)
+    if engine.seq_dp_world_size > 1:
+        dist.all_reduce(total, group=engine.seq_data_parallel_group)
+    divisor = float(total) / slots or 1.0  # no token at all: every gradient is zero already
+    optimizer = engine.optimizer
+    if optimizer is engine.basic_optimizer:
+        for parameter in engine.module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.div_(divisor)
+        yield
+        return
+    if isinstance(optimizer, BF16_Optimizer):  # it has no loss scale; its gradients are reduced already
+        for gradients in optimizer.fp32_groups_gradients_flat:
+            gradients.div_(divisor)
+        yield
+        return
+    with old_gradients_kept(optimizer, divisor), multiplied(optimizer, divisor):
+        yield
+
+
+@contextmanager
+def multiplied(optimizer: Any, factor: float) -> Iterator[None]:
+    """Make the optimizer divide its gradients by `factor` in addition inside the block; the loss scale is not affected.
+
+    The scaler sees its true scale while it judges a step, so that growth, the least scale and an overflow act on that.
+    """
+    holder, name = _divisor(optimizer)
+    true = getattr(holder, name)
+    own: Callable[[bool], object] = optimizer._update_scale
+
+    def update(overflow: bool = False) -> None:
+        nonlocal true
+        setattr(holder, name, true)
+        own(overflow)
+        true = getattr(holder, name)
+        setattr(holder, name, true * factor)
+
+    setattr(holder, name, true * factor)
+    optimizer._update_scale = update
+    try:
+        yield
+    finally:
+        del optimizer._update_scale
+        setattr(holder, name, true)
+
+
+def _divisor(optimizer: Any) -> tuple[Any, str]:
+    """Return (object, attribute) that holds the optimizer's divisor of gradients."""
+    if hasattr(optimizer, "loss_scale_config"):
+        return optimizer.loss_scale_config, "cur_scale"
+    return (optimizer, "external_loss_scale") if optimizer.custom_loss_scaler else (optimizer.loss_scaler, "cur_scale")

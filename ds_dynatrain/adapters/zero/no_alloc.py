@@ -1,0 +1,165 @@
+"""Build a DeepSpeed optimizer without its memory and without its messages.
+
+DeepSpeed's constructors allocate, fill and broadcast whole models. In a switch the memory exists already (allocated and
+touched while training went on) and every byte is moved by the plan, so the constructors run *without memory*: large
+tensors are reserved but never written, collectives do nothing, and the basic optimizer takes no step. The adapter puts
+the real buffers in afterwards; the census checks that none was missed.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import importlib
+import math
+import mmap
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import deepspeed.comm.comm as ds_comm
+import torch
+from deepspeed.runtime import bf16_optimizer
+from deepspeed.runtime.zero.partition_parameters import Init
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ds_dynatrain.adapters.groups.group_of_one import CompletedWork
+from ds_dynatrain.adapters.versions.deepspeed_versions import present
+from ds_dynatrain.adapters.versions.replaced import replaced
+
+LARGE = 1 << 14
+"""Number of elements from which on tensors are not written while building."""
+
+_aten = torch.ops.aten
+_ZEROS = {_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default}
+_IN_PLACE = {_aten.copy_.default, _aten.zero_.default, _aten.fill_.Scalar}
+_FRESH = {_aten.full.default, _aten.cat.default, _aten.clone.default, _aten._to_copy.default}
+_EMPTY = _aten.empty.memory_format
+_NO_ALLOC = frozenset(_ZEROS | _IN_PLACE | _FRESH)
+
+
+class NoAllocMode(TorchDispatchMode):
+    """A mode in which large new tensors are reserved but not written, and large copies into existing ones are skipped.
+
+    On the host zeros stay zeros (the operating system hands out zeroed memory). A device has no memory that is reserved
+    only, so a large tensor there is a stand-in: one element with the full shape. This also holds for a part that ZeRO-3
+    cuts from a parameter. A stand-in that is never replaced would be written to in training, which torch refuses.
+    keeps_zeros: whether the optimizer keeps tensors that it makes of zeros; these are real then. Small tensors behave
+    as always.
+    """
+
+    def __init__(self, keeps_zeros: bool = True) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.keeps_zeros = keeps_zeros
+        self._cuts = False
+
+    def cut(self, partition: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        """Let ZeRO-3 cut a parameter: an empty tensor that this makes on a device is its part, and a stand-in."""
+        self._cuts = True
+        try:
+            return partition(*given, **named)
+        finally:
+            self._cuts = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _IN_PLACE:
+            is_skipped = args[0].numel() >= LARGE or is_stand_in(args[0])
+            return args[0] if is_skipped else func(*args, **kwargs)
+        if func is _aten.view.dtype and is_stand_in(args[0]):  # which torch refuses: its one element is of its type
+            *rows, last = args[0].shape
+            return stand_in((*rows, last * args[0].element_size() // args[1].itemsize), args[1], args[0].device)
+        is_part = func is _EMPTY and self._cuts
+        made = _outline(func, args, kwargs) if is_part or func in _NO_ALLOC else None
+        if made is None or math.prod(made[0]) < LARGE or made[2].type == "meta":
+            return func(*args, **kwargs)
+        shape, dtype, device = made
+        is_zero = func in _ZEROS or func is _aten.full.default
+        if device.type != "cpu":
+            return func(*args, **kwargs) if is_zero and self.keeps_zeros else stand_in(shape, dtype, device)
+        if is_zero:  # an allocator may zero memory that it has had before
+            return torch.frombuffer(mmap.mmap(-1, math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)
+        return func(*args, **kwargs) if is_part else torch.empty(shape, dtype=dtype)
+
+
+def _outline(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[int, ...], torch.dtype, torch.device] | None:
+    """Return shape, type and device of the result of a call of one of `_NO_ALLOC` or `empty`.
+
+    None for calls that are let through: a fill with a value other than zero, or a concatenation of more than one
+    dimension.
+    """
+    like, shape = None, args[0]
+    if func is _aten.full.default:
+        if args[1] != 0:
+            return None
+    elif func is _aten.cat.default:
+        if {*map(torch.Tensor.dim, args[0])} != {1}:
+            return None
+        like, shape = args[0][0], (sum(map(torch.Tensor.numel, args[0])),)
+    elif func not in (_aten.zeros.default, _EMPTY):
+        like, shape = args[0], args[1] if func is _aten.new_zeros.default else args[0].shape
+    dtype = kwargs.get("dtype") or (torch.get_default_dtype() if like is None else like.dtype)
+    device = kwargs.get("device") or ("cpu" if like is None else like.device)
+    return tuple(shape), dtype, torch.device(device)
+
+
+def stand_in(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a tensor of one element with the full shape, which can be cut and described but must not be read."""
+    return torch.empty(1, dtype=dtype, device=device).expand(tuple(shape))
+
+
+def is_stand_in(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has less memory than elements."""
+    return tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size()
+
+
+_COLLECTIVES = """
+    barrier broadcast all_gather all_gather_into_tensor all_gather_coalesced all_reduce reduce reduce_scatter_tensor
+    all_to_all_single
+""".split()
+"""Methods of DeepSpeed's communication backend that send; its questions of rank and size still answer."""
+
+
+@contextmanager
+def silent_communication() -> Iterator[None]:
+    """Make DeepSpeed's collectives do nothing inside the block."""
+    silent = SimpleNamespace() if ds_comm.cdb is None else copy.copy(ds_comm.cdb)
+    vars(silent).update(dict.fromkeys(_COLLECTIVES, lambda *_, **__: CompletedWork()))
+    with replaced(ds_comm, "cdb", silent):
+        yield
+
+
+@contextmanager
+def no_alloc(optimizer: torch.optim.Optimizer, keeps_zeros: bool = True) -> Iterator[None]:
+    """Build one ZeRO optimizer around `optimizer` inside the block without memory, messages or garbage collection.
+
+    keeps_zeros: as `NoAllocMode`. The optimizer takes no step (FP16_UnfusedOptimizer's constructor steps on zeros).
+    Collecting garbage takes 0.2 to 0.5 s in a large process: ZeRO-3's constructor does so by itself, BF16_Optimizer's
+    wherever it reports its memory. Tensors print as one word: ZeRO-3's constructor formats all of its arguments, every
+    parameter among them, for a message that is then not shown, which takes 0.1 s and more.
+    """
+    mode = NoAllocMode(keeps_zeros)
+    cut, collector = Init._partition_param, importlib.import_module(present().collector)
+
+    def partition(*given: Any, **named: Any) -> Any:
+        return mode.cut(cut, *given, **named)
+
+    with (
+        replaced(collector, "gc", SimpleNamespace(**{**vars(gc), "collect": lambda *_: 0})),
+        replaced(bf16_optimizer, "see_memory_usage", _nothing),
+        replaced(torch.Tensor, "__repr__", lambda self, **_: "tensor"),
+        silent_communication(),
+        replaced(optimizer, "step", _nothing),
+        replaced(Init, "_partition_param", partition),
+        mode,
+    ):
+        yield
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Accept any arguments and do nothing."""

@@ -1,0 +1,367 @@
+"""Rules of which per-element states and scalars an optimizer keeps: a table of known classes, no guess from live state.
+
+A rule is written for one class; a subclass may keep other states and needs a rule of its own. Users add their
+classes with `register_optimizer`. Optimizers whose states cannot be cut by element (factored or quantized states), or
+that would need messages of their own, are refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
+
+from ds_dynatrain.adapters.zero.state_memory import ElementTypes
+from ds_dynatrain.errors import ConfigError, SwitchRefused, UnsupportedError
+from ds_dynatrain.space import STATE, Kind, Layout
+from ds_dynatrain.support.checks import gradients_apart, is_low, offloads
+
+Group = Mapping[str, Any]
+"""A parameter group of a torch optimizer: its hyper-parameters by name."""
+Number = int | float | torch.Tensor
+"""A scalar's value before the first step, stored as it is given: a Python number, or a tensor of no dims."""
+Moments = Iterable[str] | Callable[[Group], Iterable[str]]
+Scalars = Mapping[str, Number] | Callable[[Group], Mapping[str, Number]]
+
+
+@dataclass(frozen=True)
+class OptimizerRule:
+    """The entries of `state[parameter]` that an optimizer keeps, per parameter group.
+
+    moments: names of the per-element states, of the element type and shape of the parameter.
+    scalars: names of the scalars beside them, with their value before the first step.
+    counts_by_group: the optimizer counts on one parameter of a group for all of them (DeepSpeed's fused kernels), so
+        the highest count of a group is the count of each.
+    whole_tensors: those of the moments that ZeRO stages 1 and 2 keep for a whole tensor, on every rank with a part.
+    placeless: whether a step's effect on an element depends on that element alone, with the same bits in tensors of
+        any length and at any position, and the optimizer keeps nothing but its state.
+    """
+
+    moments: Moments = ()
+    scalars: Scalars = field(default_factory=dict)
+    counts_by_group: bool = False
+    whole_tensors: tuple[str, ...] = ()
+    placeless: bool = False
+
+    def moments_of(self, group: Group) -> tuple[str, ...]:
+        """Return the names of the per-element states of a group's parameters."""
+        return tuple(self.moments(group) if callable(self.moments) else self.moments)
+
+    def scalars_of(self, group: Group) -> dict[str, Number]:
+        """Return names and first values of the scalars of a group's parameters."""
+        return dict(self.scalars(group) if callable(self.scalars) else self.scalars)
+
+
+STEP: Mapping[str, Number] = {"step": torch.tensor(0.0, dtype=torch.float32)}
+"""Scalars of torch's optimizers, which count steps in a float tensor."""
+
+
+MUON = "deepspeed.runtime.zero.muon.muon_optimizer.MuonWithAuxAdam"
+
+
+def _adam(group: Group) -> tuple[str, ...]:
+    return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group.get("amsgrad") else ()))
+
+
+def _sgd(group: Group) -> tuple[str, ...]:
+    return ("momentum_buffer",) if group["momentum"] != 0 else ()
+
+
+def _rmsprop(group: Group) -> tuple[str, ...]:
+    momentum = ("momentum_buffer",) if group["momentum"] > 0 else ()
+    return ("square_avg", *momentum, *(("grad_avg",) if group["centered"] else ()))
+
+
+_NADAM: Mapping[str, Number] = {**STEP, "mu_product": torch.tensor(1.0, dtype=torch.float32)}
+
+KNOWN: Mapping[str, OptimizerRule] = {
+    "torch.optim.adam.Adam": OptimizerRule(_adam, STEP, placeless=True),
+    "torch.optim.adamw.AdamW": OptimizerRule(_adam, STEP, placeless=True),
+    "torch.optim.sgd.SGD": OptimizerRule(_sgd, placeless=True),
+    "torch.optim.rmsprop.RMSprop": OptimizerRule(_rmsprop, STEP, placeless=True),
+    "torch.optim.nadam.NAdam": OptimizerRule(("exp_avg", "exp_avg_sq"), _NADAM, placeless=True),
+    "torch.optim.radam.RAdam": OptimizerRule(("exp_avg", "exp_avg_sq"), STEP, placeless=True),
+    "torch.optim.adamax.Adamax": OptimizerRule(("exp_avg", "exp_inf"), STEP, placeless=True),
+    "torch.optim.adagrad.Adagrad": OptimizerRule(("sum",), STEP, placeless=True),
+    "deepspeed.ops.adam.fused_adam.FusedAdam": OptimizerRule(_adam, {"step": 0}, counts_by_group=True),
+    "deepspeed.ops.lion.fused_lion.FusedLion": OptimizerRule(("exp_avg",), {"step": 0}, counts_by_group=True),
+    "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam": OptimizerRule(("exp_avg", "exp_avg_sq"), {"step": 0}),
+    "deepspeed.ops.lion.cpu_lion.DeepSpeedCPULion": OptimizerRule(("exp_avg", "exp_avg_sq"), {"step": 0}),
+}
+"""Rules by full class name, so that no class is imported (some compile on import)."""
+
+
+def _muon_rule(optimizer: Any) -> OptimizerRule:
+    """Return the rule of DeepSpeed's Muon: a momentum for its matrices; other groups have the states of the Adam it
+    holds.
+    """
+    adam = OptimizerRule(_adam, {"step": 0}) if optimizer.aux_optimizer is None else rule_of(optimizer.aux_optimizer)
+    return OptimizerRule(
+        lambda group: ("momentum_buffer",) if group["use_muon"] else adam.moments_of(group),
+        lambda group: {} if group["use_muon"] else adam.scalars_of(group),
+        adam.counts_by_group,
+        whole_tensors=("momentum_buffer",),
+    )
+
+
+_registered: dict[type[torch.optim.Optimizer], OptimizerRule] = {}
+"""The users' own classes: the one documented registry of the package; filled once per class, never emptied."""
+
+
+def register_optimizer(
+    cls: type[torch.optim.Optimizer],
+    moments: Moments,
+    scalars: Scalars | None = None,
+    *,
+    placeless: bool = False,
+) -> type[torch.optim.Optimizer]:
+    """Register the states that an optimizer class keeps in `state[parameter]`, so that they travel in a switch.
+
+    cls: this class alone; a subclass must be registered itself. moments: names of the states with one value per
+    element, each computed from values of the same element (and of nothing else), or a function from a parameter group
+    to them. scalars: names of the other states and their values before the first step, in the type that they are stored
+    in: an int, a float, or a tensor of no dims; or a function from a parameter group to them. placeless: whether a step
+    has the same bits in any process, in tensors of any length and at any position in them, so that gradients may be
+    added leaf by leaf: no random numbers, no norm over a tensor, nothing kept outside of its state.
+
+    Call it on every process before `initialize`. Returns the class. ConfigError for a class that is known already, or
+    invalid names.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        raise ConfigError(
+            f"register_optimizer: {cls!r} is no subclass of torch.optim.Optimizer; give the class of an optimizer"
+        )
+    if full_name(cls) in KNOWN:
+        raise ConfigError(f"register_optimizer: the states of {full_name(cls)} are known already; leave the call out")
+    if cls in _registered:
+        raise ConfigError(f"register_optimizer: {full_name(cls)} is registered already; register a class once")
+    _refuse_by_name(cls)
+    held = moments if callable(moments) else tuple(moments), scalars if scalars is not None else {}
+    rule = OptimizerRule(*held, placeless=placeless)
+    if not callable(rule.moments) and not callable(rule.scalars):
+        _check_names(cls, rule.moments_of({}), rule.scalars_of({}))
+    _registered[cls] = rule
+    return cls
+
+
+def rule_of(optimizer: torch.optim.Optimizer) -> OptimizerRule:
+    """Return the rule of an optimizer; UnsupportedError, naming the class and the way out, for an unknown one."""
+    cls = type(optimizer)
+    if full_name(cls) == MUON:
+        return _muon_rule(optimizer)
+    rule = _registered.get(cls) or KNOWN.get(full_name(cls))
+    if rule is None:
+        _refuse_by_name(cls)
+        names = ", ".join(sorted(name.rpartition(".")[2] for name in KNOWN))
+        raise UnsupportedError(
+            f"optimizer {full_name(cls)} is not among those whose states are known ({names}); if each of its states "
+            "has one value per element, register it with ds_dynatrain.register_optimizer, else use one of them"
+        )
+    return rule
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, config: Mapping[str, Any], layout: Layout) -> None:
+    """Raise UnsupportedError for an optimizer that a switch cannot carry: by its class, its groups or the first layout.
+
+    config: DeepSpeed's. layout: the one to start in.
+    """
+    rule = rule_of(optimizer)
+    try:
+        refuse_optimizer_layout(optimizer, config, layout)
+    except SwitchRefused as refusal:
+        raise UnsupportedError(str(refusal)) from refusal
+    for number, group in enumerate(optimizer.param_groups):
+        _check_names(type(optimizer), rule.moments_of(group), rule.scalars_of(group))
+        for name, value in group.items():
+            if isinstance(value, torch.Tensor):
+                raise UnsupportedError(
+                    f"optimizer group {number}: {name} is a tensor, which a compiled step changes behind the engine's "
+                    "back; give a number"
+                )
+        if group.get("capturable"):
+            raise UnsupportedError(f"optimizer group {number}: capturable keeps counts on the device; set it to false")
+
+
+def moment_kinds(optimizer: torch.optim.Optimizer, types: ElementTypes) -> tuple[Kind, ...]:
+    """Return the state kinds of an optimizer's moments, each with the parameter groups that have it."""
+    rule = rule_of(optimizer)
+    found: dict[str, set[int]] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for name in rule.moments_of(group):
+            found.setdefault(name, set()).add(number)
+    every = set(range(len(optimizer.param_groups)))
+    return tuple(
+        Kind(
+            name,
+            types.of(name).itemsize,
+            groups=None if held == every else frozenset(held),
+            whole_tensors=name in rule.whole_tensors,
+        )
+        for name, held in found.items()
+    )
+
+
+def moment_types(optimizer: torch.optim.Optimizer, weight: torch.dtype) -> dict[str, torch.dtype]:
+    """Return the types of moments that differ from the master's; Muon's have the type that gradients are sent in."""
+    return {"momentum_buffer": weight} if full_name(type(optimizer)) == MUON else {}
+
+
+def holds_flat_groups(optimizer: torch.optim.Optimizer, types: ElementTypes) -> bool:
+    """Return whether DeepSpeed keeps this optimizer's groups flat at ZeRO stage 0, too (`FP16_Optimizer`)."""
+    return isinstance(optimizer, FusedAdam) and types.weight != torch.float32
+
+
+def refuse_optimizer_layout(
+    optimizer: torch.optim.Optimizer, config: Mapping[str, Any], layout: Layout, present: Layout | None = None
+) -> None:
+    """Raise SwitchRefused for a layout in which DeepSpeed does not accept this optimizer, or gets it wrong.
+
+    config: the user's. present: the layout before a switch, None at the start.
+    """
+    cls = type(optimizer)
+    if full_name(cls) == MUON:
+        _refuse_muon(config, layout, present)
+    if layout.zero_stage == 0:
+        return
+    if cls is torch.optim.Adagrad:
+        raise SwitchRefused(
+            f"{full_name(cls)} under ZeRO stage {layout.zero_stage}: DeepSpeed replaces it by a new one that the "
+            "scheduler does not reach, and fails with more than one parameter group",
+            "stay in ZeRO stage 0, or use another optimizer",
+        )
+    tested = {*(full_name(known) for known in ZERO_SUPPORTED_OPTIMIZERS), MUON}
+    if full_name(cls) not in tested and not config.get("zero_allow_untested_optimizer"):
+        raise SwitchRefused(
+            f"{full_name(cls)} under ZeRO stage {layout.zero_stage}: DeepSpeed takes it only if it is told to",
+            'put "zero_allow_untested_optimizer": true into the configuration',
+        )
+
+
+def _refuse_muon(config: Mapping[str, Any], layout: Layout, present: Layout | None) -> None:
+    """Refuse layouts in which Muon would be another algorithm, or its momentum would have another type or cut."""
+    stage = layout.zero_stage
+    if stage:
+        _refuse_muon_under_zero(config, layout)
+    elif is_low(config):
+        raise SwitchRefused(
+            "Muon under ZeRO stage 0 in low precision: its momentum is fp32 there, and not in stages 1 to 3",
+            "stay in stages 1 to 3",
+        )
+    if layout.tensor > 1:
+        raise SwitchRefused(
+            f"Muon with tensor={layout.tensor}: each rank would orthogonalize its own part of a matrix", "use tensor=1"
+        )
+    if present is not None and bool(present.zero_stage) != bool(stage) and config.get("gradient_clipping"):
+        raise SwitchRefused(
+            "Muon with gradient_clipping: DeepSpeed clips its gradients under ZeRO stage 0 and its updates under "
+            "stages 1 to 3, so the losses would change with the stage",
+            f"stay in {'stages 1 to 3' if present.zero_stage else 'stage 0'}, or leave gradient_clipping out",
+        )
+
+
+def _refuse_muon_under_zero(config: Mapping[str, Any], layout: Layout) -> None:
+    stage, apart = layout.zero_stage, gradients_apart(config)
+    wide = [f"{axis}={layout.axes()[axis]}" for axis in ("pipe", "expert") if layout.axes()[axis] > 1]
+    if offloads(config):
+        raise SwitchRefused(
+            "Muon with zero_optimization.offload_optimizer: its momentum is fp32 there and cut in another way, which "
+            "is not carried",
+            "leave zero_optimization.offload_optimizer out, or use AdamW",
+        )
+    if apart:
+        raise SwitchRefused(
+            f"Muon with {apart} of another type than the weights: each ZeRO stage keeps its momentum in another type",
+            f"leave {apart} out of the configuration",
+        )
+    if wide and stage < 3:
+        raise SwitchRefused(
+            f"Muon under ZeRO stage {stage} with {', '.join(wide)}: momentum of whole tensors is carried with data and "
+            "sequence alone",
+            "give these axes size 1",
+        )
+    if stage == 3 and (config.get("zero_optimization") or {}).get("reduce_scatter", True):
+        raise SwitchRefused(
+            "Muon under ZeRO stage 3 needs whole gradients", "set zero_optimization.reduce_scatter to false"
+        )
+
+
+def full_name(cls: type) -> str:
+    """Return module and name of a class."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+_NOT_PER_ELEMENT = "its states are not one value per element, so no other layout can hold them"
+_OWN_MESSAGES = "it sends messages of its own, over groups that a switch does not know"
+REFUSED: Mapping[str, str] = {
+    "adafactor": "it keeps factored second moments at ZeRO stage 0 and whole ones above: two algorithms",
+    "shampoo": _NOT_PER_ELEMENT,
+    "distributedshampoo": _NOT_PER_ELEMENT,
+    "soap": _NOT_PER_ELEMENT,
+    "lbfgs": "it keeps a history over all parameters together",
+    "sparseadam": "it needs sparse gradients, which ZeRO does not reduce",
+    "onebitadam": _OWN_MESSAGES,
+    "zerooneadam": _OWN_MESSAGES,
+    "onebitlamb": _OWN_MESSAGES,
+    "fusedlamb": "it scales a step by norms of whole parameters, which ZeRO's parts do not have",
+    "lamb": "it scales a step by norms of whole parameters, which ZeRO's parts do not have",
+}
+"""Lower-case class names, and why they cannot be carried."""
+
+
+def _refuse_by_name(cls: type) -> None:
+    """Raise UnsupportedError for a class that no rule could make right."""
+    if any(base.__module__.partition(".")[0] in ("bitsandbytes", "torchao") for base in cls.__mro__):
+        raise UnsupportedError(f"optimizer {full_name(cls)}: {_NOT_PER_ELEMENT} (quantized in blocks); use AdamW")
+    reason = REFUSED.get(cls.__name__.lower())
+    if reason is not None:
+        raise UnsupportedError(f"optimizer {full_name(cls)}: {reason}; use AdamW, or one that ds_dynatrain knows")
+
+
+def _check_names(cls: type, moments: tuple[str, ...], scalars: Mapping[str, Number]) -> None:
+    names = [*moments, *scalars]
+    if len(set(names)) != len(names):
+        raise ConfigError(
+            f"optimizer {full_name(cls)}: a state is named twice in {names}; name each once, in moments or in scalars"
+        )
+    taken = sorted(set(STATE) & set(moments))
+    if taken:
+        raise ConfigError(
+            f"optimizer {full_name(cls)}: a state cannot be named {taken[0]!r}, which has a meaning here; give it "
+            "another name"
+        )
+    for name, value in scalars.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float, torch.Tensor)):
+            raise ConfigError(f"optimizer {full_name(cls)}: scalar {name!r} starts as {value!r}; give a number")
+        if isinstance(value, torch.Tensor) and value.dim():
+            raise ConfigError(
+                f"optimizer {full_name(cls)}: scalar {name!r} is a tensor of shape {tuple(value.shape)}; give a "
+                "number, or name it in moments"
+            )
+
+
+_NO_BETA = -1.0
+"""A beta that no optimizer has: torch and DeepSpeed require 0 <= beta < 1."""
+
+
+def forget_running_products(optimizer: Any) -> None:
+    """Make a compiled optimizer recompute its powers of the betas at the next step. Call it on all members alike.
+
+    `Adam_Optimizer` (csrc/includes/cpu_adam.h) multiplies them up from step to step, in float. A member that has
+    trained all along and one that has just woken would correct their averages by numbers that differ in the last bit,
+    and replicas would drift apart. A call with other betas makes it compute the powers afresh. FusedAdam has one such
+    object per process and mode, DeepSpeedCPUAdam one of its own. Lion has none.
+    """
+    if full_name(type(optimizer)) == MUON and optimizer.aux_optimizer is not None:
+        optimizer = optimizer.aux_optimizer
+    if isinstance(optimizer, DeepSpeedCPUAdam):
+        rest = 0.0, _NO_BETA, _NO_BETA, 1.0, 0.0, False, *(torch.zeros(1) for _ in range(4))
+        optimizer.ds_opt_adam.adam_update(optimizer.opt_id, 1, *rest)
+    elif isinstance(optimizer, FusedAdam) and get_accelerator().device_name() == "cpu":
+        lists = [[torch.zeros(1)] for _ in range(4)]
+        settings = 0.0, _NO_BETA, _NO_BETA, 1.0, 1, optimizer.adam_w_mode, 0, 0.0
+        optimizer.multi_tensor_adam(1, optimizer._dummy_overflow_buf, lists, *settings)

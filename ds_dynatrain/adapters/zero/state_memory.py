@@ -1,0 +1,82 @@
+"""Element type and memory of each state kind: one table for all code that allocates or checks buffers.
+
+On a CPU there is one memory. With an accelerator there are two: states are on the device, except for those that ZeRO
+offloads, which lie where DeepSpeed's constructors put them (0.19.8, `stage_1_and_2.py`, `stage3.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from ds_dynatrain.adapters.groups.device import HOST, compute_device
+from ds_dynatrain.space import WEIGHT, row_of
+
+
+@dataclass(frozen=True)
+class ElementTypes:
+    """Element type of each state kind; the same in every layout.
+
+    weight: type of the parameters. gradient: type of accumulated gradients, and so of ZeRO-3's last ones. moments:
+    types by name; a moment that is not listed has the master's type.
+    """
+
+    weight: torch.dtype
+    gradient: torch.dtype
+    master: torch.dtype = torch.float32
+    moments: Mapping[str, torch.dtype] = field(default_factory=dict)
+
+    def of(self, kind: str) -> torch.dtype:
+        """Return the element type of one kind."""
+        of_job: torch.dtype = getattr(self, row_of(kind).element)
+        return self.moments.get(kind, of_job)
+
+
+class MemoryPlace(NamedTuple):
+    """A device. pinned: whether it is host memory that an accelerator copies from and to by itself."""
+
+    device: torch.device
+    pinned: bool = False
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor lies there; it may be pinned without need."""
+        return tensor.device == self.device and (not self.pinned or is_pinned(tensor))
+
+    def __str__(self) -> str:
+        return f"{'pinned memory of ' if self.pinned else ''}{self.device}"
+
+
+HERE = MemoryPlace(HOST)
+"""Host memory whose pages come when they are touched."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Element type and place of the buffers of a state kind."""
+
+    dtype: torch.dtype
+    place: MemoryPlace = HERE
+
+
+def place_of(config: Any, kind: str, zero_stage: int) -> MemoryPlace:
+    """Return the place of one state kind under a stage, by DeepSpeed's parsed configuration.
+
+    It is the device, or the host for what `offload_optimizer` and `offload_param` say; pinned if they say so. Moments,
+    which the CPU optimizer allocates itself, are not pinned, nor are stage 3's masters; its trainable weights always
+    are.
+    """
+    device, is_weight = compute_device(), kind == WEIGHT
+    block = config.zero_config.offload_param if is_weight else config.zero_config.offload_optimizer
+    is_on_device = block is None or str(getattr(block.device, "value", block.device)) == "none"
+    if device == HOST or is_on_device or zero_stage == 0 or (is_weight and zero_stage < 3):
+        return MemoryPlace(device)
+    return MemoryPlace(HOST, pinned=is_weight or (bool(block.pin_memory) and zero_stage in row_of(kind).pinned_in))
+
+
+def is_pinned(tensor: torch.Tensor) -> bool:
+    """Return whether the accelerator copies from and to a tensor by itself."""
+    return bool(get_accelerator().is_pinned(tensor))

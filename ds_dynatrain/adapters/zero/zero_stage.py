@@ -1,0 +1,274 @@
+"""The state of DeepSpeed's optimizers of every ZeRO stage: how it is read, taken off and put back.
+
+Each optimizer steps some tensors, the *masters*, by a torch optimizer, and casts weights from them: a master for each
+tensor, for each optimizer group (or a rank's part of it), or for each sub-group. A `ZeroStage` says which tensors are
+masters and where DeepSpeed keeps them; reading and writing them is the same for all stages. Moments and scalars of one
+master are read and written by the rule of the torch optimizer's class (see `optimizers`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import nn
+
+from ds_dynatrain.adapters.groups.device import HOST, compute_device
+from ds_dynatrain.adapters.zero.logical_model import ModelMap
+from ds_dynatrain.adapters.zero.offload import keeps_gradients
+from ds_dynatrain.adapters.zero.optimizers import full_name, rule_of
+from ds_dynatrain.adapters.zero.state import Buffers, Found, Scalars
+from ds_dynatrain.errors import CensusError, SwitchRefused
+from ds_dynatrain.space import HOST_GRAD, IN_EMPTY_GROUP, MASTER, WEIGHT, BufferId
+
+_PARAMETER_ATTRIBUTES = """
+    _hp_mapping _dp_group get_full_hp_param get_full_hp_grad set_full_hp_param set_full_hp_grad load_hp_checkpoint_state
+    _index_in_param_group param_idx_in_group grad_accum _zero_optimizer _hp_grad
+""".split()
+Slots = Iterable[tuple[int, int, int]]
+"""(tensor number, position of its first element in the flat group, elements)."""
+
+
+class Stepped(NamedTuple):
+    """A master, and the weights that are cast from it.
+
+    name: of its buffers. tensors: the numbers of the logical tensors in it. is_empty: whether it is the stand-in
+    element of a group of which this rank has no tensor (`fill_empty_groups`). whole: elements of all tensors of which
+    it has a part, if moments of whole tensors are kept for these (see `read_state`).
+    """
+
+    name: BufferId
+    group: int
+    tensors: list[int]
+    weight: torch.Tensor
+    master: torch.Tensor
+    is_empty: bool = False
+    whole: int | None = None
+
+
+class ZeroStage(ABC):
+    """One kind of DeepSpeed optimizer: where its state lies, and how it is taken off and put on a module."""
+
+    alone: ClassVar[str] = "tensor"
+    """Kind of place (`BufferId.place`) of the buffers of frozen tensors."""
+
+    @abstractmethod
+    def stepped(self, engine: Any, model: ModelMap) -> Iterator[Stepped]:
+        """Yield each tensor that the basic optimizer steps."""
+
+    @abstractmethod
+    def put_weight(self, engine: Any, model: ModelMap, each: Stepped, buffers: Buffers) -> None:
+        """Make the given buffer the memory of a master's weights, and of the parameters' views of them."""
+
+    def describe(self, engine: Any, model: ModelMap) -> tuple[Buffers, Scalars]:
+        """Return the live flat buffers and scalars on this rank."""
+        buffers: Buffers = {}
+        scalars = Scalars()
+        for each in self.stepped(engine, model):
+            moments, counts = read_state(engine.basic_optimizer, each.master, each.group, each.whole)
+            held = {WEIGHT: each.weight.data, MASTER: each.master.data, **moments}
+            if keeps_gradients(engine.optimizer) and each.master.grad is not None:  # `offload_states` drops it
+                held[HOST_GRAD] = each.master.grad.detach()
+            for kind, one in held.items():
+                buffers[kind, each.name] = one.view(-1)[: 0 if each.is_empty else None]
+            for name, value in counts.items():
+                scalars.values.setdefault(name, {}).update(dict.fromkeys(each.tensors, value))
+        for number, parameter in model.frozen():
+            buffers[WEIGHT, BufferId(self.alone, number)] = getattr(parameter, "ds_tensor", parameter).data.view(-1)
+        return buffers, scalars
+
+    def census(self, engine: Any, model: ModelMap) -> list[Found]:
+        """Return where each parameter's elements lie, by DeepSpeed's own bookkeeping; most moments are left out."""
+        rows: list[Found] = []
+        for number, parameter in enumerate(model.parameters):
+            rows += rows_of(WEIGHT, parameter, [(number, 0, parameter.numel())])
+        return rows
+
+    def release(self, engine: Any, model: ModelMap) -> None:
+        """Take attributes off the module, after the optimizer's own `destroy`; the buffers themselves are untouched."""
+        for parameter in model.parameters:
+            parameter.grad = None
+            for name in _PARAMETER_ATTRIBUTES:
+                parameter.__dict__.pop(name, None)
+
+    def refill(self, engine: Any, model: ModelMap, buffers: Buffers, scalars: Scalars) -> None:
+        """Put real buffers into an optimizer that was built without memory.
+
+        SwitchRefused if tensors that share a master have different scalars.
+        """
+        basic = engine.basic_optimizer
+        for each in self.stepped(engine, model):
+            master, moments = each.master, dict[str, torch.Tensor]()
+            for name in rule_of(basic).moments_of(basic.param_groups[each.group]):
+                held = buffers.get((name, each.name))  # before the first step there is none
+                if held is not None:
+                    moments[name] = torch.zeros_like(master, dtype=held.dtype) if each.is_empty else held
+            if not each.is_empty:
+                self.put_weight(engine, model, each, buffers)
+                master.data = buffers[MASTER, each.name].view(master.shape)
+            if master.numel():  # else the optimizer would not count its steps
+                # ranks that have tensors of an empty group compare theirs
+                counted = each.tensors[:1] if each.is_empty else each.tensors
+                counts = common_scalars(scalars, counted, f"optimizer group {each.group}")
+                write_state(basic, master, each.group, moments, counts)
+            if keeps_gradients(engine.optimizer):
+                kept = buffers[HOST_GRAD, each.name]
+                master.grad = kept.view(master.shape) if kept.numel() else torch.zeros_like(master)
+        for number, parameter in model.frozen():
+            part = getattr(parameter, "ds_tensor", parameter)
+            part.data = buffers[WEIGHT, BufferId(self.alone, number)].view(part.shape)
+
+
+def rows_of(kind: str, held: torch.Tensor, slots: Slots, low: int = 0) -> list[Found]:
+    """Return census rows for tensors that lie in `slots` of a line, of which `held` has the positions from `low` on."""
+    rows, high = [], low + held.numel()
+    for number, position, numel in slots:
+        start, stop = max(position, low), min(position + numel, high)
+        if start < stop:
+            address = held.data_ptr() + (start - low) * held.element_size()
+            rows.append(Found(kind, number, start - position, stop - start, address))
+    return rows
+
+
+def end_to_end(model: ModelMap, parameters: Iterable[torch.Tensor]) -> list[tuple[int, int, int]]:
+    """Return the slots of parameters that follow one another."""
+    slots, position = [], 0
+    for parameter in parameters:
+        slots.append((model.numbers[id(parameter)], position, parameter.numel()))
+        position += parameter.numel()
+    return slots
+
+
+def is_empty_group(model: ModelMap, group: int) -> bool:
+    """Return whether this rank has no tensor of an optimizer group, because its layers are on other pipeline stages."""
+    return not any(tensor.numel for tensor in model.tensors if tensor.group == group)
+
+
+def fill_empty_groups(optimizer: torch.optim.Optimizer, model: ModelMap) -> dict[nn.Parameter, str]:
+    """Give each empty group one element that belongs to no tensor: DeepSpeed accepts no group without one.
+
+    The element is stepped with the others (without ZeRO see `stages.count_empty_groups`), so a group's counts are the
+    same on all stages. Returns the names of the elements: DeepSpeed asks for that of every parameter.
+    """
+    names: dict[nn.Parameter, str] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        if is_empty_group(model, number):
+            shape = (1, 1) if group.get("use_muon") else (1,)  # Muon steps matrices alone
+            element: Any = nn.Parameter(torch.zeros(shape, dtype=model.dtype, device=compute_device()))
+            if group.get("moe"):
+                element.allreduce, element.group_name = False, group["name"]
+            else:
+                element.ds_pipe_replicated = True  # not counted in the norm of gradients
+            group["params"] = [*group["params"], element]
+            names[element] = f"{IN_EMPTY_GROUP}{number}"
+    return names
+
+
+# ---- moments and scalars of one master ---------------------------------------------------------------------------
+
+
+def read_state(
+    optimizer: torch.optim.Optimizer, holder: torch.Tensor, group: int, whole: int | None = None
+) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """Return (moment -> flat view, scalar -> value) that `optimizer` keeps for `holder`, which it steps in `group`.
+
+    whole: elements of all tensors of which the holder has a part, if moments of whole tensors are kept for these. Both
+    results are empty before the first step. CensusError for states that its rule does not list.
+    """
+    state: dict[str, Any] = optimizer.state.get(holder, {})
+    rule, settings, kind = rule_of(optimizer), optimizer.param_groups[group], full_name(type(optimizer))
+    moments, scalars = dict[str, torch.Tensor](), dict[str, float]()
+    if not state:
+        return moments, scalars
+    names = rule.moments_of(settings), tuple(rule.scalars_of(settings))
+    if {*names[0], *names[1]} ^ set(state):
+        raise CensusError(f"{kind} keeps {sorted(state)} in group {group}; expected {[*names[0], *names[1]]}")
+    for name in names[0]:
+        held = state[name]
+        numel = holder.numel() if whole is None or name not in rule.whole_tensors else whole
+        if not isinstance(held, torch.Tensor) or held.numel() != numel:
+            raise CensusError(f"{kind}: {name} in group {group} is not one value per element of its tensor")
+        moments[name] = held.detach().view(-1)
+    for name in names[1]:
+        scalars[name] = float(state[name])
+    return moments, scalars
+
+
+def write_state(
+    optimizer: torch.optim.Optimizer,
+    holder: torch.Tensor,
+    group: int,
+    moments: dict[str, torch.Tensor],
+    scalars: dict[str, float],
+) -> None:
+    """Give `holder` these moments (in its shape, unless it is flat) and scalars. Does nothing if there are none yet.
+
+    Scalars get the types of their first values; torch's fused optimizers count on the stepped tensor's device.
+    """
+    if not moments and not scalars:
+        return
+    settings, state = optimizer.param_groups[group], dict[str, Any]()
+    first, device = rule_of(optimizer).scalars_of(settings), holder.device if settings.get("fused") else HOST
+    for name, value in scalars.items():
+        like = first[name]
+        if isinstance(like, torch.Tensor):
+            state[name] = torch.tensor(value, dtype=like.dtype, device=device)
+        else:
+            state[name] = type(like)(value)
+    for name, flat in moments.items():
+        state[name] = flat if holder.dim() == 1 else flat.view(holder.shape)
+    optimizer.state[holder] = state
+
+
+def common_scalars(scalars: Scalars, tensors: list[int], where: str) -> dict[str, float]:
+    """Return the scalars that all `tensors` of one flat buffer share.
+
+    SwitchRefused if they differ: a tensor that some steps did not use cannot share a step count with the others.
+    """
+    common: dict[str, float] = {}
+    for name, table in scalars.values.items():
+        for tensor in tensors:
+            if table.get(tensor) != table.get(tensors[0]):
+                raise SwitchRefused(
+                    f"{where}: tensor {tensors[0]} has {scalars.of(tensors[0])}, tensor {tensor} has "
+                    f"{scalars.of(tensor)}, and the target layout keeps one value for both",
+                    "stay in ZeRO stage 0, or give such parameters an optimizer group of their own",
+                )
+        if tensors and tensors[0] in table:
+            common[name] = table[tensors[0]]
+    return common
+
+
+def level_counts(optimizer: torch.optim.Optimizer, scalars: Scalars, groups: Sequence[int]) -> None:
+    """Give each tensor of a group the highest count in it, if the optimizer counts on one tensor of a group for all.
+
+    groups: the optimizer group of each tensor number.
+    """
+    if not rule_of(optimizer).counts_by_group:
+        return
+    for table in scalars.values.values():
+        highest: dict[int, float] = {}
+        for tensor, value in table.items():
+            highest[groups[tensor]] = max(value, highest.get(groups[tensor], value))
+        table.update({tensor: highest[groups[tensor]] for tensor in table})
+
+
+def fill_absent(optimizer: torch.optim.Optimizer, model: ModelMap, buffers: Buffers, scalars: Scalars) -> None:
+    """Add empty moments, and counts, for trained tensors that this rank has no part of (other pipeline stages do).
+
+    Their counts are those of another tensor here, if possible of the same group. If a tensor was left out of a step,
+    stages then disagree, and the certificate says so.
+    """
+    counted = {number for table in scalars.values.values() for number in table}
+    for number, tensor in enumerate(model.tensors[: model.trainable]):
+        beside = [other for other in counted if model.tensors[other].group == tensor.group] or list(counted)
+        if tensor.numel or not beside:
+            continue
+        rule, settings = rule_of(optimizer), optimizer.param_groups[tensor.group]
+        for name in rule.moments_of(settings):
+            like = next((held for (kind, _), held in buffers.items() if kind == name), torch.empty(0))
+            buffers[name, BufferId("tensor", number)] = like.new_empty(0)
+        for name in rule.scalars_of(settings):
+            scalars.values.setdefault(name, {})[number] = max(scalars.of(other).get(name, 0.0) for other in beside)

@@ -1,0 +1,772 @@
+"""Decisions of the coordinator, without sockets and without a clock: events go in, effects come out.
+
+Every event has a method, with the time as an argument; `advance` then returns what has to be done. The rules:
+
+- A **generation** is published when something has changed, `debounce_seconds` after the first sign of it. Survivors
+  keep their order, newcomers follow in the order in which their nodes were ready. A number is never used twice.
+- A **planned** change (a node that comes, a member that leaves) waits until all members have entered the present
+  generation. A **failure** waits for nothing: a member of the world has died, or one that was still handing over, or
+  a collective has failed though all are alive. A failed collective has its own field in the record, beside the
+  other changes that the generation makes.
+- A node joins as a whole, when all its workers are ready; a job starts with MIN nodes; nodes above MAX wait. If all
+  members were told to leave, nodes wait until the last of them has gone.
+- No member waits long for a **late** node, one that still makes its engines. After a failure the holders of the state
+  go on without it, if they are MIN nodes and have a layout; leaving members wait for it `LEAVER_SECONDS`, other nodes
+  `stuck_seconds`. It joins once it has made its engines.
+- A member that was given up never comes back under its id, unless it was merely silent: then it may, until a
+  generation without it is entered.
+- When more than half of a world falls silent together, the coordinator or its link is at fault. No member is given up
+  for silence then, until the silence has lasted `ORPHAN_SECONDS`: a living member ends by itself by that time. Nor is
+  more than half of a world ever given up for being stuck.
+- When the present world has **stood still** for twice `silent_seconds`, its members are asked to which of the others
+  they can connect. The largest set of nodes that reach each other goes on, if it has MIN; the others are given up, and
+  join again once they reach all members that train. This happens at once if only one node goes, whose state others
+  keep; else after `stuck_seconds`, because it may cost state.
+- After a restart, returning members tell the coordinator which world there is. If others come first, a job is begun
+  only once no member of an earlier one can be alive; if one comes all the same, the new job gives way to its state.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ds_dynatrain.elastic.generation import LONGEST_TEXT, NO_WORLD, Generation, member_id, node_of, nodes_of
+from ds_dynatrain.elastic.links import HostLinks
+from ds_dynatrain.elastic.messages import Announce, Bye, Phase, Probed, Report, clipped
+from ds_dynatrain.elastic.roster import Effect, Finish, GiveUpMember, Publish, Recovery, Roster, RosterEntry
+from ds_dynatrain.elastic.settings import ORPHAN_SECONDS, Settings
+from ds_dynatrain.errors import JobFinished, PeerRefused
+
+LEAVER_SECONDS = 5.0
+"""How long leaving members wait for late nodes."""
+HANG_STEPS = 10
+"""Two collectives that hang within this many steps of each other end the job."""
+REMEMBERED_CHANGES = 20
+REMEMBERED_GONE = 16_384
+"""The most members that are remembered as given up, and must not come back; the oldest are forgotten."""
+QUIET_BEATS = 3
+"""Missed heartbeats after which a member counts as quiet, see `_is_cut_off`."""
+
+
+@dataclass(frozen=True)
+class Missed:
+    """A member that was given up for silence alone, and its generation then (`NO_WORLD` if it was in none)."""
+
+    entry: RosterEntry
+    reason: str
+    world: Generation
+
+
+class MembershipStateMachine:
+    """The members of a job. `now` is any clock that never goes back, in seconds, the same in all calls."""
+
+    def __init__(self, settings: Settings, term: str, now: float) -> None:
+        self.settings = settings
+        self.term = term
+        self.roster = Roster()
+        self._world = NO_WORLD
+        self.is_finished = False
+        self.changes: deque[tuple[Generation, float]] = deque(maxlen=REMEMBERED_CHANGES)
+        """The last generations, each with the time when it was published."""
+        self._recovery: Recovery | None = Recovery(now + settings.recovery_seconds, settings.recovery_seconds)
+        self._orphaned_at = now + ORPHAN_SECONDS
+        """The time from which no member of an earlier job can be alive."""
+        self._is_starter = False
+        """Whether the present job was begun here, and not taken over from members of an earlier one."""
+        self._newest = 0
+        """The highest generation ever published or taken over here."""
+        self._gone: dict[str, str] = {}
+        self._done: set[str] = set()
+        """Members of the world whose scripts have ended, with exit code 0 unless their agent reports otherwise."""
+        self.watched: dict[str, float] = {}
+        """Times at which the agents connected, by node; an agent will report how its workers ended. Kept by the
+        coordinator."""
+        self._entered = 0
+        self._has_begun = False
+        """Whether any member has reported a step; see `Generation.begun`."""
+        self._breach = ""
+        self._is_hang, self._hangs, self._hung_at = False, 0, 0
+        """Whether the breach is a collective that has not ended; how many of these came in a row, and the step of the
+        last one."""
+        self._mute: dict[str, list[float]] = {}
+        """Times of failed generations of which a member has reported neither entry nor failure, by member."""
+        self._decide_at: float | None = None
+        self._advanced = now
+        self._held_at = now
+        """The last time that silence was blamed on the coordinator's own link."""
+        self._missed: dict[str, Missed] = {}
+        """Members given up for silence that may still come back."""
+        self._back: dict[str, Missed] = {}
+        """Members that have come back and are not listed in the present generation."""
+        self._published: Publish | None = None
+        """The newest generation, and the members that were told of it."""
+        self._owed: list[Publish] = []
+        """Publications to repeat, since members that were reconnecting may not have had them."""
+        self.links = HostLinks(settings.silent_seconds, now)
+
+    @property
+    def world(self) -> Generation | None:
+        """The present generation; None before the first."""
+        return self._world if self._world.generation else None
+
+    # -- events ------------------------------------------------------------------------------------------------------
+
+    def announce(self, said: Announce, now: float) -> str:
+        """Admit a worker that is new, or has reconnected, and return its id.
+
+        Raise PeerRefused or JobFinished if it cannot be admitted.
+        """
+        member = member_id(said.node, said.local_rank)
+        if self.is_finished:
+            raise JobFinished("the job has finished; a new one needs a new coordinator")
+        if self._knows(member, said):
+            self._hear_again(member, now)
+            newest = self._published
+            is_behind = said.world is None or said.world.generation < self._newest
+            if newest is not None and member in newest.to and is_behind:
+                self._owed.append(Publish(newest.world, (member,)))
+            return member
+        if member in self._gone:
+            raise PeerRefused(
+                f"{member} was given up ({self._gone[member]}); end this process, and start it again to join as a new "
+                "one"
+            )
+        if said.world is not None and not self._may_recall(said.world, now):
+            raise PeerRefused(
+                f"{member} comes from generation {said.world.generation}, which is over here; start it again to join "
+                "as a new process"
+            )
+        self.roster.add(said, now)
+        if said.world is not None:
+            if self._recovery is None:
+                self._recovery = Recovery(now, self.settings.recovery_seconds)
+            self._recovery.hear(member, said.world, now)
+        elif said.restarts and self._recovery is not None:
+            self._recovery.expect(self._orphaned_at)
+        return member
+
+    def _knows(self, member: str, said: Announce) -> bool:
+        """Return whether an announcement is from the same process as before: one that is here, or was given up for
+        silence alone."""
+        missed = self._missed.get(member)
+        entry = self.roster[member] if member in self.roster else None if missed is None else missed.entry
+        return entry is not None and said.nonce != "" and (entry.pid, entry.nonce) == (said.pid, said.nonce)
+
+    def _hear_again(self, member: str, now: float) -> None:
+        """Take back a member that was given up for silence; PeerRefused if the others have gone on without it."""
+        missed = self._missed.get(member)
+        if missed is None:
+            return
+        if self._goes_on_without(member, missed):
+            raise PeerRefused(
+                f"{member} was given up ({missed.reason}), and generation {self._newest} goes on without it; end this "
+                "process, and start it again to join as a new one"
+            )
+        del self._missed[member]
+        self._gone.pop(member, None)
+        self.roster.restore(missed.entry, now)
+        if missed.world.generation and not self._takes_part(member):
+            if self._held_state_in(missed.world, member):
+                self._back[member] = missed
+                self._breach = f"{member} was heard of again"
+            else:
+                self._owed.append(Publish(self._world, (member,)))  # it waits for a generation that is over
+        self._note(now)
+
+    def _held_state_in(self, world: Generation, member: str) -> bool:
+        """Return whether a member of a generation had its state: all have it once one of them has entered the
+        generation."""
+        return world.generation <= self._entered or member in (*world.members[: world.survivors], *world.leaving)
+
+    def _goes_on_without(self, member: str, missed: Missed) -> bool:
+        """Return whether the others need a silent member no more, because one of them has entered a generation without
+        it."""
+        if member in self._world.leaving and self._is_handed_over:
+            return True
+        has_changed = self._world.generation > missed.world.generation
+        return has_changed and self._is_entered and not self._takes_part(member)
+
+    def report(self, member: str, said: Report, now: float) -> None:
+        """Take a worker's report. PeerRefused if the report is impossible, or the worker was given up."""
+        self._hear_again(member, now)
+        if member not in self.roster:
+            raise PeerRefused(f"{member} was given up ({self._gone.get(member, 'it is not known here')})")
+        newest = self._world.generation
+        if self._recovery is None and said.entered > newest:
+            raise PeerRefused(
+                f"{member} says it entered generation {said.entered}, and the newest is {newest}; start it again to "
+                "join as a new process"
+            )
+        self._has_begun = self._has_begun or said.step > 0
+        if self._recovery is not None:
+            self._recovery.report(member)
+        before = self.roster[member].report
+        if self._takes_part(member) and (said.step, said.entered) != (before.step, before.entered):
+            self.links.move(now)
+        if self.roster.update(member, said, now):
+            if _answered(said) >= newest:
+                self._mute.pop(member, None)
+            if self._recovery is None or not self._recovery.heard_of(member):  # else of another job, for now
+                self._entered = max(self._entered, said.entered)
+            if self._takes_part(member) and said.broken == newest:
+                self._break(member, said)
+            self._note(now)
+
+    def _break(self, member: str, said: Report) -> None:
+        """Note that a collective of the present generation has failed on a member, or has not ended there."""
+        if said.hung and not self._is_hang:
+            step = max(entry.report.step for entry in self.roster)
+            self._hangs = self._hangs + 1 if abs(step - self._hung_at) <= HANG_STEPS else 1
+            self._hung_at, self._is_hang = step, True
+            self._breach = f"a collective has not ended on {member}: {said.hung}"
+        elif not self._is_hang:
+            self._breach = f"a collective failed on {member}"
+
+    def probed(self, member: str, said: Probed, now: float) -> None:
+        """Take the results of a worker's attempts to connect to others."""
+        if member in self.roster and self.links.hear(self.roster[member].host, said, now):
+            self._note(now)
+
+    def bye(self, member: str, said: Bye, now: float) -> None:
+        """Take the good-bye of a worker whose script has ended."""
+        if member in self._missed:
+            self._hear_again(member, now)
+        entry = self._remove(member)
+        if entry is None:
+            return
+        if member in self._world.leaving and not self._is_handed_over:
+            if said.newest < self._world.generation:
+                self._is_gone(member, "ended before it heard that the others may ask for its state", now)
+                return
+            if not said.has_left:
+                self._is_gone(member, "its script ended by itself", now)
+                return
+        came_back = self._recovery is not None and self._recovery.heard_of(member)
+        if not self._works(member) and not came_back:
+            if self._may_be_the_last_holder(member):
+                self._breach = f"{member} went, and nobody has said that it has the state"
+            self._note(now)
+        elif said.has_left and said.newest < self._world.generation:
+            self._is_gone(member, f"left after generation {said.newest}, which went on without it", now)
+        elif entry.report.leaving:  # the others still count on it
+            self._is_gone(member, "ended before the others could let it go", now)
+        else:
+            self._done.add(member)
+            self._note(now)
+
+    def failed(self, node: str, now: float) -> None:
+        """Count a node's workers as lost: its agent reports that one ended with an error, or a code other than 0.
+
+        A process does not know its exit code when it says good-bye, so it may have reported a regular end before.
+        """
+        ended = [member for member in (*self._done, *self.roster.members) if node_of(member) == node]
+        for member in [] if self.is_finished else ended:
+            self._done.discard(member)
+            self._remove(member)
+            self._is_gone(member, "its node's workers have failed", now)
+
+    def lost(self, member: str, why: str, now: float) -> None:
+        """Count a worker as dead."""
+        if self._remove(member) is not None:
+            self._is_gone(member, why, now)
+
+    def _remove(self, member: str) -> RosterEntry | None:
+        """Remove a worker from the roster and from those that may come back; None if it was not in the roster."""
+        self._missed.pop(member, None)
+        self._back.pop(member, None)
+        return self.roster.remove(member)
+
+    def disconnected(self, member: str, why: str, now: float) -> None:
+        """Note that a worker's connection has ended. That is a death, unless the worker was quiet for some heartbeats
+        before.
+
+        If the network was cut, the end tells no more than the silence did: the worker may be about to reconnect.
+        """
+        if member in self.roster and not self._is_quiet(self.roster[member], now):
+            self.lost(member, why, now)
+
+    # -- time --------------------------------------------------------------------------------------------------------
+
+    @property
+    def deadline(self) -> float:
+        """The latest time at which `advance` has to be called."""
+        times = [self._advanced if self._owed else self._advanced + self.settings.beat_seconds]
+        if self._recovery is not None:
+            times.append(self._advanced if self._recovery.is_complete else self._recovery.until)
+        elif self._decide_at is not None and not self.is_finished:
+            times.append(self._decide_at)
+        return min(times)
+
+    def advance(self, now: float) -> list[Effect]:
+        """Return the effects that are due now."""
+        effects: list[Effect] = [*self._owed, *self._give_up_silent(now), *self._give_up_stuck(now)]
+        self._owed.clear()
+        if self._recovery is not None:
+            if now < self._recovery.until and not self._recovery.is_complete:
+                return effects
+            effects += self._recall(now)
+        effects += self._give_up_unreached(now)
+        if not self.is_finished:
+            effects += self.links.probes(self.roster, self._present(self._world.everyone), now)
+        is_left_behind = self._may_rejoin and any(self._was_left_behind(one) for one in self.roster.members)
+        if self._is_overdue(now) or is_left_behind:
+            self._note(now)
+        if self._decide_at is not None and now >= self._decide_at and not self.is_finished:
+            self._decide_at = None
+            world = self._next_world(now)
+            if world is not None:
+                effects.append(self._publish(world, now))
+        effects += self._finish()
+        return effects
+
+    def _give_up_silent(self, now: float) -> list[GiveUpMember]:
+        """Give up members that have been silent for too long; time during which nothing was received does not count."""
+        asleep = now - self._advanced - self.settings.beat_seconds
+        if asleep > self.settings.beat_seconds:
+            self.roster.forgive(asleep)
+            if self._recovery is not None:
+                self._recovery.forgive(asleep)
+        self._advanced = now
+        if self._is_cut_off(now):
+            self._held_at = now
+        for entry in list(self.roster):
+            silence = now - entry.heard
+            if min(silence, now - self._held_at) > self.settings.silent_seconds or silence > ORPHAN_SECONDS:
+                reason = f"no heartbeat for {min(silence, self.settings.silent_seconds):g} s"
+                if silence > ORPHAN_SECONDS:
+                    reason = f"no heartbeat for {ORPHAN_SECONDS:g} s"
+                self.lost(entry.member, reason, now)
+                world = self._world if self._takes_part(entry.member) else NO_WORLD
+                self._missed[entry.member] = Missed(entry, reason, world)
+        return self._part_with_missed(now)
+
+    def _is_quiet(self, entry: RosterEntry, now: float) -> bool:
+        return now - entry.heard > QUIET_BEATS * self.settings.beat_seconds
+
+    def _is_cut_off(self, now: float) -> bool:
+        """Return whether more than half of the world is quiet: then the coordinator's own link is at fault."""
+        there = [one for one in self.roster if self._takes_part(one.member)] or list(self.roster)
+        return 2 * sum(self._is_quiet(one, now) for one in there) > len(there)
+
+    def _part_with_missed(self, now: float) -> list[GiveUpMember]:
+        """End the silent members that the others go on without: from then on none of them may come back."""
+        effects = [
+            GiveUpMember(member, missed.entry.pid, missed.reason)
+            for member, missed in self._missed.items()
+            if self._goes_on_without(member, missed)
+        ]
+        for effect in effects:
+            del self._missed[effect.member]
+        if self._is_entered:  # a member entered the generation before it could be replaced
+            effects += [self._give_up(member, now) for member in list(self._back)]
+        return effects
+
+    def _give_up_stuck(self, now: float) -> list[GiveUpMember]:
+        """Give up living members whose main thread is stuck, while other holders of the state wait for them.
+
+        No member is given up if that would be more than half of the world.
+        """
+        there = [entry for entry in self.roster if self._takes_part(entry.member)]
+        stuck = self._hung(there) or self._mute_for_long(there, now)
+        if 2 * len(stuck) > len(there):
+            return []
+        for entry, reason in stuck:
+            self.lost(entry.member, reason, now)
+        if stuck:
+            self._mute.clear()  # the others may have waited for these alone
+        return [GiveUpMember(entry.member, entry.pid, reason) for entry, reason in stuck]
+
+    def _hung(self, there: list[RosterEntry]) -> list[tuple[RosterEntry, str]]:
+        """Return the members whose main thread has not moved for too long, each with the reason."""
+        most = self.settings.stuck_seconds
+        reason = f"its main thread has not moved for {most:g} s"
+        hung = [one for one in there if 0 < most <= one.report.blocked_seconds]
+        return [(one, reason) for one in hung if one.report.step or self._is_needed]
+
+    def _mute_for_long(self, there: list[RosterEntry], now: float) -> list[tuple[RosterEntry, str]]:
+        """Return the members that have reported nothing of several failed generations, each with the reason."""
+        most = self.settings.stuck_seconds
+        failed = [(one, self._mute.get(one.member, [])) for one in there]
+        mute = [(one, times) for one, times in failed if len(times) > 1 and 0 < most <= now - times[0]]
+        return [
+            (one, f"it has said nothing of {len(times)} generations that failed in {most:g} s") for one, times in mute
+        ]
+
+    def _give_up_unreached(self, now: float) -> list[GiveUpMember]:
+        """Give up nodes of a world that stands still, so that all remaining ones reach each other.
+
+        No node is given up if fewer than MIN would remain, waiting ones included, or while doing so may lose state that
+        a healed network would give back.
+        """
+        world, links = self._world, self.links
+        if not links.stands_still(now) or not links.parted:
+            return []
+        outside = links.outside(self.roster, self._present(world.everyone))
+        parted = [self.roster[one] for one in outside]
+        stay = tuple(one for one in self._present(world.members) if one not in outside)
+        has_enough = len(nodes_of((*stay, *self._newcomers(stay)))) >= self.settings.min_nodes
+        if not parted or not has_enough or not self._may_part_with(parted, now):
+            return []
+        for entry in parted:
+            self.lost(entry.member, clipped(outside[entry.member], LONGEST_TEXT // 2), now)
+        links.move(now)
+        return [GiveUpMember(entry.member, entry.pid, self._gone[entry.member]) for entry in parted]
+
+    def _may_part_with(self, parted: list[RosterEntry], now: float) -> bool:
+        """Return whether no state is lost with these members, or the world has stood still for `stuck_seconds`.
+
+        Copies outlive one node; two that go together may have kept each other's.
+        """
+        is_one = len(nodes_of(entry.member for entry in parted)) == 1
+        if is_one and all(entry.report.protected == "yes" or not entry.report.step for entry in parted):
+            return True
+        return 0 < self.settings.stuck_seconds <= self.links.still_for(now)
+
+    def _see_who_is_mute(self, failed: Generation, now: float) -> None:
+        """Note the members that have not reported the failure of a generation, as all of its members should."""
+        for member in failed.members:
+            if member in self.roster and _answered(self.roster[member].report) < failed.generation:
+                self._mute.setdefault(member, []).append(now)
+            else:
+                self._mute.pop(member, None)
+
+    # -- after a restart ---------------------------------------------------------------------------------------------
+
+    @property
+    def is_recovering(self) -> bool:
+        """Whether the coordinator waits for members of an earlier job."""
+        return self._recovery is not None
+
+    def _may_recall(self, world: Generation, now: float) -> bool:
+        """Return whether a world from before can still be taken over.
+
+        True also if a job was begun here by mistake: for a while, members of the earlier job may be alive and hold
+        more.
+        """
+        if self._recovery is not None or self.world is None:
+            return True
+        return self._is_starter and world.term != self.term and now < self._orphaned_at
+
+    def _recall(self, now: float) -> list[Effect]:
+        """End the recovery: take over the newest world, and give up members that it does not list, or that hang."""
+        recovery, self._recovery = self._recovery, None
+        started = self._world.everyone
+        if started and recovery is not None and not self._may_hold_state(recovery):
+            outside = [one for one in self.roster.members if recovery.heard_of(one) and one not in started]
+            return [self._give_up(one, now) for one in outside]
+        world = None if recovery is None else recovery.choose()
+        if world is None or recovery is None:
+            return []
+        self._world = world
+        begun_here = [member for member, missed in self._missed.items() if missed.world.generation]
+        self._is_starter, self._newest = False, max(self._newest, world.generation)
+        self.links.move(now)
+        self._done.difference_update(started)
+        said = [(entry.member, entry.report) for entry in self.roster if self._takes_part(entry.member)]
+        self._entered = max((report.entered for _, report in said), default=0)
+        self._has_begun = world.begun or any(report.step for _, report in said)
+        self._note(now)
+        for member, report in said:
+            if report.broken == world.generation:
+                self._break(member, report)
+        told = *self._let_go(recovery), *self._passed_over(recovery, started)
+        present = self._present((*world.everyone, *told))
+        strangers = [one for one in self.roster.members if recovery.heard_of(one) or one in started]
+        over = [one for one in strangers if one not in present or one in started]
+        effects: list[Effect] = [self._give_up(one, now) for one in over]
+        effects += [GiveUpMember(one, self._missed.pop(one).entry.pid, self._gone[one]) for one in begun_here]
+        effects += self._miss(now)
+        self.changes.append((world, now))
+        self._published = Publish(world, self._present(present))
+        return [*effects, self._published]
+
+    def _may_hold_state(self, recovery: Recovery) -> bool:
+        """Return whether any returning member may have been in the world of which it was told."""
+        back = [entry for entry in self.roster if recovery.heard_of(entry.member)]
+        return any(entry.report.entered or not recovery.has_reported(entry.member) for entry in back)
+
+    def _let_go(self, recovery: Recovery) -> list[str]:
+        """Return the leavers that have come back, and do not know yet that the others go on without them."""
+        leaving = [entry.member for entry in self.roster if entry.report.leaving and recovery.heard_of(entry.member)]
+        return [member for member in leaving if (recovery.told(member) or NO_WORLD).generation < self._world.generation]
+
+    def _passed_over(self, recovery: Recovery, started: Iterable[str]) -> list[str]:
+        """Return the late newcomers that the others went on without, and that have not joined since: they still may."""
+        world, found = self._world, list[str]()
+        for entry in self.roster:
+            told = recovery.told(entry.member)
+            if told is None or entry.member in (*world.members, *started):
+                continue
+            if entry.report.entered or not recovery.has_reported(entry.member):  # it holds something, or may
+                continue
+            if told.generation < world.generation or told.term == world.term:
+                found.append(entry.member)
+        return found
+
+    def _give_up(self, member: str, now: float) -> GiveUpMember:
+        """Give up a member that the world does not list: it is from an older one, or from a job that was begun by
+        mistake."""
+        entry, reason = self.roster[member], f"generation {self._newest} goes on without it"
+        self.lost(member, reason, now)
+        return GiveUpMember(member, entry.pid, reason)
+
+    def _miss(self, now: float) -> list[GiveUpMember]:
+        """Give up members of the world that was taken over which have not come back."""
+        effects = list[GiveUpMember]()
+        for member in self._world.members:
+            if member not in self.roster and member not in self._done and member not in self._missed:
+                self._gone.setdefault(member, "it did not come back")
+                effects.append(GiveUpMember(member, None, self._gone[member]))
+        for member in self._world.leaving:
+            if member not in self.roster and not self._is_handed_over:
+                self._is_gone(member, "it did not come back", now)
+        return effects
+
+    # -- decisions ---------------------------------------------------------------------------------------------------
+
+    def _next_world(self, now: float) -> Generation | None:
+        """Return the generation that follows from the present members; None if the present one stands, or is still
+        being entered."""
+        old, members = self._world, self._world.members
+        dead = tuple(one for one in members if one not in self.roster and one not in self._done)
+        is_failure = bool(dead or self._breach or self._is_overdue(now))
+        if not is_failure and not self._is_settled:
+            return None
+        stay = tuple(one for one in self._in_order(members) if one in self.roster and not self._is_leaving(one))
+        leaving, late = self._leaving(old), self._left_out(now) if is_failure else ()
+        stay, leaving = (tuple(one for one in some if one not in late) for some in (stay, leaving))
+        needs_who_leaves = bool(leaving) and not stay  # members that begin anew wait for what these save
+        joined = () if needs_who_leaves else self._newcomers(stay, are_built=is_failure and self._can_go_alone)
+        is_ending = not self._done.isdisjoint(members)  # members that have ended take part in no change
+        if not is_failure and (stay + joined == members or is_ending):
+            return None
+        if not old.generation and not joined:
+            return None
+        holding = {*self._back, *(members if self._is_entered else self._survivors)}
+        return Generation(
+            term=self.term,
+            generation=self._newest + 1,
+            change="failure" if is_failure else "planned",
+            members=stay + joined,
+            survivors=len(holding.intersection(stay)),
+            leaving=leaving,
+            lost=dead,
+            broken=old.generation if self._breach else old.broken,
+            hangs=self._hangs if self._is_hang else 0,
+            begun=self._has_begun and (is_failure or not self._have_all_left),
+            paused=len(nodes_of(stay + joined)) < self.settings.min_nodes,
+            reason=self._reason(joined, set(members) & set(leaving), dead, late),
+        )
+
+    def _in_order(self, members: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the members of the present generation and those that have come back, in their earlier order."""
+        base = min((one.world for one in self._back.values()), key=lambda world: world.generation, default=NO_WORLD)
+        return tuple(one for one in dict.fromkeys((*base.members, *members)) if one in members or one in self._back)
+
+    def _newcomers(self, stay: tuple[str, ...], are_built: bool = False) -> tuple[str, ...]:
+        """Return the members that join those that stay: whole nodes, as many as MAX allows; at least MIN nodes to start
+        a job.
+
+        A member that has entered a generation which is over has `LEAVER_SECONDS` to end, as it does if it held state
+        there. are_built: only nodes that have made their engines.
+        """
+        if self._done:
+            return ()
+        nodes = self.roster.complete_nodes(apart=(*self._back, *self._world.members))
+        nodes = [node for node in nodes if self._may_rejoin or not any(map(self._was_left_behind, node))]
+        nodes = [node for node in nodes if not are_built or all(self._has_built(one) for one in node)]
+        nodes = self.links.reaching(self.roster, nodes, stay)
+        nodes = nodes[: max(0, self.settings.max_nodes - len(nodes_of(stay)))]
+        if not stay and len(nodes) < self.settings.min_nodes:
+            return ()
+        return tuple(member for node in nodes for member in node)
+
+    @property
+    def _may_rejoin(self) -> bool:
+        """Whether members of a past generation have had time to end: one that is still here was idle."""
+        return bool(self.changes) and self._advanced - self.changes[-1][1] > LEAVER_SECONDS
+
+    def _was_left_behind(self, member: str) -> bool:
+        return self.roster[member].report.entered > 0 and not self._takes_part(member)
+
+    def _leaving(self, old: Generation) -> tuple[str, ...]:
+        """Return the leaving members that are still here, those of the old generation included, whose reports may be
+        missing yet."""
+        told = tuple(one for one in self._in_order(old.members) if one in self.roster and self._is_leaving(one))
+        back = tuple(one for one in self._back if one in self.roster and self._is_leaving(one))
+        return tuple(dict.fromkeys((*told, *self._present(old.leaving), *back)))
+
+    def _is_leaving(self, member: str) -> bool:
+        return self.roster[member].report.leaving
+
+    def _has_built(self, member: str) -> bool:
+        return self.roster[member].report.engines == "built"
+
+    @property
+    def _late(self) -> tuple[str, ...]:
+        """Newcomers of a generation that no member has entered, on nodes that have not made all their engines."""
+        world = self._world
+        if self._is_entered:
+            return ()
+        coming = self._present(world.members[world.survivors :])
+        nodes = nodes_of(one for one in coming if not self._has_built(one))
+        return tuple(one for one in coming if node_of(one) in nodes)
+
+    @property
+    def _is_lacking(self) -> bool:
+        """Whether the present generation can only be entered with more members."""
+        there = self._present(self._world.everyone)
+        return any(self.roster[one].report.lacking == self._world.generation for one in there)
+
+    @property
+    def _can_go_alone(self) -> bool:
+        """Whether the others can train without the late members."""
+        world, late = self._world, self._late
+        if not self._present(world.members if self._is_entered else self._survivors):
+            return False
+        stay = [one for one in self._present(world.members) if not self.roster[one].report.leaving and one not in late]
+        return bool(stay) and len(nodes_of(stay)) >= self.settings.min_nodes and not self._is_lacking
+
+    def _have_others_waited(self, now: float) -> bool:
+        """Return whether late nodes have kept others waiting for too long: members of the world, or nodes outside
+        it."""
+        world, late, most = self._world, self._late, self.settings.stuck_seconds
+        if not late or self._is_lacking or not 0 < most <= now - self.changes[-1][1]:
+            return False
+        coming = [one for one in self._present(world.members[world.survivors :]) if not self._is_leaving(one)]
+        return not set(coming) <= set(late) or bool(self._newcomers(world.members))
+
+    def _left_out(self, now: float) -> tuple[str, ...]:
+        """Return the late members without which a generation that cannot wait goes on."""
+        return self._late if self._can_go_alone or self._have_others_waited(now) else ()
+
+    def _is_overdue(self, now: float) -> bool:
+        """Return whether members cannot wait any longer for the present generation to be entered."""
+        world = self._world
+        if self._recovery is not None or self._is_entered:
+            return False
+        if self._is_lacking:
+            return bool(self._newcomers(world.members))
+        if not world.survivors:
+            return False
+        is_leaver_late = now - self.changes[-1][1] >= LEAVER_SECONDS and bool(self._leaving(world))
+        if is_leaver_late and self._late and self._can_go_alone:
+            return True
+        return self._have_others_waited(now)
+
+    @property
+    def _is_needed(self) -> bool:
+        """Whether all members of the present generation stand still until each of them has entered it."""
+        return self._world.change == "failure" and not self._is_entered
+
+    @property
+    def _is_settled(self) -> bool:
+        """Whether all living members have entered the present generation."""
+        world = self._world
+        return all(self.roster[one].report.entered == world.generation for one in world.members if one in self.roster)
+
+    @property
+    def _is_handed_over(self) -> bool:
+        """Whether the members leaving the present generation are done, because all others have their state.
+
+        If all members leave, there are no others: each is waited for until it has gone.
+        """
+        return self._is_settled and bool(self._world.members)
+
+    @property
+    def _is_entered(self) -> bool:
+        """Whether any member has entered the present generation: then all its members hold its state."""
+        return 0 < self._world.generation <= self._entered
+
+    @property
+    def _have_all_left(self) -> bool:
+        """Whether the members of the present generation have ended the job: all were told to go, and could save."""
+        return self.world is not None and not self.world.members and self.world.change == "planned"
+
+    def _may_be_the_last_holder(self, member: str) -> bool:
+        """Return whether a leaver is asked for the state by a generation whose members have none, and would wait for
+        it."""
+        world = self._world
+        return member in world.leaving and bool(world.members) and not world.survivors and not self._is_entered
+
+    @property
+    def _survivors(self) -> tuple[str, ...]:
+        return self._world.members[: self._world.survivors]
+
+    def _reason(self, joined: Iterable[str], left: Iterable[str], dead: Iterable[str], late: Iterable[str]) -> str:
+        parts = [f"{one} lost ({self._gone.get(one, 'it did not come back')})" for one in dead]
+        parts += [self._breach] if self._breach else []
+        parts += [f"{node} is not waited for until it has made its engines" for node in sorted(nodes_of(late))]
+        parts += [f"{node} joined" for node in sorted(nodes_of(joined))]
+        parts += [f"{one} leaves" for one in sorted(left)]
+        return clipped("; ".join(parts), LONGEST_TEXT)
+
+    def _publish(self, world: Generation, now: float) -> Publish:
+        passed_over = self._present(self._world.members)
+        if self._breach:
+            self._see_who_is_mute(self._world, now)
+        if self.world is None:
+            self._is_starter = True
+            self.links.move(now)
+        self._world, self._newest = world, world.generation
+        self.links.look(now)
+        self._breach, self._is_hang = "", False
+        self._back.clear()
+        self._has_begun = world.begun
+        self.changes.append((world, now))
+        self._published = Publish(world, tuple(dict.fromkeys((*world.everyone, *passed_over))))
+        return self._published
+
+    def _finish(self) -> list[Finish]:
+        """End the job when some scripts have ended and all remaining workers have never been in a world."""
+        if self.is_finished or not self._done:
+            return []
+        if any(node_of(member) in self.watched for member in self._done):
+            return []  # their agent may still say that they have failed
+        there = [entry for entry in self.roster if self._works(entry.member) and not entry.report.leaving]
+        if any(entry.report.entered for entry in there):
+            return []
+        self.is_finished = True
+        return [Finish(tuple(entry.member for entry in self.roster))]
+
+    # -- small things ------------------------------------------------------------------------------------------------
+
+    def phase(self, entry: RosterEntry) -> Phase:
+        """Return the phase of a member, as the status names it."""
+        if entry.report.leaving:
+            return "leaving"
+        if entry.report.engines == "building":
+            return "building"
+        if self._works(entry.member):
+            return "working"
+        return "waiting" if entry.report.ready else "warming"
+
+    def _works(self, member: str) -> bool:
+        return member in self._world.members
+
+    def _takes_part(self, member: str) -> bool:
+        """Return whether others may wait for a member in a collective: it works, or hands over its state."""
+        return member in self._world.everyone
+
+    def _is_gone(self, member: str, why: str, now: float) -> None:
+        self._gone[member] = why
+        if len(self._gone) > REMEMBERED_GONE:
+            del self._gone[next(iter(self._gone))]
+        if member in self._world.leaving and not self._is_handed_over:
+            self._breach = f"{member} broke off its hand-over ({why})"
+        self._note(now)
+
+    def _note(self, now: float) -> None:
+        """Note that something has changed: a decision is due soon."""
+        if self._decide_at is None:
+            self._decide_at = now + self.settings.debounce_seconds
+
+    def _present(self, members: Iterable[str]) -> tuple[str, ...]:
+        return tuple(one for one in members if one in self.roster)
+
+
+def _answered(report: Report) -> int:
+    """Return the last generation whose outcome a member has reported."""
+    return max(report.entered, report.broken)

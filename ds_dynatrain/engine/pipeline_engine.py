@@ -1,0 +1,252 @@
+"""Engine of a `PipelineModule`: each call trains a whole global batch, and the boundary is at its beginning.
+
+An iterator of the user's own gives what one member reads in one world: a number of micro-batches, of one share of each
+global batch, from its position on this member. It cannot be dealt again, so it serves until any member's place in the
+pipelines, or its pipeline's share, changes; the ZeRO stage and the boundaries of stages may change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch.utils.data import DataLoader
+
+from ds_dynatrain.adapters.deepspeed.pipeline_host import PipelineHostEngine, RepeatingLoader
+from ds_dynatrain.data import EvaluationLoader, Pass, TrainLoader
+from ds_dynatrain.engine.dynatrain_engine import DynatrainEngine, in_turn
+from ds_dynatrain.errors import DataError, WorldChanged
+from ds_dynatrain.extension import around
+from ds_dynatrain.reshard.core import EngineCore
+from ds_dynatrain.reshard.process import PROCESS
+
+WAY_OUT = (
+    "give another one with set_dataiterator, in a function of engine.on_switch or after engine.boundary() "
+    "(engine.batch and engine.data_rank say who reads what), or take engine.loader(dataset), which follows the world"
+)
+
+
+@dataclass(frozen=True)
+class Passes:
+    """One pass of a loader of ours, or one after the other if it is in DeepSpeed's `RepeatingLoader`."""
+
+    given: Pass | RepeatingLoader
+
+    @property
+    def _at(self) -> Pass:
+        return self.given if isinstance(self.given, Pass) else cast("Pass", self.given.data_iter)
+
+    def reach_boundary(self, boundary: Callable[[], None]) -> None:
+        """Come to the boundary at the next batch of the pass.
+
+        Raises StopIteration, on all members, if the pass was the only one and is over.
+        """
+        try:
+            self._at.reach_boundary()
+        except StopIteration:
+            if isinstance(self.given, Pass):
+                raise
+            self.given.data_iter = iter(self.given.loader)
+            self._at.reach_boundary()
+
+    def samples(self, now: PipelinePlaces) -> Pass:
+        """Return the present pass, which is read in any place."""
+        return self._at
+
+    def reads(self, given: object) -> bool:
+        """Return whether this feed reads `given`, also the loader inside a `RepeatingLoader`."""
+        return given is self.given or (isinstance(self.given, RepeatingLoader) and given is self.given.loader)
+
+    def refuse_again(self) -> None:
+        """Do nothing: the loader has gone back to the beginning of the batch."""
+
+
+@dataclass(frozen=True)
+class PipelinePlaces:
+    """Places of all members in the pipelines. shares: of the pipelines, if they have any."""
+
+    members: tuple[int, ...]
+    pipe: int
+    data: int
+    shares: tuple[int, ...] | None
+
+    def __str__(self) -> str:
+        shares = "" if self.shares is None else f" shares={','.join(map(str, self.shares))}"
+        return f"members {', '.join(map(str, self.members))} as pipe={self.pipe} data={self.data}{shares}"
+
+
+@dataclass(frozen=True)
+class UserIterator:
+    """An iterator of the user's own. places: those that it was given for."""
+
+    given: Iterator[Any]
+    places: PipelinePlaces
+
+    def reach_boundary(self, boundary: Callable[[], None]) -> None:
+        """Come to a boundary, as in a loop without our loaders."""
+        boundary()
+
+    def samples(self, now: PipelinePlaces) -> Iterator[Any]:
+        """Return the iterator; raise DataError, on all members and before anything is read, if it is not for these
+        places.
+        """
+        if now != self.places:
+            raise DataError(
+                f"train_batch: the {type(self.given).__name__} that it reads was given for {self.places}, and now "
+                f"it is {now}: an iterator of your own cannot be dealt again; {WAY_OUT}"
+            )
+        return self.given
+
+    def reads(self, given: object) -> bool:
+        """Return whether this feed reads `given`. An iterator given again stays one for the places of the first
+        time.
+        """
+        return given is self.given
+
+    def refuse_again(self) -> None:
+        """Raise WorldChanged: an iterator of the user's cannot go back."""
+        raise WorldChanged(
+            "train_batch: the world was aborted in this global batch and formed anew, and what was read of the "
+            f"{type(self.given).__name__} cannot be read again; {WAY_OUT}"
+        )
+
+
+Feed = Passes | UserIterator
+"""Source of samples."""
+
+
+def places_of(engine: EngineCore) -> PipelinePlaces:
+    """Return the places in the present world."""
+    layout = engine.layout
+    return PipelinePlaces(engine.members, layout.pipe, layout.data, layout.shares)
+
+
+def feed_of(engine: EngineCore, given: Any) -> Feed:
+    """Return what was given to `engine` as a feed; raise DataError if it is no iterator."""
+    if isinstance(given, TrainLoader):
+        given = RepeatingLoader(given)
+    if isinstance(given, Pass) or (isinstance(given, RepeatingLoader) and isinstance(given.loader, TrainLoader)):
+        return Passes(given)
+    if not hasattr(given, "__next__"):
+        raise DataError(
+            f"set_dataiterator: a {type(given).__name__} is no iterator; give iter(...) of it, or call set_dataloader"
+        )
+    return UserIterator(given, places_of(engine))
+
+
+class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
+    """DeepSpeed's pipeline engine whose stages, world and ZeRO stage change between two `train_batch` calls."""
+
+    _feed: Feed | None = None
+    """Feed that `train_batch()` continues with."""
+    _read: tuple[Feed, int] | None = None
+    """Feed and step number of the open global batch, once its members stand at it."""
+
+    @in_turn
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+        """Train a global batch as DeepSpeed does. A pending change takes effect first, and an idle member waits here.
+
+        data_iter: see `set_dataiterator`. Without it the previous one is read on, or the first loader if there was
+        none.
+        """
+        if data_iter is not None:
+            self.set_dataiterator(data_iter)
+        self._read = None
+        return PROCESS.membership.surviving(self._parts, self._train_batch, self._train_again)
+
+    def _train_batch(self) -> torch.Tensor:
+        samples = self._reach_boundary()
+        self._read = cast("Feed", self._feed), int(self.global_steps)
+        before = int(self.global_samples)
+        with around(each.around_batch() for each in self._parts.extensions):
+            loss = self._train_samples(samples)
+        if isinstance(samples, Pass) and not self._host.reads_data:
+            samples.skip()
+        self.micro_steps += self._parts.accumulation
+        self._end_window(before)
+        self._parts.finish_step()
+        return loss
+
+    def _train_samples(self, samples: Iterator[Any]) -> torch.Tensor:
+        """Train a global batch that is read from `samples`, in DeepSpeed's `train_batch`."""
+        super().set_dataiterator(samples)
+        loss: torch.Tensor = super().train_batch()
+        return loss
+
+    def _take_model_step(self, *arguments: Any) -> None:
+        """Make DeepSpeed's step, once all ranks know the loss: a step made without a dead member has one, too."""
+        self._share_loss()
+        super()._take_model_step(*arguments)
+
+    def _train_again(self) -> torch.Tensor:
+        """Continue after the world was aborted and formed anew; a function of `on_switch` may have given another feed.
+
+        At stage 0 the other replica may have made the step all the same: its loss is returned then.
+        """
+        if self._read is not None:
+            feed, step = self._read
+            if self.global_steps > step:
+                return self._loss_of_step()
+            if feed is self._feed:
+                feed.refuse_again()
+        return self.train_batch()
+
+    def _reach_boundary(self) -> Iterator[Any]:
+        """Come to a boundary; return the source of the next global batch, in the world that trains it."""
+        if self._feed is None:
+            if not self._parts.train_loaders:
+                raise DataError("train_batch() without data: pass an iterator, or training_data to initialize")
+            self._feed = feed_of(self._parts, next(iter(self._parts.train_loaders.values())))
+        feed = self._feed
+        feed.reach_boundary(self.boundary)
+        if self._feed is not feed:  # a function of `on_switch` may have given another one
+            return self._reach_boundary()
+        return feed.samples(places_of(self._parts))
+
+    eval_batch = in_turn(PipelineHostEngine.eval_batch)
+    module_state_dict = in_turn(PipelineHostEngine.module_state_dict)
+
+    @in_turn
+    def set_dataloader(self, loader: Iterable[Any]) -> None:
+        """Read from `iter(loader)` from now on, as DeepSpeed's call."""
+        self.set_dataiterator(iter(loader))
+
+    def set_dataiterator(self, iterator: Any) -> None:
+        """Set what `train_batch()` reads from now on, as DeepSpeed's call; call it on every process.
+
+        iterator: one of a loader of ours, `iter(loader)`, which ends with the epoch (StopIteration on all members), or
+        `RepeatingLoader(loader)`; `loader` itself is read as the latter. An iterator of the user's own serves until a
+        switch gives a member another place in the pipelines, see `UserIterator`. None: the first loader again.
+        """
+        if iterator is None:
+            self._feed = None
+        elif self._feed is None or not self._feed.reads(iterator):
+            self._feed = feed_of(self._parts, iterator)
+        super().set_dataiterator(iterator)
+
+    def loader(self, dataset: Any, **arguments: Any) -> TrainLoader | EvaluationLoader:
+        """Return a loader, as of any engine; raise DataError for a short last global batch, which a pipeline cannot
+        run.
+        """
+        made = super().loader(dataset, **arguments)
+        if isinstance(made, EvaluationLoader):
+            return made
+        last, full = made.order.samples(made.order.steps - 1), self.global_batch_size
+        if last < full:
+            del self._parts.train_loaders[made.name]
+            raise DataError(
+                f"loader {made.name!r}: the last global batch of an epoch has {last} of {full} samples, and a pipeline "
+                "sends buffers of one size; set dataloader_drop_last to true"
+            )
+        return made
+
+    def _training_loader(self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None) -> TrainLoader:
+        """Return the loader of `training_data` in its own order, as DeepSpeed's pipeline engine reads it.
+
+        Any other loader shuffles by default.
+        """
+        says_itself = isinstance(dataset, DataLoader) or self._parts.settings.data.reshuffle
+        made = self.loader(dataset, collate_fn=collate_fn, shuffle=None if says_itself else False)
+        return cast("TrainLoader", made)

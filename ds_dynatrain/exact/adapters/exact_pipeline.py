@@ -1,0 +1,226 @@
+"""A pipeline engine whose micro-batches are leaves, whichever stages they go through.
+
+All columns run equally many micro-batches; one without a leaf for its last one borrows leaf 0 at weight 0. Before each
+layer of a leaf the generators are set, by the layer's number in the whole model, also where activations are recomputed.
+The output of every layer is laid out in memory as a message would leave it, whether it is sent or not, so a cut between
+layers changes no bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, cast
+
+import deepspeed.comm as dist
+import torch
+from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentrant_checkpoint
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, ReduceGrads, ReduceTiedGrads
+
+from ds_dynatrain.adapters.deepspeed.host import Host
+from ds_dynatrain.adapters.deepspeed.pipeline_host import StageHost
+from ds_dynatrain.adapters.model.module_state import buffers_kept, note
+from ds_dynatrain.adapters.versions.replaced import replaced
+from ds_dynatrain.data import Leaf, Pass
+from ds_dynatrain.engine.pipeline_engine import DynatrainPipelineEngine
+from ds_dynatrain.exact.adapters.exact_engine import LeafEngine, LeafHost
+from ds_dynatrain.exact.adapters.exact_sums import LeafSums
+from ds_dynatrain.exact.adapters.refusals import unchanged_buffers
+from ds_dynatrain.exact.adapters.tied import StageLines, Uses
+from ds_dynatrain.exact.bits.rows import usage
+from ds_dynatrain.exact.bits.sums import pairwise_sum
+from ds_dynatrain.reshard import streams
+from ds_dynatrain.space import Columns, Layout
+from ds_dynatrain.space.leaves import MicroStep
+
+Seed = Callable[[int, int], None]
+"""Function that sets all generators for (leaf, layer of the whole model)."""
+
+
+@dataclass(frozen=True)
+class LeafPass:
+    """A micro-batch of this column. weight: of its loss, 0 where the leaf is borrowed."""
+
+    leaf: int
+    weight: float
+    step: MicroStep
+
+
+@dataclass
+class Leaves:
+    """The micro-batches of this column in a global batch. forward, backward: how many of them have begun that pass.
+    now: the one whose pass is running.
+    """
+
+    passes: Sequence[LeafPass]
+    seed: Seed
+    forward: int = 0
+    backward: int = 0
+    now: int = 0
+
+    def begin_forward(self) -> LeafPass:
+        """Return the next micro-batch to go forward, and make it the current one."""
+        self.now, self.forward = self.forward, self.forward + 1
+        return self.passes[self.now]
+
+    def begin_backward(self) -> LeafPass:
+        """Return the next micro-batch to go backward, and make it the current one."""
+        self.now, self.backward = self.backward, self.backward + 1
+        return self.passes[self.now]
+
+
+class LeafStageHost(LeafHost, StageHost):
+    """The host of a `LeafPipelineEngine`. uses: the parameters of this stage that several layers share."""
+
+    uses = Uses(())
+
+    def optimizer_made(self) -> None:
+        """Let the new optimizer add up the gradients of all stages leaf by leaf."""
+        order = {id(parameter): number for number, parameter in enumerate(self.module.parameters())}
+        trained = {tensor.name: held for tensor, held in self.trained()}
+        self.uses = Uses.of(self.module, self.shaper.template, {id(held) for held in trained.values()})
+        whole = self.shaper.template.whole.named_parameters()
+        numel = sum(held.numel() for name, held in whole if name in trained)
+        lines = StageLines(self.optimizer, order, self.uses, numel, self.module)
+        self.sums = LeafSums.over(lines, self.optimizer, lambda: self.micro_step)
+
+    def detach(self) -> None:
+        """Take the optimizer off, and forget the shared parameters of this stage."""
+        self.uses = Uses(())
+        super().detach()
+
+
+class LeafPipelineEngine(LeafEngine, DynatrainPipelineEngine):
+    """A pipeline engine whose gradients have the same bits in any number of ranks and stages."""
+
+    _HOST: ClassVar[type[Host]] = LeafStageHost
+    _leaves: Leaves | None = None
+    """Set while a global batch is trained."""
+    _host: LeafStageHost
+
+    def _train_samples(self, samples: Iterator[Any]) -> torch.Tensor:
+        """Train the leaves of a global batch; UnsupportedError unless a loader of the engine deals them."""
+        if not isinstance(samples, Pass):
+            raise usage("exact: a micro-batch that is no leaf").error(f"train_batch reads a {type(samples).__name__}")
+        module = self.module
+        if module.activation_checkpoint_func is not non_reentrant_checkpoint and module.activation_checkpoint_interval:
+            row = usage("exact: reentrant checkpointing in a pipeline")
+            raise row.error(f"exact: activation_checkpoint_interval={module.activation_checkpoint_interval}")
+        first = int(module._local_start)  # else numpy's integer, which would make other seeds
+        layers = [partial(self._run_layer, first + at, layer) for at, layer in enumerate(module.forward_funcs)]
+        self._host.uses.renew()
+        with replaced(self, "_leaves", self._dealt()), replaced(module, "forward_funcs", layers):
+            loss = super()._train_samples(samples)
+        if self.is_last_stage():
+            self._steps.note_losses(cast("list[torch.Tensor]", self.fwd_outputs))
+        return loss
+
+    def _dealt(self) -> Leaves:
+        batch, seed, step = self.batch, self._parts.stream_seed, int(self.global_steps)
+        dealt = cast("tuple[Leaf, ...]", batch.deal(batch.train_batch_size).rank(self.data_rank))
+        passes = [
+            LeafPass(leaf.number, leaf.weight, MicroStep(leaf.micro_step, batch.data, leaf.leaves)) for leaf in dealt
+        ]
+        return Leaves(passes, lambda leaf, layer: streams.begin_leaf(seed, step, leaf, layer))
+
+    def _run_layer(self, number: int, layer: Callable[[Any], Any], inputs: Any) -> Any:
+        leaves = self._leaves
+        if leaves is None:
+            raise usage("exact: a micro-batch that is no leaf").error("a layer runs outside of train_batch")
+        leaves.seed(leaves.passes[leaves.now].leaf, number)
+        with self._host.uses.of_layer(number):
+            output = layer(inputs)
+        return output if number + 1 == self.module._num_layers else as_sent(output, number)
+
+    def _enter_columns(self, layout: Layout) -> None:
+        """Let all columns run equally many leaves."""
+        super()._enter_columns(layout)
+        count = int(self.gradient_accumulation_steps())
+        self._columns = Columns(int(self.train_micro_batch_size_per_gpu()), (count,) * layout.data)
+        self._divisor, self.micro_batches = self._columns.mean, count
+
+    def _exec_forward_pass(self, buffer_id: int) -> None:
+        if self._leaves is None:
+            super()._exec_forward_pass(buffer_id)
+            return
+        note(self.module)
+        is_own = self._leaves.begin_forward().weight
+        with nullcontext() if is_own else buffers_kept(self.module), unchanged_buffers(self.module):
+            super()._exec_forward_pass(buffer_id)
+
+    def _exec_backward_pass(self, buffer_id: int) -> None:
+        if self._leaves is None:
+            super()._exec_backward_pass(buffer_id)
+            return
+        found = self._leaves.begin_backward()
+        if self.is_last_stage():
+            DeepSpeedEngine.backward(self, self.loss * found.weight, scale_wrt_gas=False)
+        else:
+            super()._exec_backward_pass(buffer_id)
+        self._host.micro_step = found.step
+        if self._host.sums is not None:
+            self._host.sums.end_leaf()
+
+    def _exec_reduce_tied_grads(self) -> None:
+        if self._leaves is None:
+            super()._exec_reduce_tied_grads()
+
+    def _exec_reduce_grads(self) -> None:
+        if self._leaves is None:
+            super()._exec_reduce_grads()
+            return
+        self._host.micro_step = self._leaves.passes[-1].step
+        if self._host.sums is not None:
+            self._host.sums.close()
+
+    _INSTRUCTION_MAP: ClassVar[dict[type, Callable[..., None]]] = {
+        **DynatrainPipelineEngine._INSTRUCTION_MAP,
+        ForwardPass: _exec_forward_pass,
+        BackwardPass: _exec_backward_pass,
+        ReduceTiedGrads: _exec_reduce_tied_grads,
+        ReduceGrads: _exec_reduce_grads,
+    }
+
+    def _total_loss(self) -> torch.Tensor:
+        """Return the mean over all samples of the losses of leaves, added in their order; outside `_leaves` DeepSpeed's
+        loss.
+        """
+        if self._leaves is None:
+            return super()._total_loss()
+        losses = torch.zeros(self._leaves.passes[-1].step.leaves, dtype=torch.float64, device="cpu")
+        if self.is_last_stage():
+            found: list[torch.Tensor] = self.fwd_outputs or []
+            for own, loss in zip(self._leaves.passes, found, strict=True):
+                losses[own.leaf] += own.weight * float(loss) if own.weight else 0.0
+            dist.all_reduce(losses, group=self.grid.get_data_parallel_group())
+        if self.is_pipe_parallel:
+            last = self.grid.stage_to_global(self.num_stages - 1)
+            dist.broadcast(losses, src=last, group=self.grid.get_pipe_parallel_group())
+        self.dp_group_loss = torch.tensor(pairwise_sum(losses.tolist()), dtype=torch.float32, device=self.device)
+        return self.dp_group_loss.clone()
+
+
+def as_sent(output: Any, number: int) -> Any:
+    """Return the output of layer `number` as the next stage would receive it, with its gradient laid out as it would
+    return.
+
+    UnsupportedError for several floating-point tensors: a stage makes a backward pass for each of them.
+    """
+    parts = output if isinstance(output, tuple) else (output,)
+    if sum(torch.is_tensor(part) and part.is_floating_point() for part in parts) > 1:
+        row = usage("exact: several gradients between layers")
+        raise row.error(f"exact: layer {number} gives {len(parts)} tensors")
+    laid = tuple(_laid_out(part) for part in parts)
+    return laid if isinstance(output, tuple) else laid[0]
+
+
+def _laid_out(part: Any) -> Any:
+    if not torch.is_tensor(part):
+        return part
+    made = part.contiguous()
+    if made.requires_grad:
+        made.register_hook(torch.Tensor.contiguous)
+    return made

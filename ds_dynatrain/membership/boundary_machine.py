@@ -1,0 +1,859 @@
+"""Decisions of a process at a boundary, about switches and changes of members, without sockets, threads or engines.
+
+The machine takes in what is on the boards and what this process holds, and gives out what is to be done (`Action`).
+
+A *switch* that the script or an extension has asked for stays within the generation. It is on the present board of its
+engine: working members meet at the step that was asked for, or that rank 0 names once all are prepared. Idle members
+follow what they read there. A launch of fixed size has nothing else: its generation never changes.
+
+A *change of members* leads to another generation, which the coordinator publishes. It has boards of its own, one for
+each engine of a process. Every member decides alike:
+
+| stage | what it waits for | keys |
+|---|---|---|
+| agree | after a failure: all that may hold state (all members, if none may) say what they hold | `survivor/<id>` |
+| prove | before copies are used: their givers read them; damaged ones are left out | `sound/<try>/<m>` |
+| learn | on an idle member: what the job is doing, for its own engines to do the same | `job`, `built/<m>` |
+| follow | rank 0 of those that train leads: it proposes a layout for each engine | `copies`, `change/<attempt>` |
+| meet | all are prepared; rank 0 names its next step; there it is a switch like any | `prepared`, `meet`, `record` |
+| | all leave: the step at which all stand, or the one after it if one has waited | `stands/<step>/<m>`, `meet` |
+| window | a late switch between its votes: the new world makes its first step, or goes back | `entered`, `record` |
+| over | a later generation, since this one could not be restored | |
+
+If nothing moves (a newcomer has no place, an idle member goes) all enter the generation at the meeting. An attempt that
+is rolled back is followed by another, after two by one without the newcomers. A later generation overtakes all this at
+any point but the window, which is ended first, by its record (`transacted`). Only the first attempt of a change is
+late. A switch that was asked for comes before a planned change, and none is carried out once a change was proposed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from typing import Any
+
+from ds_dynatrain.elastic.generation import Generation
+from ds_dynatrain.errors import ConfigError, DynatrainError, ElasticError
+from ds_dynatrain.extension import BACKUP_KEY
+from ds_dynatrain.membership.destinations import Destination, DestinationFacts, Registry
+from ds_dynatrain.membership.proposal import Board, Proposal
+from ds_dynatrain.membership.survival import (
+    Survivor,
+    WholeState,
+    joint_loss,
+    replaced_before,
+    whole_copies,
+    whole_state,
+    without,
+)
+from ds_dynatrain.membership.whole import Had, Mark, WholeCopies
+from ds_dynatrain.records import from_record, to_record
+from ds_dynatrain.space.layout import Layout
+
+Proposals = tuple[Proposal, ...]
+"""Proposals of a change, one for each engine of a process."""
+IN_THE_PAUSE = -1
+"""Value for a step: communicators are made during the switch itself."""
+
+
+@dataclass(frozen=True)
+class HeldState:
+    """State that one engine of this process holds just now.
+
+    number: of this member. rank: None if the engine is idle. attempt: the highest generation number that was proposed
+    to it. board: of its present generation. is_clean: no optimizer step is under way. pending: the switch that is being
+    prepared. is_in_window: it is a late one, between its votes. settle: waits until this member's device has done what
+    came before, so that it reads the board after all that others have posted by then. lacks: returns whether the next
+    world needs communicators that the present one does not have; None where none are made before the pause.
+    can_restore: it has backups. registered, frozen: as in `Survivor`; since: the same, but asks the store.
+    copies: returns those of this process. damaged: reads the copies that this process is to give, and returns the ranks
+    of damaged ones. goes_late: whether masters and moments are to follow after the pause of a switch to a layout.
+    """
+
+    number: int
+    layout: Layout
+    members: tuple[int, ...]
+    rank: int | None
+    attempt: int
+    generation: int
+    step: int
+    board: Board
+    is_clean: bool = True
+    pending: Proposal | None = None
+    is_in_window: bool = False
+    settle: Callable[[], None] = lambda: None
+    lacks: Callable[[], bool] | None = None
+    can_restore: bool = False
+    registered: int = 0
+    since: Callable[[], tuple[int, ...] | None] = tuple
+    copies: Callable[[], tuple[Had, ...]] = tuple
+    damaged: Callable[[WholeCopies], tuple[int, ...]] = lambda copies: ()
+    frozen: tuple[Layout, int] | None = None
+    goes_late: Callable[[Layout], bool] = lambda layout: False
+
+
+@dataclass(frozen=True)
+class OwnFacts:
+    """Facts that a process knows of itself.
+
+    world: the generation that it has entered; registry: the numbers of its members. is_aborted: nothing of the world
+    that trains can be used any more. is_leaving: it was told to leave. engines: in the order in which they were made;
+    the first one speaks for all. at: which of them stands at a boundary. has_waited: whether training continues if the
+    others are not at this boundary, too.
+    """
+
+    member: str
+    world: Generation | None
+    registry: Registry
+    is_aborted: bool
+    engines: tuple[HeldState, ...]
+    is_leaving: bool = False
+    at: int = 0
+    has_waited: bool = True
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the first engine holds no state."""
+        return self.engines[0].rank is None
+
+    @property
+    def is_all_idle(self) -> bool:
+        """Whether no engine holds any state."""
+        return all(engine.rank is None for engine in self.engines)
+
+    @property
+    def is_switching(self) -> bool:
+        """Whether a switch of any engine is being prepared."""
+        return any(engine.pending is not None for engine in self.engines)
+
+    @property
+    def makes_steps(self) -> bool:
+        """Whether the members that train make steps."""
+        return not self.is_aborted and (self.world is None or not self.world.paused)
+
+    def goes_late(self, world: Generation, targets: Sequence[tuple[Layout, tuple[int, ...]]]) -> bool:
+        """Return whether masters and moments are to follow in a generation's first step. targets: of each engine."""
+        if not self.makes_steps or world.paused or not world.members:
+            return False
+        moving = [(one, to) for one, to in zip(self.engines, targets, strict=True) if to != (one.layout, one.members)]
+        return bool(moving) and all(one.goes_late(layout) for one, (layout, _) in moving)
+
+
+@dataclass(frozen=True)
+class GiveUpPreparation:
+    """Give up any preparation: it cannot come about."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Open:
+    """Connect to the boards of a generation, or connect again."""
+
+    world: Generation
+
+
+@dataclass(frozen=True)
+class Know:
+    """Take over the numbers of all members. records: on an idle member, those of `PostJob` for each engine."""
+
+    registry: Registry
+    records: tuple[dict[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class Post:
+    """Post a value on the board of an engine. is_decision: unless another member was first. is_present: on the board of
+    the present generation.
+    """
+
+    key: str
+    value: Any
+    engine: int = 0
+    is_decision: bool = False
+    is_present: bool = False
+
+
+@dataclass(frozen=True)
+class PostJob:
+    """Post what newcomers need to build their engines, on the board of each."""
+
+    registry: Registry
+
+
+@dataclass(frozen=True)
+class Void:
+    """Discard this process's copies from before that stretch of training."""
+
+    before: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class LetGo:
+    """Give the state of all engines up. lost: what is gone for good, in words."""
+
+    lost: str = ""
+
+
+@dataclass(frozen=True)
+class Hold:
+    """Continue from the sources, one for each engine; a member outside of a source gives up that engine's state."""
+
+    sources: tuple[WholeState, ...]
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """Prepare each engine for its part; `prepared` is posted at the end."""
+
+    proposals: Proposals
+
+
+@dataclass(frozen=True)
+class Follow:
+    """Prepare an idle engine for its part in a switch that the working members have agreed on."""
+
+    engine: int
+    proposal: Proposal
+
+
+@dataclass(frozen=True)
+class PassBy:
+    """Take in how a switch has ended in which an idle engine had no part."""
+
+    engine: int
+    proposal: Proposal
+    is_committed: bool
+
+
+@dataclass(frozen=True)
+class Connect:
+    """Connect to the members of an engine's next world, all at once, before its switch; give that up if it fails."""
+
+    engine: int
+
+
+@dataclass(frozen=True)
+class Transact:
+    """Take part in the prepared switch of one engine, or of all of them in a change of members.
+
+    Call `BoundaryMachine.transacted` after a change: of a late one, after its record.
+    """
+
+    engine: int | None = None
+
+
+@dataclass(frozen=True)
+class Restore:
+    """Take the state from copies, one for each engine, or else from a checkpoint, with all members of the target.
+
+    Call `BoundaryMachine.restored` then.
+    """
+
+    proposals: Proposals
+    copies: tuple[WholeCopies, ...] = ()
+
+
+@dataclass(frozen=True)
+class Serve:
+    """Give this member's copies to those that restore, without being one of them."""
+
+    proposals: Proposals
+    copies: tuple[WholeCopies, ...]
+
+
+@dataclass(frozen=True)
+class Spend:
+    """Use up the numbers of an attempt that was rolled back on all members."""
+
+    proposals: Proposals
+    tries: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Enter:
+    """Enter the generation, each engine at the place in its proposal."""
+
+    world: Generation
+    registry: Registry
+    proposals: Proposals
+
+
+@dataclass(frozen=True)
+class EndProcess:
+    """End the process, which has handed its state over. must_save: no member was there to take it."""
+
+    must_save: bool = False
+
+
+@dataclass(frozen=True)
+class Fail:
+    """End the script with an error."""
+
+    error: DynatrainError
+
+
+Action = (
+    GiveUpPreparation
+    | Open
+    | Know
+    | Post
+    | PostJob
+    | Void
+    | LetGo
+    | Hold
+    | Prepare
+    | Follow
+    | PassBy
+    | Connect
+    | Transact
+    | Restore
+    | Serve
+    | Spend
+    | Enter
+    | EndProcess
+    | Fail
+)
+
+
+class ChangeStage(Enum):
+    """Progress of this member on its way to a generation."""
+
+    AGREE = "agree"
+    PROVE = "prove"
+    LEARN = "learn"
+    FOLLOW = "follow"
+    MEET = "meet"
+    WINDOW = "window"
+    OVER = "over"
+
+
+class BoundaryMachine:
+    """Decisions of one process. destinations: says where to go, if this member leads; None if there is no way.
+
+    world: the generation that it is on its way to, None while it is in the newest. proposals: those tried just now.
+    """
+
+    def __init__(self, destinations: Callable[[DestinationFacts], list[Destination] | None]) -> None:
+        self._destinations = destinations
+        self.world: Generation | None = None
+        self.proposals: Proposals = ()
+        self.stage = ChangeStage.LEARN
+        self.registry = Registry()
+        self.tries = 0
+        self.restores = False
+        self.meets_at: int | None = None
+        """Step at which all meet, once it is named."""
+        self._copies: tuple[WholeCopies, ...] = ()
+        self._survivors: list[dict[str, Survivor]] = []
+        """Survivors of each engine by id, as all that may hold state have said, less copies found damaged since."""
+        self._proofs = 0
+        self._lost = 0
+        """Number of an engine that has lost state."""
+        self._leader = ""
+        self._said: set[str] = set()
+        self._passed_over = 0
+        """Number of the last generation that went on without this member, which has no state and waits for the next."""
+        self._ahead: tuple[Proposal | None, int] = None, IN_THE_PAUSE
+        """A switch that was asked for, and the step at which its communicators are made, as rank 0 has named it."""
+
+    # ---- events ------------------------------------------------------------------------------------------------------
+
+    def advance(self, own: OwnFacts, newest: Generation | None, boards: Sequence[Board]) -> list[Action]:
+        """Return the next actions. Call it again until there are none, and then from time to time.
+
+        newest: the last generation that was published. boards: those of `world`, one for each engine of the process; ()
+        while they are not open. Members come and go at boundaries of the first engine.
+        """
+        if self.stage is ChangeStage.WINDOW or any(engine.is_in_window for engine in own.engines):
+            return []
+        if own.at:
+            return self._switch(own)
+        if newest is not None and not self.proposals and (given_up := self._give_up_hopeless(own, newest)):
+            return given_up
+        if newest is not None and self._is_later(own, newest):
+            return self._set_out(own, newest)
+        if newest is not None and newest.generation == self._passed_over and own.is_leaving:
+            return [EndProcess()]
+        while self.world is not None and boards:
+            stage, actions = self.stage, self._on_the_way(own, self.world, boards)
+            if actions:
+                return actions
+            if self.stage is stage:
+                break
+        return self._switch(own)
+
+    def tries_now(self, proposal: Proposal) -> bool:
+        """Return whether a proposal is one of those tried just now, and none of the user's."""
+        return any(one is proposal for one in self.proposals)
+
+    def transacted(self, own: OwnFacts, is_committed: bool, reason: str) -> list[Action]:
+        """Take in that `Transact` has ended, on all members alike, and return what follows."""
+        if self.world is None:
+            return []
+        return self._enter(own, self.world) if is_committed else self._failed(self.proposals, reason)
+
+    def restored(self, own: OwnFacts, is_whole: bool) -> list[Action]:
+        """Take in that `Restore` has ended, and return what follows.
+
+        is_whole: whether the state is restored; if not, a member has died, and a later generation will come.
+        """
+        if self.world is None:
+            return []
+        if not is_whole:
+            self.stage, self.proposals = ChangeStage.OVER, ()
+            return []
+        return [self._record(), *self._enter(own, self.world)]
+
+    def board_is_lost(self, reason: str) -> list[Action]:
+        """Forget what was read on the board, and connect again."""
+        self.proposals, self.tries, self._said = (), 0, set()
+        if self.stage in (ChangeStage.FOLLOW, ChangeStage.MEET):
+            self.stage = ChangeStage.LEARN
+        given_up: list[Action] = [GiveUpPreparation(reason)]
+        return given_up if self.world is None else [*given_up, Open(self.world)]
+
+    def waits_for(self, boards: Sequence[Board]) -> str:
+        """Return, in words, what keeps this member from its next action. boards: as in `advance`."""
+        world = self.world
+        if world is None:
+            return "the coordinator to publish a generation"
+        if not boards:
+            return f"the board of generation {world.generation}"
+        if self.stage is ChangeStage.PROVE:
+            return f"generation {world.generation}: those who are to give copies, to read them"
+        asked = {
+            ChangeStage.AGREE: ("survivor", (*who_is_asked(world), *world.leaving), "to say what they hold"),
+            ChangeStage.FOLLOW: (
+                "built",
+                world.members[world.survivors :],
+                "to come to their loops, and a layout for all",
+            ),
+        }
+        if self.stage not in asked:
+            return f"generation {world.generation}: the others, at {self.stage.value}"
+        key, members, what = asked[self.stage]
+        names = {one: one if key == "survivor" else self.registry.numbers.get(one, one) for one in members}
+        missing = [one for one, name in names.items() if not boards[0].all_posted(key, [name])]
+        return f"generation {world.generation}: {', '.join(missing) or 'nobody'} {what}"
+
+    def forget(self) -> None:
+        """Forget the generation that this process was on its way to."""
+        self.world, self.proposals, self.stage = None, (), ChangeStage.LEARN
+        self.registry, self.tries, self.restores, self._leader, self._said = Registry(), 0, False, "", set()
+        self._copies, self._survivors, self._proofs, self.meets_at = (), [], 0, None
+
+    # ---- a switch within the generation ------------------------------------------------------------------------------
+
+    def _switch(self, own: OwnFacts) -> list[Action]:
+        """Decide about switches that were asked for: of the engine at whose boundary this is, or of all idle ones."""
+        here = own.engines[own.at]
+        if here.rank is None:
+            engines = () if self.world is not None else enumerate(own.engines)
+            found = (self._follow_switch(place, engine) for place, engine in engines if engine.rank is None)
+            return next(filter(None, found), [])
+        if self.proposals or here.pending is None or (here.pending.late and not own.makes_steps):
+            return []
+        connecting = self._connect(own.at, here, here.pending)
+        return connecting or self._meet_for_switch(own.at, here, here.pending, ahead=int(own.makes_steps))
+
+    def _give_up_hopeless(self, own: OwnFacts, newest: Generation) -> list[Action]:
+        """Give up, for all, a switch in which an idle member was to work that is not in the newest generation."""
+        there = {own.registry.numbers.get(member) for member in newest.members}
+        asked = [(place, one.pending) for place, one in enumerate(own.engines) if one.pending is not None]
+        hopeless = [(place, one) for place, one in asked if not there >= {*one.members} - {*one.source_members}]
+        if not hopeless or own.is_aborted:
+            return []
+        record = {"commit": False, "reason": newest.reason}
+        said = [Post(one.record_key, record, place, is_decision=True, is_present=True) for place, one in hopeless]
+        return [*said, GiveUpPreparation(newest.reason)]
+
+    def _connect(self, place: int, here: HeldState, asked: Proposal) -> list[Action]:
+        """Connect the next world's members at the step that rank 0 names: its next one, if it is before the switch."""
+        if here.lacks is None or asked.at is None:
+            return []
+        key = f"{asked.ahead_key}/step"
+        if self._ahead[0] is not asked:
+            here.settle()
+            step = here.board.read(key)
+            if step is None:
+                is_late = here.step + 1 >= asked.at
+                if here.rank != 0 or not (is_late or asked.is_prepared(here.board)):
+                    return []
+                step = IN_THE_PAUSE if is_late or not here.lacks() else here.step + 1
+                return [Post(key, step, place, is_decision=True, is_present=True)]
+            self._ahead = asked, int(step)
+        is_now = IN_THE_PAUSE < self._ahead[1] <= here.step < asked.at
+        return [Connect(place)] if is_now else []
+
+    def _meet_for_switch(self, place: int, here: HeldState, asked: Proposal, ahead: int) -> list[Action]:
+        """Meet at the step that was asked for, or that rank 0 names: its next one, once all are prepared.
+
+        No member can have passed that step: every step needs rank 0's gradients, and each member reads the board again
+        at every boundary. ahead: 0 while no member makes steps.
+        """
+        meet = asked.at
+        if meet is None:
+            here.settle()
+            if here.rank == 0 and not asked.is_prepared(here.board):
+                return []
+            meet = here.board.read(asked.meeting_key)
+            if meet is None and here.rank == 0:
+                return [Post(asked.meeting_key, here.step + ahead, place, is_decision=True, is_present=True)]
+        return [Transact(place)] if meet is not None and here.step >= meet else []
+
+    def _follow_switch(self, place: int, here: HeldState) -> list[Action]:
+        """Follow, as an idle member, what the working members have agreed on."""
+        asked, board = here.pending, here.board
+        if asked is None:
+            found = board.read(f"proposal/{here.attempt + 1}")
+            if found is None:
+                return []
+            asked = from_record(Proposal, found)
+            if here.number in asked.union:
+                return [Follow(place, asked)]
+        elif here.lacks is not None and asked.is_connecting(board):
+            return [Connect(place)]
+        elif asked.has_begun(board):
+            return [Transact(place)]
+        record = board.read(asked.record_key)
+        if record is None or (here.pending is not None and record["commit"]):
+            return []
+        return [PassBy(place, asked, record["commit"])]
+
+    # ---- setting out -------------------------------------------------------------------------------------------------
+
+    def _is_later(self, own: OwnFacts, newest: Generation) -> bool:
+        at = own.world if self.world is None else self.world
+        if newest.generation <= max(self._passed_over, 0 if at is None else at.generation):
+            return False
+        is_first = self.world is None and newest.change == "planned" and own.is_switching
+        return not is_first  # the switch that the user asked for comes before a planned change
+
+    def _set_out(self, own: OwnFacts, newest: Generation) -> list[Action]:
+        self.forget()
+        given_up = GiveUpPreparation(newest.reason)
+        is_asked = newest.change == "failure" and own.member in newest.leaving
+        if own.is_idle and own.member not in newest.members and not is_asked:
+            self._passed_over = newest.generation
+            return [given_up, EndProcess()] if own.is_leaving or not newest.members else [given_up]
+        is_in_none = own.member not in newest.members and (own.is_aborted or own.member not in newest.leaving)
+        if newest.change == "planned" and is_in_none:
+            return [given_up, LetGo(), EndProcess()]  # the others have formed a world without its state
+        if own.is_all_idle and newest.change == "planned" and not newest.survivors:
+            why = f"generation {newest.generation}: the job that this process has made its engines for is over"
+            return [given_up, Fail(ElasticError(f"{why}; start it again, and it begins anew"))]
+        self.world, self.stage = newest, ChangeStage.LEARN if newest.change == "planned" else ChangeStage.AGREE
+        return [given_up, Open(newest)]
+
+    def _on_the_way(self, own: OwnFacts, world: Generation, boards: Sequence[Board]) -> list[Action]:
+        match self.stage:
+            case ChangeStage.AGREE:
+                return self._agree(own, world, boards)
+            case ChangeStage.PROVE:
+                return self._prove(own, world, boards)
+            case ChangeStage.LEARN:
+                return self._learn(own, world, boards)
+            case ChangeStage.FOLLOW:
+                return self._follow(own, world, boards)
+            case ChangeStage.MEET:
+                return self._meet_idle(own, world, boards) if own.is_idle else self._meet(own, world, boards)
+        return []
+
+    # ---- after a failure ---------------------------------------------------------------------------------------------
+
+    def _agree(self, own: OwnFacts, world: Generation, boards: Sequence[Board]) -> list[Action]:
+        stay = who_is_asked(world)
+        if own.member not in (*stay, *world.leaving):
+            self.stage = ChangeStage.LEARN
+            return self._be_left_out(own)
+        if "survivor" not in self._said and boards[0].read(f"survivor/{own.member}") is None:
+            self._said.add("survivor")
+            released = () if own.world is None else own.world.leaving
+            goes = own.is_all_idle and own.member not in world.members  # but not before the others know that
+            holds = [to_record(_survivor(own, held, gives=not goes)) for held in own.engines]
+            return [
+                Post(f"survivor/{own.member}", {"holds": holds, "released": released}),
+                *([EndProcess()] if goes else []),
+            ]
+        found = self._answers(stay, world, boards)
+        if found is None:
+            return []
+        said = {one: [from_record(Survivor, each) for each in word["holds"]] for one, word in found.items()}
+        holders = {one: records for one, records in said.items() if records}
+        self.stage = ChangeStage.LEARN
+        of_all = [record for records in holders.values() for record in records]
+        is_held = any(record.rank is not None for record in of_all)
+        if is_held and not own.is_aborted and not any(record.is_aborted for record in of_all):
+            return []
+        self._leader = next((one for one in stay if one in holders), "")
+        of_engines = [{one: records[each] for one, records in holders.items()} for each in range(len(own.engines))]
+        since = replaced_before(of_all)
+        return [*([Void(since)] if since else []), *self._go_on_from(of_engines)]
+
+    def _answers(self, stay: Sequence[str], world: Generation, boards: Sequence[Board]) -> dict[str, Any] | None:
+        """Return what each member that may hold state has said; None until all have.
+
+        A member that has handed its state over may end before it answers: those that took it say so.
+        """
+        if not boards[0].all_posted("survivor", stay):
+            return None
+        found = {one: boards[0].read(f"survivor/{one}") or {} for one in stay}
+        released = {one for said in found.values() for one in said["released"]}
+        leaving = [one for one in world.leaving if one not in released]
+        if not boards[0].all_posted("survivor", leaving):
+            return None
+        return found | {one: boards[0].read(f"survivor/{one}") or {} for one in leaving}
+
+    def _be_left_out(self, own: OwnFacts) -> list[Action]:
+        """Give up a share that no member asks for: of a newcomer, or one that the coordinator had not heard of yet.
+
+        The others continue without it, and without this member if the new generation does not list it.
+        """
+        if self.world is not None and own.member not in self.world.members:
+            return [LetGo(), EndProcess()]
+        return [LetGo()] if own.is_all_idle or own.is_aborted else []
+
+    def _go_on_from(self, of_engines: list[dict[str, Survivor]]) -> list[Action]:
+        """Continue from the state of the living; if one engine has lost state, all go back to copies or a checkpoint.
+
+        The engines of a process have one history.
+        """
+        sources = [whole_state(of_engine) for of_engine in of_engines]
+        whole = tuple(source for source in sources if source is not None)
+        if len(whole) == len(sources):
+            return [Hold(whole)]
+        self._survivors, self._lost, self.stage = of_engines, sources.index(None), ChangeStage.PROVE
+        return []
+
+    def _prove(self, own: OwnFacts, world: Generation, boards: Sequence[Board]) -> list[Action]:
+        """Choose the newest state in copies that is whole in all engines; members that are to give some read them
+        first.
+
+        No other copy is read: a restoration waits for one copy of each member, and one more on members that keep those
+        of the dead.
+        """
+        found = whole_copies(self._survivors) if self._leader else ()
+        if not found:
+            self.stage = ChangeStage.LEARN
+            return self._go_back(own, world, self._lost, joint_loss(self._survivors, partial(_name, own)))
+        key, mine = f"sound/{self._proofs}", own.engines[0].number
+        givers = sorted({holder for whole in found for holder in whole.holders})
+        if mine in givers and key not in self._said:
+            self._said.add(key)
+            if boards[0].read(f"{key}/{mine}") is None:
+                damaged = [engine.damaged(whole) for engine, whole in zip(own.engines, found, strict=True)]
+                return [Post(f"{key}/{mine}", damaged)]
+        if not boards[0].all_posted(key, givers):
+            return []
+        said = {giver: boards[0].read(f"{key}/{giver}") or () for giver in givers}
+        if any(ranks for of_engines in said.values() for ranks in of_engines):
+            self._pass_over(found, said)
+            return self._prove(own, world, boards)
+        self.stage, self._copies, self.restores = ChangeStage.LEARN, found, True
+        return [LetGo()]
+
+    def _pass_over(self, found: tuple[WholeCopies, ...], said: dict[int, Sequence[Sequence[int]]]) -> None:
+        """Leave out damaged copies. said: member -> damaged ranks, of each engine."""
+        self._proofs += 1
+        for engine, whole in enumerate(found):
+            damaged = {giver: of_engines[engine] for giver, of_engines in said.items()}
+            self._survivors[engine] = without(self._survivors[engine], whole.mark, damaged)
+
+    def _go_back(self, own: OwnFacts, world: Generation, number: int, gone: str) -> list[Action]:
+        """Go back to a checkpoint with all engines, since one lost state. gone: whose joint loss it was, in words."""
+        lost = own.engines[number]
+        if self._leader and lost.can_restore:
+            self.restores = True
+            return [LetGo(gone)]
+        what = (
+            "nobody stays who could restore the checkpoint that is there: start the job again from it"
+            if lost.can_restore
+            else "no checkpoint is there to go on from: start the job again from one of your own, and configure "
+            f"{BACKUP_KEY}"
+        )
+        why = (
+            f"{world.reason}; in {lost.layout} parts of the state have died with it{gone and f' ({gone})'}, and {what}"
+        )
+        return [Fail(ElasticError(f"generation {world.generation}: {why}"))]
+
+    # ---- what the job is doing, and what it is to do -----------------------------------------------------------------
+
+    def _leads(self, own: OwnFacts) -> bool:
+        """Return whether this member leads: rank 0 of the holders, or the first that made its engines."""
+        return own.member == self._leader if self.restores else own.engines[0].rank == 0
+
+    def _learn(self, own: OwnFacts, world: Generation, boards: Sequence[Board]) -> list[Action]:
+        if not own.is_idle or self._leads(own):
+            self.registry, self.stage = own.registry.extended(world.members), ChangeStage.FOLLOW
+            return [Know(self.registry)]
+        found = [boards[engine].read("job") for engine in range(len(own.engines))]
+        records = tuple(record for record in found if record is not None)
+        if len(records) < len(found):
+            return []
+        if records[0]["engines"] != len(found):
+            why = (
+                f"this process cannot join the job: it has made {len(found)} engines, and the job's processes "
+                f"{records[0]['engines']}; make all of them before the first batch"
+            )
+            return [Fail(ConfigError(why))]
+        self.registry, self.stage = from_record(Registry, records[0]["registry"]), ChangeStage.FOLLOW
+        if own.member not in self.registry.numbers:  # it has left, as far as the others know
+            return [EndProcess()]
+        return [Know(self.registry, records), Post(f"built/{self.registry.numbers[own.member]}", True)]
+
+    def _follow(self, own: OwnFacts, world: Generation, boards: Sequence[Board]) -> list[Action]:
+        records = boards[0].read(f"change/{self.tries + 1}")
+        if records is None:
+            return self._lead(own, world, boards) if self._leads(own) else []
+        proposals = tuple(from_record(Proposal, record) for record in records)
+        decided = boards[0].read(proposals[0].record_key)
+        if decided is not None and not decided["commit"]:
+            return self._failed(proposals, decided["reason"])
+        self.proposals, self.stage = proposals, ChangeStage.MEET
+        return [Prepare(proposals)]
+
+    def _lead(self, own: OwnFacts, world: Generation, boards: Sequence[Board]) -> list[Action]:
+        """Tell newcomers what to build; once they have, and no switch is being prepared, propose.
+
+        A switch that was asked for meanwhile comes first: members find a proposal at different times, and one of them
+        may be in that switch.
+        """
+        if "job" not in self._said:
+            self._said.add("job")
+            return [PostJob(self.registry)]
+        newcomers = [
+            self.registry.numbers[one] for one in world.members if one not in (*own.registry.numbers, own.member)
+        ]
+        if own.is_switching or (newcomers and not boards[0].all_posted("built", newcomers)):
+            return []
+        present = tuple((engine.layout, engine.members) for engine in own.engines)
+        asked = DestinationFacts(
+            world, self.registry, present, self.tries, self.restores, has_copies=bool(self._copies)
+        )
+        targets = self._destinations(asked)
+        if targets is None:
+            return []
+        is_late = not self.tries and not self.restores and own.goes_late(world, targets)
+        proposals = [
+            Proposal(
+                engine.attempt + 1,
+                engine.layout,
+                () if self.restores else engine.members,
+                *target,
+                None,
+                forms_anew=own.is_aborted,
+                late=is_late,
+            )
+            for engine, target in zip(own.engines, targets, strict=True)
+        ]
+        copies = [Post("copies", [to_record(whole) for whole in self._copies])] if self._copies else []
+        return [*copies, Post(f"change/{self.tries + 1}", [to_record(proposal) for proposal in proposals])]
+
+    # ---- the meeting -------------------------------------------------------------------------------------------------
+
+    def _meet(self, own: OwnFacts, world: Generation, boards: Sequence[Board]) -> list[Action]:
+        """Meet, as a working member, at the step that rank 0 names: its next one, which no member can be past."""
+        first, step = self.proposals[0], own.engines[0].step
+        if not first.source_members:  # restored, and the board was lost before the record was written
+            return self.restored(own, is_whole=True)
+        meet = boards[0].read(first.meeting_key)
+        if meet is None and own.makes_steps and not world.members:
+            return self._meet_to_end(own, boards)
+        if meet is None:
+            engines = zip(self.proposals, boards, strict=True)
+            is_next = own.engines[0].rank == 0 and all(proposal.is_prepared(board) for proposal, board in engines)
+            return [Post(first.meeting_key, step + int(own.makes_steps), is_decision=True)] if is_next else []
+        self.meets_at = int(meet)
+        if step < meet:
+            return []
+        if not all(proposal.moves_nothing for proposal in self.proposals):
+            return self._transact()
+        return [self._record(), *self._enter(own, world)]
+
+    def _meet_to_end(self, own: OwnFacts, boards: Sequence[Board]) -> list[Action]:
+        """Meet at the boundary at which all happen to stand, since all were told to leave and time is short.
+
+        A member that has waited for the others names its next step, which none can be past; the first word counts.
+        """
+        first, step, number = self.proposals[0], own.engines[0].step, own.engines[0].number
+        stands = f"stands/{step}"
+        if stands not in self._said:
+            self._said.add(stands)
+            return [Post(f"{stands}/{number}", True)]
+        if boards[0].all_posted(stands, first.source_members):
+            return [Post(first.meeting_key, step, is_decision=True)]
+        return [Post(first.meeting_key, step + 1, is_decision=True)] if own.has_waited else []
+
+    def _meet_idle(self, own: OwnFacts, world: Generation, boards: Sequence[Board]) -> list[Action]:
+        """Take part, as an idle member, in a switch that begins, or see how one without it has ended."""
+        first = self.proposals[0]
+        if not first.source_members and "restored" not in self._said:
+            mine = self.registry.numbers[own.member]
+            copies = tuple(from_record(WholeCopies, record) for record in boards[0].read("copies") or ())
+            if mine in first.members:
+                return [Restore(self.proposals, copies)]
+            if any(mine in whole.members for whole in copies):
+                self._said.add("restored")
+                return [Serve(self.proposals, copies)]
+        if own.is_switching and first.has_begun(boards[0]):
+            return self._transact()
+        record = boards[0].read(first.record_key)
+        if record is None:
+            return []
+        return self._enter(own, world) if record["commit"] else self._failed(self.proposals, record["reason"])
+
+    def _transact(self) -> list[Action]:
+        if self.proposals[0].late:
+            self.stage = ChangeStage.WINDOW
+        return [Transact()]
+
+    # ---- how it ends -------------------------------------------------------------------------------------------------
+
+    def _record(self) -> Post:
+        return Post(self.proposals[0].record_key, {"commit": True, "reason": ""}, is_decision=True)
+
+    def _failed(self, proposals: Proposals, reason: str) -> list[Action]:
+        self.proposals, self.stage, self.meets_at = (), ChangeStage.FOLLOW, None
+        self.tries += 1
+        return [Spend(proposals, self.tries, reason)]
+
+    def _enter(self, own: OwnFacts, world: Generation) -> list[Action]:
+        entered = Enter(world, self.registry, self.proposals)
+        self.forget()
+        if world.members and own.member not in world.members:
+            return [EndProcess()]
+        return [entered] if world.members else [entered, EndProcess(must_save=True)]
+
+
+def who_is_asked(world: Generation) -> tuple[str, ...]:
+    """Return the members that say after a failure what they hold: those that may hold state, or all if none may."""
+    return world.members[: world.survivors] or world.members
+
+
+def _name(own: OwnFacts, engine: int, mark: Mark, rank: int) -> str:
+    """Return the id of the member that had a rank at a moment; "" if that was in an earlier world."""
+    here, ids = own.engines[engine], {number: one for one, number in own.registry.numbers.items()}
+    is_this = (mark.generation, mark.layout) == (here.generation, here.layout)
+    return ids.get(here.members[rank], "") if is_this else ""
+
+
+def _survivor(own: OwnFacts, held: HeldState, gives: bool) -> Survivor:
+    """Return what an engine holds, for others. gives: whether this member stays to give its copies."""
+    return Survivor(
+        number=held.number,
+        rank=held.rank,
+        generation=held.generation,
+        step=held.step,
+        clean=held.is_clean,
+        is_aborted=own.is_aborted,
+        layout=held.layout,
+        entered=0 if own.world is None else own.world.generation,
+        copies=held.copies() if gives else (),
+        frozen=held.frozen,
+        registered=held.registered,
+        since=held.since(),
+    )

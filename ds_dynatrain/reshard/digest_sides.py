@@ -1,0 +1,193 @@
+"""Digests of what one rank holds on one side of a change, and how its buffers are cut for them.
+
+Per state kind a member has one 64-bit digest per logical tensor over the pieces that it holds. The members' digests of
+a partitioned kind add up to that of the whole tensor. Of a replicated kind, or one that keeps tensors whole, each
+holder's digest is that of the whole tensor. `transaction.certificate` turns both into sums.
+
+A switch cuts both sides while training runs (`engine.preparation`); its pause only reads memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterator, Mapping
+from functools import lru_cache, partial
+from itertools import compress, count
+from operator import is_
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ds_dynatrain.adapters.zero.state import Buffers
+from ds_dynatrain.space import MASTER, WEIGHT, BufferId, Layout, Pieces, VirtualParameterSpace, of_kind
+from ds_dynatrain.transfer import Form, ReadyDigest
+
+Digests = npt.NDArray[np.uint64]
+SideDigests = dict[str, Digests]
+"""State kind -> one number per logical tensor: one member's digests of one side."""
+Names = tuple[BufferId, ...]
+
+
+class DigestedBuffers(NamedTuple):
+    """Buffers of one kind that are read: those that stay, and the others.
+
+    twin: the masters are the same memory as these weights; nothing of it is read again.
+    """
+
+    kind: str
+    twin: bool
+    stay: Names
+    others: Names
+
+
+class DigestSide:
+    """One rank's side of a change, and the tables by which its buffers are cut.
+
+    A table serves the same buffers with elements of the same size on the same device; other buffers are cut anew. Kinds
+    with equal pieces are cut once. nbytes: memory that the tables take.
+    """
+
+    def __init__(self, vps: VirtualParameterSpace, layout: Layout, rank: int) -> None:
+        self.vps, self.layout, self.rank, self.nbytes = vps, layout, rank, 0
+        self._names: dict[str, Names] = {}
+        self._ready: dict[tuple[str, Names], ReadyDigest] = {}
+        self._cut: list[tuple[Pieces, ReadyDigest]] = []
+        self._pieces = lru_cache(1)(partial(vps.holding, layout, rank))
+
+    def is_of(self, vps: VirtualParameterSpace, layout: Layout, rank: int) -> bool:
+        """Return whether this is the side of a rank in a layout, as a space with these tensors and kinds cuts them."""
+        mine, other = (self.vps.line, self.vps.rules, self.vps.kinds), (vps.line, vps.rules, vps.kinds)
+        return (self.layout, self.rank) == (layout, rank) and all(map(is_, mine, other))
+
+    def parts(
+        self, buffers: Buffers, kinds: tuple[str, ...], kept: Collection[tuple[str, BufferId]]
+    ) -> Iterator[DigestedBuffers]:
+        """Yield the buffers to read, kind by kind; the weight comes last, as it may be the master's memory."""
+        for kind in sorted(kinds, key=WEIGHT.__eq__):
+            if kind not in self._names:
+                pieces = self._pieces(kind)
+                used = np.bincount(pieces.buffer, minlength=len(pieces.buffers))
+                self._names[kind] = tuple(compress(pieces.buffers, used))
+            names = self._names[kind]
+            twin = kind == WEIGHT and MASTER in kinds and _are_masters(buffers, names)
+            stay, others = list[BufferId](), list[BufferId]()
+            for name in names:
+                if not twin or (MASTER, name) not in buffers:
+                    (stay if (kind, name) in kept else others).append(name)
+            yield DigestedBuffers(kind, twin, tuple(stay), tuple(others))
+
+    def of(self, kind: str, names: Names, held: Mapping[BufferId, torch.Tensor]) -> ReadyDigest:
+        """Return the digest of one kind over the named buffers of `held`."""
+        forms = Form.all_of(held, names)
+        found = self._ready.get((kind, names))
+        if found is not None and found.forms == forms:
+            return found
+        pieces = only(self._pieces(kind), names)
+        for cut, found in self._cut:
+            if found.forms == forms and names == cut.buffers and all(map(np.array_equal, cut.columns, pieces.columns)):
+                break
+        else:
+            found = ReadyDigest.of(pieces, forms, self.vps.bases)
+            self._cut.append((pieces, found))
+            self.nbytes += found.nbytes
+        self._ready[kind, names] = found
+        return found
+
+    def make_ready(
+        self,
+        buffers: Buffers,
+        kinds: tuple[str, ...],
+        kept: set[tuple[str, BufferId]],
+        room: int,
+        has_share: bool = False,
+    ) -> None:
+        """Cut now what `buffers` will be asked for, up to `room` bytes of tables. Kinds without buffers are left out.
+
+        has_share: the buffers that stay are read on the other side, so only the others are cut here.
+        """
+        parts = self.parts(buffers, kinds, kept)
+        for kind, names in ((part.kind, names) for part in parts for names in (part.stay, part.others)[has_share:]):
+            held = of_kind(buffers, kind)
+            if not held.keys() >= set(names):
+                continue
+            self.of(kind, names, held)
+            if self.nbytes > room:
+                self.nbytes -= self._ready.pop((kind, names)).nbytes
+                break
+        self._cut = []
+        self._pieces.cache_clear()
+
+
+def side_digests(
+    vps: VirtualParameterSpace,
+    layout: Layout,
+    rank: int,
+    buffers: Buffers,
+    kinds: tuple[str, ...],
+    kept: Collection[tuple[str, BufferId]] = (),
+    known: Mapping[str, Digests] | None = None,
+    ready: DigestSide | None = None,
+) -> tuple[SideDigests, SideDigests]:
+    """Return (digests of a side, their share that lies in `kept` buffers).
+
+    known: the share of the kept buffers, if it was computed before the moves; it is not computed again then. ready:
+    tables made ahead; they are ignored if they are another rank's or another space's. Kinds that are one memory are
+    read once.
+    """
+    found, share = SideDigests(), SideDigests()
+    side = ready if ready is not None and ready.is_of(vps, layout, rank) else DigestSide(vps, layout, rank)
+    for kind, twin, stay, others in side.parts(buffers, kinds, kept):
+        held = of_kind(buffers, kind)
+        if known is not None and kind in known:
+            share[kind] = known[kind]
+        else:
+            share[kind] = side.of(kind, stay, held).digests(held)
+            share[kind] = share[kind] + (share[MASTER] if twin else np.uint64(0))
+        moved = side.of(kind, others, held).digests(held)
+        found[kind] = share[kind] + moved + (found[MASTER] - share[MASTER] if twin else np.uint64(0))
+    return found, share
+
+
+def state_digest(whole: Mapping[str, Digests]) -> str:
+    """Return one digest over the whole state: the tensors of every kind, in the order of the kinds' names."""
+    summary = hashlib.blake2b(digest_size=16)
+    for kind in sorted(whole):
+        summary.update(kind.encode())
+        summary.update(whole[kind].tobytes())
+    return summary.hexdigest()
+
+
+def hint(kind: str) -> str:
+    """Return a likely cause of differing digests of a kind, in words; "" if there is none.
+
+    A weight is cast from its master where that is cheaper than to send it, so both must have been changed alike.
+    """
+    if kind not in (WEIGHT, MASTER):
+        return ""
+    return (
+        "; was it changed in place, a weight without its fp32 master? Change both alike, or switch after the next step"
+    )
+
+
+def only(pieces: Pieces, names: Names) -> Pieces:
+    """Return the pieces that lie in the named buffers; the buffer numbers in the result index `names`."""
+    if names == pieces.buffers:
+        return pieces
+    number = dict(zip(names, count()))
+    code = np.array([number.get(name, -1) for name in pieces.buffers] or [-1], dtype=np.int64)[pieces.buffer]
+    rows = np.flatnonzero(code >= 0)
+    return Pieces(pieces.start[rows], pieces.stop[rows], code[rows], pieces.offset[rows], names)
+
+
+def _are_masters(buffers: Buffers, names: Names) -> bool:
+    """Return whether weights are the memory of the masters in the buffers of these names, as far as there are any."""
+    has_masters = False
+    for name in names:
+        master = buffers.get((MASTER, name))
+        if master is not None:
+            has_masters = True
+            if master.data_ptr() != buffers[WEIGHT, name].data_ptr():
+                return False
+    return has_masters
