@@ -67,6 +67,7 @@ def main(descriptor: int, modules: Sequence[str], kind: Kind = Kind()) -> None:
     cpuinfo.get_cpu_info()
     gc.collect()
     gc.freeze()  # half a million objects of torch and DeepSpeed, that each collection in each rank would visit again
+    gc.set_threshold(50_000, 20)  # each case ends with a collection
     with socket.socket(fileno=descriptor) as control:
         while True:
             request, pipes, _, _ = socket.recv_fds(control, REQUEST_BYTES, 64)
