@@ -61,6 +61,7 @@ def main(descriptor: int, modules: Sequence[str], kind: Kind = Kind()) -> None:
     pyarrow.array([0])  # imports pandas, if that is there
     deepspeed.utils.logger.setLevel(logging.ERROR)
     deepspeed.utils.nvtx.enable_nvtx = False  # for a profiler that nobody runs: two calls around each of DeepSpeed's
+    torch.nn.Parameter.__repr__ = object.__repr__  # DeepSpeed writes each one into a text, which it does not print
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # unused, and a killed rank leaves its build lock
     torch.set_num_threads(1)
     cpuinfo.get_cpu_info = cache(cpuinfo.get_cpu_info)  # a process of its own, each time an operator is loaded
