@@ -144,7 +144,7 @@ def test_status_needs_the_token(tmp_path: Path) -> None:
 
 
 def test_a_node_is_told_to_leave() -> None:
-    with serving(token=mine()) as served:
+    with serving(least=2, token=mine()) as served:
         workers = [served.join("a", rank, 2) for rank in range(2)]
         other = served.join("b")
         for one in (*workers, other):

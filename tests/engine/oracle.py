@@ -82,7 +82,7 @@ def gather(engine: Any, places: Places | None = None) -> State:
         flat = view.flat.detach()[index >= 0].cpu()
         if flat.numel():
             as_bytes = flat.view(torch.uint8).numpy()  # pickles in a small part of the time that a tensor takes
-            mine.append(((place.name, view.key[1]), index[index >= 0].numpy(), as_bytes, flat.dtype))
+            mine.append(((place.name, view.key[1]), _run(index[index >= 0]), as_bytes, flat.dtype))
     steps = {where[name].name: scalars for name, scalars in _steps(engine)}
     gathered: list[Any] = [None] * td.get_world_size()
     td.all_gather_object(gathered, (mine, steps, {place.name: place.numel for place in where.values()}))
@@ -92,7 +92,8 @@ def gather(engine: Any, places: Places | None = None) -> State:
     all_steps: dict[str, dict[str, float]] = {}
     for rank, (pieces, their_steps, _) in enumerate(gathered):
         for key, indices, as_bytes, dtype in pieces:
-            run, flat = torch.from_numpy(indices), torch.from_numpy(as_bytes).view(dtype)
+            run = indices if isinstance(indices, slice) else torch.from_numpy(indices)
+            flat = torch.from_numpy(as_bytes).view(dtype)
             whole = tensors.setdefault(key, torch.zeros(sizes[key[0]], dtype=flat.dtype))
             seen = filled.setdefault(key, torch.zeros(sizes[key[0]], dtype=torch.bool))
             assert not (seen[run] & (_bits(whole[run]) != _bits(flat))).any(), f"{key}: rank {rank} holds another value"
@@ -105,6 +106,13 @@ def gather(engine: Any, places: Places | None = None) -> State:
     groups = [_group(group) for group in engine.basic_optimizer.param_groups]
     counters = {name: getattr(engine, name) for name in ("global_steps", "global_samples", "skipped_steps")}
     return State(tensors, all_steps, groups, counters, _scaling(engine))
+
+
+def _run(indices: torch.Tensor) -> Any:
+    """Return indices as a slice where they are one run, which most are: it takes no time to send and to read."""
+    first, last = int(indices[0]), int(indices[-1])
+    is_run = last - first + 1 == len(indices) and bool((indices.diff() == 1).all())
+    return slice(first, last + 1) if is_run else indices.numpy()
 
 
 def _group(group: Mapping[str, Any]) -> dict[str, Any]:

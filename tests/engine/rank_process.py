@@ -61,12 +61,14 @@ def main(descriptor: int, modules: Sequence[str], kind: Kind = Kind()) -> None:
     pyarrow.array([0])  # imports pandas, if that is there
     deepspeed.utils.logger.setLevel(logging.ERROR)
     deepspeed.utils.nvtx.enable_nvtx = False  # for a profiler that nobody runs: two calls around each of DeepSpeed's
+    torch.nn.Parameter.__repr__ = object.__repr__  # DeepSpeed writes each one into a text, which it does not print
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # unused, and a killed rank leaves its build lock
     torch.set_num_threads(1)
     cpuinfo.get_cpu_info = cache(cpuinfo.get_cpu_info)  # a process of its own, each time an operator is loaded
     cpuinfo.get_cpu_info()
     gc.collect()
     gc.freeze()  # half a million objects of torch and DeepSpeed, that each collection in each rank would visit again
+    gc.set_threshold(50_000, 20)  # each case ends with a collection
     with socket.socket(fileno=descriptor) as control:
         while True:
             request, pipes, _, _ = socket.recv_fds(control, REQUEST_BYTES, 64)

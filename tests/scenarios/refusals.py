@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from tests.scenarios.row import Event, Layout, Row, Run, layout
 
 
-def refused(name: str, start: Layout, text: str, model: str = "gpt", **sizes: Any) -> Row:
-    """Return a switch that is refused after two steps, and a job that goes on."""
-    run = Run(start, model, events=(Event(2, "switch", sizes, raises=text),), steps=4)
+def refused(name: str, start: Layout, asked: Mapping[str, Mapping[str, Any]], model: str = "gpt") -> Row:
+    """Return switches that are refused after two steps, each with its text, and a job that goes on."""
+    events = tuple(Event(2, "switch", sizes, raises=text) for text, sizes in asked.items())
+    run = Run(start, model, events=events, steps=4)
     return Row(f"refused: {name}", run, undisturbed="start", bound=0.0, alike=(("{row}/run/end", "{undisturbed}/end"),))
 
 
@@ -19,35 +21,40 @@ def unusable(name: str, text: str, start: Layout | None = None, model: str = "gp
 
 
 ROWS = (
-    refused("more ranks than processes", layout(2, 1), "needs 8 members and this launch has 4 processes", data=8),
-    refused("a step that has passed", layout(2, 1), "step 1 has passed: this is step 2", data=4, at=1),
-    refused("a step that is no number", layout(2, 1), "at='soon' is not a whole number", data=4, at="soon"),
     refused(
-        "a stage that does not exist",
+        "what no layout is, and axes that the model does not have",
         layout(2, 1),
-        "zero_stage=4 is no ZeRO stage; give one of 0, 1, 2, 3",
-        zero_stage=4,
+        {
+            "needs 8 members and this launch has 4 processes": {"data": 8},
+            "step 1 has passed: this is step 2": {"data": 4, "at": 1},
+            "at='soon' is not a whole number": {"data": 4, "at": "soon"},
+            "zero_stage=4 is no ZeRO stage; give one of 0, 1, 2, 3": {"zero_stage": 4},
+            "the model has no pipe axis: it is no deepspeed.PipelineModule": {"pipe": 2},
+            "AutoTP cannot cut GPT": {"tensor": 2},
+            "the model has no sequence axis": {"sequence": 2},
+            "give 2 shares that are 12 samples together": {"shares": (8, 8)},
+            "no layout was given": {},
+        },
     ),
-    refused(
-        "stages of a model without",
-        layout(2, 1),
-        "the model has no pipe axis: it is no deepspeed.PipelineModule",
-        pipe=2,
-    ),
-    refused("tensor ranks of a model without", layout(2, 1), "AutoTP cannot cut GPT", tensor=2),
-    refused("experts of a model without", layout(4, 1), "the model has no expert axis", expert=2),
-    refused("sequence ranks of a model without", layout(2, 1), "the model has no sequence axis", sequence=2),
+    refused("experts of a model without", layout(4, 1), {"the model has no expert axis": {"expert": 2}}),
     refused(
         "a pipeline at stage 2",
         layout(2, 1, pipe=2),
-        "DeepSpeed trains pipelines in ZeRO stages 0 and 1 alone",
+        {"DeepSpeed trains pipelines in ZeRO stages 0 and 1 alone": {"zero_stage": 2}},
         "pipeline",
-        zero_stage=2,
     ),
-    refused("experts that do not divide", layout(3, 1), "expert=3 does not divide the 4 experts", "mixtral", expert=3),
-    refused("a late change of tensor ranks", layout(2, 1), "switch with late=False", "llama", tensor=2, late=True),
-    refused("shares that add up to more", layout(2, 1), "give 2 shares that are 12 samples together", shares=(8, 8)),
-    refused("nothing", layout(2, 1), "no layout was given"),
+    refused(
+        "experts that do not divide",
+        layout(3, 1),
+        {"expert=3 does not divide the 4 experts": {"expert": 3}},
+        "mixtral",
+    ),
+    refused(
+        "a late change of tensor ranks",
+        layout(2, 1),
+        {"switch with late=False": {"tensor": 2, "late": True}},
+        "llama",
+    ),
     Row(
         "refused: another one while one is pending",
         Run(
