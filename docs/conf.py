@@ -29,6 +29,7 @@ suppress_warnings = ["myst.header"]  # tables that commands have written into a 
 default_role = "code"  # docstrings write `name`
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
+autodoc_default_options = {"members": True, "member-order": "bysource"}
 GROUP = re.compile(r"^## (.*?)\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#\s]+\.md)\)")
 

@@ -257,8 +257,8 @@ def measured(ranks: int) -> str:
     off = max(abs(each - 1) for each in ratios)
     return (
         f"{ranks} processes, {len(rows)} layouts; predictions are wrong by {100 * off:.0f} % at the most "
-        f"(bar {100 * WITHIN:.0f} %: {'pass' if off <= WITHIN else 'missed'}); the layout that is best by prediction takes "
-        f"{proposed / quickest:.3f} of the quickest measured (bar 1.05: "
+        f"(bar {100 * WITHIN:.0f} %: {'pass' if off <= WITHIN else 'missed'}); "
+        f"the layout that is best by prediction takes {proposed / quickest:.3f} of the quickest measured (bar 1.05: "
         f"{'pass' if proposed <= 1.05 * quickest else 'missed'})."
     )
 

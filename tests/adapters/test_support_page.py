@@ -1,4 +1,4 @@
-"""`docs/support-*.md` say what the rows say."""
+"""`docs/features.md` says what the rows say."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_the_page_has_the_rows() -> None:
-    pages = [page.read_text() for page in sorted(DOCS.glob("support-*.md"))]
-    assert filled(pages) == pages, "run: python -m ds_dynatrain.support.markdown docs/support-*.md"
+    pages = [page.read_text() for page in sorted(DOCS.glob("features.md"))]
+    assert filled(pages) == pages, "run: python -m ds_dynatrain.support.markdown docs/features.md"
 
 
 @pytest.mark.parametrize("name", all_tables())
