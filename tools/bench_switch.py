@@ -173,9 +173,9 @@ def document(rows: list[Record], laps: int, immediate: int, transport: str) -> s
         f"Measured on: {machine()}. Four ranks, {WAYS[transport]}; medians of {laps} laps ahead and {immediate} "
         f"immediate.\n\n{table(SUMMARY, (_summary_row(case, mine) for case, mine in cases.items()))}"
     )
-    changes = {tuple(row["change"] for row in mine) for mine in cases.values()}
-    if len(changes) == 1:
-        by_change = ([name, *(_pause(mine[at]) for mine in cases.values())] for at, name in enumerate(*changes))
+    changes, *others = {tuple(row["change"] for row in mine) for mine in cases.values()}
+    if not others:
+        by_change = ([name, *(_pause(mine[at]) for mine in cases.values())] for at, name in enumerate(changes))
         text += (
             f"\n\nThe pause of each change, and its bar in brackets, in ms:\n\n{table(('change', *cases), by_change)}"
         )
