@@ -1,6 +1,6 @@
 """The support table as Markdown, and pages of the docs with their tables brought up to date.
 
-    python -m ds_dynatrain.support.markdown docs/features.md docs/gpu.md docs/fit.md
+    python -m ds_dynatrain.support.markdown docs/features.md docs/gpu.md docs/fit.md README.md
 
 rewrites the tables between a page's `<!-- table: NAME -->` and `<!-- end -->` marks and leaves the rest alone.
 """
