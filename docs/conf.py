@@ -23,12 +23,15 @@ include_patterns = [
 exclude_patterns = ["build", ".venv*"]
 html_theme = "alabaster"
 html_theme_options = {"description": "DeepSpeed jobs that change their layout while they train", "fixed_sidebar": True}
+html_static_path = ["site.css"]
+html_css_files = ["site.css"]
 html_show_copyright = False
 myst_heading_anchors = 4
 suppress_warnings = ["myst.header"]  # tables that commands have written into a section begin with headings of level 4
 default_role = "code"  # docstrings write `name`
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
+autodoc_default_options = {"members": True, "member-order": "bysource"}
 GROUP = re.compile(r"^## (.*?)\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#\s]+\.md)\)")
 

@@ -251,8 +251,8 @@ def main() -> None:
         text += f" Torch {torch.__version__} cannot reconfigure a group; torch 2.14 and newer can."
     text += f"\n\n{table(head, [row for ranks in args.ranks for row in rows(ranks, args.laps)])}"
     print(text)
-    if args.write is not None:
-        keep(args.write, "bench_reconfigure" if CAN_EDIT else "bench_reconfigure_older", text)
+    if args.write is not None and CAN_EDIT:
+        keep(args.write, "bench_reconfigure", text)
 
 
 if __name__ == "__main__":

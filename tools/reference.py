@@ -73,17 +73,12 @@ NAMES: dict[str, tuple[str, ...]] = {
     ),
 }
 """Where autodoc finds what users hold in their hands; `ds_dynatrain` itself has the first ones, too."""
-CALLED = ("Start", "The engine", "DeepSpeed's calls that do more here")
-"""Titles of the first page."""
-TOOLS = "Other tools"
-"""That of the last one."""
 
 
-def names_page(head: str, intro: str, titles: Iterable[str]) -> str:
+def names_page(head: str, intro: str) -> str:
     """Names with the first sentence that is said of each, and what autodoc makes of it."""
     lines = [f"# {head}", "", NOTE, "", intro, ""]
-    for title in titles:
-        names = NAMES[title]
+    for title, names in NAMES.items():
         lines += [f"## {title}", "", "| name | |", "|---|---|"]
         lines += [f"| `{name}` | {said} |" for name, said in listed(names)]
         lines += ["", "```{eval-rst}", *directives(names), "```", ""]
@@ -105,10 +100,7 @@ def directives(names: tuple[str, ...]) -> Iterator[str]:
     """Sphinx's, for each name."""
     for path in names:
         kind = "autoclass" if inspect.isclass(find(path)) else "autofunction"
-        yield f".. {kind}:: {path}"
-        if kind == "autoclass":
-            yield from ("   :members:", "   :member-order: bysource")
-        yield ""
+        yield from (f".. {kind}:: {path}", "")
 
 
 def find(path: str) -> Any:
@@ -151,33 +143,14 @@ def pages() -> dict[Path, str]:
     return {
         FOLDER / "api.md": names_page(
             "Public names",
-            "What a script calls, from its docstrings. What it is given: [objects of the engine](api-objects.md). "
-            "Errors "
-            "have [a page of their own](../troubleshoot.md#exceptions).",
-            CALLED,
-        ),
-        FOLDER / "api-objects.md": names_page(
-            "Public names: objects",
-            "What the engine gives a script, from its docstrings. What it calls: [public names](api.md).",
-            [title for title in NAMES if title not in (*CALLED, TOOLS)],
-        ),
-        FOLDER / "api-tools.md": names_page(
-            "Public names: other tools",
-            "Frameworks and launchers, from the docstrings. What a script calls: [public names](api.md).",
-            [TOOLS],
+            "All names that a script uses, from their docstrings. Errors have "
+            "[a page of their own](../troubleshoot.md#exceptions).",
         ),
         FOLDER / "cli.md": commands_page(
             "The command `ds-dynatrain`",
-            "Each command takes `--help`. `python -m ds_dynatrain.cli` is the same command. Commands for checkpoints "
-            "have "
-            "[a page of their own](cli-checkpoint.md).",
-            alone,
+            "Each command takes `--help`. `python -m ds_dynatrain.cli` is the same command.",
+            [*alone, *((f"checkpoint {name}", each) for name, each in below)],
             table(whole),
-        ),
-        FOLDER / "cli-checkpoint.md": commands_page(
-            "The command `ds-dynatrain checkpoint`",
-            "Each command takes `--help`. The others: [the command `ds-dynatrain`](cli.md).",
-            [(f"checkpoint {name}", each) for name, each in below],
         ),
         DOCS / "configuration.md": keys_page(),
     }

@@ -1,6 +1,6 @@
 """The support table as Markdown, and pages of the docs with their tables brought up to date.
 
-    python -m ds_dynatrain.support.markdown docs/support-*.md docs/gpu.md docs/fit.md
+    python -m ds_dynatrain.support.markdown docs/features.md docs/gpu.md docs/fit.md README.md
 
 rewrites the tables between a page's `<!-- table: NAME -->` and `<!-- end -->` marks and leaves the rest alone.
 """
@@ -40,8 +40,8 @@ def filled(pages: Sequence[str]) -> list[str]:
     wrong = sorted(set(there) ^ set(all_tables())) or [name for name in there if there.count(name) > 1]
     if there and wrong:
         raise ConfigError(
-            f"docs/support-*.md have these tables not once: {', '.join(wrong)}; give all pages, with the marks of "
-            "each once"
+            f"docs/features.md has these tables not once: {', '.join(wrong)}; give the page, "
+            "with the marks of each once"
         )
     return [_MARKED.sub(_anew, page) for page in pages]
 

@@ -1,4 +1,4 @@
-"""The rules of which combinations are let in say what the tables of `docs/feasibility*.md` say, cell by cell."""
+"""The rules of which combinations are let in say what the tables of `docs/feasibility.md` say, cell by cell."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ds_dynatrain.support.axes import (
 from tests.engine.transitions import RANKS, combinations
 
 DOCS = Path(__file__).parents[2] / "docs"
-TEXT = "\n".join((DOCS / name).read_text() for name in ("feasibility.md", "feasibility-combined.md"))
+TEXT = (DOCS / "feasibility.md").read_text()
 KINDS: dict[str, tuple[Features, tuple[str, ...]]] = {
     "module": (frozenset(), ("data", "tensor")),
     "transformers": (frozenset(), ("data", "tensor")),

@@ -1,4 +1,4 @@
-"""`docs/support-*.md` say what the rows say."""
+"""`docs/features.md` says what the rows say."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_the_page_has_the_rows() -> None:
-    pages = [page.read_text() for page in sorted(DOCS.glob("support-*.md"))]
-    assert filled(pages) == pages, "run: python -m ds_dynatrain.support.markdown docs/support-*.md"
+    pages = [page.read_text() for page in sorted(DOCS.glob("features.md"))]
+    assert filled(pages) == pages, "run: python -m ds_dynatrain.support.markdown docs/features.md"
 
 
 @pytest.mark.parametrize("name", all_tables())
@@ -26,11 +26,13 @@ def test_every_row_is_shown(name: str) -> None:
         assert row.verdict.value in text
 
 
-@pytest.mark.parametrize(("page", "names"), [("gpu.md", ["proved", "gpus"]), ("fit.md", ["gpus"])])
+@pytest.mark.parametrize(
+    ("page", "names"), [("gpu.md", ["proved", "gpus"]), ("fit.md", ["gpus"]), ("../README.md", ["gpus"])]
+)
 def test_pages_say_what_was_proved(page: str, names: list[str]) -> None:
     text = (DOCS / page).read_text()
     assert [text.count(f"<!-- table: {name} -->") for name in names] == [1] * len(names)
-    assert filled([text]) == [text], "run: python -m ds_dynatrain.support.markdown docs/gpu.md docs/fit.md"
+    assert filled([text]) == [text], "run: python -m ds_dynatrain.support.markdown docs/gpu.md docs/fit.md README.md"
 
 
 def test_the_short_answer_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

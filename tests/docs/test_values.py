@@ -35,20 +35,38 @@ def test_readme_has_the_numbers_of_the_table() -> None:
     assert re.findall(r"\*\*([\d.]+) s\*\*", text_of(README)) == said
 
 
+def cells(page: str, mark: str) -> str:
+    """Return the text that a tool has written into a page of figures, on one line."""
+    return in_words(text_of(ROOT / "docs" / "figures" / page).partition(f"<!-- {mark} -->")[2].partition("<!-- /")[0])
+
+
+def met(mark: str, case: str = "") -> tuple[int, int]:
+    """Return how many changes of the cases that begin with this met their bar, and of how many."""
+    rows = re.findall(rf"\| {case}[^|]*, [^|]*\| [^()]*?(\d+) of (\d+) \|", cells("switches.md", mark))
+    return sum(int(each) for each, _ in rows), sum(int(every) for _, every in rows)
+
+
 def test_benchmarks_have_the_numbers_of_the_figures() -> None:
-    figures = in_words(text_of(ROOT / "docs" / "figures.md").partition("\n## ")[0])
-    for number in (
-        "met in 19 of 20 changes at 30M parameters (missed by 19 ms), in 7 of 20 at 125M (missed by 4 to 207 ms)",
-        "pause met in 45 of 50",
-        "met in all 27 changes; pause met in 8",
-        "stage 1 −0.4 % wall, −0.6 % processor; stage 3 +0.1 %, +0.9 %",
-        "join 62 ms, SIGKILL 90 ms",
-        "Stock torchrun on the same script needs 6.4 to 6.8 s",
-        "0.59 s of 1.10",
-        "1.43 s of 1.40",
-        "met in 12 of 12 launches",
+    page = text_of(ROOT / "docs" / "benchmarks.md")
+    for mark, case, words in (
+        ("bench_switch", "30M", "changes, missed by 19 ms"),
+        ("bench_switch", "125M", "changes, missed by 4 to 207 ms"),
+        ("bench_variants", "30M", "changes, missed by 19 to 79 ms"),
+        ("bench_axes", "25M", "changes, missed by up to 0.17 s"),
     ):
-        assert number in figures, f"docs/benchmarks.md says so, and docs/figures.md no longer does: {number}"
+        assert "met in {} of {} {}".format(*met(mark, case), words) in page
+    for name, mark, written, quoted in (
+        ("jobs.md", "bench_membership", "a node joins: pause | 21 | 62 |", "| 62 ms; stock torchrun"),
+        ("jobs.md", "bench_membership", "have formed a world | 10 | 90 |", "| 90 ms; stock torchrun"),
+        ("jobs.md", "bench_deaths", "30M, stage 1 | 0.59 |", "0.59 s at 30M"),
+        ("jobs.md", "bench_deaths", "125M, stage 1 | 1.43 |", "1.43 s at 125M"),
+        ("jobs.md", "goodput", "seconds lost | 27.2 | 26.5 | 26.2 | 127.6", "27.2 s lost of 261; stock 127.6 s"),
+        ("jobs.md", "bench_world", "| 0.27 |", "| 0.27 s |"),
+        ("training.md", "bench_checkpoint", "| 1.02 | ≥ 0.8 |", "1.02 and 1.13"),
+        ("training.md", "bench_step", "-0.55 %", "−0.6 % to +0.9 %"),
+        ("balance.md", "bench_after", "| 0.955 |", "0.955 to 1.00"),
+    ):
+        assert written in cells(name, mark) and quoted in page
 
 
 def test_the_version_is_one() -> None:

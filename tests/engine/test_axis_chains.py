@@ -48,7 +48,7 @@ CYCLES = {
 }
 """After each round the layout is the first one again."""
 ALLOCATOR = 20
-"""A twentieth of resident memory may be the allocator's: it grows in the first switches (docs/figures.md)."""
+"""A twentieth of resident memory may be the allocator's: it grows in the first switches (docs/benchmarks.md)."""
 
 
 def many(kind: str) -> list[dict[str, int]]:

@@ -38,7 +38,7 @@ def make_group(store: Store, name: str, rank: int, size: int, seconds: float) ->
 
     It does what `init_process_group` does for one backend, without its global state, so that it can run in a thread.
     Torch 2.14 and newer can also give a group other members in place. That takes several times as long, because it
-    takes the old connections down first; see docs/figures/groups.md.
+    takes the old connections down first; see docs/figures/jobs.md.
     """
     prefix = PrefixStore(f"{name}/", store)
     timeout = datetime.timedelta(seconds=seconds)
