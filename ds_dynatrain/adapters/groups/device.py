@@ -1,4 +1,4 @@
-"""The device that this process computes on, as DeepSpeed's accelerator reports it. No other file asks which one it is."""
+"""The device that this process computes on, as DeepSpeed's accelerator reports it. No other file asks for it."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def total_bytes() -> int:
 
 @contextmanager
 def beside() -> Iterator[None]:
-    """Queue the device's work inside the block on a separate stream, beside training; wait for that stream at the end."""
+    """Queue the device's work inside the block on a stream of its own, beside training; wait for it at the end."""
     if not is_accelerated():
         yield
         return

@@ -40,7 +40,9 @@ class Gate:
         self.is_torn = self.is_in_doubt = False
         self.communicators: list[Communicator] = []
         self.agreeing = threading.Lock()
-        """Held while this member waits for the others' answers: until it has them, it aborts no communicator."""
+        """Lock that is held while this member waits for the others' answers; the member aborts no communicator while it
+        is held.
+        """
         self._has_begun = False
         self._wait: tuple[str, float] | None = None
 

@@ -31,7 +31,7 @@ class Traffic:
         self._rank, self._lock = rank, threading.Lock()
         self._collectives = self._under_way = 0
         self._messages = Counter[tuple[int, int]]()
-        """Messages sent from one rank to another, less those received."""
+        """Number of messages sent from one rank to another, minus the number received."""
 
     def begin(self, name: str, arguments: tuple[Any, ...]) -> bool:
         """Count a call of the group's method `name`. Return False, and count nothing, if the group is closed; the call
