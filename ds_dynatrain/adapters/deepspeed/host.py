@@ -1,4 +1,4 @@
-"""Surgery on DeepSpeed's engine for a live switch: its optimizer comes off and on again, its module changes shape."""
+"""Changes to DeepSpeed's engine for a live switch: replacing its optimizer and reshaping its module."""
 
 from __future__ import annotations
 
@@ -51,16 +51,15 @@ class Host:
     """State that this package keeps beside DeepSpeed's engine, and the operations on that engine.
 
     engine: DeepSpeed's engine (`host_engine.HostEngine`). layout: the layout that is attached to the module, or was
-    last. global_batch_size: samples per optimizer step, also where DeepSpeed's three numbers cannot express it.
-    attaches: false for an idle member's engine, which is built without a ZeRO optimizer and holds only names and shapes
-    of parameters. whole: false if no member has attached yet; `attach_first` follows once the parameters have come in.
-
-    slot_weight, slot_is_borrowed: those of the micro-batch that was dealt last. loss_is_divided: whether its loss needs
-    no weight. in_leaves: whether micro-batches are the same samples in every world. micro_step: which rank trains which
-    leaf at present; None between two global batches. window_tokens: tokens of the open window on this rank.
-    without_gradient: trainable parameters that got no gradient on this rank in the last window. is_weighted: whether
-    the loss of the backward pass under way is weighted already, so that its gradients must not be. is_own_optimizer:
-    whether the optimizer comes from the configuration.
+    attached last. global_batch_size: samples per optimizer step, even where DeepSpeed's three batch sizes cannot
+    express it. attaches: false for an idle member's engine, which is built without a ZeRO optimizer and holds only
+    names and shapes of parameters. whole: false if no member has attached yet; `attach_first` follows once the
+    parameters have arrived. slot_weight, slot_is_borrowed: properties of the micro-batch that was dealt last.
+    loss_is_divided: whether the loss of that micro-batch needs no weight. in_leaves: whether micro-batches are the same
+    samples in every world. micro_step: which rank trains which leaf at present; None between two global batches.
+    window_tokens: number of tokens of the open window on this rank. without_gradient: trainable parameters that got no
+    gradient on this rank in the last window. is_weighted: whether the loss of the running backward pass is weighted
+    already, so that its gradients must not be. is_own_optimizer: whether the optimizer comes from the configuration.
     """
 
     engine: Any
@@ -103,7 +102,7 @@ class Host:
 
     @property
     def basic_optimizer(self) -> Any:
-        """The torch optimizer underneath: one object for the whole job."""
+        """The torch optimizer inside DeepSpeed's optimizer: one object for the whole job."""
         return self.engine.basic_optimizer
 
     @property
@@ -114,7 +113,7 @@ class Host:
     # ---- what is known of it -----------------------------------------------------------------------------------------
 
     def look(self, basic: torch.optim.Optimizer) -> None:
-        """Register the parameters and groups that the engine is built over, before ZeRO replaces them."""
+        """Register the parameters and groups that the engine is built with, before ZeRO replaces them."""
         self.model_map = ModelMap.of(self.module, [group["params"] for group in basic.param_groups])
         self.gradients = GradientWatch(self.model_map)
         self.gathers = GatherWatch(self.model_map.parameters)
@@ -123,7 +122,7 @@ class Host:
         self._scaling = scaler.first_state(self.engine)
 
     def attach_first(self, layout: Layout, world: World, config: tuple[dict[str, Any], Any], buffers: Buffers) -> None:
-        """Attach for the first time, and do to a new optimizer's state what DeepSpeed's constructors do."""
+        """Attach for the first time, and initialize a new optimizer's state as DeepSpeed's constructors do."""
         for parameter in self.model_map.parameters:
             parameter.data = torch.empty(0, dtype=self.model_map.dtype, device=parameter.device)
         self.attach(layout, world, config, buffers, Scalars())
@@ -174,7 +173,9 @@ class Host:
         return state
 
     def take_scaling(self, state: scaler.State) -> None:
-        """Set the fields of a `scaling_state`; those that the present optimizer has no place for are kept aside."""
+        """Set the fields of a `scaling_state`; fields that the current optimizer does not have are kept for a later
+        layout.
+        """
         self._scaling = dict(state)
         for holder, names in scaler.places(self.optimizer):
             for key, name in names.items():
@@ -218,10 +219,10 @@ class Host:
         return stage_of(self.optimizer).census(self.engine, self.model_map)
 
     def detach(self) -> None:
-        """Take the ZeRO optimizer off the module. Buffers live as long as a caller holds them; parameters keep no
+        """Remove the ZeRO optimizer from the module. Buffers live as long as a caller holds them; parameters keep no
         gradient.
 
-        The module's parameters keep their data under stages 0 to 2 and are empty after stage 3.
+        The module's parameters keep their data in stages 0 to 2 and are empty after stage 3.
         """
         old, stage = self.optimizer, stage_of(self.optimizer)
         if hasattr(old, "destroy"):
@@ -270,7 +271,7 @@ class Host:
         self.engine.param_names = before.names
 
     def _take(self, shape: Shape, model: ModelMap) -> None:
-        """Use these parameters from now on, in the basic optimizer, too."""
+        """Use these parameters from now on, also in the basic optimizer."""
         self.shape = shape
         self.engine.param_names = {parameter: name for name, parameter in self.module.named_parameters()}
         for group, parameters in zip(self.basic_optimizer.param_groups, model.groups, strict=True):
@@ -280,7 +281,7 @@ class Host:
         self.adopt(model, self.basic_optimizer.param_groups)
 
     def forget_steps(self) -> None:
-        """Drop what the optimizer keeps outside of its state. Called after a commit, on all members."""
+        """Drop what the optimizer keeps outside its state. Called after a commit, on all members."""
         forget_running_products(self.basic_optimizer)
 
     def let_module_go(self) -> None:
@@ -296,7 +297,7 @@ class Host:
                 forget_traces()
 
     def leave_world(self) -> None:
-        """Keep names and objects, but no data and no group: the state of an idle member."""
+        """Release data and groups but keep names and objects: the state of an idle member."""
         self.leave_shape()
         self.engine.data_parallel_group = self.engine.seq_data_parallel_group = None
         self.engine.global_rank = -1
@@ -308,8 +309,8 @@ class Host:
     def attach(
         self, layout: Layout, world: World, config: tuple[dict[str, Any], Any], buffers: Buffers, scalars: Scalars
     ) -> None:
-        """Put a ZeRO optimizer of `layout` on the module, with `buffers` as its memory. Sends no message, allocates
-        nothing.
+        """Build a ZeRO optimizer of `layout` on the module, with `buffers` as its memory, without messages or
+        allocations.
 
         `world` must be installed, and the old layout must be detached. An optimizer that accumulates gradients, or that
         offloads, keeps tensors made of zeros: its gradient buffers.
@@ -404,8 +405,8 @@ class Host:
         self.without_gradient = self.gradients.missing()
 
     def leave_shape(self) -> None:
-        """Let go of the groups of the world."""
+        """Release the groups of the world."""
         self.shaper.leave(self.engine)
 
     def put_in_place(self) -> None:
-        """Make the state that DeepSpeed keeps once per process, besides groups, that of this engine."""
+        """Replace DeepSpeed's process-wide state, except for groups, by that of this engine."""

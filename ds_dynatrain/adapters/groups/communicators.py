@@ -1,9 +1,9 @@
-"""Communicators: the back-ends of groups for the accelerator, from its own library, beside gloo for the CPU.
+"""Communicators: the accelerator back-ends of process groups, from the accelerator's own library. gloo serves the CPU.
 
-A communicator is expensive (under NCCL a second and half a GiB), so all groups of the same members in the same order
-share one, and it is handed on from world to world while they stay. Making one beside running collectives may deadlock
-(NVIDIA/nccl#1082), so call `World.connect` only while all members stand still. Through a `CommunicatorLink` the moves
-of a switch go between devices: `send` and `recv` of many members in one group call, as NCCL offers it.
+A communicator is expensive (about a second and half a GiB with NCCL), so all groups with the same members in the same
+order share one, and successive worlds reuse it while those members stay. Making a communicator while collectives are
+running may deadlock (NVIDIA/nccl#1082), so call `World.connect` only while no member is running any. `CommunicatorLink`
+moves state between devices during a switch: many `send` and `recv` calls in one group call, as NCCL offers it.
 """
 
 from __future__ import annotations
@@ -44,16 +44,18 @@ ABORTING = (NCCL,)
 GROUPING = (NCCL,)
 """Back-ends that are known to send and receive in groups."""
 OLDEST_NCCL = (2, 26, 2)
-"""Oldest version of NCCL that does so reliably."""
+"""Oldest version of NCCL that sends and receives in groups reliably."""
 BUILT_IN = {NCCL: "ProcessGroupNCCL", "xccl": "ProcessGroupXCCL"}
-"""Back-ends of torch itself, if it was built for them. Others register with it."""
+"""Back-ends that torch itself provides if it was built with them. Other back-ends register with torch."""
 Kind = td.ProcessGroup.BackendType
 LOOK_SECONDS = 0.05
 """Pause between two checks whether another member has failed."""
 END_SECONDS = 5.0
 """Longest wait for aborted messages to end."""
 SPARE_SECONDS = 5.0
-"""Time that a library's own time-out exceeds ours, so that our error, which names missing members, comes first."""
+"""Time by which a library's own time-out exceeds ours, so that our error, which names the missing members, is raised
+first.
+"""
 
 
 def nccl_version() -> tuple[int, ...]:
@@ -67,7 +69,9 @@ def nccl_version() -> tuple[int, ...]:
 
 
 def unfinished() -> str:
-    """Return the first NCCL collective that torch's flight recorder has not seen end; "" if there is none."""
+    """Return a description of the first NCCL collective that torch's flight recorder has not seen end, or "" if there
+    is none.
+    """
     dump = getattr(distributed_c, "_dump_nccl_trace_json", None)
     try:
         entries = [] if dump is None else json.loads(dump(True, True)).get("entries", [])
@@ -80,14 +84,14 @@ def unfinished() -> str:
 
 
 def go_on() -> None:
-    """Do nothing: the `stop` of waits that cannot be given up."""
+    """Do nothing. Serves as the `stop` callback of waits that cannot be cancelled."""
 
 
 @dataclass(frozen=True)
 class Connections:
-    """Number of communicators of one world that a member has made and kept, and the time that took.
+    """Number of communicators of one world that a member has made and has kept, and the time that took.
 
-    is_ahead: whether it was done before the pause of the switch.
+    is_ahead: whether the communicators were connected before the pause of the switch.
     """
 
     built: int = 0
@@ -98,10 +102,11 @@ class Connections:
 
 @dataclass(eq=False)
 class Communicator:
-    """The back-end of some members, in their order, on `device`.
+    """The back-end on `device` that connects some members, in their order.
 
-    users: number of worlds that have it; two while it is handed on. since: when it was made. Any two communicators are
-    made in the same order on all members that have both. ending: held by the first caller, in any thread, that ends it.
+    users: number of worlds that use the communicator; two while one world hands it on to the next. since: time at which
+    it was made. Two communicators are made in the same order on all members that have both. ending: lock that is
+    acquired, and never released, by the first caller in any thread that ends the communicator.
     """
 
     device: torch.device
@@ -113,16 +118,16 @@ class Communicator:
 
     @property
     def is_ended(self) -> bool:
-        """Whether it was ended, or is about to be."""
+        """Whether the communicator was ended, or is about to be."""
         return self.ending.locked()
 
     def serve(self, group: td.ProcessGroup) -> None:
-        """Let a group of these members send the device's tensors through it."""
+        """Let a group of these members send the device's tensors through this communicator."""
         group.bound_device_id = self.device  # before registration, which tells the back-end
         group._register_backend(self.device, self.kind, self.backend)
 
     def serve_anew(self, group: td.ProcessGroup, store: Store) -> None:
-        """Let a `ManagedProcessGroup` use it in place of a communicator that was aborted."""
+        """Let a `ManagedProcessGroup` use this communicator in place of one that was aborted."""
         group.renew(store, self.device, self.kind, self.backend)  # type: ignore[attr-defined]
 
 
@@ -142,9 +147,10 @@ def is_watched() -> bool:
 
 
 def end(communicators: Sequence[Communicator], is_broken: bool = False) -> None:
-    """End communicators; all their members call it. Communicators that were ended before are skipped.
+    """End communicators; all their members must call it. Communicators that were ended before are skipped.
 
-    is_broken: whether a member is gone or may not have one of them, or a collective has failed.
+    is_broken: whether to abort them, because a member is gone, a member may lack one of them, or a collective has
+    failed.
     """
     ordered = sorted(communicators, key=lambda each: each.since)
     living = [each for each in ordered if each.ending.acquire(blocking=False)]
@@ -156,9 +162,9 @@ def end(communicators: Sequence[Communicator], is_broken: bool = False) -> None:
 
 
 def _abort_together(backends: Sequence[Any]) -> None:
-    """Abort as torch does: back-ends of NCCL inside of one group call, the last one first.
+    """Abort back-ends as torch does: last one first, those of NCCL inside one group call.
 
-    One by one they may wait for each other (pytorch/pytorch#119797).
+    Aborted one by one, they may wait for each other (pytorch/pytorch#119797).
     """
     grouping = next((each for each in backends if hasattr(each, "_group_start")), None)
     if grouping is not None:
@@ -173,7 +179,7 @@ def _abort_together(backends: Sequence[Any]) -> None:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Inputs from which a communicator is made: its ranks, this one's place among them, and the group's name."""
+    """Inputs for making a communicator: its ranks, this process's position among them, and the name of the group."""
 
     name: str
     ranks: Sequence[int]
@@ -182,14 +188,14 @@ class Endpoint:
 
 
 def make_communicator(where: Endpoint, seconds: float, stop: Callable[[], None] = go_on) -> Communicator:
-    """Make a communicator, connected as far as its library does that ahead; all of its members call it.
+    """Make a communicator and connect it as far as its library connects ahead of use. All of its members must call it.
 
-    seconds: time-out for connecting; collectives have the time-out of any DeepSpeed job. stop: called meanwhile; it may
-    raise. Raises RuntimeError, after aborting the communicator, if it cannot be connected in that time, and if torch
-    does not know the accelerator's back-end.
+    seconds: time-out for connecting; collectives have the time-out of any DeepSpeed job. stop: callback that is called
+    repeatedly while this call waits; it may raise. Raises RuntimeError, after aborting the communicator, if it cannot
+    be connected in that time, and if torch does not know the accelerator's back-end.
 
-    A library may wait for a peer without end, so it connects in a thread, which is abandoned if need be; a communicator
-    that it still makes is aborted.
+    A library may wait for a peer forever, so it connects in a separate thread. After a time-out that thread is
+    abandoned, and a communicator that it still makes is aborted.
     """
     found = _beside(partial(_connected, where, seconds + SPARE_SECONDS), "dynatrain-connect")
     end_at = time.monotonic() + seconds
@@ -208,7 +214,7 @@ def make_communicator(where: Endpoint, seconds: float, stop: Callable[[], None] 
 
 
 def _beside(call: Callable[[], T], name: str) -> Future[T]:
-    """Make a call in a thread that computes on this one's device."""
+    """Run a call in a new thread that uses the current thread's device; return a future of its result."""
     found: Future[T] = Future()
 
     def run() -> None:
@@ -227,7 +233,7 @@ def _abort(found: Future[Communicator]) -> None:
 
 
 def _missing(where: Endpoint) -> str:
-    """Name the members that have not begun or, if all have, those that have not finished."""
+    """Name the members that have not begun to connect or, if all have, those that have not finished."""
     for step in ("begun", "done"):
         absent = [rank for place, rank in enumerate(where.ranks) if not where.store.check([f"{step}/{place}"])]
         if absent:
@@ -254,7 +260,7 @@ def _connected(where: Endpoint, seconds: float) -> Communicator:
 
 
 def _backend(name: str, store: Store, where: Endpoint) -> tuple[Kind, Any]:
-    """Make a back-end for one device as `torch.distributed` does, without its global state."""
+    """Make a back-end for one device as `torch.distributed` does, without touching torch's global state."""
     built_in: Any = getattr(c10d, BUILT_IN.get(name, ""), None)
     options: Any = _DistributedBackendOptions() if built_in is None else built_in.Options()
     options.global_ranks_in_group, size = list(where.ranks), len(where.ranks)
@@ -277,8 +283,10 @@ def _backend(name: str, store: Store, where: Endpoint) -> tuple[Kind, Any]:
 
 
 class CommunicatorLink:
-    """A `transfer.DeviceLink` over a communicator. members: of the communicator, in its order. stop: called while
-    waiting; it may raise.
+    """A `transfer.DeviceLink` that uses a communicator.
+
+    members: members of the communicator, in its order. stop: callback that is called repeatedly during waits; it may
+    raise.
     """
 
     def __init__(
@@ -302,10 +310,10 @@ class CommunicatorLink:
         work.wait()  # by this thread's stream, not by the thread
 
     def run(self, work: Callable[[], None], deadline: float, what: str, members: Sequence[int]) -> None:
-        """Do as `DeviceLink.run` says; errors of `stop` pass through.
+        """Run `work` as `DeviceLink.run` specifies; errors raised by `stop` pass through.
 
-        The first messages between two devices connect them. A library waits for that, as for messages, without end: so
-        all of it is done in a thread, and the communicator is aborted if need be.
+        The first messages between two devices also connect them. A library waits without limit for a connection, as for
+        messages. So all of this runs in a thread, and the communicator is aborted if the deadline passes.
         """
         synchronize()  # other streams, too
         begin = time.monotonic()

@@ -1,4 +1,4 @@
-"""The device that this process computes on, by DeepSpeed's accelerator; no other file asks which one it is."""
+"""The device that this process computes on, as DeepSpeed's accelerator reports it. No other file asks for it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HOST = torch.device("cpu")
 
 
 def compute_device() -> torch.device:
-    """Return the device of parameters and of the forward pass: the CPU, or the accelerator with its present index."""
+    """Return the device of parameters and of the forward pass: the CPU, or the accelerator with its current index."""
     accelerator = get_accelerator()
     if accelerator.device_name() == HOST.type:
         return HOST
@@ -21,32 +21,32 @@ def compute_device() -> torch.device:
 
 
 def is_accelerated() -> bool:
-    """Return whether the device is not the CPU, and so has memory, streams and a random generator of its own."""
+    """Return whether the compute device is an accelerator, which has its own memory, streams and random generator."""
     return bool(get_accelerator().device_name() != HOST.type)
 
 
 def devices() -> tuple[torch.device, ...]:
-    """Return the devices that tensors may lie on: the CPU, and `compute_device` if it is another one."""
+    """Return the devices that tensors may be on: the CPU, and `compute_device` if it is an accelerator."""
     return (HOST, compute_device()) if is_accelerated() else (HOST,)
 
 
 def device_backend() -> str:
-    """Return torch's name of the accelerator's communication back-end: "nccl", "xccl", "hccl"."""
+    """Return torch's name of the accelerator's communication back-end, such as "nccl", "xccl" or "hccl"."""
     return str(get_accelerator().communication_backend_name())
 
 
 def synchronize() -> None:
-    """Wait until the device has done all queued work.
+    """Wait until the device has finished all queued work.
 
-    Does nothing on a CPU, and while a graph is captured, because waiting would break the capture off; no switch happens
-    there.
+    Does nothing on a CPU. Also does nothing while a graph is captured, because waiting would abort the capture; no
+    switch happens during a capture.
     """
     if is_accelerated() and not is_capturing():
         get_accelerator().synchronize()
 
 
 def is_capturing() -> bool:
-    """Return whether the present stream records a graph (`torch.cuda.graph`) instead of running."""
+    """Return whether the current stream records a graph (`torch.cuda.graph`) instead of running."""
     if not is_accelerated():
         return False
     asked = getattr(getattr(torch, compute_device().type, None), "is_current_stream_capturing", None)
@@ -54,17 +54,18 @@ def is_capturing() -> bool:
 
 
 def take_own(local_rank: int) -> None:
-    """Compute from now on, from the first use of a device, on the one that DeepSpeed takes for this process of its
-    machine.
+    """Make this process compute on the device that DeepSpeed would choose for `local_rank` on its machine.
 
-    DeepSpeed does so in an engine's constructor, but groups, and their memory, exist before that.
+    DeepSpeed chooses the device in an engine's constructor, but process groups, and their memory, exist before that.
     """
     if is_accelerated() and local_rank < get_accelerator().device_count():
         get_accelerator().set_device(local_rank)
 
 
 def warm() -> None:
-    """Let an accelerator create now what its first uses would: a context, operator libraries, autograd's thread."""
+    """Make an accelerator create now what its first uses would create: a context, operator libraries, autograd's
+    thread.
+    """
     if not is_accelerated():
         return
     for dtype in (torch.float32, torch.bfloat16):
@@ -74,7 +75,7 @@ def warm() -> None:
 
 
 def complaint() -> str:
-    """Return the first line of the accelerator's error if it takes no more work; "" while it works."""
+    """Return the first line of the accelerator's error if it no longer accepts work; "" while it works."""
     try:
         synchronize()
     except RuntimeError as error:
@@ -83,8 +84,10 @@ def complaint() -> str:
 
 
 def free_bytes() -> int:
-    """Return the bytes that this process may still take on its accelerator: memory that the driver has free, and memory
-    that torch's allocator holds and does not use. If torch cannot ask the driver, memory of other processes is unknown.
+    """Return the bytes that this process may still allocate on its accelerator: memory that the driver reports as free,
+    plus memory that torch's allocator holds but does not use.
+
+    If torch cannot ask the driver, memory used by other processes is not taken into account.
     """
     accelerator = get_accelerator()
     asked = getattr(getattr(torch, compute_device().type, None), "mem_get_info", None)
@@ -94,8 +97,9 @@ def free_bytes() -> int:
 
 
 def training_bytes() -> int:
-    """Return the bytes on the accelerator that training needed at its peak beyond those in use now, since torch's
-    counter was last reset; 0 on a CPU.
+    """Return by how many bytes peak accelerator memory exceeds the memory in use now; 0 on a CPU.
+
+    The peak is counted since torch's counter was last reset.
     """
     if not is_accelerated():
         return 0
@@ -110,7 +114,7 @@ def total_bytes() -> int:
 
 @contextmanager
 def beside() -> Iterator[None]:
-    """Queue the device's work inside the block beside the work that training queues; wait for it at the end."""
+    """Queue the device's work inside the block on a stream of its own, beside training; wait for it at the end."""
     if not is_accelerated():
         yield
         return
@@ -123,9 +127,9 @@ def beside() -> Iterator[None]:
 
 
 def start_thread(target: Callable[[], object], name: str, device: torch.device | None = None) -> threading.Thread:
-    """Start a daemon thread that computes on a device; by default on that of this thread.
+    """Start a daemon thread that computes on `device`, by default the current thread's device.
 
-    Each new thread starts with the machine's first device as its present one. If it touched that, it would open a
+    Each new thread starts with the machine's first device as its current one. If it used that device, it would open a
     context there, in memory that belongs to another rank.
     """
     there = compute_device() if device is None else device

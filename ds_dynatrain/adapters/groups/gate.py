@@ -1,11 +1,13 @@
 """Bookkeeping of collectives on an accelerator, in a world that may lose members.
 
-Such collectives do not report failure. One whose peer has died waits for ever. One that was aborted ends as if all were
-well, with arbitrary results; and a member that aborts may end a collective of others in that way, before they have
-heard of a loss. So two rules hold where members come and go:
+Such collectives do not report failure. A collective whose peer has died waits forever. An aborted collective ends as if
+it had succeeded, with arbitrary results; and a member that aborts may end a collective of other members in that way,
+before they have heard of a loss. So two rules apply where members come and go:
 
-- a loss tears the gate of the world first, and then all of its communicators are aborted together, in a thread;
-- results count once `agree` has returned: all ranks then had all their results before any of them aborted anything.
+- after a loss, the gate of the world is torn first, and then all of its communicators are aborted together, in a
+  thread;
+- results count only after `agree` has returned: all ranks then had all their results before any of them aborted
+  anything.
 """
 
 from __future__ import annotations
@@ -21,28 +23,34 @@ from ds_dynatrain.adapters.groups.device import start_thread, synchronize
 from ds_dynatrain.errors import WorldChanged
 
 ABORT_SECONDS = 60.0
-"""Time limit for aborting communicators and waiting for the device, which is of no use to the process after that."""
+"""Time limit for aborting communicators and waiting for the device. A device that exceeds it is of no further use to
+the process.
+"""
 TORN = "a member of this world is gone, and its communicators were aborted: what they have left is not known"
 
 
 class Gate:
-    """Gate of one world on one member: it tells whether results of the accelerator's collectives may be trusted.
+    """One member's record of whether results of the accelerator's collectives in one world may be trusted.
 
-    is_torn: whether its communicators are aborted, or are about to be. is_in_doubt: whether the last optimizer step has
-    used results that no `agree` has followed. communicators: the world's present ones.
+    is_torn: whether the world's communicators were aborted, or are about to be. is_in_doubt: whether the last optimizer
+    step used results that no `agree` has confirmed since. communicators: the current communicators of the world.
     """
 
     def __init__(self) -> None:
         self.is_torn = self.is_in_doubt = False
         self.communicators: list[Communicator] = []
         self.agreeing = threading.Lock()
-        """Held while this member waits for the others' answers: until it has them, it aborts no communicator."""
+        """Lock that is held while this member waits for the others' answers; the member aborts no communicator while it
+        is held.
+        """
         self._has_begun = False
         self._wait: tuple[str, float] | None = None
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Note that the main thread waits for other ranks inside the block; an inner block counts to the outer one."""
+        """Record that the main thread waits for other ranks inside the block; of nested blocks, only the outermost
+        counts.
+        """
         is_noted = self._wait is None and threading.current_thread() is threading.main_thread()
         if is_noted:
             self._wait = what, time.monotonic()
@@ -53,10 +61,10 @@ class Gate:
                 self._wait = None
 
     def waits(self, blocked_seconds: float) -> tuple[str, float]:
-        """Return what the main thread waits for in this world, and for how long. Call it from any thread.
+        """Return what the main thread is waiting for in this world, and for how many seconds. Any thread may call it.
 
-        blocked_seconds: time for which the main thread has run no Python code. After a collective has begun on the
-        device, such time is a wait for it, as in `loss.item()`.
+        blocked_seconds: time for which the main thread has run no Python code. Once a collective has begun on the
+        device, such time counts as waiting for that collective, as in `loss.item()`.
         """
         wait = self._wait
         if wait is not None:
@@ -68,12 +76,12 @@ class Gate:
         self._has_begun = True
 
     def agree(self, meet: Callable[[int], object]) -> None:
-        """Wait for the device, and then for all ranks. Raises WorldChanged unless all report that they have their
+        """Wait for the device, and then for all ranks; raise WorldChanged unless all ranks report that they have their
         results.
 
-        meet: waits for all ranks, over the host, in round 0 and in round 1; it raises if one does not come. A rank that
-        is through round 1 knows that all are through round 0, so that all had their results before `agree` returned
-        anywhere; during round 0 no rank aborts.
+        meet: function that waits for all ranks, over the host, in round 0 and in round 1; it raises if a rank does not
+        arrive. A rank that has passed round 1 knows that all have passed round 0, so all had their results before
+        `agree` returned anywhere. No rank aborts during round 0.
         """
         with self.waiting("collectives of the device, at the gate"):
             synchronize()
@@ -94,19 +102,25 @@ class Gate:
             raise WorldChanged(f"{TORN}; go on with the loader's next batch: the world is formed anew there")
 
     def tear(self) -> None:
-        """Let no result of the device count any more. Call it, from any thread, before any communicator is aborted."""
+        """Make every later `check` fail, so that no device result counts any more.
+
+        Call it, from any thread, before any communicator is aborted.
+        """
         self.is_torn = True
 
     def take_in(self, communicator: Communicator) -> None:
-        """Add a communicator. Raises WorldChanged, and leaves it to the caller, if the gate was torn meanwhile."""
+        """Add a communicator. If the gate was torn meanwhile, raise WorldChanged and leave the communicator to the
+        caller.
+        """
         self.communicators.append(communicator)
         self.check()
 
 
 def abort(gates: Iterable[Gate], give_up: Callable[[str], object]) -> threading.Thread | None:
-    """Tear gates and abort all their communicators together; return the thread that does so, or None if there are none.
+    """Tear gates and abort all their communicators together; return the thread that does so, or None if there are no
+    communicators.
 
-    give_up: called with the reason if the device does not come back.
+    give_up: function that is called with the reason if the device does not respond again.
     """
     found = list(gates)
     for gate in found:

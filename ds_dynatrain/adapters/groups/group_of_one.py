@@ -1,6 +1,6 @@
-"""A group of one rank: its collectives copy what goes in to what comes out, on every device and in every torch.
+"""A group of one rank whose collectives copy inputs to outputs, on every device and with every version of torch.
 
-torch's own group without peers (the `fake` back-end) leaves some outputs unwritten before 2.13: ZeRO-3 over one rank
+torch's own group without peers (the `fake` back-end) leaves some outputs unwritten before 2.13, so ZeRO-3 on one rank
 would train on uninitialized memory.
 """
 
@@ -25,12 +25,13 @@ T = TypeVar("T")
 
 
 class GroupOfOne(PythonGroup):
-    """A group whose only member is this process: no connection, no thread, no descriptor.
+    """A group whose only member is this process. It has no connection, no thread and no file descriptor.
 
-    (It stands in front of no other group, so a `ManagedProcessGroup` would have nothing to keep.)
+    It wraps no other group, so it needs no `ManagedProcessGroup`.
 
     Its collectives raise RuntimeError, before anything is written, if a tensor differs in type, size or device from the
-    one that it is copied to, or a list does not have one tensor for one rank; `send` and `recv` always raise.
+    one that it is copied to, or if a list does not have exactly one tensor for the one rank. `send` and `recv` always
+    raise.
     """
 
     def __init__(self, name: str) -> None:
@@ -41,17 +42,19 @@ class GroupOfOne(PythonGroup):
         self._set_group_name(GroupName(name))
 
     def collective(self, name: str, *arguments: Any, **named: Any) -> Any:
-        """Do what the collective means for one rank; RuntimeError for one of a torch newer than those tested."""
+        """Do what the collective means for one rank. Raise RuntimeError for a collective that this package does not
+        know.
+        """
         if name not in MEANINGS:
             raise _wrong(f"{name} of torch {torch.__version__} is not known (tested with torch {tested_torches()})")
         return MEANINGS[name](*arguments, **named)
 
 
 class CompletedWork(Work):
-    """A collective of one rank.
+    """The work handle of a collective of one rank.
 
-    On a device it is done when its stream comes to it: waiting orders the present stream behind that, and the host goes
-    on at once, as with torch's own collectives.
+    On a device, the collective is done when its stream reaches it. Waiting makes the current stream wait for it, and
+    the host continues at once, as with torch's own collectives.
     """
 
     def __init__(self, outputs: Tensors = ()) -> None:
@@ -64,7 +67,7 @@ class CompletedWork(Work):
             self._event.record(get_accelerator().current_stream())
 
     def wait(self, *_: Any, **__: Any) -> bool:
-        """Order the present stream behind the collective; return True."""
+        """Make the current stream wait for the collective; return True."""
         if self._event is not None:
             get_accelerator().current_stream().wait_event(self._event)
         return True
@@ -78,7 +81,7 @@ class CompletedWork(Work):
         return self._event is None or bool(self._event.query())
 
     def is_success(self) -> bool:
-        """Return True: wrong arguments raise in the call itself."""
+        """Return True: wrong arguments raise in the call of the collective itself."""
         return True
 
     def exception(self) -> None:
@@ -89,7 +92,7 @@ class CompletedWork(Work):
         return self._outputs
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """Return a future of `result`, already set."""
+        """Return a future that already holds `result`."""
         future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=[*self._devices])
         future.set_result(self._outputs)
         return future

@@ -1,7 +1,7 @@
-"""The process group that stands in front of each group of a world.
+"""The wrapper around each process group of a world.
 
 `torch.distributed` calls the methods of a group from Python, and torch's own code calls them through pybind11's
-trampolines; so a subclass sees every collective of the user's, of DeepSpeed's, and inside of autograd's hooks.
+trampolines. So a subclass sees every collective of the user, of DeepSpeed and of autograd's hooks.
 """
 
 from __future__ import annotations
@@ -25,26 +25,29 @@ from ds_dynatrain.errors import WorldChanged
 T = TypeVar("T")
 Kind = td.ProcessGroup.BackendType
 LOOK = timedelta(seconds=0.25)
-"""Interval between checks whether the world of a waiting collective is lost; a live one is not held up."""
+"""Interval at which a waiting collective checks whether its world is lost. It does not delay collectives of a live
+world.
+"""
 NO_LIMIT = timedelta(0)
-"""Value that torch passes to `wait` if its caller has named no time-out."""
+"""Value that torch passes to `wait` if the caller has given no time-out."""
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Return whether an error is gloo's for a peer that did not answer; its errors for wrong arguments name no file of
-    its own.
+    """Return whether an error is gloo's error for a peer that did not answer.
+
+    Such errors name one of gloo's source files; gloo's errors for wrong arguments do not.
     """
     return isinstance(error, td.DistError) or "gloo/" in str(error).lower()
 
 
 class GroupStatus:
-    """State that the groups of one world share.
+    """State that all groups of one world share.
 
-    is_fixed: whether members do not come and go, so that errors stay torch's. gate: bookkeeping of collectives on an
-    accelerator. failure: error of a failed collective, without the frames, which hold groups. is_closed: whether the
-    world takes no collective at present: it was formed anew in the middle of a global batch, and not all of its members
-    are in the same line of the script. is_lost: whether a member is gone, or a collective has failed on any of them;
-    another world follows, and no collective of this one begins any more.
+    is_fixed: whether the set of members never changes, so that torch's errors are passed on unchanged. gate:
+    bookkeeping of collectives on an accelerator. failure: error of a failed collective, without its stack frames, which
+    would keep groups alive. is_closed: whether the world currently accepts no collective: it was formed anew in the
+    middle of a global batch, and its members are not all at the same line of the script. is_lost: whether a member is
+    gone, or a collective has failed on any member; another world then follows, and no collective of this one may begin.
     """
 
     def __init__(self, is_fixed: bool = False) -> None:
@@ -55,9 +58,7 @@ class GroupStatus:
 
     @property
     def is_broken(self) -> bool:
-        """Whether communicators of the world can only be aborted, because not all its members would end them
-        together.
-        """
+        """Whether communicators of the world can only be aborted, because not all members would end them together."""
         return self.failure is not None or self.is_lost or self.gate.is_torn
 
     def call(self, call: Callable[..., T], *arguments: Any) -> T:
@@ -80,9 +81,9 @@ class GroupStatus:
 
 
 class PythonGroup(td.ProcessGroup):
-    """A group whose collectives all come to `collective`, by every name that torch has for them.
+    """A group that passes every collective, under each of torch's names for it, to `collective`.
 
-    (A class that leaves some of them to its base would keep Python's lock while these start.)
+    A subclass that left some methods to torch's base class would hold Python's lock while those collectives start.
     """
 
     def __init__(self, rank: int, size: int, kind: Kind) -> None:
@@ -90,7 +91,7 @@ class PythonGroup(td.ProcessGroup):
         self._set_default_backend(kind)
 
     def collective(self, name: str, *arguments: Any, **named: Any) -> Any:
-        """Do what the method `name` of torch's groups does."""
+        """Run the collective that the method `name` of torch's groups stands for."""
         raise NotImplementedError
 
 
@@ -107,15 +108,16 @@ for _name in (*COLLECTIVES, "_start_coalescing", "_end_coalescing"):
 
 
 class ManagedProcessGroup(PythonGroup):
-    """A group of a world, in front of torch's `group`, which it keeps.
+    """A group of a world that wraps torch's `group`.
 
-    It serves the CPU by gloo and, once it is connected, an accelerator by a communicator that other groups may share.
-    torch's own group asks one of its back-ends for its name, so if two groups share one, the first would get the name
-    of the second; this one has a name of its own. Messages have the time-out of collectives: a receiver of gloo's would
-    give up after the time allowed for connecting, but a stage of a pipeline may compute for longer.
+    It serves the CPU through gloo and, once connected, an accelerator through a communicator that other groups may
+    share. torch's own group takes its name from one of its back-ends, so if two groups shared a back-end, the first
+    would get the name of the second; this class keeps its own name. Messages have the time-out of collectives: with
+    gloo's default, a receiver would give up after the time allowed for connecting, but a pipeline stage may compute for
+    longer.
 
-    status: of the world that it serves, if members come and go: failures are noted there and raise WorldChanged.
-    traffic: counts of its calls.
+    status: status of the world that the group serves, if members come and go; failures are recorded there and raise
+    WorldChanged. traffic: counts of the group's calls.
     """
 
     def __init__(self, group: td.ProcessGroup, status: GroupStatus | None = None) -> None:
@@ -128,17 +130,18 @@ class ManagedProcessGroup(PythonGroup):
 
     @property
     def group_name(self) -> GroupName:
-        """The group's own name, whatever its back-ends are called by now."""
+        """The group's own name, whatever its back-ends are called now."""
         return GroupName(self._name)
 
     def serve(self, status: GroupStatus) -> None:
-        """Belong to the world with this status from now on: to the next one, or to the former one again."""
+        """Attach the group to the world with this status: the next world, or the former one again."""
         self._status, self.traffic.is_closed = status, status.is_lost
 
     def renew(self, store: Store, device: torch.device, kind: Kind, backend: Any) -> None:
-        """Serve a device by another back-end from now on, though torch's groups keep the first one of a kind.
+        """Replace the back-end that serves a device.
 
-        store: with a prefix that was never used before.
+        Replaces the wrapped group, because torch's groups keep the first back-end of a kind. store: a store with a
+        prefix that was never used before.
         """
         behind = td.ProcessGroup(store, self.rank(), self.size())
         behind._set_default_backend(Kind.GLOO)
@@ -175,16 +178,17 @@ class ManagedProcessGroup(PythonGroup):
         return self._group._get_backend(device)
 
     def _register_backend(self, device: torch.device, kind: Kind, backend: Any) -> None:
-        """Serve another device, and let the group behind this one serve it, too."""
+        """Register a back-end for another device, with this group and with the group that it wraps."""
         self._group.bound_device_id = self.bound_device_id
         self._group._register_backend(device, kind, backend)
         super()._register_backend(device, kind, backend)
 
 
 class ManagedWork(Work):
-    """A collective under way, in front of torch's `work`, which answers for it.
+    """The work handle of a running collective, which wraps torch's `work`.
 
-    name: of the group's method. on_device: whether an accelerator does it; a stream then waits for it, not the host.
+    name: name of the group's method. on_device: whether an accelerator runs the collective; a stream then waits for it,
+    not the host.
     """
 
     def __init__(self, work: Work, status: GroupStatus, traffic: Traffic, name: str, on_device: bool = False) -> None:
@@ -193,7 +197,7 @@ class ManagedWork(Work):
         self._on_device, self._has_ended = on_device, False
 
     def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
-        """Wait until it is done. WorldChanged if a peer is gone, RuntimeError after the time-out."""
+        """Wait until the collective is done. Raise WorldChanged if a peer is gone, RuntimeError after the time-out."""
         done = self._watched(self._wait, timeout)
         if not self._has_ended:
             self._has_ended = True
@@ -201,7 +205,7 @@ class ManagedWork(Work):
         return done
 
     def synchronize(self) -> None:
-        """Make the present stream of the device wait for the collective."""
+        """Make the device's current stream wait for the collective."""
         self._watched(self._work.synchronize)
 
     def result(self) -> list[torch.Tensor]:
@@ -217,7 +221,7 @@ class ManagedWork(Work):
         return self._work.exception()
 
     def is_completed(self) -> bool:
-        """Return whether it has ended, well or not."""
+        """Return whether the collective has ended, successfully or not."""
         return self._work.is_completed()
 
     def is_success(self) -> bool:
@@ -253,10 +257,10 @@ class ManagedWork(Work):
         return self._until_lost()
 
     def _until_lost(self) -> bool:
-        """Wait for the work or the loss of its world.
+        """Wait until the work is done or its world is lost.
 
-        Gloo may miss that its sockets were shut down in the instant in which a collective begins (measured: some of ten
-        in a loop of small ones); its thread then waits for its time-out.
+        Gloo may miss that its sockets were shut down at the moment a collective begins (measured: some of ten in a loop
+        of small ones); its thread then waits until its time-out.
         """
         while True:
             is_lost = self._traffic.is_closed
@@ -270,7 +274,7 @@ class ManagedWork(Work):
 
 
 def is_on_device(arguments: Sequence[Any]) -> bool:
-    """Return whether an accelerator does a collective, by the first tensor or device among its arguments."""
+    """Return whether an accelerator runs a collective, judged by the first tensor or device among its arguments."""
     for each in arguments:
         if isinstance(each, list | tuple):
             if each:

@@ -1,4 +1,4 @@
-"""Process groups made by hand, as `torch.distributed` makes one, but without its global state.
+"""Process groups made as `torch.distributed` makes them, but without its global state.
 
 A group can be made in any thread, and is unknown to `torch.distributed` until `register`. Call `register` and
 `unregister` on the main thread.
@@ -24,21 +24,23 @@ from ds_dynatrain.adapters.groups.group_of_one import GroupOfOne
 from ds_dynatrain.adapters.versions.torch_versions import fake_backend, register_in_world
 
 Made = tuple[td.ProcessGroup, Store]
-"""A group, and the store that it was made over."""
+"""A process group, and the store that it was made over."""
 
 
 OURS = "dynatrain_"
 
 
 def make_group(store: Store, name: str, rank: int, size: int, seconds: float) -> Made:
-    """Make a gloo group over `store`, not yet known to `torch.distributed`; blocks until all `size` ranks are here.
+    """Make a gloo group over `store`, not yet known to `torch.distributed`; block until all `size` ranks have joined.
 
-    seconds: time-out for that. Collectives have the time-out of any DeepSpeed job: a member may be kept from them by an
-    evaluation, or by waiting for the request of another member.
+    seconds: time-out for joining. Collectives have the time-out of any DeepSpeed job, because an evaluation or a
+    request of another member may delay a member.
 
-    It does what `init_process_group` does for one backend, without its global state, so that it can run in a thread.
-    Torch 2.14 and newer can also give a group other members in place. That takes several times as long, because it
-    takes the old connections down first; see docs/figures/jobs.md.
+    Makes the group as `init_process_group` does for one backend, but without its global state, so that it can run in a
+    thread.
+
+    Torch 2.14 and newer can also replace the members of an existing group. That takes several times as long, because it
+    closes the old connections first; see docs/figures/jobs.md.
     """
     prefix = PrefixStore(f"{name}/", store)
     timeout = datetime.timedelta(seconds=seconds)
@@ -48,9 +50,9 @@ def make_group(store: Store, name: str, rank: int, size: int, seconds: float) ->
 
 
 def serve_host(group: td.ProcessGroup, store: Store, seconds: float) -> None:
-    """Give a group made by other code a gloo back-end for the CPU, if it has none; all its ranks call it.
+    """Give a group made by other code a gloo back-end for the CPU, if it has none. All ranks of the group must call it.
 
-    Stock `deepspeed.init_distributed` makes a group with NCCL alone. seconds: as in `make_group`.
+    Stock `deepspeed.init_distributed` makes a group with NCCL alone. seconds: see `make_group`.
     """
     if HOST in group._device_types:
         return
@@ -60,10 +62,10 @@ def serve_host(group: td.ProcessGroup, store: Store, seconds: float) -> None:
 
 
 def make_fake_group(name: str, rank: int, size: int) -> Made:
-    """Make a group without peers: no connection, no thread, no descriptor.
+    """Make a group without peers. It has no connection, no thread and no file descriptor.
 
-    With one rank, its collectives do what those of a real group would. With more (torch's `fake` back-end), they return
-    at once without results.
+    With one rank, its collectives do what those of a real group would do. With more ranks (torch's `fake` back-end),
+    they return at once without results.
     """
     if size == 1:
         return GroupOfOne(name), HashStore()
@@ -89,9 +91,9 @@ def _around(
 
 
 def register(group: td.ProcessGroup, store: Store, ranks: Sequence[int]) -> None:
-    """Make a group, or the new ranks of its members, known to `torch.distributed`.
+    """Make a group known to `torch.distributed`, or update its ranks if it is known already.
 
-    ranks: of the world, in the group's order.
+    ranks: ranks in the world, in the group's order.
     """
     mapping = {rank: place for place, rank in enumerate(ranks)}
     if group in c10d._world.pg_map:
@@ -106,12 +108,12 @@ def register(group: td.ProcessGroup, store: Store, ranks: Sequence[int]) -> None
 
 
 def is_ours(group: td.ProcessGroup | None) -> bool:
-    """Return whether a group belongs to a world of ours; all their names begin alike."""
+    """Return whether a group was made by this package; the names of all such groups begin alike."""
     return group is not None and str(group.group_name).startswith(OURS)
 
 
 def is_known(group: td.ProcessGroup | None) -> bool:
-    """Return whether `torch.distributed` knows a group, and has not taken it down (a script may have done so)."""
+    """Return whether `torch.distributed` still knows a group; a script may have destroyed it."""
     return group in c10d._world.pg_map
 
 
@@ -130,10 +132,11 @@ def unregister(group: td.ProcessGroup) -> None:
 
 
 def tear_down(groups: list[td.ProcessGroup], first: Callable[[], None] | None = None) -> threading.Thread:
-    """Shut groups down; the list must hold the last references to them, and is emptied. first: called before that.
+    """Shut groups down in a thread, and return the thread. Join it before the process ends.
 
-    Gloo takes 20 to 40 ms to take a group down, longer if a peer is gone; that happens in the returned thread. Join it
-    before the process ends. Memory that the groups' threads have freed goes back to the system.
+    groups: list that must hold the last references to the groups; it is emptied. first: function that is called before
+    the groups are shut down. Gloo takes 20 to 40 ms to shut a group down, longer if a peer is gone. Memory that the
+    groups' threads have freed is returned to the system.
     """
 
     def take_down() -> None:
@@ -148,9 +151,9 @@ def tear_down(groups: list[td.ProcessGroup], first: Callable[[], None] | None = 
 
 
 def give_back_memory() -> None:
-    """Let glibc return free memory to the system; it otherwise keeps it in growing arenas of threads.
+    """Make glibc return free memory to the system, which it otherwise keeps in growing per-thread arenas.
 
-    Does nothing if the C library has no such call. Python's lock is free meanwhile.
+    Does nothing if the C library has no such call. Python's lock is released during the call.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

@@ -1,8 +1,9 @@
-"""Counts of calls that a member has begun and ended in one group, from which all tell whether messages are under way.
+"""Counts of the calls that a member has begun and ended in one group. From these counts, all members tell whether
+messages are still in flight.
 
-A collective that all members have begun equally often, and whose end each has seen, has left no message behind; neither
-has a message that was sent and received. If a world has lost a member, the reports of all members of a group decide
-whether it may be handed on, so all of them decide alike.
+A collective leaves no message behind if all members have begun equally many collectives and each has seen them end;
+neither does a message that was both sent and received. After a world has lost a member, the reports of all members of a
+group decide whether the group may be reused, so all members decide alike.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ from collections.abc import Mapping
 from typing import Any
 
 MESSAGES = ("send", "recv", "recv_anysource")
-"""Methods that concern two ranks only. The peer is the second argument of the first two."""
+"""Methods that concern two ranks only. For `send` and `recv`, the second argument is the peer."""
 Said = dict[str, dict[str, Any]]
-"""Reports of members on groups, by the group's name, in plain JSON: see `Traffic.said`."""
+"""Reports of members about groups, by the group's name, as plain JSON. See `Traffic.said`."""
 
 
 class Traffic:
-    """Counts of one group on one member. Any thread may call it.
+    """Counts of calls of one group on one member. Any thread may use it.
 
     is_closed: whether no further call may begin. has_failed: whether messages may have been left behind, or cannot be
-    accounted for.
+    counted.
     """
 
     def __init__(self, rank: int) -> None:
@@ -30,11 +31,11 @@ class Traffic:
         self._rank, self._lock = rank, threading.Lock()
         self._collectives = self._under_way = 0
         self._messages = Counter[tuple[int, int]]()
-        """Messages sent from one rank to another, less those received."""
+        """Number of messages sent from one rank to another, minus the number received."""
 
     def begin(self, name: str, arguments: tuple[Any, ...]) -> bool:
-        """Count a call of the group's method `name`. Returns False if the group is closed; the call must not begin
-        then.
+        """Count a call of the group's method `name`. Return False, and count nothing, if the group is closed; the call
+        must not begin then.
         """
         with self._lock:
             if self.is_closed:
@@ -51,28 +52,29 @@ class Traffic:
             return True
 
     def end(self) -> None:
-        """Note that a call has ended well."""
+        """Record that a call has ended successfully."""
         with self._lock:
             self._under_way -= 1
 
     def fail(self) -> None:
-        """Note that a call has not ended well, or that its state on the others is unknown."""
+        """Record that a call has failed, or that its state on other ranks is unknown."""
         self.has_failed = True
 
     def close(self) -> bool:
-        """Let no further call begin; return whether no call is under way and none has failed."""
+        """Forbid further calls; return whether no call is in progress and none has failed."""
         with self._lock:
             self.is_closed = True
             return self.is_at_rest
 
     @property
     def is_at_rest(self) -> bool:
-        """Return whether all calls begun here have ended well."""
+        """Return whether all calls begun on this member have ended successfully."""
         return not self._under_way and not self.has_failed
 
     def said(self, size: int, is_lost: bool) -> dict[str, Any]:
-        """Return this member's report on the group, which has `size` ranks. is_lost: whether its world is lost on this
-        member.
+        """Return this member's report on the group, which has `size` ranks.
+
+        is_lost: whether the group's world is lost on this member.
         """
         with self._lock:
             messages = [[*pair, count] for pair, count in sorted(self._messages.items()) if count]
@@ -82,7 +84,7 @@ class Traffic:
 
 
 def joined(one: Said, other: Said) -> Said:
-    """Join the reports of some members and those of others. Associative."""
+    """Merge the reports of two sets of members. Associative."""
     found = {**one, **other}
     for name in one.keys() & other.keys():
         found[name] = _joined(one[name], other[name])
@@ -104,10 +106,10 @@ def _joined(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unfit(found: Said) -> list[str]:
-    """Return the groups that have to be built anew, from the joined reports of all.
+    """Return the names of the groups that must be rebuilt, given the merged reports of all members.
 
-    They are the groups on which not all members have reported, and those in which a call has failed. In a lost world,
-    which has ended at another place on each member, groups with calls under way are unfit, too.
+    These are groups on which not all members have reported, and groups in which a call has failed. If the world is
+    lost, it has ended at a different point on each member, so groups with unfinished calls must be rebuilt, too.
     """
     is_lost, names = False, list[str]()
     for said in found.values():

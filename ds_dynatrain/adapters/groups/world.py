@@ -1,9 +1,10 @@
-"""The process groups of one generation, as one of its members sees them: their kinds, and the ranks they connect.
+"""The process groups of one generation, as one member sees them: their kinds, and the ranks that they connect.
 
-Ranks are numbered with the slowest axis first: pipe, data, sequence, tensor (`Layout.rank`). ZeRO's line of a rank is
-the data x sequence ranks with its pipe and tensor index. Experts divide a whole pipeline stage, tensor ranks included:
-neighbours share one set of experts, and ranks with equal index (`Layout.expert_place`) hold the same ones. With one
-index and several tensor ranks DeepSpeed trains no experts; the expert-data group, which is unused then, is ZeRO's line.
+Ranks are numbered with the slowest axis first: pipe, data, sequence, tensor (`Layout.rank`). ZeRO's group of a rank
+consists of the data x sequence ranks with the same pipe and tensor index. Experts divide a whole pipeline stage, tensor
+ranks included: neighbouring ranks share one set of experts, and ranks with equal expert index (`Layout.expert_place`)
+hold the same ones. With one expert index and several tensor ranks DeepSpeed trains no experts; the expert-data group is
+unused then, and equals ZeRO's group.
 """
 
 from __future__ import annotations
@@ -43,24 +44,26 @@ VARYING: Mapping[str, tuple[str, ...]] = {
     "pipe": ("pipe",),
     "model": ("pipe", "tensor"),
 }
-"""Kind of group -> the axes on which its ranks differ. `data` is the group that ZeRO cuts and reduces over, `model`
-the one that holds one whole model."""
+"""Kind of group -> the axes on which its ranks differ. ZeRO partitions and reduces over `data`; a `model` group holds
+one whole model.
+"""
 
 KINDS = (*VARYING, "expert", "expert_data")
-"""Every kind of group besides that of all ranks, in the order in which a world makes them."""
+"""Every kind of group except that of all ranks, in the order in which a world makes them."""
 
 SAME_AS: Mapping[str, tuple[str, ...]] = {
     "data_only": ("data",),
     "model": ("tensor", "pipe"),
     "expert_data": ("data",),
 }
-"""Kind -> kinds made before it that serve for it if the ranks are the same: messages of the two are never under way at
-the same time."""
+"""Kind of group -> kinds made earlier that replace it if the ranks are the same, because messages of both are never in
+flight at the same time.
+"""
 
 
 def peers(layout: Layout, rank: int) -> dict[str, tuple[int, ...]]:
-    """Return the ranks of each group that `rank` is in, ascending, by kind; LayoutError for a rank outside
-    the world.
+    """Return the ranks of each group that `rank` is in, ascending, by kind. Raise LayoutError for a rank outside the
+    world.
     """
     found = {kind: _varying(layout, rank, axes) for kind, axes in VARYING.items()}
     index, _ = layout.expert_place(rank)
@@ -77,7 +80,9 @@ def tie(stages: tuple[int, ...]) -> str:
 
 
 def tied_peers(layout: Layout, rank: int, ties: Iterable[tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Return the ranks of each tie that `rank` is in, by kind; ties of all stages have the group of the pipe axis."""
+    """Return the ranks of each tie group that `rank` is in, by kind. Ties that span all stages use the group of the
+    pipe axis instead.
+    """
     place = layout.coordinate(rank)
     return {
         tie(stages): tuple(layout.rank(**{**place, "pipe": stage}) for stage in stages)
@@ -95,9 +100,11 @@ def _varying(layout: Layout, rank: int, axes: tuple[str, ...]) -> tuple[int, ...
 
 
 Between = tuple[str, tuple[int, ...]]
-"""Identity of a communicator: a kind, and the members that it connects, in the order of the group. The kind is "" for a
-communicator that groups share. A user's group, which may be used from a thread of its own, and the group for the moves
-share with no other."""
+"""Identity of a communicator: a kind, and the members that it connects, in the order of the group.
+
+The kind is "" for a communicator that groups share. A user's group, which another thread may use, and the group for the
+moves of a switch share with no other group.
+"""
 
 
 KIND_OF_NAME: Mapping[str, str] = {
@@ -110,15 +117,15 @@ KIND_OF_NAME: Mapping[str, str] = {
     "pipeline_model_parallel": "pipe",
     "model_parallel": "model",
 }
-"""DeepSpeed's name for an axis in the methods of an `mpu` -> the kind of group that answers."""
+"""DeepSpeed's name for an axis in the methods of an `mpu` -> the kind of group that the method is about."""
 
 
 class ForwardedStore(Store):
-    """A key-value store in front of another one, which may be replaced. (It is no group, so no `ManagedProcessGroup`.)
+    """A key-value store that forwards to another store, which may be replaced. It is not a process group.
 
-    A group keeps the store that it was made over as long as it lives. A group that goes on from world to world would
-    keep the connection of the first, in this process and in the coordinator's; with this store it moves on to the next
-    world's store instead.
+    A group keeps the store that it was made over as long as it lives. A group that is handed on from world to world
+    would keep the first world's connection open, in this process and in the coordinator. With this store it uses the
+    next world's store instead.
     """
 
     def __init__(self, store: Store) -> None:
@@ -126,7 +133,7 @@ class ForwardedStore(Store):
         self._store = store
 
     def go_over(self, store: Store) -> None:
-        """Use another store from now on, with other keys; the keys written so far do not move along."""
+        """Use another store from now on; keys written so far are not copied."""
         self._store = store
 
 
@@ -149,9 +156,9 @@ for _name in (
 class HeldGroup:
     """A group, and the store that it was made over.
 
-    over: the replaceable store behind that one, if it moves on to the next world's store. users: number of worlds that
-    hold the group; two while it is handed on. It is then the same group over the same connections; only the ranks of
-    its members may change.
+    over: the replaceable store behind that store, if the group can move on to the next world's store. users: number of
+    worlds that hold the group; two while one world hands it on to the next. A group that is handed on keeps its
+    connections; only the ranks of its members may change.
     """
 
     group: td.ProcessGroup
@@ -162,16 +169,16 @@ class HeldGroup:
 
 @dataclass(eq=False)
 class World:
-    """The process groups of one generation, as seen by one of its members.
+    """The process groups of one generation, as one of its members sees them.
 
-    `default` is what `torch.distributed` calls WORLD; the others are those of `peers.KINDS`, where `data` is the one
-    that ZeRO cuts and reduces over. A group may serve several kinds. `transfer` spans the members of this and of the
-    previous world during a switch (it may be one of the others). rank: None on a member that leaves with this world; it
-    has `transfer` alone. ties: the sets of pipeline stages that share tied weights, each of which has a group in every
-    pipeline. status: shared by its groups, if members come and go; None in a job of fixed size. engine: number of the
-    engine in this process that the world belongs to. has_sequence: whether its model can have a sequence axis, even
-    while that has size 1. communicators: those that `connect` has made or kept, by members. moves_by_device: whether
-    moves need a communicator of all members of both worlds; equal on all of them.
+    `default` is what `torch.distributed` calls WORLD; the other groups are those of `KINDS`, where ZeRO partitions and
+    reduces over `data`. One group may serve several kinds. `transfer` spans the members of this and of the previous
+    world during a switch, and may be one of the other groups. rank: None on a member that leaves with this world; such
+    a member has `transfer` alone. ties: the sets of pipeline stages that share tied weights; each set has a group in
+    every pipeline. status: status that the world's groups share, if members come and go; None in a job of fixed size.
+    engine: number of the engine in this process that the world belongs to. has_sequence: whether the model can have a
+    sequence axis, even while that has size 1. communicators: communicators that `connect` has made or kept, by members.
+    moves_by_device: whether moves need a communicator of all members of both worlds; equal on all of them.
     """
 
     generation: int
@@ -192,19 +199,21 @@ class World:
 
     @property
     def name(self) -> str:
-        """The prefix of this world's groups."""
+        """The common prefix of the names of this world's groups."""
         return f"{OURS}{self.engine}_{self.generation}"
 
     # ---- its groups
 
     def hold(self, kind: str, ranks: tuple[int, ...], held: HeldGroup, is_of_user: bool = False) -> None:
-        """Add a group that was made for this world, or that stays from the former one."""
+        """Add a group that was made for this world, or that is kept from the previous one."""
         self._of_user |= {kind} if is_of_user else set()
         held.users += held not in self._held.values()
         self._held[kind], self._ranks[kind] = held, ranks
 
     def held(self, kind: str) -> HeldGroup:
-        """Return the group of a kind, to hand it on; RuntimeError on a member without a rank, and after `drop`."""
+        """Return the group of a kind with its store. Raise RuntimeError on a member without a rank, and after
+        `drop`.
+        """
         if kind not in self._held:
             raise RuntimeError(f"generation {self.generation} has no {kind} group on this member: it holds no rank")
         return self._held[kind]
@@ -214,12 +223,12 @@ class World:
         return self.held(kind).group
 
     def ranks(self, kind: str) -> tuple[int, ...]:
-        """Return the ranks of this world that are in the group of a kind, in its order; RuntimeError as in `held`."""
+        """Return the ranks of this world in the group of a kind, in the group's order; RuntimeError as in `held`."""
         self.held(kind)
         return self._ranks[kind]
 
     def tie(self, stages: tuple[int, ...]) -> td.ProcessGroup:
-        """Return the group of these stages in this rank's pipeline; RuntimeError as in `held`."""
+        """Return the group that connects these stages in this rank's pipeline; RuntimeError as in `held`."""
         return self.group("pipe") if len(stages) == self.layout.pipe else self.group(tie(stages))
 
     @property
@@ -234,16 +243,17 @@ class World:
 
     @property
     def data(self) -> td.ProcessGroup:
-        """Group of the ranks that ZeRO cuts and reduces over: data x sequence."""
+        """Group of the ranks that ZeRO partitions and reduces over: data x sequence."""
         return self.group("data")
 
     @property
     def mpu(self) -> SimpleNamespace | None:
-        """Object that DeepSpeed asks for groups, while the world lives; None if only data and expert are above 1.
+        """The object that DeepSpeed asks for groups while the world lives; None if only data and expert sizes exceed 1.
 
-        `model_parallel` is pipe x tensor. (DeepSpeed's own object for sequence parallelism means sequence by it: ZeRO
-        then adds up norms of gradients that are whole already, and clips too much.) `get_data_parallel_group` is ZeRO's
-        group, which stage 3 cuts parameters over; size and rank are those of the data axis, whose ranks share a batch.
+        `model_parallel` means pipe x tensor. DeepSpeed's own object for sequence parallelism uses this name for
+        sequence; ZeRO then adds up norms of gradients that are whole already, and clips too much.
+        `get_data_parallel_group` returns ZeRO's group, which stage 3 partitions parameters over; the data-parallel size
+        and rank are those of the data axis, whose ranks share a batch.
         """
         if self.layout.pipe * self.layout.sequence * self.layout.tensor == 1:
             return None
@@ -262,9 +272,8 @@ class World:
         return SimpleNamespace(**{**answers, "get_data_parallel_group": partial(self.group, "data")})
 
     def register(self) -> None:
-        """Make all groups except that for the moves known to `torch.distributed`, with their ranks in this world.
-
-        They have the status of this world from here on.
+        """Make all groups except the one for the moves known to `torch.distributed`, and attach them to this world's
+        status.
         """
         for kind, held in self._held.items():
             if kind != "transfer":
@@ -273,8 +282,8 @@ class World:
                 held.group.serve(self.status)
 
     def give_up(self, kinds: Iterable[str]) -> list[td.ProcessGroup]:
-        """Let go of groups of some kinds; return those that no other world holds. No other reference to these
-        is left.
+        """Release groups of some kinds; return those that no other world holds. This world keeps no reference
+        to them.
         """
         gone = {kind: self._held.pop(kind) for kind in kinds if kind in self._held}
         for kind in gone:
@@ -285,7 +294,7 @@ class World:
         return [held.group for held in ended.values() if held.users == 0]
 
     def retire_transfer(self) -> threading.Thread:
-        """Take down a group that was made for the moves alone; see `drop`."""
+        """Shut down a group that was made only for the moves of a switch; see `drop`."""
         moving = {self.between("transfer")} & self.communicators.keys()
         self.transfer, self.transfer_members = None, ()
         return tear_down(self.give_up(["transfer"]), self.disconnect(False, moving))
@@ -293,18 +302,20 @@ class World:
     # ---- which of them may go on
 
     def hands_on(self, kind: str, members: tuple[int, ...], unfit: Collection[str] = ()) -> HeldGroup | None:
-        """Return the group of a kind for the next world, if it has these members in this order; the same on all of
-        them.
+        """Return the group of a kind if it can be reused for these members, in this order, in the next world; else
+        None. The result is the same on all members.
 
-        unfit: names of groups that have to be built anew, equal on all members.
+        unfit: names of groups that must be rebuilt, equal on all members.
         """
         is_there = kind in self._held and self.between(kind)[1] == members
         return self._held[kind] if is_there and str(self.group(kind).group_name) not in unfit else None
 
     def says(self, apart: Collection[str] = ()) -> Said:
-        """Return this member's report on each of its groups, from which all learn which may go on; see `traffic`.
+        """Return this member's report on each of its groups, from which all members learn which groups can be reused;
+        see `traffic`.
 
-        Empty in a job of fixed size, where all groups may. apart: kinds whose groups are built anew in any case.
+        The report is empty in a job of fixed size, where all groups can be. apart: kinds whose groups are rebuilt in
+        any case.
         """
         if self.status is None:
             return {}
@@ -315,11 +326,11 @@ class World:
         return found
 
     def lose(self, known: Collection[str], there: Collection[int]) -> frozenset[str]:
-        """Begin no call in this world any more, because a member of it is gone, or a collective of it has failed.
+        """Forbid new calls in this world, because a member is gone or a collective has failed. Any thread may call it.
 
-        Return the names of groups that may go on, in which no call is under way here: no thread waits in them, and they
-        need not be shut down. Call it in any thread. known: groups that could be left alone. there: the members that
-        are not gone.
+        Return the names of the groups that may be reused: no call is in progress in them on this member, so no thread
+        waits in them and they need not be shut down. known: names of the groups that may be kept at all. there: the
+        members that are not gone.
         """
         if self.status is None:
             return frozenset()
@@ -333,7 +344,7 @@ class World:
         return frozenset(stay)
 
     def _watched(self) -> list[tuple[str, ManagedProcessGroup, tuple[int, ...]]]:
-        """Return (a kind that it serves, group, ranks) of each group that counts its calls."""
+        """Return (one of its kinds, group, ranks) of each group that counts its calls."""
         found: dict[int, tuple[str, ManagedProcessGroup, tuple[int, ...]]] = {}
         for kind, ranks in list(self._ranks.items()):
             held = self._held.get(kind)  # another thread may let go of it meanwhile
@@ -351,15 +362,17 @@ class World:
         return (kind if kind in self._of_user else "", members)
 
     def lacks(self, previous: World | None) -> bool:
-        """Return whether `connect` would make a communicator on this member."""
+        """Return whether `connect` would make a new communicator on this member."""
         return any(self._known(kind, previous) is None for kind in self._served())
 
     def connect(self, seconds: float, previous: World | None = None, stop: Callable[[], None] = go_on) -> Connections:
-        """Let its groups serve the accelerator's device; all its ranks call it, while no other call is under way.
+        """Connect the world's groups on the accelerator. All its ranks must call it, while no other call is in
+        progress.
 
-        Communicators of `previous` are kept, in both worlds, if their members stay in their order; all members agree on
-        which these are. Does nothing on a member without a rank, and without an accelerator. seconds: time-out for the
-        other ranks. stop: called meanwhile; it may raise. RuntimeError if a communicator cannot be made.
+        Communicators of `previous` are kept, in both worlds, if their members stay in the same order; all members agree
+        on which these are. Does nothing on a member without a rank, and without an accelerator. seconds: time-out for
+        the other ranks. stop: callback that is called repeatedly during waits; it may raise. Raises RuntimeError if a
+        communicator cannot be made.
         """
         begin, there, kinds = time.perf_counter(), {**self.communicators}, self._served()
         if not kinds:
@@ -384,29 +397,29 @@ class World:
         return Endpoint(str(group.group_name), self._ranks[kind], group.rank(), store)
 
     def _served(self) -> list[str]:
-        """Return the kinds of the groups that serve the accelerator, or are to; [] without an accelerator."""
+        """Return the kinds of the groups that use the accelerator, or will use it; [] without an accelerator."""
         kinds = self.kinds if is_accelerated() else []
         return [kind for kind in kinds if len(self._ranks[kind]) > 1 and (kind != "transfer" or self.moves_by_device)]
 
     def _known(self, kind: str, previous: World | None) -> Communicator | None:
-        """Return the existing communicator for a group, of this world or of one that may hand it on."""
+        """Return the existing communicator for a group, from this world or from `previous`; None if there is none."""
         handed_on = {} if previous is None or previous.status is not None else previous.communicators
         alike = [self.between(kind)] + ([("", self.transfer_members)] if kind == "transfer" else [])
         return next((known[each] for known in (self.communicators, handed_on) for each in alike if each in known), None)
 
     @property
     def moving(self) -> Communicator | None:
-        """Return the communicator for moves between devices, once all are connected: that of all members of both
-        worlds.
+        """Return the communicator of all members of both worlds, which moves state between devices; None before
+        `connect`.
         """
         members = self.transfer_members
         return self.communicators.get(("transfer", members)) or self.communicators.get(("", members))
 
     def renew(self, ended: Communicator, again: str, seconds: float, stop: Callable[[], None] = go_on) -> None:
-        """Make a communicator anew that was aborted while its members live; all of them call it.
+        """Replace a communicator that was aborted although its members live; all of them must call it.
 
-        again: a name that no other call has used. RuntimeError if it cannot be made; the world is then of no use on the
-        device.
+        again: a name that no other call has used. Raises RuntimeError if no new communicator can be made; the world
+        then cannot use the device any more.
         """
         between = next(each for each, found in self.communicators.items() if found is ended)
         kinds = [kind for kind in self._served() if self.between(kind) == between]
@@ -418,9 +431,9 @@ class World:
             found.serve_anew(group, store)
 
     def disconnect(self, is_broken: bool, which: Collection[Between] | None = None) -> Callable[[], None]:
-        """Let communicators go, by default all; return a function that ends those that no other world has kept.
+        """Release communicators, by default all; return a function that ends those that no other world has kept.
 
-        All their members have to call that function.
+        All their members must call the returned function.
         """
         gone = [self.communicators.pop(each) for each in ([*self.communicators] if which is None else which)]
         for each in gone:
@@ -433,11 +446,11 @@ class World:
 
     @property
     def has_gate(self) -> bool:
-        """Whether collectives of its ranks may end as if all were well when a member has died."""
+        """Whether collectives of this world's ranks may appear to succeed although a member has died."""
         return self.status is not None and is_accelerated() and len(self.members) > 1
 
     def agree(self, meet: Callable[[int], object] | None = None) -> None:
-        """Do as `Gate.agree` says; all ranks call it. Does nothing if members cannot be lost, and without an
+        """Do what `Gate.agree` specifies; all ranks must call it. Does nothing if members cannot be lost, or without an
         accelerator.
 
         meet: by default a reduction over the group for host memory.

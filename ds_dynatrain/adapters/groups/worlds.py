@@ -1,8 +1,8 @@
-"""The process groups of a world: built beside a running one, put in place of it, and taken away again.
+"""Building the process groups of a world beside a running world, installing them, and dropping them.
 
-`torch.distributed` and DeepSpeed both keep "the" world in private fields. Building happens in any thread and touches
-none of them; `install` and `drop` do, and belong on the main thread between two steps. A `LaunchWorld` is the group
-that processes belong to before a world of ours exists, and while they are idle.
+`torch.distributed` and DeepSpeed both keep "the" world in private fields. Building happens in any thread and does not
+touch these fields; `install` and `drop` do, so call them on the main thread between two steps. A `LaunchWorld` is the
+group that processes belong to before a world of ours exists, and while they are idle.
 """
 
 from __future__ import annotations
@@ -38,22 +38,24 @@ from ds_dynatrain.space import Layout
 Note = Callable[[str], None]
 """Function that is called with the name of each group as soon as it is made."""
 Make = Callable[[str, tuple[int, ...], int], HeldGroup]
-"""(kind of group, ranks of the world that are in it, this one) -> the group."""
+"""Function (kind of group, ranks of the world in the group, this rank) -> the group."""
 GROUP_COUNT = 1000
-"""Number from which later `new_group` calls are named: equal on members that were in different worlds before."""
+"""Number at which the numbering of later `new_group` calls starts, so that their names are equal on members that were
+in different worlds before.
+"""
 
 
 def ignore(name: str) -> None:
-    """Ignore the name of a new group: the default `note`."""
+    """Do nothing: the default `note`."""
 
 
 @dataclass(frozen=True)
 class WorldSpec:
-    """The world that a member makes groups for; the member is in `members`, in `previous`, or in both.
+    """The world that a member makes groups for. The member is in `members`, in `previous`, or in both.
 
-    previous: members of the former world. own: the user's groups that this member is in, kind -> ranks; every member
-    has to name them in the same order. ties, engine, has_sequence: see `World`. moves_apart: whether the moves have a
-    group of their own, because training runs beside them.
+    previous: members of the former world. own: ranks of the user's groups that this member is in, by kind; every member
+    must name the groups in the same order. ties, engine, has_sequence: see `World`. moves_apart: whether the moves of a
+    switch get a group of their own, because training continues beside them.
     """
 
     generation: int
@@ -69,7 +71,7 @@ class WorldSpec:
 
     @property
     def union(self) -> tuple[int, ...]:
-        """Members of either world, in order."""
+        """Members of either world, in ascending order."""
         return tuple(sorted({*self.members, *self.previous}))
 
     def world(self, status: GroupStatus | None) -> World:
@@ -92,11 +94,12 @@ def build_world(
 ) -> World:
     """Build the groups of a world for one member.
 
-    Blocks until every member of both worlds has built all of its groups (`seconds` at most for each); store keys carry
-    the generation and are never used again. The groups serve the CPU; `World.connect` does the rest. A group of one
-    rank takes no connection and no thread. present: the world of `previous`, on a member that trains in it, to take
-    over groups whose members stay in their order; all members give it, or none. unfit: names of groups not to take
-    over, equal on all. note: called with the name of each group that was made.
+    Blocks until every member of both worlds has built all of its groups, for at most `seconds` per group. Store keys
+    contain the generation and are never used again. The groups serve the CPU; `World.connect` connects them on the
+    accelerator. A group of one rank takes no connection and no thread. present: the world of `previous`, on a member
+    that trains in it, so that groups whose members stay in the same order are reused; either all members give it or
+    none. unfit: names of groups not to reuse, equal on all members. note: function that is called with the name of each
+    new group.
     """
     union, world = spec.union, spec.world(status)
     made = partial(_made, store, world, seconds, note)
@@ -127,7 +130,7 @@ def build_world(
 def add_groups(
     store: Store, world: World, own: Mapping[str, tuple[int, ...]], seconds: float, note: Note = ignore
 ) -> None:
-    """Add groups of the user's to an installed world; all its members call it. note: as in `build_world`."""
+    """Add the user's own groups to an installed world; all its members must call it. note: see `build_world`."""
     _hold_own(world, own, partial(_made, store, world, seconds, note))
     world.connect(seconds)
     world.register()
@@ -136,7 +139,7 @@ def add_groups(
 def _made(
     store: Store, world: World, seconds: float, note: Note, kind: str, ranks: tuple[int, ...], rank: int
 ) -> HeldGroup:
-    """Make a group of these ranks (for the moves: members), of which this process is `rank`."""
+    """Make a group of these ranks (of these members, for the moves), in which this process is `rank`."""
     name = f"{world.name}_{kind}_{min(ranks)}"
     if len(ranks) == 1 and (kind != "default" or is_accelerated()):
         return HeldGroup(*make_fake_group(name, 0, 1))
@@ -156,7 +159,9 @@ def _hold_own(world: World, own: Mapping[str, tuple[int, ...]], make: Make) -> N
 
 
 def _fill(world: World, make: Make) -> None:
-    """Give `world` its groups, in the one order in which no two members wait for each other; none without a rank."""
+    """Give `world` its groups, in one fixed order in which no two members wait for each other. Does nothing on a member
+    without a rank.
+    """
     if (rank := world.rank) is None:
         return
     everyone = tuple(range(world.layout.world_size))
@@ -182,7 +187,7 @@ def stand_in_world(rank: int, layout: Layout, ties: Sequence[tuple[int, ...]] = 
 def install(world: World) -> None:
     """Make `world` the one that `torch.distributed`, DeepSpeed and the environment variables refer to.
 
-    Call it also to go back to a world that was installed before and not dropped.
+    Call it also to return to a world that was installed before and not dropped.
     """
     if world.rank is None:
         raise RuntimeError(f"generation {world.generation} cannot be installed: this member holds no rank in it")
@@ -194,19 +199,20 @@ def install(world: World) -> None:
 
 
 def is_ours_installed() -> bool:
-    """Return whether `torch.distributed` has a world of ours at present."""
+    """Return whether the current default group of `torch.distributed` belongs to a world of this package."""
     return is_ours(c10d._get_default_group())
 
 
 def drop(world: World, is_broken: bool = False) -> threading.Thread:
-    """Forget and shut down every group of `world` that no other world holds; harmless for those never installed.
+    """Unregister and shut down every group of `world` that no other world holds; return the thread that does so.
+    Harmless for worlds never installed.
 
-    Communicators of the accelerator's device that another world has kept live on. All ranks of the world drop it, so
-    the others are shut down together. is_broken: whether to abort them instead, since some members may lack one that
-    this member has.
+    Communicators that another world has kept stay alive. All ranks of the world drop it, so the other communicators are
+    shut down together. is_broken: whether to abort them instead, because some members may lack a communicator that this
+    member has.
 
-    Gloo takes 20 to 40 ms to take a group down, longer if a peer is gone; that happens in the returned thread. Join it
-    before the process ends.
+    Gloo takes 20 to 40 ms to shut a group down, longer if a peer is gone. Join the returned thread before the process
+    ends.
     """
     world.transfer, world.transfer_members = None, ()
     if world.status is not None:
@@ -225,13 +231,13 @@ _EXPERT_TABLES = (
     ("expert", groups._EXPERT_PARALLEL_GROUP, groups._EXPERT_PARALLEL_GROUP_RANKS),
     ("expert_data", groups._EXPERT_DATA_PARALLEL_GROUP, groups._EXPERT_DATA_PARALLEL_GROUP_RANKS),
 )
-"""Kind of group -> DeepSpeed's tables of it, by "ep_size_N"; an engine keeps references to them."""
+"""Kind of group -> DeepSpeed's tables of such groups, by "ep_size_N"; an engine keeps references to the tables."""
 
 
 def _point_at(world: World) -> None:
-    """Make DeepSpeed's modules speak of `world`, by axis.
+    """Make the groups in DeepSpeed's modules those of `world`, by axis.
 
-    Under a layout of data (and expert) alone they then have what DeepSpeed itself has without an `mpu`.
+    For a layout of data (and expert) alone, the modules then hold what DeepSpeed itself sets without an `mpu`.
     """
     _forget_groups()
     layout, mpu = world.layout, world.mpu
@@ -252,9 +258,10 @@ def _point_at(world: World) -> None:
 
 
 def _forget_groups() -> None:
-    """Clear everything that `_point_at` sets, and what DeepSpeed sets beside it. The tables stay the same objects.
+    """Clear everything that `_point_at` sets, and the related fields that DeepSpeed sets. The tables stay the same
+    objects.
 
-    The content of `parallel_state_sp` stays: scripts use it between the calls of several engines, too. See `drop`.
+    `parallel_state_sp` is left unchanged, because scripts use it between the calls of several engines; see `drop`.
     """
     for _, *tables in _EXPERT_TABLES:
         for table in tables:
@@ -268,8 +275,9 @@ def _forget_groups() -> None:
 
 @dataclass(frozen=True)
 class LaunchWorld:
-    """The group that the launcher's processes formed, to which idle members belong. own: the group as a world, if we
-    made it.
+    """The group that the launcher's processes formed, to which idle members belong.
+
+    own: the group as a `World`, if this package made it.
     """
 
     group: Any
@@ -279,12 +287,12 @@ class LaunchWorld:
 
     @staticmethod
     def current() -> LaunchWorld:
-        """Return the present default group. Called before any world of ours is installed."""
+        """Return the current default group. Call it before any world of ours is installed."""
         return LaunchWorld(c10d._get_default_group(), td.get_rank(), td.get_world_size())
 
     @staticmethod
     def formed(store: Store, name: str, member: int, size: int, seconds: float, status: GroupStatus) -> LaunchWorld:
-        """Make a group by `make_group`, watched, and known to `torch.distributed` from here on."""
+        """Make a watched group by `make_group`, and register it with `torch.distributed`."""
         if size == 1 and is_accelerated():  # as in a world: one that needs nothing to serve both devices
             group, made_over = make_fake_group(name, 0, 1)
         else:
@@ -296,10 +304,11 @@ class LaunchWorld:
         return LaunchWorld(group, member, size, world)
 
     def connect(self, seconds: float, stop: Callable[[], None]) -> None:
-        """Let a group of `formed` serve the accelerator's device, too. All its processes call it, for code that needs
-        the device's collectives before a world exists. Does nothing without an accelerator, and in a second call.
+        """Connect a group made by `formed` on the accelerator, too, for code that needs the device's collectives before
+        a world exists.
 
-        seconds, stop: see `World.connect`, which also lists the errors.
+        All its processes must call it. Does nothing without an accelerator, or in a second call. seconds, stop: see
+        `World.connect`, which also lists the errors.
         """
         if self.own is not None and self.own.lacks(None):
             self.own.connect(seconds, stop=stop)
@@ -307,7 +316,9 @@ class LaunchWorld:
             self.own.register()
 
     def retire(self) -> threading.Thread:
-        """Take down a group of `formed` that no process uses any more; all its processes call it. See `drop`."""
+        """Shut down a group made by `formed` that no process uses any more; all its processes must call it. See
+        `drop`.
+        """
         unregister(self.group)
         if self.own is None:
             return tear_down([self.group])
@@ -329,7 +340,7 @@ def launch_store() -> Store:
 
 @contextmanager
 def installed(world: World, launch: LaunchWorld) -> Iterator[None]:
-    """Install `world` inside the block, and the launch group after it; `world` is dropped."""
+    """Install `world` inside the block; afterwards install the launch group and drop `world`."""
     install(world)
     try:
         yield

@@ -53,7 +53,7 @@ def start_size(config: Mapping[str, Any]) -> int:
 
 
 class Conversion:
-    """AutoEP's way to deal out the experts of a model, whose layers it replaces."""
+    """AutoEP's distribution of a model's experts over ranks; AutoEP replaces the layers that contain them."""
 
     def __init__(self, model: nn.Module, config: Mapping[str, Any]) -> None:
         """Keep the settings. Raises UnsupportedError for a model that is not whole, and ConfigError for one that
@@ -78,7 +78,7 @@ class Conversion:
         return self._expert_cuts[size]
 
     def dealt(self, size: int, index: int) -> nn.Module:
-        """Return the model as an expert index has it, on the meta device."""
+        """Return the model with the experts of one expert index, on the meta device."""
         raise NotImplementedError
 
 
@@ -139,7 +139,7 @@ class AutoEPShaper(Conversion, Shaper):
         return self._tensor.cut(self.dealt(layout.expert, layout.expert_place(rank)[0]), layout, rank)
 
     def reshape(self, root: nn.Module, layout: Layout, made: Made | None = None) -> None:
-        """Do as `Shaper.reshape` says; new parameters have unwritten memory, buffers are the template's."""
+        """Do what `Shaper.reshape` specifies; new parameters have unwritten memory, buffers are the template's."""
         self._tensor.reshape(root, layout, made or self.make(layout, td.get_rank()))
 
     def enter(self, engine: Any, layout: Layout) -> None:
@@ -148,7 +148,7 @@ class AutoEPShaper(Conversion, Shaper):
         enter(engine, layout)
 
     def leave(self, engine: Any) -> None:
-        """Let layers hold no group of the world."""
+        """Remove the groups of the world from all layers."""
         self._tensor.leave(engine)
         leave(engine)
 
@@ -201,7 +201,7 @@ def replace_layers(
 
 
 def enter(engine: Any, layout: Layout) -> None:
-    """Give layers their groups, and this rank's place among experts, also in a module that stays."""
+    """Give layers their groups and this rank's expert index, even if the module is unchanged."""
     index = expert_index(layout)
     for part in layers_with_experts(engine.module):
         part.ep_rank = index
@@ -212,7 +212,7 @@ def enter(engine: Any, layout: Layout) -> None:
 
 
 def leave(engine: Any) -> None:
-    """Let layers and engine hold no group of the world."""
+    """Remove the groups of the world from layers and engine."""
     leave_groups(engine.module)
     _hold_groups(engine, None)
 
@@ -270,7 +270,7 @@ def _fold(engine: Any, layout: Layout) -> None:
 
 
 def _hold_groups(engine: Any, handles: Any) -> None:
-    """Let the engine and its layers hold the groups of folded axes, or none."""
+    """Set the groups of folded axes on the engine and its layers; None removes them."""
     engine._autoep_folding_group_handles = handles
     for part in layers_with_experts(engine.module):
         if handles is None:
@@ -280,7 +280,7 @@ def _hold_groups(engine: Any, handles: Any) -> None:
 
 
 def _cut(name: str, held: nn.Parameter) -> AxisCuts:
-    """Return whole experts in order as a cut, from DeepSpeed's description on the parameter."""
+    """Return DeepSpeed's description of a parameter's experts as a cut into whole experts in order."""
     if getattr(held, "allreduce", True):
         return AxisCuts()
     from deepspeed.checkpoint import constants as keys

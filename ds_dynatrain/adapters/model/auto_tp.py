@@ -134,7 +134,7 @@ def refuse_empty(found: Cuts, config: Mapping[str, Any], layout: Layout) -> None
 
 
 def _cut(name: str, shape: tuple[int, ...], held: nn.Parameter) -> AxisCuts:
-    """Return what DeepSpeed wrote on a parameter, as a cut."""
+    """Return DeepSpeed's description of how a parameter was cut, as `AxisCuts`."""
     written = getattr(held, DS_AUTOTP_UC_META, None)
     if written is None or written["replicated"]:
         return WHOLE
@@ -190,7 +190,7 @@ _REFUSALS = (AssertionError, ValueError, NotImplementedError, RuntimeError, Unsu
 
 
 class TensorShaper(Shaper):
-    """Shaper of a model that AutoTP deals out, or of one that it cannot."""
+    """Shaper of a model that AutoTP partitions, or of a model that it cannot partition."""
 
     def __init__(self, template: nn.Module | None, config: Mapping[str, Any], reason: str = "") -> None:
         """Keep the template of a model; None, with the `reason`, for a model that cannot have one."""
@@ -278,7 +278,7 @@ class TensorShaper(Shaper):
             _speak_over(engine.module, groups.get_tensor_model_parallel_group())
 
     def leave(self, engine: Any) -> None:
-        """Take the check of the first batch off, and let layers forget their group."""
+        """Remove the check of the first batch, and the group of the layers."""
         check = engine.__dict__.pop("first_dataloader_check", None)
         if check is not None:
             check.remove()
@@ -313,7 +313,9 @@ class TensorShaper(Shaper):
 
 
 def _loosely(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the method with a weak reference to its layer, whose memory would otherwise wait for the collector."""
+    """Return the method with a weak reference to its layer, whose memory would otherwise be freed only by the garbage
+    collector.
+    """
     reference = WeakMethod(method)
 
     def call(*arguments: Any) -> Any:
@@ -334,7 +336,7 @@ def _sum_over_ranks(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _speak_over(root: nn.Module, group: td.ProcessGroup | None) -> None:
-    """Give all layers of AutoTP, and its loss, a group to communicate over, or none."""
+    """Set the group over which all layers of AutoTP, and its loss, communicate; None removes it."""
     for module in root.modules():
         if isinstance(module, TensorParallel_Layer):
             module.mp_group = group
@@ -344,7 +346,7 @@ def _speak_over(root: nn.Module, group: td.ProcessGroup | None) -> None:
 
 
 def _take_off(root: nn.Module, origin: nn.Module) -> None:
-    """Take off the root the attributes that AutoTP has set on it. origin: the root as the user made it."""
+    """Remove the attributes that AutoTP has set on the root. origin: the root as the user made it."""
     loss = root.__dict__.pop(_LOSS_BEFORE, None)
     if loss is not None:
         root.loss_function = loss

@@ -34,9 +34,9 @@ values are carried either, since a part of a cache is worse than none. shared: n
 """
 
 MOST_BYTES = 1 << 20
-"""Most bytes of a tensor that travels as an attribute."""
+"""Maximum size in bytes of a tensor that is transferred as an attribute."""
 MOST_PARTS = 1000
-"""Most entries of a list, a tuple or a dictionary that travels as an attribute."""
+"""Maximum number of entries of a list, a tuple or a dictionary that is transferred as an attribute."""
 _MOST_DEPTH = 4
 _SIMPLE = (type(None), bool, int, float, str)
 _MUTABLE = (torch.Tensor, list, tuple, dict)
@@ -61,7 +61,9 @@ class _Same:
 
 @dataclass(frozen=True)
 class _Built:
-    """An attribute as training began. kept: a copy of the value if it can travel. mark: see `_mark`."""
+    """An attribute as it was when training began. kept: a copy of the value if it can be transferred. mark: see
+    `_mark`.
+    """
 
     value: Any
     kept: Any
@@ -69,16 +71,16 @@ class _Built:
 
 
 class _Noted(dict[str, _Built]):
-    """Attributes noted of a module. They are kept on the module, and left out when it is copied or pickled."""
+    """Recorded attributes of a module. They are stored on the module, and left out when it is copied or pickled."""
 
     def __reduce__(self) -> Any:
         return type(None), ()
 
 
 def note(module: nn.Module) -> None:
-    """Note the attributes of a module and all below it, unless they are known.
+    """Record the attributes of a module and of all its submodules, unless they are recorded already.
 
-    Called before each forward pass; once the root is known it does nothing.
+    Called before each forward pass; does nothing once the root is recorded.
     """
     if module.__dict__.get(_NOTED) is None:
         for part in module.modules():
@@ -86,7 +88,9 @@ def note(module: nn.Module) -> None:
 
 
 def note_one(part: nn.Module) -> Mapping[str, _Built]:
-    """Note the attributes of a module, not of those below it, unless they are known; return what was noted."""
+    """Record the attributes of one module, without its submodules, unless they are recorded already; return the
+    record.
+    """
     noted: _Noted | None = part.__dict__.get(_NOTED)
     if noted is None:
         noted = _Noted()
@@ -98,13 +102,15 @@ def note_one(part: nn.Module) -> Mapping[str, _Built]:
 
 
 def forget(module: nn.Module) -> None:
-    """Remove what was noted of a module and all below it. Called when its engine lets it go."""
+    """Delete the recorded attributes of a module and all its submodules. Called when its engine releases the module."""
     for part in module.modules():
         part.__dict__.pop(_NOTED, None)
 
 
 def changed_attributes(module: nn.Module) -> AttributeState:
-    """Return the attributes that have changed in a module and all below it since they were noted, not copied."""
+    """Return the attributes of a module and all its submodules that have changed since they were recorded, not
+    copied.
+    """
     buffers, found = {*map(id, module.buffers())}, AttributeState()
     for path, part in module.named_modules():
         values, left, shared = _changed(part), list[str](), list[str]()
@@ -120,10 +126,10 @@ def changed_attributes(module: nn.Module) -> AttributeState:
 
 
 def take_attributes(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Give a module, and those below it, attributes that had changed in modules of the same names; others become as
-    noted.
+    """Apply changed attributes of equally named modules to a module and its submodules; reset other attributes to their
+    recorded values.
 
-    Called before buffers are taken. A warning names attributes that could not be carried.
+    Called before buffers are applied. A warning names attributes that could not be transferred.
     """
     left: list[str] = []
     for path, part in module.named_modules():
@@ -186,7 +192,7 @@ def _is_own(part: nn.Module, name: str) -> bool:
 
 
 def _is_foreign(kind: type) -> bool:
-    """Return whether attributes of a class's modules are not carried: see the top of this file."""
+    """Return whether attributes of a class's modules are never transferred; see the top of this file."""
     return bool(_packages(kind) & {"deepspeed", "ds_dynatrain", "torchmetrics"})
 
 
@@ -200,7 +206,7 @@ def _name(part: nn.Module) -> str:
 
 
 def _mark(value: Any, depth: int = 0) -> Any:
-    """Return a mark that compares equal as long as a value is unchanged."""
+    """Return a fingerprint that compares equal as long as a value is unchanged."""
     if type(value) in _SIMPLE:
         return type(value), repr(value)
     if isinstance(value, nn.Parameter):
@@ -214,7 +220,7 @@ def _mark(value: Any, depth: int = 0) -> Any:
 
 
 def _travels(value: Any, depth: int = 0) -> bool:
-    """Return whether a value can be given to another member."""
+    """Return whether a value can be transferred to another member."""
     if type(value) in _SIMPLE:
         return not isinstance(value, str) or len(value) <= MOST_BYTES
     if type(value) is torch.Tensor and not depth:
@@ -273,7 +279,7 @@ EMPTY: Mapping[str, Any] = {"buffers": {}, "transient": [], "extra": {}, "modes"
 
 
 def state_of(module: nn.Module) -> ModuleState:
-    """Return the state of a module and all below it, not copied."""
+    """Return the state of a module and all its submodules, not copied."""
     parts = dict(module.named_modules())
     state: ModuleState = {"buffers": {}, "transient": [], "extra": {}, "modes": {}}
     for name, held in module.named_buffers():

@@ -73,12 +73,12 @@ from ds_dynatrain.space import AxisCuts, Layout, Pick
 
 
 def group_name(size: int) -> str:
-    """Return DeepSpeed's name of an expert size."""
+    """Return DeepSpeed's name for an expert size."""
     return f"ep_size_{size}"
 
 
 def expert_index(layout: Layout) -> int:
-    """Return this rank's place in its expert group. The world of the layout must be installed."""
+    """Return this rank's index in its expert group. The world of the layout must be installed."""
     return int(groups._get_expert_parallel_rank(group_name(layout.expert)))
 
 
@@ -98,7 +98,9 @@ def check_size(counts: Mapping[str, int], size: int) -> None:
 
 
 def refuse_other_axes(layout: Layout, *tried: str) -> None:
-    """Raise LayoutError for axes that were not tested together with experts. tried: axes that were."""
+    """Raise LayoutError for axes that were not tested together with experts. tried: axes that were tested, besides data
+    and expert.
+    """
     known = {"data", "expert", *tried}
     wide = [f"{axis}={size}" for axis, size in layout.axes().items() if axis not in known and size > 1]
     if wide:
@@ -106,7 +108,7 @@ def refuse_other_axes(layout: Layout, *tried: str) -> None:
 
 
 def _nearest(whole: int, size: int) -> str:
-    """Return the next divisors of `whole` below and above a size."""
+    """Describe the divisors of `whole` next below and above a size."""
     divisors = [part for part in range(1, whole + 1) if whole % part == 0]
     below = [part for part in divisors if part < size][-1:]
     above = [part for part in divisors if part > size][:1]
@@ -114,9 +116,9 @@ def _nearest(whole: int, size: int) -> str:
 
 
 def ask_for_present_groups(model: nn.Module) -> None:
-    """Let layers that are still whole ask for the groups of the expert size that the installed world has.
+    """Make layers that are still whole use the expert size of the installed world, whose groups exist.
 
-    DeepSpeed's constructor makes groups that are missing, which takes all ranks of the world.
+    DeepSpeed's constructor makes missing groups, which would take all ranks of the world.
     """
     (name,) = groups._get_expert_parallel_group_dict()
     for layer in layers_with_experts(model):
@@ -126,8 +128,7 @@ def ask_for_present_groups(model: nn.Module) -> None:
 
 
 def enter_layers(engine: Any, size: int) -> None:
-    """Repeat what the engine's constructor sets for layers with experts: its lists of them, and the groups that they
-    use.
+    """Set what the engine's constructor sets for layers with experts: its lists of them, and their groups.
 
     Called once the world is installed and the engine's module has the layers of this rank.
     """
@@ -150,8 +151,8 @@ def enter_layers(engine: Any, size: int) -> None:
 
 
 def clip(model: nn.Module, limit: float, layout: Layout) -> None:
-    """Clip the gradients of ZeRO stage 0 in fp32 by the norm of all experts, all parts, and the tensors that every rank
-    has.
+    """Clip the gradients of ZeRO stage 0 in fp32 by the norm over all experts, all tensor parts and all replicated
+    tensors.
 
     The world of the layout must be installed. Tensors that pipeline stages share count on the stage that owns them.
     """
@@ -173,10 +174,10 @@ def clip(model: nn.Module, limit: float, layout: Layout) -> None:
 
 @contextmanager
 def all_counted(model: nn.Module, layout: Layout) -> Iterator[None]:
-    """Make the norm of gradients of ZeRO stages 1 and 2 count all experts inside the block, also with tensor ranks.
+    """Make the gradient norm of ZeRO stages 1 and 2 count all experts inside the block, even with tensor ranks.
 
-    DeepSpeed adds up over all ranks, and counts tensors that are not cut on tensor index 0 alone. But no other rank has
-    the part of the experts that a rank holds.
+    DeepSpeed sums over all ranks, and counts tensors that are not cut on tensor index 0 alone. But no other rank holds
+    the same part of the experts.
     """
     marked: list[Any] = [held for held in model.parameters() if is_moe_param(held)] if layout.tensor > 1 else []
     for held in marked:
@@ -189,7 +190,7 @@ def all_counted(model: nn.Module, layout: Layout) -> Iterator[None]:
 
 
 def leave_groups(model: nn.Module) -> None:
-    """Let layers hold no group of ranks; a gate accepts a new one only then."""
+    """Remove the groups of ranks from all layers; only then does a gate accept new ones."""
     part: Any
     for part in model.modules():
         if isinstance(part, TopKGate | MOELayer) or getattr(part, "_is_autoep_layer", False):
@@ -197,14 +198,15 @@ def leave_groups(model: nn.Module) -> None:
 
 
 def layers_with_experts(model: nn.Module) -> list[Any]:
-    """Return all layers with experts, native ones and AutoEP's."""
+    """Return all layers with experts, both native and AutoEP's."""
     return [part for part in model.modules() if isinstance(part, MoE) or getattr(part, "_is_autoep_layer", False)]
 
 
 def refuse_mixed_groups(parameter_groups: Iterable[Mapping[str, Any]]) -> None:
-    """Raise UnsupportedError, with the number of the group, for experts in an optimizer group not marked as theirs.
+    """Raise UnsupportedError, with the group's number, for experts in an optimizer group that is not marked as a group
+    of experts alone.
 
-    DeepSpeed takes such a group in stages 0 and 3 only.
+    DeepSpeed accepts such a group in stages 0 and 3 only.
     """
     for number, group in enumerate(parameter_groups):
         routed = [is_moe_param(held) for held in group["params"]]
@@ -231,17 +233,17 @@ def start_size(model: nn.Module) -> int:
 
 
 def dropping(module: nn.Module) -> str | None:
-    """Return the first layer that drops tokens beyond a capacity, so that all its ranks need equal numbers of tokens;
-    or None.
+    """Return the name of the first layer that drops tokens beyond a capacity, or None. Its ranks need equal numbers of
+    tokens.
 
-    The capacity follows from the number of tokens. DeepSpeed exchanges buffers of that capacity: ranks with different
-    ones die in the exchange.
+    The capacity follows from the number of tokens. DeepSpeed exchanges buffers of that capacity, and ranks with
+    different ones crash in the exchange.
     """
     return next((name for name, layer in layers(module) if layer.deepspeed_moe.gate.drop_tokens), None)
 
 
 class NativeShaper(Shaper):
-    """Shaper of a model with native experts. owners: see `complete`."""
+    """Shaper of a model with native experts (`deepspeed.moe`). owners: see `complete`."""
 
     def __init__(
         self,
@@ -250,7 +252,7 @@ class NativeShaper(Shaper):
         lists: Sequence[list[nn.Parameter]] = (),
         factory: ModelFactory | None = None,
     ) -> None:
-        """Take a user's model over; see `complete`."""
+        """Take over a user's model; see `complete`."""
         self._template = template_of(model, factory)
         self._cuts: dict[int, dict[str, AxisCuts]] = {}
         self.owners = complete(model, member, lists)
@@ -267,7 +269,7 @@ class NativeShaper(Shaper):
         return Made(convert(copied(self._template), layout.expert))
 
     def reshape(self, root: nn.Module, layout: Layout, made: Made | None = None) -> None:
-        """Do as `Shaper.reshape` says; new parameters have memory not written yet, buffers are the template's."""
+        """Do what `Shaper.reshape` specifies; new parameters have unwritten memory, buffers are the template's."""
         made = made or self.make(layout, td.get_rank())
         adopt(root, with_memory(made.module, next(root.parameters()).dtype))
 
@@ -276,19 +278,20 @@ class NativeShaper(Shaper):
         return parameters(root, layout)
 
     def enter(self, engine: Any, layout: Layout) -> None:
-        """Give layers their groups of ranks, also in a module that stays."""
+        """Give layers their groups of ranks, even if the module is unchanged."""
         enter_layers(engine, layout.expert)
 
     def leave(self, engine: Any) -> None:
-        """Let layers hold no group of the world."""
+        """Remove the groups of the world from all layers."""
         leave_groups(engine.module)
 
 
 def complete(model: nn.Module, member: int, lists: Sequence[list[nn.Parameter]] = ()) -> dict[int, int]:
-    """Give a user's model all experts of its layers; those of other ranks have no memory.
+    """Give a user's model all experts of its layers; experts of other ranks have no memory.
 
-    member: of the launch. lists: lists of parameters that the caller has, such as an optimizer's; the parameters of all
-    experts are put into them. UnsupportedError for layers of several sizes, or with experts that are not alike.
+    member: number of this process in the launch. lists: the caller's lists of parameters, such as an optimizer's; the
+    parameters of all experts are added to them. Raises UnsupportedError for layers of several sizes, or with experts
+    that are not alike.
 
     Returns the process of the launch that has the first value of each expert's parameter, by the parameter's id, if
     each process has built only the experts of its own rank; {} if every process has built all of them.
@@ -338,7 +341,9 @@ def parameters(root: nn.Module, layout: Layout) -> dict[str, nn.Parameter]:
 
 
 def names(module: nn.Module, index: int) -> dict[str, str]:
-    """Return the logical name of each parameter of a rank's module, by its own name. index: the rank's expert index."""
+    """Return the logical name of each parameter of a rank's module, by its local name. index: the rank's expert
+    index.
+    """
     found = {name: name for name, _ in module.named_parameters()}
     for path, layer in layers(module):
         for local, prefix, held in _experts(path, layer):
@@ -349,7 +354,7 @@ def names(module: nn.Module, index: int) -> dict[str, str]:
 
 
 def _complete_lists(model: nn.Module, lists: Sequence[list[nn.Parameter]]) -> None:
-    """Complete lists that have parameters of some experts of a layer by the same parameters of all its experts."""
+    """Extend lists that contain parameters of some experts of a layer by the same parameters of all its experts."""
     alike: dict[str, list[nn.Parameter]] = {}
     for path, layer in layers(model):
         for _, prefix, held in _experts(path, layer):
@@ -386,13 +391,13 @@ def cuts_of(whole: nn.Module, size: int) -> dict[str, AxisCuts]:
 
 
 def _experts(path: str, layer: Any) -> Iterator[tuple[int, str, nn.Module]]:
-    """Yield (number here, name of its list, module) of each expert of a layer."""
+    """Yield (local number, name of its list, module) of each expert of a layer."""
     prefix = f"{path}.deepspeed_moe.experts.deepspeed_experts".removeprefix(".")
     return ((number, prefix, held) for number, held in enumerate(layer.deepspeed_moe.experts.deepspeed_experts))
 
 
 def _mark(layer: Any, size: int) -> None:
-    """Set everything that DeepSpeed's constructors note about the expert size."""
+    """Set every attribute that DeepSpeed's constructors derive from the expert size."""
     routed = layer.deepspeed_moe
     held, name = routed.experts, group_name(size)
     for parameter in held.deepspeed_experts.parameters():
@@ -403,7 +408,9 @@ def _mark(layer: Any, size: int) -> None:
 
 
 def _pattern(path: str, experts: nn.ModuleList) -> nn.Module:
-    """Return the module that all experts of a layer copy. UnsupportedError if they differ by now, or hold buffers."""
+    """Return a template of the experts of a layer. Raise UnsupportedError if the experts differ from each other or hold
+    buffers.
+    """
     if next(experts.buffers(), None) is not None:
         raise UnsupportedError(
             f"the experts of {path!r} have buffers, which would not move with them; make them parameters with "

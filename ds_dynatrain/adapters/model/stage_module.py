@@ -47,9 +47,9 @@ from ds_dynatrain.space import AxisCuts, Layout
 
 
 class StageGrid(PipelineParallelGrid):  # type: ignore[misc]
-    """DeepSpeed's grid for one rank of a world, over groups that exist; building it is no collective.
+    """DeepSpeed's grid for one rank of a world, over groups that exist already; building it is no collective.
 
-    Ranks count pipe first, then data, as in DeepSpeed's.
+    Ranks are ordered by pipe first, then data, as in DeepSpeed's grid.
     """
 
     def __init__(self, world: World, rank: int) -> None:
@@ -73,14 +73,15 @@ class StageGrid(PipelineParallelGrid):  # type: ignore[misc]
         self.p2p_groups = self._build_p2p_groups()
 
     def tied_group(self, stages: tuple[int, ...]) -> td.ProcessGroup:
-        """Return the group of the stages that share a tie, in this rank's pipeline."""
+        """Return the group of the pipeline stages that share tied weights, in this rank's pipeline."""
         return self._world.tie(stages)
 
 
 class PipelineShaper(Shaper):
-    """The shaper of a `PipelineModule` (see `shaping`): a stage has whole layers, a rank some experts of each.
+    """The shaper of a `PipelineModule` (see `shaping`): a stage has whole layers, a rank has some experts of each
+    layer.
 
-    owners: see `moe.complete`. autoep: AutoEP's way to deal out the layers' experts, if it is on.
+    owners: see `moe.complete`. autoep: AutoEP's conversion of the layers, if AutoEP is on.
     """
 
     def __init__(
@@ -123,8 +124,8 @@ class PipelineShaper(Shaper):
         return self.template.whole
 
     def refuse_to_train(self, names: Collection[str]) -> None:
-        """Refuse to train parameters of a tied layer that its `tied_weight_attr` does not list: stages would train
-        copies of them.
+        """Raise SwitchRefused for parameters of a tied layer that its `tied_weight_attr` does not list: stages would
+        train separate copies.
         """
         for key in {key for key in self.template.keys if key is not None and self.template.keys.count(key) > 1}:
             tied = {f"tied_modules.{key}.{attribute}" for attribute in self.template.tied[key]}
@@ -136,7 +137,7 @@ class PipelineShaper(Shaper):
                 )
 
     def make(self, layout: Layout, rank: int) -> Made | None:
-        """Build AutoEP's layers; None without AutoEP, because DeepSpeed's module builds its layers itself."""
+        """Build AutoEP's layers; return None without AutoEP, because DeepSpeed's module builds its layers itself."""
         return Made(self.autoep.dealt(layout.expert, layout.expert_place(rank)[0])) if self.autoep else None
 
     def reshape(self, root: nn.Module, layout: Layout, made: Made | None = None) -> None:
@@ -155,20 +156,20 @@ class PipelineShaper(Shaper):
             reshape(root, self.template, layout, layout.coordinate(rank)["pipe"], self._dtype)
 
     def parameters(self, root: nn.Module, layout: Layout) -> dict[str, nn.Parameter]:
-        """Return the parameters by DeepSpeed's names, which are those of the whole model except for numbers
-        of experts.
+        """Return the parameters by DeepSpeed's names, which are those of the whole model except for the numbers of
+        experts.
         """
         return moe.parameters(root, layout)
 
     def enter(self, engine: Any, layout: Layout) -> None:
-        """Give layers with experts their groups; `pipeline_host` sets what the engine of a stage needs."""
+        """Give layers with experts their groups; `pipeline_host` sets up the rest of a stage's engine."""
         if self.autoep:
             experts.enter(engine, layout)
         else:
             enter_layers(engine, layout.expert)
 
     def leave(self, engine: Any) -> None:
-        """Let go of the groups of its world."""
+        """Release the groups of the engine's world."""
         if self.autoep:
             experts.leave(engine)
         leave_groups(engine.module)
@@ -188,7 +189,7 @@ def reshape(
 ) -> None:
     """Give the module the layers of a stage, without values and without drawing random numbers.
 
-    Layers with experts have as many as a rank has. Parameters are new ones over unwritten memory.
+    Layers with experts get as many experts as a rank has. Parameters are new objects over unwritten memory.
     """
     build_layers(root, template.boundaries(layout), stage)
     moe.resize(root, layout.expert)
@@ -212,10 +213,11 @@ def build_layers(root: PipelineModule, parts: Sequence[int], stage: int) -> None
 
 
 def place(root: PipelineModule, template: PipelineTemplate, layout: Layout, grid: StageGrid) -> None:
-    """Tell the module its place: its grid, and the stages with which it shares each tie.
+    """Set the module's grid, and the stages with which it shares each tie.
 
-    Only the trained attributes of a tie count, because DeepSpeed adds their gradients up. `model_parallel` corrects the
-    norm that gradients are clipped by without ZeRO: DeepSpeed's counts unmarked parameters on the first stage only.
+    Only the trained attributes of a tie count, because DeepSpeed sums their gradients. `model_parallel` corrects the
+    norm by which gradients are clipped without ZeRO, where DeepSpeed counts unmarked parameters on the first stage
+    only.
     """
     take_stage(root, grid)
     root.tied_comms = {}
@@ -236,7 +238,7 @@ def place(root: PipelineModule, template: PipelineTemplate, layout: Layout, grid
 
 
 def take_stage(root: PipelineModule, grid: StageGrid) -> None:
-    """Install a grid of ours, without regard to layers; the groups that DeepSpeed's constructor made are taken down."""
+    """Install a grid of ours, whatever the layers; shut down the groups that DeepSpeed's constructor made."""
     before = root._grid
     if before is not None and not isinstance(before, StageGrid):
         own = [before.ds_model_proc_group, before.dp_proc_group, before.pp_proc_group, before.slice_proc_group]
@@ -247,10 +249,10 @@ def take_stage(root: PipelineModule, grid: StageGrid) -> None:
 
 
 class StageExperts(Conversion):
-    """AutoEP's way to deal out the layers of a pipeline.
+    """AutoEP's conversion of the layers of a pipeline.
 
-    template: of all layers, converted, with all experts. owners: process that has the first value of a parameter, by
-    the parameter's id, unless that is process 0.
+    template: template of all layers, converted, with all experts. owners: process that has the first value of a
+    parameter, by the parameter's id; process 0 if not listed.
     """
 
     def __init__(
@@ -296,7 +298,7 @@ class StageExperts(Conversion):
         }
 
     def dealt(self, size: int, index: int) -> nn.Module:
-        """Return all layers as a rank has them, by DeepSpeed's names, on the meta device."""
+        """Return all layers with the experts of one expert index, under DeepSpeed's names, on the meta device."""
         return self._converted(size, index).whole
 
     def _converted(self, size: int, index: int) -> PipelineTemplate:
@@ -308,7 +310,7 @@ class StageExperts(Conversion):
 
 
 def _empty(model: nn.Module, made: nn.Module, layers: set[str]) -> None:
-    """Give the new experts `made` no memory if their layer had none. Called for one layer after the other."""
+    """Free the memory of the new experts `made` if their layer had none. Called for one layer after the other."""
     name = next(name for name, part in model.named_modules() if part is made)
     if layer_of(name) in layers:
         for held in made.parameters():
@@ -316,14 +318,14 @@ def _empty(model: nn.Module, made: nn.Module, layers: set[str]) -> None:
 
 
 Exchange = Callable[[Any], Mapping[int, Any]]
-"""Function that posts this process's record, plain JSON, and returns those of all, by their numbers in the launch."""
+"""Function that posts this process's record (plain JSON) and returns the records of all processes, by launch number."""
 Lists = Sequence[list[nn.Parameter]]
 
 
 def start_stages(model: Any, named: int | None) -> int:
-    """Return the number of stages to start with: `named` by `dynatrain.layout`, else that of the module.
+    """Return the number of stages to start with: `named` from `dynatrain.layout`, else the module's own number.
 
-    ConfigError if the module was built in another number of stages.
+    Raises ConfigError if the module was built in another number of stages.
     """
     built = int(model.num_stages) if is_pipeline(model) else 1
     if built > 1 and named not in (None, built):
@@ -368,7 +370,7 @@ def put_together(model: Any, lists: Lists, exchange: Exchange) -> dict[int, int]
 
 
 def _complete(model: PipelineModule) -> None:
-    """Build the layers of other stages, without values, and let go of the groups that share ties."""
+    """Build the layers of other stages, without values, and release the groups that share ties."""
     dtype = next((held.dtype for held in model.parameters() if held.is_floating_point()), None)
     tied = dict(model.tied_modules.items())
     specs = []
@@ -389,7 +391,9 @@ def _complete(model: PipelineModule) -> None:
 
 
 def _built(spec: LayerSpec, number: int, dtype: torch.dtype | None) -> nn.Module:
-    """Build a layer of another stage in the type of this stage's layers; the process's random streams stay."""
+    """Build a layer of another stage in the type of this stage's layers, without advancing the process's random
+    streams.
+    """
     with seeded(f"layer {number}"):
         layer: nn.Module = spec.build()
     first = next((held.dtype for held in layer.parameters() if held.is_floating_point()), None)
@@ -401,7 +405,7 @@ def _same(layer: nn.Module) -> nn.Module:
 
 
 def _list_all(model: nn.Module, lists: Lists, records: Mapping[int, Any]) -> None:
-    """Put into each list the parameters that any process has in the list of that number, in the module's order."""
+    """Extend each list to the parameters that any process has in the list of that number, in the module's order."""
     for member, record in sorted(records.items()):
         if len(record["lists"]) != len(records[0]["lists"]):
             raise ConfigError(
@@ -425,9 +429,10 @@ def _list_all(model: nn.Module, lists: Lists, records: Mapping[int, Any]) -> Non
 
 
 def _equal_buffers(model: nn.Module, owners: Mapping[str, int], records: Mapping[int, Any]) -> None:
-    """Take the owner's value of each buffer that differs between processes, such as one that a constructor draws.
+    """Copy the owner's value into each buffer that differs between processes, such as one that a constructor draws at
+    random.
 
-    All of them are on the device then, where DeepSpeed has put those of the process's own stage.
+    Afterwards all buffers are on the device, where DeepSpeed has put those of the process's own stage.
     """
     for name, held in model.named_buffers():
         marks = [record["buffers"][name] for record in records.values()]

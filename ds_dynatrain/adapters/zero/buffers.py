@@ -25,10 +25,12 @@ from ds_dynatrain.space import (
 )
 
 SLACK = 2048
-"""Elements that a flat weight buffer can grow by, so that another world's padding fits the same memory."""
+"""Number of elements by which a flat weight buffer can grow, so that the padding of another world size fits into the
+same memory.
+"""
 
 Allocate = Callable[[int, Memory], torch.Tensor]
-"""(number of elements, their type and place) -> a flat tensor."""
+"""Function (number of elements, their type and place) -> a flat tensor."""
 
 
 def reusable(
@@ -39,9 +41,10 @@ def reusable(
     live: Buffers,
     memory: Mapping[str, Memory],
 ) -> set[tuple[str, BufferId]]:
-    """Return the present buffers that the target layout can keep.
+    """Return the existing buffers that the target layout can keep.
 
-    Such a buffer is large enough, lies in the memory that the target wants, and has every wanted element in its place.
+    Such a buffer is large enough, lies in the memory that the target requires, and has every required element at the
+    same offset.
     """
     if rank is None:
         return set()
@@ -68,7 +71,7 @@ def reusable(
 
 
 def _by_buffer(pieces: Pieces) -> dict[BufferId, bytes]:
-    """Return, by buffer, its runs and their offsets in it, as one value to compare."""
+    """Return, by buffer, its runs and their offsets as one comparable value."""
     columns = np.stack([pieces.start, pieces.stop, pieces.offset], axis=1)
     found = {}
     for index in np.unique(pieces.buffer).tolist():
@@ -77,10 +80,10 @@ def _by_buffer(pieces: Pieces) -> dict[BufferId, bytes]:
 
 
 def _masters_apart(target: Layout, kept: set[tuple[str, BufferId]], live: Buffers) -> set[tuple[str, BufferId]]:
-    """Return kept weights and masters of one type that lie apart, though the target has them in one memory (see
-    `provide`).
+    """Return the kept weights and masters of equal type that lie in separate memory, although the target has them share
+    memory (see `provide`).
 
-    DeepSpeed's own constructor of stage 3 keeps them apart.
+    DeepSpeed's own constructor of stage 3 keeps them separate.
     """
     pairs = [(live.get((WEIGHT, name)), live.get((MASTER, name))) for _, name in kept]
     apart = [
@@ -102,11 +105,11 @@ def provide(
     live: Buffers,
     allocate: Allocate,
 ) -> Buffers:
-    """Return every buffer of a rank: kept ones in place, the others from `allocate(elements, memory)`, zeroed.
+    """Return every buffer of a rank: kept buffers in place, the others zeroed, from `allocate(elements, memory)`.
 
-    memory: element type and place of each present kind. keep: all sub-group buffers of a kind, which are slices of one
-    tensor, or none. If weight
-    and master are of one type (fp32) on one device, those of ZeRO stages 0 and 3 are the same memory, as in DeepSpeed.
+    memory: element type and place of each state kind. keep: buffers to keep; of the sub-group buffers of a kind, which
+    are slices of one tensor, either all or none. If weight and master have the same type (fp32) and device, they share
+    memory at ZeRO stages 0 and 3, as in DeepSpeed.
     """
     one_memory, sizes = is_one_memory(memory, local.layout), local.sizes()
     buffers: Buffers = {}
@@ -130,20 +133,21 @@ def provide(
 
 
 def is_one_memory(memory: Mapping[str, Memory], layout: Layout) -> bool:
-    """Return whether weights are their own masters."""
+    """Return whether weights and masters share memory."""
     return memory[WEIGHT] == memory.get(MASTER) and layout.zero_stage in (0, 3)
 
 
 def zeros(numel: int, memory: Memory) -> torch.Tensor:
-    """Allocate memory for `provide`; host memory is not touched before it is used, unless it is pinned."""
+    """Allocate zeroed memory for `provide`. Host memory is not touched before its first use, unless it is pinned."""
     held = torch.zeros(numel, dtype=memory.dtype, device=memory.place.device)
     return get_accelerator().pin_memory(held) if memory.place.pinned else held
 
 
 def bucket_bytes(engine: Any, zero_stage: int) -> int:
-    """Return the bytes that ZeRO-3 takes on an accelerator for the gradients of one reduction, as soon as it is built.
+    """Return the bytes that ZeRO-3 allocates on an accelerator for the gradients of one reduction, as soon as it is
+    built.
 
-    On a CPU the pages of this memory come when a backward pass touches them.
+    Returns 0 on a CPU, where the pages of this memory are allocated when a backward pass touches them.
     """
     if zero_stage != 3 or not is_accelerated() or not engine.zero_contiguous_gradients():
         return 0
@@ -151,8 +155,10 @@ def bucket_bytes(engine: Any, zero_stage: int) -> int:
 
 
 class Untouched:
-    """An allocator for `provide` that takes no memory: its tensors lie in pages that are never touched, and that no
-    limit on this process's own memory counts. A device has no such pages; there all tensors share the same memory.
+    """An allocator for `provide` that uses no physical memory.
+
+    On the host, its tensors lie in pages that are never touched, and that no limit on this process's own memory counts.
+    A device has no such pages; there all tensors share the same memory.
     """
 
     def __init__(self) -> None:
@@ -171,7 +177,7 @@ class Untouched:
 
 
 def release(buffers: Buffers) -> threading.Thread:
-    """Give memory back in a thread: unmapping takes its time."""
+    """Free memory in a thread, because unmapping takes time; `buffers` is emptied at once."""
     old = dict(buffers)
     buffers.clear()
     return start_thread(old.clear, "dynatrain-release")

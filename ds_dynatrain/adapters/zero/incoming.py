@@ -1,21 +1,21 @@
-"""Models whose parameters are not whole when `initialize` is called: they come in one by one.
+"""Models whose parameters are not whole when `initialize` is called; their values arrive one parameter at a time.
 
-A model built under `deepspeed.zero.Init` is cut over all processes of the launch, idle ones included; the same may be
-true of a model that an engine has trained at stage 3 and left. Its parameters are gathered one after the other, and
-each working member copies its pieces of the first layout into buffers made for them. The engine is then put together
-over these buffers, without memory of its own, as on a member that wakes. So a member never holds more than its shard of
-the first layout and one whole parameter.
+A model built under `deepspeed.zero.Init` is partitioned over all processes of the launch, idle ones included; so may be
+a model that an engine has trained at stage 3. Its parameters are gathered one after the other, and each working member
+copies its shard of the first layout into buffers made for it. The engine is then built over these buffers without
+allocating memory of its own, as on a member that stops being idle. So a member never holds more than its shard of the
+first layout and one whole parameter.
 
-Parameters on the meta device are drawn module by module, the same on every member: a module's own parameters are made
-real, its `reset_parameters()` is called (torch's FSDP does so too) under a seed that follows from the job's seed and
-the module's name, and only the shard of the drawn values is kept.
+Parameters on the meta device are initialized module by module, equally on every member: a module's own parameters get
+memory, its `reset_parameters()` is called (as torch's FSDP does) under a seed derived from the job's seed and the
+module's name, and only the member's shard of the values is kept.
 
-`deepspeed.zero.Init` cuts each parameter, as soon as its module is built, over all present processes. In a launch whose
-members come and go these are known only once this process belongs to the job, and a process that joins a running job
-has no peers to cut with, because the others train. So the first call of `zero.Init` brings the process into the job.
-Processes that start the job cut parameters over all of them, as in a fixed launch. In a process that joins, parameters
-go to the meta device: they are not drawn, and values that a loader copies into them are not read; the values come from
-the other members.
+`deepspeed.zero.Init` partitions each parameter, as soon as its module is built, over all processes present. In a launch
+whose members come and go, these are known only once this process belongs to the job, and a process that joins a running
+job has no peers to partition with, because the others train. So the first call of `zero.Init` brings the process into
+the job. Processes that start the job partition parameters over all of them, as in a fixed launch. In a process that
+joins later, parameters go to the meta device: they are not initialized, and values that a loader copies into them are
+ignored; the values come from the other members.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ WAY_OUT = "give its class a `reset_parameters()`, or pass `param_init_fn=` to in
 
 
 def drawing_modules(model: nn.Module, meta: set[int]) -> list[tuple[str, nn.Module, list[nn.Parameter]]]:
-    """Return (name, module, parameters of its own to draw) of each module that draws; a shared parameter is drawn once.
+    """Return (name, module, own parameters to initialize) of each module with such parameters; a shared parameter is
+    listed once.
 
     meta: ids of the parameters that are, or were, on the meta device.
     """
@@ -70,7 +71,7 @@ def drawing_modules(model: nn.Module, meta: set[int]) -> list[tuple[str, nn.Modu
 
 
 def refuse_undrawable(model: nn.Module, param_init_fn: ParamInit | None) -> None:
-    """Raise UnsupportedError, naming the parameter, for one on the meta device that cannot be drawn."""
+    """Raise UnsupportedError, naming the parameter, if a parameter on the meta device cannot be initialized."""
     meta = {id(held) for held in model.parameters() if held.is_meta}
     for name, module, own in drawing_modules(model, meta):
         mine = dict(module.named_parameters(recurse=False))
@@ -88,7 +89,7 @@ def refuse_undrawable(model: nn.Module, param_init_fn: ParamInit | None) -> None
 
 
 def swap_in(parameter: nn.Parameter, data: torch.Tensor) -> None:
-    """Give a parameter data on another device and keep the object, so that optimizers and modules still hold it."""
+    """Give a parameter data on another device, keeping the parameter object that optimizers and modules refer to."""
     other = nn.Parameter(data, requires_grad=parameter.requires_grad)
     other.__dict__.update(parameter.__dict__)
     torch.utils.swap_tensors(parameter, other)
@@ -101,9 +102,10 @@ def draw(
     types: dict[int, torch.dtype],
     init: ParamInit | None,
 ) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-    """Yield each parameter of `own` with its value, flat; afterwards the module's parameters have no memory again.
+    """Initialize a module's parameters and yield each parameter of `own` with its flat value; the memory is released
+    afterwards.
 
-    seed: string that the drawn values follow from. types: element types of the values, by the parameters' ids. Raises
+    seed: string that determines the random values. types: element types of the values, by the parameters' ids. Raises
     UnsupportedError if the module leaves one of them unset.
     """
     stand_ins = [(held, held.data) for held in module.parameters(recurse=False)]
@@ -129,8 +131,10 @@ def draw(
 
 @contextmanager
 def seeded(what: str) -> Iterator[None]:
-    """Seed the default generators of torch, DeepSpeed's accelerator, numpy and Python inside the block, and restore
-    them afterwards. Generators of other devices are left alone.
+    """Seed the default generators of torch, DeepSpeed's accelerator, numpy and Python inside the block; restore them
+    afterwards.
+
+    Generators of other devices are left alone.
     """
     seed = int.from_bytes(hashlib.blake2b(what.encode(), digest_size=8).digest(), "little") >> 1
     before = torch.get_rng_state(), np.random.get_state(), random.getstate(), further_streams()
@@ -149,17 +153,17 @@ def seeded(what: str) -> Iterator[None]:
 
 WHOLE, PART, META = "whole", "zero.Init", "meta"
 Row = tuple[str, list[int], str, str, bool]
-"""(name, shape, type, whether it is whole, whether it requires a gradient)."""
+"""(name, shape, type, how the parameter arrives: `WHOLE`, `PART` or `META`, whether it requires a gradient)."""
 Place = tuple[int, int, BufferId, int]
-"""(first row-major index, elements, buffer, offset in it)."""
+"""(first row-major index, number of elements, buffer, offset in the buffer)."""
 
 
 class Incoming:
     """The parameters of a model, in the module's order, before its engine is built.
 
-    forms, types: how each parameter comes in, and its element type, by its id. owners: process that has the value of a
-    parameter, by the parameter's id, unless that is process 0. held: this process's part of each parameter, or the
-    whole; emptied as they come in. place: number of the part that this process has of each.
+    forms, types: how each parameter arrives, and its element type, by its id. owners: process that has the value of a
+    parameter, by the parameter's id; process 0 if not listed. held: this process's part of each parameter, or the whole
+    parameter; emptied as values are yielded. place: index of the part that this process has of each parameter.
     """
 
     def __init__(
@@ -170,7 +174,8 @@ class Incoming:
         owners: Mapping[int, int] | None = None,
         joins: bool = False,
     ) -> None:
-        """Read a model without changing it. UnsupportedError, naming the parameter, for one that cannot come in.
+        """Read a model without changing it. Raise UnsupportedError, naming the parameter, if a parameter cannot be
+        taken in.
 
         joins: whether all values come from a running job.
         """
@@ -203,7 +208,7 @@ class Incoming:
 
     @property
     def draws(self) -> bool:
-        """Whether members draw parameters for themselves."""
+        """Whether members initialize some parameters themselves."""
         return META in self.forms.values()
 
     @property
@@ -212,17 +217,17 @@ class Incoming:
         return set(self.forms.values()) <= {WHOLE}
 
     def rows(self) -> list[Row]:
-        """Return the description of the parameters that must be equal on all processes, as plain JSON."""
+        """Return descriptions of the parameters, as plain JSON, which must be equal on all processes."""
         return [
             (name, list(self.shapes[id(each)]), str(each.dtype), self.forms[id(each)], each.requires_grad)
             for name, each in self.model.named_parameters()
         ]
 
     def take_apart(self, config: DeepSpeedConfig) -> None:
-        """Take the parameters' data off the module, whether `zero.Init` or the model holds it.
+        """Detach the parameters' data from the module, whether `zero.Init` or the model holds it.
 
-        Each parameter then has its shape, the type that the configuration gives it, and no memory. ConfigError, naming
-        the parameter, for one that was cut in another type than the configuration says.
+        Each parameter then has its shape, the type that the configuration gives it, and no memory. Raises ConfigError,
+        naming the parameter, if a parameter was partitioned in another type than the configuration says.
         """
         wanted = _configured_dtype(config)
         for name, parameter in self.model.named_parameters():
@@ -249,10 +254,10 @@ class Incoming:
         reset_counters()
 
     def values(self, launch: LaunchWorld, job_seed: int, works: bool) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """Yield each parameter with its whole value, flat, one at a time. A collective of all processes of the launch.
+        """Yield each parameter with its whole flat value, one at a time. A collective of all processes of the launch.
 
-        A parameter that is whole on every process gets its owner's value, as a rule member 0's, as in DeepSpeed.
-        Parameters on the meta device are drawn, on members that work only.
+        A parameter that is whole on every process gets its owner's value, normally that of member 0, as in DeepSpeed.
+        Parameters on the meta device are initialized, and yielded only if this member works.
         """
         places = self._places(launch)
         for each in self.model.parameters():
@@ -271,8 +276,9 @@ class Incoming:
                 yield from draw(f"{job_seed} {name}", module, own, self.types, self.param_init_fn)
 
     def _places(self, launch: LaunchWorld) -> list[int]:
-        """Return which process has each part, or [] if no parameter is cut. An engine's ranks are not always those of
-        the launch.
+        """Return which process has each part, or [] if no parameter is partitioned.
+
+        An engine's ranks are not always those of the launch.
         """
         if PART not in self.forms.values():
             return []
@@ -281,7 +287,7 @@ class Incoming:
         return parts.argsort().tolist()
 
     def is_drawn(self, parameter: nn.Parameter) -> bool:
-        """Return whether each member draws the parameter for itself."""
+        """Return whether each member initializes the parameter itself."""
         return self.forms[id(parameter)] == META
 
 
@@ -292,9 +298,9 @@ def fill(
     incoming: Iterator[tuple[nn.Parameter, torch.Tensor]],
     numbers: dict[int, int],
 ) -> None:
-    """Copy the pieces that `rank` holds of each parameter's weight and master out of the parameter's whole value.
+    """Copy the shard that `rank` holds of each parameter's weight and master from the parameter's whole value.
 
-    numbers: tensor number by the parameter's id. A master is made from the weight in the weight's own type.
+    numbers: tensor number by the parameter's id. A master is made from the value in the weight's type.
     """
     wanted = {kind: pieces_by_tensor(vps, vps.layout, rank, kind) for kind in (WEIGHT, MASTER)}
     dtype = next(held.dtype for (kind, _), held in buffers.items() if kind == WEIGHT)
@@ -308,7 +314,9 @@ def fill(
 def pieces_by_tensor(
     vps: VirtualParameterSpace, layout: Layout, rank: int, kind: str, owned: bool = False
 ) -> dict[int, list[Place]]:
-    """Return the places of each tensor's pieces on a rank, by tensor number. owned: only pieces that the rank owns."""
+    """Return where the pieces of each tensor lie on a rank, by tensor number. owned: whether to include only pieces
+    that the rank owns.
+    """
     found: dict[int, list[Place]] = {}
     numbers, pieces = vps.split_by_tensor((vps.owned if owned else vps.holding)(layout, rank, kind))
     for number, piece in zip(numbers.tolist(), pieces, strict=True):
@@ -318,7 +326,9 @@ def pieces_by_tensor(
 
 
 def _gathered(part: torch.Tensor, launch: LaunchWorld, places: list[int]) -> torch.Tensor:
-    """Return the parts of all processes end to end, with the padding of the last. places: the process of each part."""
+    """Return the parts of all processes concatenated, with the padding of the last. places: the process that has each
+    part.
+    """
     part = part.to("cpu").contiguous()
     whole = torch.empty(launch.size, part.numel(), dtype=part.dtype)
     rows = dict(zip(places, whole.view(torch.uint8).unbind(0), strict=True))
@@ -327,10 +337,10 @@ def _gathered(part: torch.Tensor, launch: LaunchWorld, places: list[int]) -> tor
 
 
 def refuse_cut(model: nn.Module, beside: bool) -> None:
-    """Raise UnsupportedError, naming the parameter, for a model cut over other processes than those that start a job
-    together.
+    """Raise UnsupportedError, naming the parameter, for a model that is partitioned over other processes than those
+    that start a job together.
 
-    beside: whether this process has an engine already; the group that all started in is gone then.
+    beside: whether this process has an engine already; the group that all processes started in no longer exists then.
     """
     each: Any
     for name, each in model.named_parameters():
@@ -349,13 +359,13 @@ def refuse_cut(model: nn.Module, beside: bool) -> None:
 
 
 def _is_left(each: Any) -> bool:
-    """Return whether a parameter was cut by an engine of ours that has ended, and whose groups are gone."""
+    """Return whether a parameter was partitioned by a former engine of this package, whose groups no longer exist."""
     return not is_known(each.ds_process_group)
 
 
 def _refuse_part(name: str, each: Any, launch: LaunchWorld) -> None:
-    """Raise UnsupportedError for a parameter that is not cut over the launch, and for further features of
-    `zero.Init`.
+    """Raise UnsupportedError for a parameter that is not partitioned over the launch, or that uses unsupported features
+    of `zero.Init`.
     """
     if _is_left(each):
         ranks = each.ds_process_group.size()
@@ -393,8 +403,8 @@ def _configured_dtype(config: DeepSpeedConfig) -> torch.dtype | None:
 
 
 class ElasticInit(Init):  # type: ignore[misc]
-    """Variant of `deepspeed.zero.Init`, with the same arguments; `install_zero_init` makes the class that is used, with
-    its methods.
+    """Variant of `deepspeed.zero.Init` with the same arguments. `install_zero_init` derives the class that is used,
+    which adds `join` and `read`.
     """
 
     join: Callable[[], bool]
@@ -437,17 +447,17 @@ class ElasticInit(Init):  # type: ignore[misc]
 
 
 def install_zero_init(join: Callable[[], bool], read: Callable[[Any], dict[str, Any]]) -> None:
-    """Put our class in the place of `deepspeed.zero.Init`; DeepSpeed's engines keep their own.
+    """Replace `deepspeed.zero.Init` by our class; DeepSpeed's engines keep the original.
 
-    join: called before each use; it brings this process into the job, and returns whether it joins a running one. read:
-    returns a configuration as a dictionary.
+    join: function that is called before each use; it brings this process into the job, and returns whether the process
+    joins a running job. read: function that returns a configuration as a dictionary.
     """
     zero.Init = type("Init", (ElasticInit,), {"join": staticmethod(join), "read": staticmethod(read)})
     warnings.filterwarnings("ignore", "for .*: copying from a non-meta parameter", UserWarning)
 
 
 def _drop(parameters: Iterable[nn.Parameter]) -> None:
-    """Move parameters to the meta device; the objects stay."""
+    """Move parameters to the meta device; the parameter objects stay the same."""
     for each in parameters:
         if not each.is_meta:
             swap_in(each, each.data.to("meta"))
@@ -455,8 +465,9 @@ def _drop(parameters: Iterable[nn.Parameter]) -> None:
 
 @contextmanager
 def _undrawn() -> Iterator[None]:
-    """Make functions of `torch.nn.init` leave parameters as they are inside the block; a reference kept to one works
-    later.
+    """Make functions of `torch.nn.init` leave parameters unchanged inside the block.
+
+    A reference to such a function that is kept from inside the block works normally afterwards.
     """
     is_open = True
 

@@ -1,12 +1,13 @@
-"""The loss scale of fp16: the fields of DeepSpeed's three scalers by one table of names, so that it survives a switch.
+"""The loss scale of fp16: the fields of DeepSpeed's three scalers, under one set of names, so that they survive a
+switch.
 
-A field that the present optimizer has no place for (stage 0 has no hysteresis, a plain torch optimizer no scaler) is
-kept aside on the engine and put back when a later layout has it.
+A field that the current optimizer does not have (stage 0 has no hysteresis, a plain torch optimizer no scaler) is kept
+on the engine and restored when a later layout has it.
 
-Gradients by token counts are divided where DeepSpeed divides by its loss scale, before clipping. A mean over
-micro-batches of unequal token counts is not the mean over the tokens: so each micro-batch's mean loss is multiplied by
-its own count, and at the boundary the accumulated gradient, which DeepSpeed has divided by the number of micro-batches,
-is divided by tokens per micro-batch.
+Gradients weighted by token counts are divided where DeepSpeed divides by its loss scale, before clipping. The mean of
+the micro-batches' means is not the mean over all tokens if token counts differ. So each micro-batch's mean loss is
+multiplied by its own count, and at the boundary the accumulated gradient, which DeepSpeed has divided by the number of
+micro-batches, is divided by the mean number of tokens per micro-batch.
 """
 
 from __future__ import annotations
@@ -51,19 +52,19 @@ UNFUSED = {
 }
 """Fields of the LossScaleConfig of FP16_UnfusedOptimizer and FP16_Optimizer (stage 0)."""
 STATIC = {SCALE: "cur_scale"}
-"""Fields of either if the scale is fixed."""
+"""Fields of either kind of scaler if the scale is fixed."""
 OF_OPTIMIZER = {
     "overflow": "overflow",
     "custom": "custom_loss_scaler",
     "custom_scale": "external_loss_scale",
 }
-"""Fields of the optimizer itself: the last step's overflow, and the scale of `override_loss_scale`."""
+"""Fields of the optimizer itself: whether the last step overflowed, and the scale of `override_loss_scale`."""
 OF_BF16_OPTIMIZER = {"overflow": "overflow"}
-"""Fields of BF16_Optimizer, which applies a custom scale and never divides by it: that scale is kept aside."""
+"""Fields of BF16_Optimizer. It applies a custom scale but never divides by it, so that scale is kept on the engine."""
 
 
 def places(optimizer: Any) -> list[tuple[Any, Mapping[str, str]]]:
-    """Return (object, field -> attribute) of everything about scaling that an optimizer has."""
+    """Return (object, field -> attribute) of every object of an optimizer that holds fields of the loss scale."""
     found: list[tuple[Any, Mapping[str, str]]] = []
     scaler = getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
     if isinstance(scaler, DynamicLossScaler):
@@ -80,7 +81,7 @@ def places(optimizer: Any) -> list[tuple[Any, Mapping[str, str]]]:
 
 
 def first_state(engine: Any) -> State:
-    """Return every field as it is at the start of a job, by the engine's configuration."""
+    """Return the value of every field at the start of a job, according to the engine's configuration."""
     weight = engine.get_data_types()[0]
     scaler = CreateLossScaler(
         weight, engine.loss_scale(), engine.dynamic_loss_scale(), dict(engine.dynamic_loss_scale_args())
@@ -91,9 +92,9 @@ def first_state(engine: Any) -> State:
 
 
 def taken_from(state: State, fields: Mapping[str, Any]) -> State:
-    """Return a state with the fields of a checkpoint of DeepSpeed's, which has DeepSpeed's names, of any scaler.
+    """Return a state updated with the fields of a DeepSpeed checkpoint, which have DeepSpeed's names, of any scaler.
 
-    A fixed scale says nothing about a dynamic one, nor the other way round; the scale then stays as it is.
+    A fixed scale says nothing about a dynamic one, nor the reverse; the state is then returned unchanged.
     """
     was_dynamic = bool(fields.get("dynamic", fields.get("dynamic_loss_scale", False)))
     if was_dynamic != ("iteration" in state):
@@ -104,7 +105,7 @@ def taken_from(state: State, fields: Mapping[str, Any]) -> State:
 
 
 def plain(value: Any) -> Any:
-    """Return a field as a number, also if DeepSpeed keeps it as a tensor."""
+    """Return a field as a number, even if DeepSpeed keeps it as a tensor."""
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
@@ -112,11 +113,12 @@ def plain(value: Any) -> Any:
 
 
 def forgotten_scale(engine: Any) -> float:
-    """Return the number by which the optimizer will divide gradients though DeepSpeed did not multiply their loss by
-    it; else 1.
+    """Return the scale by which the optimizer will divide gradients although DeepSpeed did not multiply the loss by it;
+    else 1.
 
     DeepSpeed 0.19.8 at stage 0 (fp16): `engine.backward` scales the loss for ZeRO optimizers only, but
-    FP16_UnfusedOptimizer and FP16_Optimizer divide all the same. A DeepSpeed without `engine.scale` lets them do both.
+    FP16_UnfusedOptimizer and FP16_Optimizer divide all the same. A DeepSpeed without `engine.scale` leaves both to the
+    optimizers.
     """
     settings = getattr(engine.optimizer, "loss_scale_config", None)
     if settings is None or not settings.use_grad_scaling or isinstance(engine.optimizer, ZeROOptimizer):
@@ -126,10 +128,10 @@ def forgotten_scale(engine: Any) -> float:
 
 @contextmanager
 def true_norm(engine: Any) -> Iterator[None]:
-    """Make a step of FP16_UnfusedOptimizer inside the block note the norm of the gradients, as every other optimizer
-    does.
+    """Make a step of FP16_UnfusedOptimizer inside the block report the unscaled norm of the gradients, as all other
+    optimizers do.
 
-    It is the norm of the gradients before the optimizer itself divides them by the scale (and tokens).
+    By itself, that optimizer reports the norm before it divides the gradients by the scale (and tokens).
     """
     optimizer = engine.optimizer
     divisor = float(optimizer.loss_scale_config.cur_scale) if isinstance(optimizer, FP16_UnfusedOptimizer) else 1.0
@@ -144,7 +146,8 @@ def true_norm(engine: Any) -> Iterator[None]:
 
 @contextmanager
 def norm_before_growth(engine: Any) -> Iterator[None]:
-    """Make a step of stage 3 inside the block note the norm of the gradients by their own scale, as stages 1 and 2 do.
+    """Make a step of stage 3 inside the block report the norm of the gradients under their own scale, as stages 1 and 2
+    do.
 
     DeepSpeed 0.19.8 divides it by the scale of the next step there, which differs if the scale has just grown.
     """
@@ -164,9 +167,10 @@ def norm_before_growth(engine: Any) -> Iterator[None]:
 def divided_by_tokens(engine: Any, own: int | None, slots: int) -> Iterator[None]:
     """Make the optimizer's step inside the block divide its gradients by the mean number of tokens of a micro-batch.
 
-    own: tokens of this rank in the window; None (on all ranks) if none were given, and then gradients are not divided.
-    Otherwise a collective over the data and sequence axes: DeepSpeed takes means over the first and sums over the
-    second. slots: the number of micro-batches that gradients were divided by already.
+    own: number of tokens of this rank in the window; None (on all ranks) if no counts were given, in which case
+    gradients are not divided. Otherwise this is a collective over the data and sequence axes, because DeepSpeed
+    averages over data ranks and sums over sequence ranks. slots: number of micro-batches that the gradients were
+    divided by already.
     """
     if own is None:
         yield
@@ -193,9 +197,11 @@ def divided_by_tokens(engine: Any, own: int | None, slots: int) -> Iterator[None
 
 @contextmanager
 def multiplied(optimizer: Any, factor: float) -> Iterator[None]:
-    """Make the optimizer divide its gradients by `factor` in addition inside the block; the loss scale is not affected.
+    """Make the optimizer divide its gradients additionally by `factor` inside the block, without changing the loss
+    scale.
 
-    The scaler sees its true scale while it judges a step, so that growth, the least scale and an overflow act on that.
+    The scaler sees its true scale while it judges a step, so growth, the minimum scale and overflows apply to the true
+    scale.
     """
     holder, name = _divisor(optimizer)
     true = getattr(holder, name)
@@ -218,7 +224,7 @@ def multiplied(optimizer: Any, factor: float) -> Iterator[None]:
 
 
 def _divisor(optimizer: Any) -> tuple[Any, str]:
-    """Return (object, attribute) that holds the optimizer's divisor of gradients."""
+    """Return (object, attribute) of the number by which the optimizer divides gradients."""
     if hasattr(optimizer, "loss_scale_config"):
         return optimizer.loss_scale_config, "cur_scale"
     return (optimizer, "external_loss_scale") if optimizer.custom_loss_scaler else (optimizer.loss_scaler, "cur_scale")

@@ -1,8 +1,8 @@
-"""Rules of which per-element states and scalars an optimizer keeps: a table of known classes, no guess from live state.
+"""Rules that list the per-element states and scalars of each known optimizer class; nothing is guessed from live state.
 
-A rule is written for one class; a subclass may keep other states and needs a rule of its own. Users add their
-classes with `register_optimizer`. Optimizers whose states cannot be cut by element (factored or quantized states), or
-that would need messages of their own, are refused by name.
+A rule applies to one class; a subclass may keep other states and needs a rule of its own. Users add their classes with
+`register_optimizer`. Optimizers whose states cannot be split by element (factored or quantized states), or that would
+need messages of their own, are refused by name.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ds_dynatrain.support.checks import gradients_apart, is_low, offloads
 Group = Mapping[str, Any]
 """A parameter group of a torch optimizer: its hyper-parameters by name."""
 Number = int | float | torch.Tensor
-"""A scalar's value before the first step, stored as it is given: a Python number, or a tensor of no dims."""
+"""A scalar's value before the first step, stored as given: a Python number, or a zero-dimensional tensor."""
 Moments = Iterable[str] | Callable[[Group], Iterable[str]]
 Scalars = Mapping[str, Number] | Callable[[Group], Mapping[str, Number]]
 
@@ -97,8 +97,8 @@ KNOWN: Mapping[str, OptimizerRule] = {
 
 
 def _muon_rule(optimizer: Any) -> OptimizerRule:
-    """Return the rule of DeepSpeed's Muon: a momentum for its matrices; other groups have the states of the Adam it
-    holds.
+    """Return the rule of DeepSpeed's Muon: matrices have a momentum; other groups have the states of the Adam that it
+    contains.
     """
     adam = OptimizerRule(_adam, {"step": 0}) if optimizer.aux_optimizer is None else rule_of(optimizer.aux_optimizer)
     return OptimizerRule(
@@ -120,17 +120,18 @@ def register_optimizer(
     *,
     placeless: bool = False,
 ) -> type[torch.optim.Optimizer]:
-    """Register the states that an optimizer class keeps in `state[parameter]`, so that they travel in a switch.
+    """Register the states that an optimizer class keeps in `state[parameter]`, so that a switch transfers them.
 
-    cls: this class alone; a subclass must be registered itself. moments: names of the states with one value per
-    element, each computed from values of the same element (and of nothing else), or a function from a parameter group
-    to them. scalars: names of the other states and their values before the first step, in the type that they are stored
-    in: an int, a float, or a tensor of no dims; or a function from a parameter group to them. placeless: whether a step
-    has the same bits in any process, in tensors of any length and at any position in them, so that gradients may be
-    added leaf by leaf: no random numbers, no norm over a tensor, nothing kept outside of its state.
+    cls: the class, without its subclasses, which must be registered themselves. moments: names of the states with one
+    value per element, each computed from values of the same element and of nothing else; or a function from a parameter
+    group to these names. scalars: names of the other states with their values before the first step, in the type in
+    which they are stored: an int, a float, or a zero-dimensional tensor; or a function from a parameter group to them.
+    placeless: whether a step gives the same bits in any process, in tensors of any length and at any position in them,
+    so that gradients may be added leaf by leaf: no random numbers, no norm over a tensor, nothing kept outside the
+    optimizer's state.
 
-    Call it on every process before `initialize`. Returns the class. ConfigError for a class that is known already, or
-    invalid names.
+    Call it on every process before `initialize`. Returns the class. Raises ConfigError for a class that is known
+    already, or for invalid names.
     """
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         raise ConfigError(
@@ -150,7 +151,9 @@ def register_optimizer(
 
 
 def rule_of(optimizer: torch.optim.Optimizer) -> OptimizerRule:
-    """Return the rule of an optimizer; UnsupportedError, naming the class and the way out, for an unknown one."""
+    """Return the rule of an optimizer. Raise UnsupportedError, naming the class and the alternatives, if it is
+    unknown.
+    """
     cls = type(optimizer)
     if full_name(cls) == MUON:
         return _muon_rule(optimizer)
@@ -166,9 +169,10 @@ def rule_of(optimizer: torch.optim.Optimizer) -> OptimizerRule:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, config: Mapping[str, Any], layout: Layout) -> None:
-    """Raise UnsupportedError for an optimizer that a switch cannot carry: by its class, its groups or the first layout.
+    """Raise UnsupportedError for an optimizer that a switch cannot transfer, because of its class, its groups or the
+    first layout.
 
-    config: DeepSpeed's. layout: the one to start in.
+    config: DeepSpeed's configuration. layout: the layout to start in.
     """
     rule = rule_of(optimizer)
     try:
@@ -207,21 +211,23 @@ def moment_kinds(optimizer: torch.optim.Optimizer, types: ElementTypes) -> tuple
 
 
 def moment_types(optimizer: torch.optim.Optimizer, weight: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the types of moments that differ from the master's; Muon's have the type that gradients are sent in."""
+    """Return the types of the moments whose type differs from the master's. Muon's momentum has the type in which
+    gradients are sent.
+    """
     return {"momentum_buffer": weight} if full_name(type(optimizer)) == MUON else {}
 
 
 def holds_flat_groups(optimizer: torch.optim.Optimizer, types: ElementTypes) -> bool:
-    """Return whether DeepSpeed keeps this optimizer's groups flat at ZeRO stage 0, too (`FP16_Optimizer`)."""
+    """Return whether DeepSpeed keeps this optimizer's groups flat even at ZeRO stage 0 (`FP16_Optimizer`)."""
     return isinstance(optimizer, FusedAdam) and types.weight != torch.float32
 
 
 def refuse_optimizer_layout(
     optimizer: torch.optim.Optimizer, config: Mapping[str, Any], layout: Layout, present: Layout | None = None
 ) -> None:
-    """Raise SwitchRefused for a layout in which DeepSpeed does not accept this optimizer, or gets it wrong.
+    """Raise SwitchRefused for a layout in which DeepSpeed rejects this optimizer, or handles it wrongly.
 
-    config: the user's. present: the layout before a switch, None at the start.
+    config: the user's configuration. present: the layout before a switch; None at the start.
     """
     cls = type(optimizer)
     if full_name(cls) == MUON:
@@ -243,7 +249,9 @@ def refuse_optimizer_layout(
 
 
 def _refuse_muon(config: Mapping[str, Any], layout: Layout, present: Layout | None) -> None:
-    """Refuse layouts in which Muon would be another algorithm, or its momentum would have another type or cut."""
+    """Raise SwitchRefused for layouts in which Muon would be another algorithm, or its momentum would have another type
+    or partition.
+    """
     stage = layout.zero_stage
     if stage:
         _refuse_muon_under_zero(config, layout)
@@ -291,7 +299,7 @@ def _refuse_muon_under_zero(config: Mapping[str, Any], layout: Layout) -> None:
 
 
 def full_name(cls: type) -> str:
-    """Return module and name of a class."""
+    """Return the module and name of a class, joined by a dot."""
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
@@ -310,11 +318,11 @@ REFUSED: Mapping[str, str] = {
     "fusedlamb": "it scales a step by norms of whole parameters, which ZeRO's parts do not have",
     "lamb": "it scales a step by norms of whole parameters, which ZeRO's parts do not have",
 }
-"""Lower-case class names, and why they cannot be carried."""
+"""Lower-case class names of optimizers that cannot be switched, and the reasons."""
 
 
 def _refuse_by_name(cls: type) -> None:
-    """Raise UnsupportedError for a class that no rule could make right."""
+    """Raise UnsupportedError for a class that no rule could describe correctly."""
     if any(base.__module__.partition(".")[0] in ("bitsandbytes", "torchao") for base in cls.__mro__):
         raise UnsupportedError(f"optimizer {full_name(cls)}: {_NOT_PER_ELEMENT} (quantized in blocks); use AdamW")
     reason = REFUSED.get(cls.__name__.lower())
@@ -351,10 +359,10 @@ _NO_BETA = -1.0
 def forget_running_products(optimizer: Any) -> None:
     """Make a compiled optimizer recompute its powers of the betas at the next step. Call it on all members alike.
 
-    `Adam_Optimizer` (csrc/includes/cpu_adam.h) multiplies them up from step to step, in float. A member that has
-    trained all along and one that has just woken would correct their averages by numbers that differ in the last bit,
-    and replicas would drift apart. A call with other betas makes it compute the powers afresh. FusedAdam has one such
-    object per process and mode, DeepSpeedCPUAdam one of its own. Lion has none.
+    `Adam_Optimizer` (csrc/includes/cpu_adam.h) multiplies these powers up from step to step, in float. A member that
+    has trained all along and one that has just become active would correct their averages by numbers that differ in the
+    last bit, and replicas would drift apart. A call with other betas makes it compute the powers afresh. FusedAdam has
+    one such object per process and mode, DeepSpeedCPUAdam one of its own, Lion none.
     """
     if full_name(type(optimizer)) == MUON and optimizer.aux_optimizer is not None:
         optimizer = optimizer.aux_optimizer

@@ -1,4 +1,4 @@
-"""Registration of which parameters are trained, and in which optimizer groups: changes to that, and their effects.
+"""Registration of the trained parameters and their optimizer groups: changes to it, and the effects of changes.
 
 Schedulers keep lists with one entry per optimizer group; these are adjusted when groups are added or dropped.
 """
@@ -19,15 +19,16 @@ from ds_dynatrain.support import usage
 
 Group = dict[str, Any]
 LIKE = "like"
-"""Key of a requested group: number of the present group whose hyper-parameters and schedule it takes."""
+"""Key of a requested group: number of the existing group whose hyper-parameters and schedule it copies."""
 
 
 @dataclass(frozen=True)
 class NewGroup:
     """An optimizer group after a registration.
 
-    origin: number of the present group that it is, or whose hyper-parameters it takes. fresh: whether its state begins
-    anew. names: its parameters, frozen ones included. values: hyper-parameters that differ from the origin's.
+    origin: number of the existing group that it continues, or whose hyper-parameters it copies. fresh: whether its
+    optimizer state starts anew. names: names of its parameters, frozen ones included. values: hyper-parameters that
+    differ from the origin's.
     """
 
     origin: int
@@ -38,7 +39,7 @@ class NewGroup:
 
 @dataclass(frozen=True)
 class Regrouping:
-    """The groups after a registration, and the parameters that require a gradient; equal on all members."""
+    """The optimizer groups after a registration, and the parameters that require a gradient; equal on all members."""
 
     groups: tuple[NewGroup, ...]
     requires_grad: tuple[str, ...]
@@ -49,7 +50,7 @@ class Regrouping:
         return [group.origin for group in self.groups]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the record that registrations and checkpoints keep."""
+        """Return the record that registrations and checkpoints store."""
         return cast("dict[str, Any]", to_record(self))
 
     @staticmethod
@@ -67,11 +68,11 @@ class Regrouping:
 
 @dataclass(frozen=True)
 class RegroupRequest:
-    """Requested changes of one registration.
+    """Changes that one registration requests.
 
-    requires_grad: whether each parameter requires a gradient now, by its tensor's name; parameters that are left out
-    keep their flag. groups: names of the parameters of each requested group, and its other entries. begun: whether the
-    optimizer has states already.
+    requires_grad: whether each parameter requires a gradient from now on, by its tensor's name; parameters that are not
+    listed keep their flag. groups: names of the parameters of each requested group, and the group's other entries.
+    begun: whether the optimizer has states already.
     """
 
     requires_grad: Mapping[str, bool]
@@ -80,9 +81,9 @@ class RegroupRequest:
 
 
 def wanted_of(model: ModelMap, module: nn.Module, groups: Sequence[Mapping[str, Any]], begun: bool) -> RegroupRequest:
-    """Return what the parameters of this rank and the caller's `groups` request.
+    """Return the changes that the flags of this rank's parameters and the caller's `groups` request.
 
-    Raises SwitchRefused, naming the parameter, if one of them is unknown to the model map.
+    Raises SwitchRefused, naming the parameter, if the model map does not know one of them.
     """
     strange = _strange(model, module)
     if strange is not None:
@@ -105,11 +106,12 @@ def wanted_of(model: ModelMap, module: nn.Module, groups: Sequence[Mapping[str, 
 
 
 def regroup(model: ModelMap, optimizer: torch.optim.Optimizer, wanted: RegroupRequest) -> Regrouping | None:
-    """Return the groups that follow from the present flags and the requested groups; None if groups stay as they are.
+    """Return the groups that follow from the current flags and the requested groups; None if the groups stay as they
+    are.
 
     A newly trainable parameter goes into a new group of its own, with the hyper-parameters of the group that it was
-    listed in: ZeRO counts steps once per group. Before the first step it stays in that group. SwitchRefused, naming the
-    parameter, for an impossible request.
+    listed in, because ZeRO counts steps once per group. Before the first step it stays in that group. Raises
+    SwitchRefused, naming the parameter, for an impossible request.
     """
     names = [tensor.name for tensor in model.tensors]
     was = dict(zip(names, model.requires_grad, strict=True))
@@ -172,7 +174,7 @@ def refuse_changes(host: Any) -> None:
 
 
 def _strange(model: ModelMap, module: nn.Module) -> str | None:
-    """Describe a parameter that is not the object that was registered; None if there is none."""
+    """Describe a parameter that is not the object that was registered; return None if all are."""
     present = set()
     for name, parameter in module.named_parameters():
         if id(parameter) not in model.numbers:
@@ -234,9 +236,9 @@ Lists = list[tuple[Any, str, list[Any]]]
 
 
 def lists_per_group(scheduler: Any, groups: int) -> Lists:
-    """Return every list of a scheduler, and of schedulers inside it, that has one entry per group.
+    """Return every list with one entry per group that a scheduler, or a scheduler inside it, holds.
 
-    SwitchRefused, naming the class, for a scheduler whose lists are not known.
+    Raises SwitchRefused, naming the class, for a scheduler whose lists are not known.
     """
     found: Lists = []
     for each in _all_of(scheduler):
@@ -260,7 +262,7 @@ def lists_per_group(scheduler: Any, groups: int) -> Lists:
 
 
 def follow(lists: Lists, origins: Sequence[int]) -> None:
-    """Give each list one entry per new group: the entry of the group's origin."""
+    """Give each list one entry per new group, copied from the entry of the group's origin."""
     for scheduler, name, held in lists:
         setattr(scheduler, name, [held[origin] for origin in origins])
 

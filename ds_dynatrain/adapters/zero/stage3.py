@@ -41,7 +41,7 @@ _GRADIENT_PARTS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 
 
 class PartitionedStage(ZeroStage):
-    """ZeRO stage 3: every parameter is cut over the ranks."""
+    """ZeRO stage 3: every parameter is partitioned over the ranks."""
 
     alone = "partition"
 
@@ -53,7 +53,7 @@ class PartitionedStage(ZeroStage):
             yield Stepped(BufferId("subgroup", index), group, tensors, weight, master)
 
     def put_weight(self, engine: Any, model: ModelMap, each: Stepped, buffers: Buffers) -> None:
-        """Make the parts of parameters, and their last gradients, views of the given buffers."""
+        """Make each parameter's part, and its last gradient, a view of the given buffers."""
         zero, weight, position = engine.optimizer, buffers[WEIGHT, each.name], 0
         each.weight.data = weight
         for parameter in zero.fp16_groups[each.name.index]:
@@ -72,7 +72,7 @@ class PartitionedStage(ZeroStage):
         return buffers, scalars
 
     def census(self, engine: Any, model: ModelMap) -> list[Found]:
-        """Return parts at their own addresses: `ds_tensor` for weights, `grad_position` for masters and last
+        """Return each part at its own address: `ds_tensor` for weights, `grad_position` for masters and last
         gradients.
         """
         zero = engine.optimizer
@@ -96,9 +96,10 @@ class PartitionedStage(ZeroStage):
         return rows
 
     def release(self, engine: Any, model: ModelMap) -> None:
-        """Take patched containers and attributes off the module; parameters keep no data.
+        """Remove patched containers and attributes from the module; parameters keep no data.
 
-        Under torch autocast DeepSpeed leaves a gathered parameter in the low type; it gets the model's type back.
+        Under torch autocast DeepSpeed leaves a gathered parameter in the low-precision type; it gets the model's type
+        back.
         """
         reset_counters()
         offload = getattr(engine.optimizer, "parameter_offload", None)
@@ -127,10 +128,10 @@ class PartitionedStage(ZeroStage):
 
 
 def _refill_host_memory(zero: Any, buffers: Buffers) -> None:
-    """Restore `offload_param`'s memory: one piece of host memory per optimizer group, of which its sub-groups are
+    """Restore `offload_param`'s memory: one block of host memory per optimizer group, of which its sub-groups are
     slices.
 
-    The pieces lie apart if DeepSpeed built them, and side by side if they were allocated for a switch.
+    The blocks are separate if DeepSpeed built them, and contiguous if they were allocated for a switch.
     """
     for group, old in enumerate(zero.param_groups_fp16_flat_cpu_memory):
         first = min(index for index, owner in zero.sub_group_to_group_id.items() if owner == group)
@@ -140,26 +141,26 @@ def _refill_host_memory(zero: Any, buffers: Buffers) -> None:
 
 
 def restore_linear() -> None:
-    """Put torch's own `linear` back.
+    """Restore torch's own `linear`.
 
     Stage 3 replaces it for the whole process, and the backward pass of its replacement yields gradients in another
-    order. If only some ranks had it, stage 2 would add up gradients that do not belong together.
+    order. If only some ranks had the replacement, stage 2 would add up gradients of different parameters.
     """
     if hasattr(InsertPostInitMethodToModuleSubClasses, "linear_bk"):
         torch.nn.functional.linear = InsertPostInitMethodToModuleSubClasses.linear_bk
 
 
 def whole(buffers: Buffers, kind: str) -> torch.Tensor:
-    """Return the one buffer that the sub-group buffers of a kind are consecutive slices of."""
+    """Return the single buffer of which the sub-group buffers of a kind are consecutive slices."""
     first = buffers[kind, BufferId("subgroup", 0)]
     size = sum(held.numel() for (name, place), held in buffers.items() if name == kind and place.place == "subgroup")
     return first.as_strided((size,), (1,), first.storage_offset())
 
 
 def forget_traces() -> None:
-    """Empty the stack and the cache in which DeepSpeed keeps coordinators and modules of every engine for good.
+    """Empty the stack and the cache in which DeepSpeed keeps coordinators and modules of every engine indefinitely.
 
-    Both exist once per process, and are filled anew in the next step (measured on 0.19.8: a module outlived its
+    Both exist once per process, and are filled again in the next step (measured on 0.19.8: a module outlived its
     engine).
     """
     FWD_MODULE_STACK.clear()
@@ -172,7 +173,7 @@ def forget_traces() -> None:
 
 
 def reset_counters() -> None:
-    """Start ZeRO-3's class-wide counters anew, so that ids agree between members with different pasts."""
+    """Reset ZeRO-3's class-wide counters, so that ids agree between members with different histories."""
     forget_traces()
     Init.param_id = 0
     Init.num_persisted_parameters = Init.num_persisted_elements = 0
@@ -181,7 +182,7 @@ def reset_counters() -> None:
 
 
 def forget_module(module: nn.Module) -> None:
-    """Take off what stage 3 has put onto one module, including its own table of parameters."""
+    """Remove what stage 3 has set on one module, including its replacement of the module's parameter table."""
     if isinstance(module._parameters, ZeROOrderedDict):
         module._parameters = dict(module._parameters.items())
     for name in _MODULE_ATTRIBUTES:

@@ -59,8 +59,8 @@ from ds_dynatrain.space import FROZEN, HOST_GRAD, MASTER, WEIGHT, BufferId
 class ReplicatedStage(ZeroStage):
     """ZeRO stage 0: every rank holds every tensor whole.
 
-    An optimizer group of which a pipeline stage has no tensor has a stand-in element there (`fill_empty_groups`), which
-    counts the group's steps.
+    If a pipeline stage has no tensor of an optimizer group, a stand-in element (`fill_empty_groups`) counts the group's
+    steps there.
     """
 
     def stepped(self, engine: Any, model: ModelMap) -> Iterator[Stepped]:
@@ -81,7 +81,7 @@ class ReplicatedStage(ZeroStage):
         return buffers, scalars
 
     def census(self, engine: Any, model: ModelMap) -> list[Found]:
-        """Return whole tensors, at the parameters' and masters' own addresses."""
+        """Return whole tensors, at the addresses of the parameters and masters themselves."""
         rows = super().census(engine, model)
         for number, master in enumerate(_masters(engine, model)):
             rows += rows_of(MASTER, master, [(number, 0, master.numel())])
@@ -89,7 +89,7 @@ class ReplicatedStage(ZeroStage):
 
 
 def count_empty_groups(optimizer: torch.optim.Optimizer, model: ModelMap) -> None:
-    """Give the stand-in elements of empty groups a gradient of zero before a step, so that they are stepped too."""
+    """Give the stand-in elements of empty groups a zero gradient before a step, so that they are stepped too."""
     for holder in _holders_of_empty_groups(optimizer, model).values():
         holder.grad = torch.zeros_like(holder)
 
@@ -103,7 +103,7 @@ def _holders_of_empty_groups(optimizer: torch.optim.Optimizer, model: ModelMap) 
 def _masters(engine: Any, model: ModelMap) -> list[torch.Tensor]:
     """Return the tensors that the basic optimizer steps at stage 0, in the order of registration.
 
-    FP16_UnfusedOptimizer has none for a parameter without elements, such as an expert of another rank.
+    FP16_UnfusedOptimizer has no master for a parameter without elements, such as an expert of another rank.
     """
     parameters = model.parameters[: model.trainable]
     if not isinstance(engine.optimizer, FP16_UnfusedOptimizer):
@@ -113,8 +113,8 @@ def _masters(engine: Any, model: ModelMap) -> list[torch.Tensor]:
 
 
 class FlatGroups(ZeroStage):
-    """Stages with a flat weight buffer for each optimizer group, and a flat fp32 master: a rank's part of it, or the
-    whole.
+    """Stages with a flat weight buffer for each optimizer group, and a flat fp32 master that is whole or a
+    rank's part.
     """
 
     flats: ClassVar[str]
@@ -123,7 +123,7 @@ class FlatGroups(ZeroStage):
 
     @abstractmethod
     def slots(self, held: Any, model: ModelMap, group: int) -> tuple[int, Slots]:
-        """Return the first position that the master has, and the slots of a group's tensors by DeepSpeed's
+        """Return the first position that the master contains, and the slots of a group's tensors, both by DeepSpeed's
         bookkeeping.
         """
 
@@ -135,11 +135,11 @@ class FlatGroups(ZeroStage):
             yield Stepped(BufferId("group", group), group, tensors, *pair, is_empty_group(model, group), whole)
 
     def census(self, engine: Any, model: ModelMap) -> list[Found]:
-        """Return weights as whole tensors at the parameters' own addresses, and masters in DeepSpeed's own order of a
-        group.
+        """Return weights as whole tensors at the parameters' own addresses, and masters in DeepSpeed's own order within
+        a group.
 
-        Moments of whole tensors are in the order in which DeepSpeed reads them, and offloaded gradients where the
-        reduction copies them (`grad_position`).
+        Moments of whole tensors are listed in the order in which DeepSpeed reads them, and offloaded gradients where
+        the reduction copies them (`grad_position`).
         """
         held, basic, rows = engine.optimizer, engine.basic_optimizer, super().census(engine, model)
         for each in self.stepped(engine, model):
@@ -160,10 +160,10 @@ class FlatGroups(ZeroStage):
         return rows
 
     def refill(self, engine: Any, model: ModelMap, buffers: Buffers, scalars: Scalars) -> None:
-        """Refill as all stages do; link the parameters to their parts of the masters, and those to the moments.
+        """Refill as all stages do; also link parameters to their parts of the masters, and masters to the moments.
 
-        `safe_get_full_optimizer_state` then finds the moments before the first step, in which DeepSpeed links them.
-        FP16_Optimizer has no such links.
+        `safe_get_full_optimizer_state` then finds the moments before the first step, in which DeepSpeed would link
+        them. FP16_Optimizer has no such links.
         """
         super().refill(engine, model, buffers, scalars)
         held = engine.optimizer
@@ -178,7 +178,7 @@ class FlatGroups(ZeroStage):
 
 
 class FusedStage(FlatGroups):
-    """Stage of `FP16_Optimizer`: both flat groups are whole on every rank."""
+    """Stage of `FP16_Optimizer`: flat weights and flat masters are whole on every rank."""
 
     flats, masters = "fp16_groups_flat", "fp32_groups_flat"
 
@@ -193,12 +193,12 @@ class FusedStage(FlatGroups):
 
 
 class FlatStages(FlatGroups):
-    """Stage of ZeRO stages 1 and 2: whole flat weights, one part of the fp32 master."""
+    """ZeRO stages 1 and 2: whole flat weights, and one part of the fp32 master."""
 
     flats, masters = "bit16_groups_flat", "single_partition_of_fp32_groups"
 
     def slots(self, held: Any, model: ModelMap, group: int) -> tuple[int, Slots]:
-        """Read the slots off the flat order that DeepSpeed keeps for its reduction."""
+        """Read the slots from the flat order that DeepSpeed keeps for its reduction."""
         size = int(held.partition_size[group])  # 0.18 has a float
         low = dist.get_rank(group=held.real_dp_process_group[group]) * size
         ordered = zip(held.round_robin_bit16_groups[group], flat_offsets(held, group), strict=True)
@@ -212,7 +212,7 @@ class FlatStages(FlatGroups):
 
 
 class AccumulatingStage(FlatGroups):
-    """Stage of `BF16_Optimizer`: whole flat weights, one part of the fp32 master."""
+    """Stage of `BF16_Optimizer`: whole flat weights, and one part of the fp32 master."""
 
     flats, masters = "bf16_groups_flat", "fp32_groups_flat_partition"
 
@@ -235,11 +235,11 @@ STAGES: tuple[tuple[type, ZeroStage], ...] = (
     (FP16_UnfusedOptimizer, ReplicatedStage()),
     (torch.optim.Optimizer, ReplicatedStage()),
 )
-"""Stages by optimizer class; the first class that an optimizer is an instance of counts."""
+"""Pairs of optimizer class and stage; the first class that an optimizer is an instance of applies."""
 
 
 def stage_of(optimizer: object) -> ZeroStage:
-    """Return the stage of an engine's present optimizer; UnsupportedError, naming the class, if there is none."""
+    """Return the stage of an engine's current optimizer. Raise UnsupportedError, naming the class, if there is none."""
     for kind, stage in STAGES:
         if isinstance(optimizer, kind):
             return stage
@@ -253,7 +253,9 @@ def stage_of(optimizer: object) -> ZeroStage:
 
 
 def correct_fragments(zero: Any) -> None:
-    """Link the parameters of a ZeRO optimizer of stage 1 or 2 by their true offsets; do nothing for any other."""
+    """Link the parameters of a ZeRO optimizer of stage 1 or 2 by their true offsets; do nothing for other
+    optimizers.
+    """
     if not getattr(zero, "round_robin_gradients", False):
         return
     for group, master in enumerate(zero.single_partition_of_fp32_groups):
@@ -282,9 +284,9 @@ def correct_fragments(zero: Any) -> None:
 
 
 def count_empty_experts(optimizer: Any, model: ModelMap) -> None:
-    """Let a pipeline stage without experts add 0 to their norm. Called before a step.
+    """Make a pipeline stage without experts add 0 to the norm of the experts' gradients. Called before a step.
 
-    DeepSpeed adds this norm up over stages in a collective, which a stage would leave out if no expert had a gradient
+    DeepSpeed sums this norm over pipeline stages in a collective, which a stage would skip if no expert had a gradient
     there.
     """
     for group, has_gradient in enumerate(optimizer.fp32_groups_has_gradients):
@@ -294,8 +296,8 @@ def count_empty_experts(optimizer: Any, model: ModelMap) -> None:
 
 @contextmanager
 def stage_without_gradients(optimizer: Any) -> Iterator[None]:
-    """Make a pipeline stage that counts no gradient add 0 to the norm inside the block; DeepSpeed stacks an
-    empty list.
+    """Make a pipeline stage without any gradient add 0 to the norm inside the block; DeepSpeed would stack an empty
+    list.
     """
     own = optimizer.get_grads_for_norm
 

@@ -1,8 +1,8 @@
-"""The state of DeepSpeed's optimizers of every ZeRO stage: how it is read, taken off and put back.
+"""The state of DeepSpeed's optimizers in every ZeRO stage: how it is read, detached and restored.
 
-Each optimizer steps some tensors, the *masters*, by a torch optimizer, and casts weights from them: a master for each
-tensor, for each optimizer group (or a rank's part of it), or for each sub-group. A `ZeroStage` says which tensors are
-masters and where DeepSpeed keeps them; reading and writing them is the same for all stages. Moments and scalars of one
+Each optimizer steps some tensors, the *masters*, with a torch optimizer, and casts weights from them. There is one
+master per tensor, per optimizer group (or a rank's part of it), or per sub-group. A `ZeroStage` says which tensors are
+masters and where DeepSpeed keeps them; reading and writing them is the same for all stages. Moments and scalars of a
 master are read and written by the rule of the torch optimizer's class (see `optimizers`).
 """
 
@@ -34,9 +34,9 @@ Slots = Iterable[tuple[int, int, int]]
 class Stepped(NamedTuple):
     """A master, and the weights that are cast from it.
 
-    name: of its buffers. tensors: the numbers of the logical tensors in it. is_empty: whether it is the stand-in
-    element of a group of which this rank has no tensor (`fill_empty_groups`). whole: elements of all tensors of which
-    it has a part, if moments of whole tensors are kept for these (see `read_state`).
+    name: name of its buffers. tensors: numbers of the logical tensors in it. is_empty: whether it is the stand-in
+    element of a group of which this rank has no tensor (`fill_empty_groups`). whole: number of elements of all tensors
+    that the master has a part of, if moments are kept for whole tensors (see `read_state`).
     """
 
     name: BufferId
@@ -49,7 +49,9 @@ class Stepped(NamedTuple):
 
 
 class ZeroStage(ABC):
-    """One kind of DeepSpeed optimizer: where its state lies, and how it is taken off and put on a module."""
+    """One kind of DeepSpeed optimizer: where its state lies, and how the state is detached from a module and attached
+    to it.
+    """
 
     alone: ClassVar[str] = "tensor"
     """Kind of place (`BufferId.place`) of the buffers of frozen tensors."""
@@ -60,7 +62,7 @@ class ZeroStage(ABC):
 
     @abstractmethod
     def put_weight(self, engine: Any, model: ModelMap, each: Stepped, buffers: Buffers) -> None:
-        """Make the given buffer the memory of a master's weights, and of the parameters' views of them."""
+        """Make the weights of a master, and the parameters' views of them, use the memory of the given buffer."""
 
     def describe(self, engine: Any, model: ModelMap) -> tuple[Buffers, Scalars]:
         """Return the live flat buffers and scalars on this rank."""
@@ -80,14 +82,18 @@ class ZeroStage(ABC):
         return buffers, scalars
 
     def census(self, engine: Any, model: ModelMap) -> list[Found]:
-        """Return where each parameter's elements lie, by DeepSpeed's own bookkeeping; most moments are left out."""
+        """Return where each parameter's elements lie according to DeepSpeed's own bookkeeping; most moments are left
+        out.
+        """
         rows: list[Found] = []
         for number, parameter in enumerate(model.parameters):
             rows += rows_of(WEIGHT, parameter, [(number, 0, parameter.numel())])
         return rows
 
     def release(self, engine: Any, model: ModelMap) -> None:
-        """Take attributes off the module, after the optimizer's own `destroy`; the buffers themselves are untouched."""
+        """Remove the optimizer's attributes from the module, after the optimizer's own `destroy`; buffers are left
+        untouched.
+        """
         for parameter in model.parameters:
             parameter.grad = None
             for name in _PARAMETER_ATTRIBUTES:
@@ -96,7 +102,7 @@ class ZeroStage(ABC):
     def refill(self, engine: Any, model: ModelMap, buffers: Buffers, scalars: Scalars) -> None:
         """Put real buffers into an optimizer that was built without memory.
 
-        SwitchRefused if tensors that share a master have different scalars.
+        Raises SwitchRefused if tensors that share a master have different scalars.
         """
         basic = engine.basic_optimizer
         for each in self.stepped(engine, model):
@@ -122,7 +128,9 @@ class ZeroStage(ABC):
 
 
 def rows_of(kind: str, held: torch.Tensor, slots: Slots, low: int = 0) -> list[Found]:
-    """Return census rows for tensors that lie in `slots` of a line, of which `held` has the positions from `low` on."""
+    """Return census rows for tensors in `slots` of a flat group, of which `held` contains the positions from
+    `low` on.
+    """
     rows, high = [], low + held.numel()
     for number, position, numel in slots:
         start, stop = max(position, low), min(position + numel, high)
@@ -133,7 +141,7 @@ def rows_of(kind: str, held: torch.Tensor, slots: Slots, low: int = 0) -> list[F
 
 
 def end_to_end(model: ModelMap, parameters: Iterable[torch.Tensor]) -> list[tuple[int, int, int]]:
-    """Return the slots of parameters that follow one another."""
+    """Return the slots of parameters that are stored contiguously, one after the other."""
     slots, position = [], 0
     for parameter in parameters:
         slots.append((model.numbers[id(parameter)], position, parameter.numel()))
@@ -147,10 +155,11 @@ def is_empty_group(model: ModelMap, group: int) -> bool:
 
 
 def fill_empty_groups(optimizer: torch.optim.Optimizer, model: ModelMap) -> dict[nn.Parameter, str]:
-    """Give each empty group one element that belongs to no tensor: DeepSpeed accepts no group without one.
+    """Give each empty group one element that belongs to no tensor, because DeepSpeed accepts no group without elements.
 
-    The element is stepped with the others (without ZeRO see `stages.count_empty_groups`), so a group's counts are the
-    same on all stages. Returns the names of the elements: DeepSpeed asks for that of every parameter.
+    The element is stepped with the others (without ZeRO see `stages.count_empty_groups`), so a group's step counts are
+    the same on all pipeline stages. Returns the names of the elements, because DeepSpeed requires a name for every
+    parameter.
     """
     names: dict[nn.Parameter, str] = {}
     for number, group in enumerate(optimizer.param_groups):
@@ -174,8 +183,8 @@ def read_state(
 ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """Return (moment -> flat view, scalar -> value) that `optimizer` keeps for `holder`, which it steps in `group`.
 
-    whole: elements of all tensors of which the holder has a part, if moments of whole tensors are kept for these. Both
-    results are empty before the first step. CensusError for states that its rule does not list.
+    whole: number of elements of all tensors that the holder has a part of, if moments are kept for whole tensors. Both
+    results are empty before the first step. Raises CensusError for states that the optimizer's rule does not list.
     """
     state: dict[str, Any] = optimizer.state.get(holder, {})
     rule, settings, kind = rule_of(optimizer), optimizer.param_groups[group], full_name(type(optimizer))
@@ -203,9 +212,9 @@ def write_state(
     moments: dict[str, torch.Tensor],
     scalars: dict[str, float],
 ) -> None:
-    """Give `holder` these moments (in its shape, unless it is flat) and scalars. Does nothing if there are none yet.
+    """Give `holder` these moments (in its shape, unless it is flat) and scalars. Does nothing if both are empty.
 
-    Scalars get the types of their first values; torch's fused optimizers count on the stepped tensor's device.
+    Scalars get the types of their first values; torch's fused optimizers keep counts on the stepped tensor's device.
     """
     if not moments and not scalars:
         return
@@ -225,7 +234,7 @@ def write_state(
 def common_scalars(scalars: Scalars, tensors: list[int], where: str) -> dict[str, float]:
     """Return the scalars that all `tensors` of one flat buffer share.
 
-    SwitchRefused if they differ: a tensor that some steps did not use cannot share a step count with the others.
+    Raises SwitchRefused if they differ: a tensor that some steps did not use cannot share a step count with the others.
     """
     common: dict[str, float] = {}
     for name, table in scalars.values.items():
@@ -242,7 +251,8 @@ def common_scalars(scalars: Scalars, tensors: list[int], where: str) -> dict[str
 
 
 def level_counts(optimizer: torch.optim.Optimizer, scalars: Scalars, groups: Sequence[int]) -> None:
-    """Give each tensor of a group the highest count in it, if the optimizer counts on one tensor of a group for all.
+    """Give each tensor of a group the highest count in the group, if the optimizer counts on one tensor for the whole
+    group.
 
     groups: the optimizer group of each tensor number.
     """
@@ -256,10 +266,11 @@ def level_counts(optimizer: torch.optim.Optimizer, scalars: Scalars, groups: Seq
 
 
 def fill_absent(optimizer: torch.optim.Optimizer, model: ModelMap, buffers: Buffers, scalars: Scalars) -> None:
-    """Add empty moments, and counts, for trained tensors that this rank has no part of (other pipeline stages do).
+    """Add empty moments, and counts, for trained tensors of which this rank has no part because other pipeline stages
+    hold them.
 
-    Their counts are those of another tensor here, if possible of the same group. If a tensor was left out of a step,
-    stages then disagree, and the certificate says so.
+    The counts are copied from another tensor on this rank, if possible of the same group. If a tensor was left out of a
+    step, pipeline stages then disagree, and the certificate reports it.
     """
     counted = {number for table in scalars.values.values() for number in table}
     for number, tensor in enumerate(model.tensors[: model.trainable]):
