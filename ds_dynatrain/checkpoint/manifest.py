@@ -1,7 +1,7 @@
-"""The manifest: one row per extent, which says its tensor and kind, and its file and position in it.
+"""The manifest: a table with one row per extent, which gives its tensor, its state kind, and its position in a file.
 
-A row without a file is of weights that equal their masters in another type: they are not stored, and the digest is of
-the cast. A manifest is checked against itself and the files before it is trusted.
+A row without a file describes weights that equal their masters cast to another type; they are not stored, and the
+digest is that of the cast. A manifest is checked for consistency, also with the files, before it is used.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ COLUMNS = {
     "offset": "int64",
     "digest": "uint64",
 }
-"""Columns of the table, in order, and the type of each in `arrow`."""
+"""The columns of the table, in order, with their types as named in `arrow`."""
 ALIGN = 8
-"""Alignment of values in a data file, in bytes: Arrow's minimum."""
+"""Alignment of values in a data file, in bytes; the minimum of Arrow."""
 FILE_NAME = re.compile(r"[0-9]{5,}\.[a-z0-9_]+\.arrow")
 MOST_RUNS = 1 << 24
-"""Most runs of one tensor and kind, as they are unfolded in memory."""
+"""Most runs of one tensor and state kind; a limit, because they are expanded in memory."""
 MOST_ELEMENTS = 1 << 56
 
 

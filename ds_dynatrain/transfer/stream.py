@@ -1,9 +1,9 @@
-"""Messages between two members in one exchange: how moves are cut into messages, and how these are sent and received.
+"""Messages between two members in one exchange: division of moves into messages, sending and receiving.
 
-A large move travels without staging, straight from buffer to buffer, in messages of at most `longest` bytes. Small
-moves are packed in their order into messages of at most `chunk` bytes, which both sides stage. The list of messages
-follows from the lengths of the moves and from these two numbers alone, so sender and receiver derive the same one,
-without a header.
+A large move is sent directly from buffer to buffer, in messages of at most `longest` bytes. Small moves are packed, in
+order, into messages of at most `chunk` bytes, which both members stage. The list of messages depends only on the
+lengths of the moves and on these two numbers, so sender and receiver compute the same list, and messages need no
+header.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from ds_dynatrain.transfer.series import Matrix, matrices
 from ds_dynatrain.transfer.transport import Handle, Transport
 
 SLOTS = 4
-"""Staged messages under way per direction: enough that packing, wire and unpacking overlap."""
+"""Staged messages in flight per direction; enough to overlap packing, transport and unpacking."""
 DIRECT_BYTES = 256 * 1024
-"""Size of a move from which on it is not packed: a message of its own costs less than two copies."""
+"""Smallest move that is not packed, in bytes: from this size on, a separate message costs less than two copies."""
 
 
 @dataclass(frozen=True)
 class MoveBatch:
-    """Moves that travel together: `rows` in full, with start 0, or bytes start to stop of a single row."""
+    """The moves in one message: all of `rows` (with start 0), or bytes `start` to `stop` of a single row."""
 
     rows: tuple[int, ...]
     start: int
@@ -37,12 +37,12 @@ class MoveBatch:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the message."""
+        """Length of the message in bytes."""
         return self.stop - self.start
 
 
 def messages(lengths: Iterable[int], chunk: int, longest: int) -> list[MoveBatch]:
-    """Return the messages for moves of `lengths` bytes, in the order of sending."""
+    """Return the messages for moves of the given lengths (in bytes), in sending order."""
     length = np.array([*lengths], dtype=np.int64)
     direct = length >= min(DIRECT_BYTES, chunk)
     found: list[tuple[int, MoveBatch]] = []
@@ -52,7 +52,7 @@ def messages(lengths: Iterable[int], chunk: int, longest: int) -> list[MoveBatch
     small = np.flatnonzero(~direct & (length > 0))
     ends = np.cumsum(length[small])
     first, before = 0, 0
-    while first < len(small):  # a message is sent when the next move does not go into it
+    while first < len(small):  # a message is full when the next move does not fit
         last = int(np.searchsorted(ends, before + chunk, side="right"))
         when, after = int(small[last]) if last < len(small) else len(length), int(ends[last - 1])
         found.append((when, MoveBatch(tuple(small[first:last].tolist()), 0, after - before)))
