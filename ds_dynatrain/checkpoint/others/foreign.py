@@ -190,7 +190,7 @@ def _rows_of(
 
 
 def _stored(foreign: Foreign, tensor: LogicalTensor) -> Iterator[tuple[str, torch.dtype]]:
-    """Yield (state kind, element type) for all kinds of a tensor to store: all of its kinds, or masters for weights.
+    """Yield (state kind, element type) for each kind of a tensor to store: all kinds, except weights with masters.
 
     If the checkpoint has no master of a trainable weight, the master is made from the weight.
     """
