@@ -17,7 +17,7 @@ USAGE = "python -m ds_dynatrain.run SCRIPT [ARGUMENTS], or python -m ds_dynatrai
 
 
 def main(arguments: list[str]) -> None:
-    """Run a script or module as `__main__`. ConfigError if none is named."""
+    """Run a script or module as `__main__`; raise ConfigError if `arguments` names none."""
     is_module = arguments[:1] == ["-m"]
     rest = arguments[1:] if is_module else arguments
     if not rest or rest[0].startswith("-"):

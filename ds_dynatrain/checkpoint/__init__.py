@@ -1,4 +1,4 @@
-"""A checkpoint of a whole training that any layout can read: the format, and who writes and reads which bytes of it.
+"""Checkpoints of a whole job that any layout can read: the format, and which rank writes and reads which bytes.
 
 | file | role |
 |---|---|

@@ -1,7 +1,7 @@
-"""Arrow IPC files by pyarrow: it writes all of a data file except the values, and writes and reads tables.
+"""Arrow IPC files, through pyarrow: tables, and data files except their values.
 
-Values go from their memory to the file without pyarrow, which only says where they belong. No other module imports
-pyarrow, and this one is imported only when a checkpoint is touched.
+Values are written directly from their memory to the file; pyarrow only determines their position. No other module
+imports pyarrow, and this module is imported only when a checkpoint is read or written.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from ds_dynatrain.checkpoint.extents import name_of
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 
 MOST_ROWS = 1 << 22
-"""Most rows of a table, which takes a hundred times the memory once it is taken apart."""
+"""Most rows of a table; a limit, because a parsed table takes a hundred times the memory."""
 _ARROWS = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8")
-"""Element types that Arrow has, too, under the same names; all others are bytes of a fixed number."""
+"""Element types that Arrow has under the same names; elements of other types are stored as fixed-size binary."""
 _TYPES = {
     "text": pa.utf8(),
     "int64": pa.int64(),
@@ -30,14 +30,14 @@ _TYPES = {
     "ints": pa.list_(pa.field("item", pa.int64(), nullable=False)),
 }
 _OPENING = 8
-"""Bytes of a file before its messages."""
+"""Number of bytes in a file before its first message."""
 
 
 # ---- data files -----------------------------------------------------------------------------------------------------
 
 
 class ArrowOutline:
-    """A file of one column without its values: the bytes around them, and where they belong."""
+    """All of an Arrow file with a single column except the values, and the positions of the values."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         name = name_of(dtype)
@@ -47,7 +47,7 @@ class ArrowOutline:
         self._writer = ipc.new_file(pa.PythonFile(self._sink, "w"), self.schema, options=ipc.IpcWriteOptions())
 
     def batch(self, numel: int, nbytes: int) -> int:
-        """Add a batch; return the byte of the file at which its values begin."""
+        """Add a batch of `numel` elements (`nbytes` bytes); return the position in the file at which they begin."""
         room = pa.py_buffer(mmap.mmap(-1, max(1, nbytes), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ))
         values = pa.Array.from_buffers(self.type, numel, [None, room.slice(0, nbytes)])
         self._sink.body = room.address
@@ -60,19 +60,19 @@ class ArrowOutline:
         return self._sink.place if nbytes else self._sink.at
 
     def close(self) -> None:
-        """Finish the file after the last batch."""
+        """Complete the file after the last batch."""
         self._writer.close()
 
     def drain(self) -> list[tuple[int, bytearray]]:
-        """Return the bytes to write since the last call, each with its first byte in the file."""
+        """Return the parts of the file added since the last call, as (position in the file, bytes)."""
         parts, self._sink.parts = self._sink.parts, [(self._sink.at, bytearray())]
         return parts
 
 
 class _Sink:
-    """The file that pyarrow writes into. It keeps everything except bodies, which it knows by their address.
+    """The file object into which pyarrow writes. It keeps all bytes except bodies, which it recognizes by address.
 
-    body: address of the body that is expected, until it comes. place: first byte of the last body in the file.
+    body: address of the next body, until pyarrow writes it. place: position of the last body in the file.
     """
 
     def __init__(self) -> None:
@@ -102,10 +102,10 @@ class _Sink:
 
 
 def table_bytes(columns: Mapping[str, str], values: Mapping[str, Sequence[Any]]) -> bytes:
-    """Return a file of one batch.
+    """Return an Arrow file with a table in one batch.
 
-    columns: "text", "int64", "uint64" or "ints" (lists of them) by name. values: by name. Raise CheckpointError for
-    more rows than could be read again.
+    columns: the type of each column by name: "text", "int64", "uint64" or "ints" (lists of int64). values: the values
+    of each column by name. Raise CheckpointError if the table has more rows than a reader accepts.
     """
     rows = len(values[next(iter(columns))])
     if rows > MOST_ROWS:
@@ -119,10 +119,10 @@ def table_bytes(columns: Mapping[str, str], values: Mapping[str, Sequence[Any]])
 
 
 def read_table(data: bytes, columns: Mapping[str, str]) -> dict[str, list[Any]]:
-    """Return the values of a file that `table_bytes` has written, as Python objects by column.
+    """Return the values of a table that `table_bytes` wrote, as Python objects by column.
 
-    Columns after those that are asked for are left out: later versions may add some. Raise CheckpointDamaged for other
-    bytes.
+    Additional columns after those in `columns` are ignored, because later versions may add some. Raise
+    CheckpointDamaged for any other content.
     """
     try:
         batch = _batch(pa.py_buffer(data), columns)
@@ -132,7 +132,7 @@ def read_table(data: bytes, columns: Mapping[str, str]) -> dict[str, list[Any]]:
 
 
 def _batch(data: pa.Buffer, columns: Mapping[str, str]) -> Any:
-    """Return the columns, valid and without nulls. Their values stay in `data`: no memory is taken."""
+    """Return the columns of a table, validated and without nulls. The result refers to `data` without a copy."""
     file = ipc.open_file(data)
     found = [(each.name, each.type) for each in file.schema]
     if found[: len(columns)] != [(name, _TYPES[kind]) for name, kind in columns.items()]:
@@ -152,14 +152,14 @@ def _batch(data: pa.Buffer, columns: Mapping[str, str]) -> Any:
 
 
 def _is_compressed(metadata: pa.Buffer) -> bool:
-    """Return whether reading would unpack a batch, to any size.
+    """Return whether a batch is compressed, in which case it could expand to any size.
 
-    pyarrow has checked the offsets by now, but does not tell.
+    pyarrow has validated the metadata before, but does not expose this field.
     """
     data = memoryview(metadata)
 
     def place(table: int, number: int) -> int:
-        """Return the position of a field of a flatbuffer's table, 0 if it is left out."""
+        """Return the position of a field of a flatbuffer table, or 0 if the field is absent."""
         vtable = table - struct.unpack_from("<i", data, table)[0]
         within = 4 + 2 * number < struct.unpack_from("<H", data, vtable)[0]
         offset = struct.unpack_from("<H", data, vtable + 4 + 2 * number)[0] if within else 0
@@ -170,7 +170,7 @@ def _is_compressed(metadata: pa.Buffer) -> bool:
 
 
 def _values(column: Any, kind: str) -> list[Any]:
-    """Return a column as a list of Python values; equal texts are one object."""
+    """Return a column as a list of Python values; equal texts share one object."""
     if kind == "text":
         coded = column.dictionary_encode()
         texts = coded.dictionary.to_pylist()

@@ -1,7 +1,7 @@
-"""Extents: elements in one piece of a file, as `count` runs of `length` elements, `step` apart in a logical tensor.
+"""Extents: elements that are contiguous in a file: `count` runs of `length` elements, `step` apart in a tensor.
 
-A run that ZeRO cuts is an extent of one run; a block of rows and columns that the tensor axis cuts is an extent with
-one run per row. In the file the runs follow one another without a gap. Element types go by torch's names.
+A part cut by ZeRO is an extent with one run; a block of rows and columns cut by the tensor axis is an extent with one
+run per row. In the file the runs follow one another without gaps. Element types have torch's names.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def named(name: str) -> torch.dtype:
-    """Return the element type of a name; CheckpointDamaged for a name that torch does not know as a type."""
+    """Return the element type with the given name; raise CheckpointDamaged if torch has no such type."""
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype) or name != name_of(found):
         raise CheckpointDamaged(
@@ -41,7 +41,7 @@ def named(name: str) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Extent:
-    """Elements of one logical tensor, by row-major index."""
+    """`count` runs of `length` elements of a logical tensor, the first at row-major index `start`, `step` apart."""
 
     start: int
     length: int
@@ -63,10 +63,10 @@ class Extent:
 def placed(
     line: CoordinateLine, sides: tuple[Pieces, ...], buffers: tuple[dict[BufferId, torch.Tensor], ...]
 ) -> Iterator[tuple[int, Extent, tuple[torch.Tensor, ...]]]:
-    """Yield the fewest extents of pieces, in order: tensor, extent, and its local memory, one row per run.
+    """Yield the fewest extents that cover pieces, in order, as (tensor number, extent, matrices).
 
-    sides: pieces with equal runs in different buffers; buffers: the memory of each side. Each extent comes with one
-    matrix per side.
+    sides: pieces with equal runs in different buffers. buffers: the memory of each side. matrices: for each side, the
+    local memory of the extent, with one row per run.
     """
     split = [split_by_tensor(line, side) for side in sides]
     numbers, first = split[0][0], split[0][1]
@@ -101,10 +101,10 @@ def _matrix(buffer: torch.Tensor, offset: int, stride: int, extent: Extent) -> t
 
 
 def chunks(matrix: torch.Tensor, most: int) -> Iterator[tuple[Extent, torch.Tensor]]:
-    """Yield the values of a matrix in order, flat, in host memory, at most `most` at once, each with its extent.
+    """Yield the values of a matrix in flat chunks of at most `most` elements in host memory, each with its extent.
 
-    The extent counts elements of the matrix as if it were dense. A chunk of one run is no copy if it is in host memory
-    already.
+    The extent counts elements as if the matrix were dense. A chunk of a single run that is already in host memory is
+    not copied.
     """
     count, length = matrix.shape
     if count == 1 or length > most:
@@ -120,7 +120,10 @@ def chunks(matrix: torch.Tensor, most: int) -> Iterator[tuple[Extent, torch.Tens
 
 
 def digest_of(extent: Extent, at: Extent, values: torch.Tensor, numel: int) -> int:
-    """Return a chunk's share in the digest of a tensor of `numel` elements; `at` as `chunks` gives it."""
+    """Return the contribution of a chunk to the digest of a tensor of `numel` elements.
+
+    extent: the extent that contains the chunk. at: the chunk's extent, as yielded by `chunks`.
+    """
     row, column = divmod(at.start, extent.length)
     first = extent.start + row * extent.step + column
     if at.count == 1:
@@ -132,6 +135,6 @@ def digest_of(extent: Extent, at: Extent, values: torch.Tensor, numel: int) -> i
 
 
 def runs_of(extent: Extent) -> tuple[Ints, Ints]:
-    """Return (first element, place in the extent) of each run."""
+    """Return (first element in the tensor, first element in the extent) of each run."""
     steps = np.arange(extent.count, dtype=np.int64)
     return extent.start + extent.step * steps, extent.length * steps

@@ -1,8 +1,8 @@
-"""Untrusted files: only regular ones are opened, and no more of them is read than is allowed.
+"""Untrusted files: only regular files are opened, and the number of bytes read is limited.
 
-A pipe would wait for a writer that never comes, and a link to a device has no end. Names of tensors and of state kinds
-come from such files, too, and are never taken for paths. A tensor is named as torch's modules name it, possibly with
-slashes; a state kind is a single word.
+A pipe could block forever, and a link to a device has no end. Names of tensors and state kinds come from untrusted
+files as well, and are checked before they become paths. A tensor has the name of a parameter of a torch module,
+possibly with slashes; a state kind is a single word.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from typing import Any
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 
 Progress = Callable[[int], object]
-"""Function that is called with the bytes of each tensor that is written."""
+"""A function that is called with the number of bytes of each tensor written."""
 WHERE_DAMAGED = "copy the checkpoint again, or take another one"
-"""Advice for files that are not what was saved."""
+"""Advice in error messages about damaged files."""
 MOST_BYTES = 1 << 30
 """Largest size in bytes of a file that is read whole into memory."""
 MOST_VALUES = 1 << 24
-"""Most values in a file that is parsed into Python objects, which take many times the memory of the file."""
+"""Most values in a file that is parsed into Python objects, which need many times the memory of the file."""
 MOST_OF_NOTE = 4096
-"""Most bytes of a file that names another one."""
+"""Most bytes of a file such as `latest`, which contains the name of another file."""
 MOST_OF_NAME = 200
-"""Most bytes of a name that becomes the name of a file: with a suffix it stays below the limit of file systems."""
+"""Most bytes of a name that becomes a file name; with a suffix it stays below the limit of file systems."""
 
 
 def silent(nbytes: int) -> None:
@@ -50,9 +50,9 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def open_regular(path: Path, links: bool = False) -> int:
-    """Return a descriptor for reading a file; CheckpointDamaged if it is not a regular file.
+    """Open a file for reading and return its descriptor; raise CheckpointDamaged if it is not a regular file.
 
-    links: follow a link to a regular file.
+    links: whether to follow a symbolic link to a regular file.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)
     try:
@@ -66,7 +66,7 @@ def open_regular(path: Path, links: bool = False) -> int:
 
 
 def read_small(path: Path, most: int = MOST_BYTES, links: bool = False) -> bytes:
-    """Return the whole of a file; CheckpointDamaged for more than `most` bytes, and as `open_regular`."""
+    """Return the content of a regular file; raise CheckpointDamaged if it is larger than `most` bytes."""
     with open(open_regular(path, links), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
@@ -77,7 +77,7 @@ def read_small(path: Path, most: int = MOST_BYTES, links: bool = False) -> bytes
 
 
 def read_note(path: Path) -> str:
-    """Return the name that a file notes; CheckpointDamaged if it cannot be read as text."""
+    """Return the name that a file contains; raise CheckpointDamaged if the file is not text."""
     try:
         return read_small(path, MOST_OF_NOTE, links=True).decode().strip()
     except UnicodeDecodeError as error:
@@ -85,7 +85,7 @@ def read_note(path: Path) -> str:
 
 
 def dumped(content: object) -> bytes:
-    """Return a small file of JSON; CheckpointError if it has too many values to be read again."""
+    """Return `content` as JSON; raise CheckpointError if it has more values than `parsed` accepts."""
     data = json.dumps(content).encode()
     if _values(data) > MOST_VALUES:
         raise CheckpointError(
@@ -95,7 +95,7 @@ def dumped(content: object) -> bytes:
 
 
 def parsed(data: bytes, name: str) -> dict[str, Any]:
-    """Return the JSON object in a file; CheckpointDamaged for anything else."""
+    """Return the JSON object in a file; raise CheckpointDamaged for any other content."""
     if _values(data) > MOST_VALUES:
         raise CheckpointDamaged(
             f"{name} has {_values(data)} values, and at most {MOST_VALUES} are read: it was changed"
@@ -110,19 +110,19 @@ def parsed(data: bytes, name: str) -> dict[str, Any]:
 
 
 def _values(data: bytes) -> int:
-    """Return an upper bound of the number of values in JSON, found without parsing it."""
+    """Return an upper bound of the number of values in JSON, without parsing it."""
     return sum(map(data.count, (b",", b"[", b"{")))
 
 
 def is_component(name: object) -> bool:
-    """Return whether a name is safe for a file in a folder: it leads nowhere else and is not hidden."""
+    """Return whether a name is safe as a file name: it does not lead out of its folder and is not hidden."""
     if not isinstance(name, str) or not name.isprintable() or "/" in name or "\\" in name:
         return False
     return not name.startswith(".") and 0 < len(name.encode()) <= MOST_OF_NAME
 
 
 def check_names(tensors: Iterable[str], kinds: Iterable[str]) -> None:
-    """Raise CheckpointDamaged for a name that would lead out of a folder if it were taken for a path."""
+    """Raise CheckpointDamaged for a name that, used as a path, would lead out of its folder."""
     for name in tensors:
         parts = name.split("/")
         if not name.isprintable() or "\\" in name or any(part in ("", ".", "..") for part in parts):
@@ -135,7 +135,7 @@ def check_names(tensors: Iterable[str], kinds: Iterable[str]) -> None:
 
 
 def check_file_names(names: Iterable[str], taken: Iterable[str]) -> None:
-    """Raise CheckpointError for a name that cannot be a file's or folder's, or is already `taken` by another one."""
+    """Raise CheckpointError for a name that cannot be a file name, or is already `taken`."""
     reserved = {*taken}
     for name in names:
         if not is_component(name) or name in reserved:
@@ -147,9 +147,9 @@ def check_file_names(names: Iterable[str], taken: Iterable[str]) -> None:
 
 @contextmanager
 def appearing(path: Path, parents: bool = False) -> Iterator[Path]:
-    """Give the block a hidden place beside `path` to write at; rename it to `path` at the end, or remove it on error.
+    """Give the block a hidden path beside `path`; rename it to `path` after the block, or remove it on error.
 
-    parents: make missing folders above, and remove them again on error. Raise CheckpointError if `path` exists.
+    parents: whether to create missing parent folders, and remove them on error. Raise CheckpointError if `path` exists.
     """
     if os.path.lexists(path):
         raise CheckpointError(f"{path} is there already; give another name, or remove it")

@@ -1,8 +1,8 @@
-"""A folder of checkpoints: one that is being written is hidden, a visible one is complete, and `latest` names one.
+"""A folder of checkpoints, in which every visible checkpoint is complete and `latest` names one of them.
 
-A checkpoint is written into a hidden folder, all of it is flushed to the disk, the folder gets its name, and then
-`latest` is replaced. Whenever the machine stops, the previous checkpoint and a `latest` that names a complete one
-remain. One job writes at a time: all others get an error.
+A checkpoint is written to a hidden folder and flushed to disk; then the folder is renamed, and `latest` is replaced. If
+the machine stops at any time, the previous checkpoint remains, and `latest` names a complete one. Only one job can
+write at a time; others get an error.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ def check_tag(tag: str) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock during the block, making the folder if need be; CheckpointError if another job has it."""
+    """Hold the lock of a folder during the block; create the folder if needed.
+
+    Raise CheckpointError if another job holds the lock.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
@@ -53,9 +56,9 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def begin(folder: Path, tag: str) -> Path:
-    """Return a new hidden folder to write checkpoint `tag` into; remove the remains of earlier tries.
+    """Create and return a hidden folder for checkpoint `tag`; remove the remains of failed attempts.
 
-    Call it under the lock. Raise CheckpointError if the tag is taken.
+    The caller must hold the lock. Raise CheckpointError if the tag is taken.
     """
     check_tag(tag)
     for left in folder.iterdir():
@@ -71,9 +74,10 @@ def begin(folder: Path, tag: str) -> Path:
 
 
 def seal(path: Path, record: TrainingRecord, rows: Iterable[ManifestRow], sums: Mapping[str, str]) -> None:
-    """Write manifest and record into a hidden folder that has all other files. sums: checksums of the small ones.
+    """Write the manifest and the record into a hidden folder that already has all other files.
 
-    Raise CheckpointDamaged for rows that do not tile their tensors, or do not fit the files in the folder.
+    sums: checksums of the small files. Raise CheckpointDamaged if rows do not tile their tensors, or do not match the
+    files in the folder.
     """
     manifest = Manifest.of(rows)
     manifest.check(path)
@@ -86,7 +90,7 @@ def seal(path: Path, record: TrainingRecord, rows: Iterable[ManifestRow], sums: 
 
 
 def free_tag(folder: Path, wanted: str) -> str:
-    """Return a tag that is not taken: the wanted one, or that with a number appended."""
+    """Return a tag that is not taken: `wanted`, or `wanted` with a number appended."""
     taken, number = wanted, 1
     while (folder / taken).exists():
         number += 1
@@ -95,7 +99,10 @@ def free_tag(folder: Path, wanted: str) -> str:
 
 
 def finish(path: Path, tag: str, keep: int | None = None) -> Path:
-    """Give the written folder its name, then make it the latest. keep: remove all but so many of the newest."""
+    """Rename a sealed hidden folder to its tag and make it the latest; return its path.
+
+    keep: number of newest checkpoints to keep; older ones are removed. None keeps all.
+    """
     folder = path.parent
     _sync(path)
     os.rename(path, folder / tag)
@@ -111,7 +118,7 @@ def finish(path: Path, tag: str, keep: int | None = None) -> Path:
 
 
 def remove(folder: Path, tag: str) -> None:
-    """Remove a checkpoint; a stop in the middle leaves nothing that looks like one."""
+    """Remove a checkpoint; if interrupted, this leaves nothing that looks like a checkpoint."""
     hidden = folder / f"{_HIDDEN[1]}{tag}-{secrets.token_hex(4)}"
     os.rename(folder / tag, hidden)
     shutil.rmtree(hidden, ignore_errors=True)
@@ -130,7 +137,7 @@ def _age(path: Path) -> tuple[int, str]:
 
 
 def latest(folder: Path) -> str:
-    """Return the tag that `latest` names; CheckpointError if there is none."""
+    """Return the tag that `latest` names; raise CheckpointError if there is no such file."""
     try:
         tag = read_note(folder / LATEST)
     except CheckpointDamaged as error:
@@ -140,7 +147,10 @@ def latest(folder: Path) -> str:
 
 
 def newest(folder: Path) -> Iterator[Saved]:
-    """Yield the checkpoints that look complete without reading their tensors: the latest one, then the newest first."""
+    """Yield all checkpoints that look complete: first the one that `latest` names, then the others, newest first.
+
+    Tensors are not read.
+    """
     try:
         first = [latest(folder)]
     except CheckpointError:
@@ -153,7 +163,7 @@ def newest(folder: Path) -> Iterator[Saved]:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write a small new file, down to the disk."""
+    """Write a small new file and flush it to disk."""
     with path.open("xb") as file:
         file.write(data)
         file.flush()
@@ -161,7 +171,7 @@ def write(path: Path, data: bytes) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Flush the names in a folder to the disk."""
+    """Flush the directory entries of a folder to disk."""
     file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(file)

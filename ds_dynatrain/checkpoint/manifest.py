@@ -1,7 +1,7 @@
-"""The manifest: one row per extent, which says its tensor and kind, and its file and position in it.
+"""The manifest: a table with one row per extent, which gives its tensor, its state kind, and its position in a file.
 
-A row without a file is of weights that equal their masters in another type: they are not stored, and the digest is of
-the cast. A manifest is checked against itself and the files before it is trusted.
+A row without a file describes weights that equal their masters cast to another type; they are not stored, and the
+digest is that of the cast. A manifest is checked for consistency, also with the files, before it is used.
 """
 
 from __future__ import annotations
@@ -34,18 +34,21 @@ COLUMNS = {
     "offset": "int64",
     "digest": "uint64",
 }
-"""Columns of the table, in order, and the type of each in `arrow`."""
+"""The columns of the table, in order, with their types as named in `arrow`."""
 ALIGN = 8
-"""Alignment of values in a data file, in bytes: Arrow's minimum."""
+"""Alignment of values in a data file, in bytes; the minimum of Arrow."""
 FILE_NAME = re.compile(r"[0-9]{5,}\.[a-z0-9_]+\.arrow")
 MOST_RUNS = 1 << 24
-"""Most runs of one tensor and kind, as they are unfolded in memory."""
+"""Most runs of one tensor and state kind; a limit, because they are expanded in memory."""
 MOST_ELEMENTS = 1 << 56
 
 
 @dataclass(frozen=True)
 class ManifestRow:
-    """An extent of a tensor's kind. offset: its first byte in the file. digest: its share in the tensor's digest."""
+    """An extent of one state kind of a tensor, and its position in a file.
+
+    offset: first byte in the file. digest: the extent's contribution to the digest of the tensor.
+    """
 
     tensor: str
     kind: str
@@ -58,12 +61,12 @@ class ManifestRow:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole tensor."""
+        """Number of elements in the whole tensor."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the extent."""
+        """Size of the extent in bytes."""
         return self.extent.numel * named(self.dtype).itemsize
 
     def __str__(self) -> str:
@@ -73,9 +76,9 @@ class ManifestRow:
 
 @dataclass(frozen=True, eq=False)
 class ElementRuns:
-    """Positions of the elements of one tensor and kind: runs that tile it, in order.
+    """The positions of all elements of one tensor and state kind, as consecutive runs.
 
-    file: number of the file in `files`, or -1 if the run is not stored. position: first byte in the file.
+    file: index into `files`, or -1 if the run is not stored. position: first byte in the file.
     """
 
     start: Ints
@@ -109,9 +112,9 @@ class Manifest:
         return sum(row.digest for row in self.rows[tensor, kind]) & WORD
 
     def check(self, folder: Path | None) -> None:
-        """Raise CheckpointDamaged, naming tensor and kind, for rows that cannot be true of the files in `folder`.
+        """Raise CheckpointDamaged, naming tensor and kind, if rows are inconsistent or do not match the files.
 
-        folder: None if the positions are known to be right.
+        folder: the folder of the files; None to skip the check of files and positions.
         """
         for problem in self._problems(folder):
             raise CheckpointDamaged(f"the manifest is wrong: {problem}")
@@ -137,7 +140,7 @@ class Manifest:
                 yield f"{row} and {after} are in one place"
 
     def runs(self, tensor: str, kind: str) -> ElementRuns:
-        """Return the runs of a tensor and kind; CheckpointDamaged unless its rows tile it. Call `check` first."""
+        """Return the runs of a tensor and kind; raise CheckpointDamaged unless its rows tile it. Call `check` first."""
         held = self.rows[tensor, kind]
         files = tuple(sorted({row.file for row in held if row.file}))
         number = {name: index for index, name in enumerate(files)}
@@ -167,7 +170,7 @@ class Manifest:
 
     @staticmethod
     def from_bytes(data: bytes) -> Manifest:
-        """Read what `to_bytes` wrote, without checking what it says; CheckpointDamaged for other bytes."""
+        """Parse the result of `to_bytes`, without `check`; raise CheckpointDamaged for any other content."""
         from ds_dynatrain.checkpoint import arrow
 
         found = arrow.read_table(data, COLUMNS)
@@ -176,7 +179,7 @@ class Manifest:
 
 
 def _wrong_row(row: ManifestRow, first: ManifestRow) -> str:
-    """Return what is impossible about a row, whatever is in the files; an empty text if nothing is."""
+    """Return what is inconsistent about a row by itself, or an empty text."""
     extent, numel = row.extent, row.numel
     if (row.shape, row.dtype) != (first.shape, first.dtype):
         return f"of {row.dtype} {row.shape}, and another row says {first.dtype} {first.shape}"
@@ -196,7 +199,7 @@ def _wrong_row(row: ManifestRow, first: ManifestRow) -> str:
 
 
 def _wrong_place(row: ManifestRow, folder: Path, sizes: dict[str, int]) -> str:
-    """Return what is wrong with the file and position of a row; an empty text if nothing is."""
+    """Return what is wrong with the file and position of a row, or an empty text."""
     if not row.file:
         return "" if row.kind == WEIGHT else "no file has it"
     if not FILE_NAME.fullmatch(row.file):

@@ -1,7 +1,7 @@
-"""Filling a rank's buffers from a checkpoint: the byte ranges of its own pieces, read straight into place.
+"""Reading of a checkpoint: a rank reads only the byte ranges of its own pieces, directly into its buffers.
 
-Arithmetic on the manifest gives the file and the position of each element. Values of another type than the buffer's,
-small runs and buffers that are not in host memory go through a chunk of memory.
+The file and the position of each element follow from the manifest by arithmetic. Values that need a cast, small runs,
+and values for buffers outside host memory are read through a staging chunk.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from ds_dynatrain.transfer import digest
 
 STAGE_BYTES = 4 << 20
 DIRECT_BYTES = 64 << 10
-"""Length, in bytes, from which runs are read one by one, straight into place."""
+"""Length in bytes from which a run is read by itself, directly into its buffer."""
 GAP_BYTES = 4096
-"""Largest gap, in bytes, between two short runs that are read together: the page is read anyway."""
+"""Largest gap in bytes between two short runs that are read together; the system reads the whole page anyway."""
 CALL_BYTES = 1 << 30
 MOST_OPEN = 128
 """Most open files at once; checkpoints of other tools may have a file per tensor."""
@@ -54,9 +54,10 @@ _BUFFER = BufferId("tensor", 0)
 
 
 class ReadRequest(NamedTuple):
-    """Runs to read, all of one type in the files.
+    """Runs to read, which all have the element type `dtype` in the files.
 
-    columns: number of the file, first byte in it, elements, number of the target buffer, and offset there.
+    columns: for each run, the index of its file, its first byte there, its number of elements, the index of its target
+    buffer, and its offset there.
     """
 
     columns: Ints
@@ -67,9 +68,10 @@ class ReadRequest(NamedTuple):
 
 @dataclass
 class Reader:
-    """An open checkpoint. budget_bytes: memory for values that cannot be read in place. bytes_read: so far.
+    """A reader of an open checkpoint.
 
-    links: whether files may be links to others, as in the caches of download tools; never in a checkpoint of ours.
+    budget_bytes: memory for values that cannot be read in place. bytes_read: number of bytes read so far. links:
+    whether files may be symbolic links, as in the caches of download tools; our own checkpoints never contain links.
     """
 
     folder: Path
@@ -96,10 +98,10 @@ class Reader:
     def fill(
         self, vps: VirtualParameterSpace, layout: Layout, rank: int, buffers: Buffers, kept: Pieces | None = None
     ) -> None:
-        """Fill every buffer of a rank of the layout whose kind is in the checkpoint; all others stay as they are.
+        """Fill the buffers of a rank with all state kinds that are in the checkpoint; leave other buffers unchanged.
 
-        A weight is read, or cast from its master if the checkpoint says so or has it in another type. kept: weights
-        that stay as they are.
+        A weight is read or, if the checkpoint does not store it or has it in another type, cast from its master. kept:
+        weights to leave unchanged.
         """
         kinds = {kind for kind, _ in buffers}
         for kind in sorted(kinds & {kind for _, kind in self.manifest.rows} - {WEIGHT}):
@@ -120,7 +122,7 @@ class Reader:
         self._read(self._requests(vps, MASTER, missing)[0], weights)
 
     def _requests(self, vps: VirtualParameterSpace, kind: str, pieces: Pieces) -> tuple[list[ReadRequest], Pieces]:
-        """Return (what to read for the pieces, the pieces to cast from masters)."""
+        """Return (the requests to read pieces of a kind, the pieces to cast from masters instead)."""
         numbers, parts = split_by_tensor(vps.line, pieces)
         found: dict[torch.dtype, list[Ints]] = {}
         files: dict[str, int] = {}
@@ -192,7 +194,7 @@ class Reader:
             _copy(part, read, dtype)
 
     def _pread(self, name: str, at: int, place: torch.Tensor) -> None:
-        """Read as many bytes as `place` has; CheckpointDamaged if the file ends before that."""
+        """Fill `place` with bytes of a file from byte `at` on; raise CheckpointDamaged if the file is too short."""
         if name not in self._open:
             if len(self._open) >= MOST_OPEN:
                 os.close(self._open.pop(next(iter(self._open))))
@@ -208,17 +210,17 @@ class Reader:
     # ---- checks ------------------------------------------------------------------------------------------------------
 
     def values(self, row: ManifestRow) -> torch.Tensor:
-        """Return the values of a stored extent, flat, in new memory."""
+        """Return the values of a stored extent as a new flat tensor."""
         found = torch.empty(row.nbytes, dtype=torch.uint8)
         self._pread(row.file, row.offset, found)
         return found.view(named(row.dtype)) if row.nbytes else torch.empty(0, dtype=named(row.dtype))
 
     def is_sound(self, row: ManifestRow) -> bool:
-        """Return whether a stored extent still has its digest of when it was written; read chunk by chunk."""
+        """Return whether the digest of a stored extent is the one recorded when it was written. Read in chunks."""
         return self.digest(row) == row.digest
 
     def digest(self, row: ManifestRow, dtype: torch.dtype | None = None) -> int:
-        """Return the digest of a stored extent, or of its values cast to another type; read chunk by chunk."""
+        """Return the digest of a stored extent, or of its values cast to `dtype`. The extent is read in chunks."""
         stored, stage, total = named(row.dtype), self._stage, 0
         length = row.extent.length
         most = max(1, len(stage) // stored.itemsize)
@@ -237,7 +239,7 @@ class Reader:
 
 
 def _joined(columns: Ints, itemsize: int) -> Ints:
-    """Sort columns of a `ReadRequest` by file and position; join rows that are one run in both file and buffer."""
+    """Sort the columns of a `ReadRequest` by file and position, and merge runs adjacent in both file and buffer."""
     columns = columns[:, np.lexsort((columns[1], columns[0]))]
     file, position, numel, buffer, offset = columns
     goes_on = (np.diff(file) == 0) & (np.diff(buffer) == 0) & (np.diff(offset) == numel[:-1])
@@ -250,7 +252,10 @@ def _joined(columns: Ints, itemsize: int) -> Ints:
 
 
 def _copy(place: torch.Tensor, read: torch.Tensor, dtype: torch.dtype) -> None:
-    """Copy bytes of a type into elements of any type; the stage need not be aligned to the element size."""
+    """Copy `read`, the bytes of elements of type `dtype`, into `place`, with a cast if types differ.
+
+    The bytes need not be aligned to the element size.
+    """
     aligned = read if read.data_ptr() % dtype.itemsize == 0 else read.clone()
     place.copy_(aligned.view(dtype))
 
@@ -259,9 +264,9 @@ def _copy(place: torch.Tensor, read: torch.Tensor, dtype: torch.dtype) -> None:
 
 
 def whole(reader: Reader, tensor: LogicalTensor, kind: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return the values of one state kind of a tensor, in their own type or another one.
+    """Return the values of one state kind of a tensor, in the stored type or cast to `dtype`.
 
-    A weight is cast from its master if it is not stored. Raise CheckpointDamaged unless all of it is in the checkpoint.
+    A weight that is not stored is cast from its master. Raise CheckpointDamaged if any value is missing.
     """
     rows = reader.manifest.rows.get((tensor.name, kind), ())
     wanted = dtype or (named(rows[0].dtype) if rows else torch.float32)
@@ -276,11 +281,11 @@ def whole(reader: Reader, tensor: LogicalTensor, kind: str, dtype: torch.dtype |
 
 
 def proven(reader: Reader, tensor: LogicalTensor, kind: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return the same as `whole` for a checkpoint of ours, after a check of the digest.
+    """Return the values of one state kind of a tensor of our own checkpoint, like `whole`, after a check of the digest.
 
     Raise CheckpointDamaged, naming tensor and kind, if the values are not what was saved. Digests are of values in the
-    type in which they were saved, so that type is read. A weight that is not stored has the digest of its master's
-    cast; in another type than its own it comes from the master's proven values.
+    saved type, so the values are read and checked in that type. A weight that is not stored is checked as the cast of
+    its master; if `dtype` is another type, it is cast from the checked values of the master.
     """
     rows = reader.manifest.rows.get((tensor.name, kind), ())
     cast = [row.extent for row in rows if not row.file]
@@ -301,5 +306,5 @@ def proven(reader: Reader, tensor: LogicalTensor, kind: str, dtype: torch.dtype 
 
 
 def _runs(values: torch.Tensor, extent: Extent) -> torch.Tensor:
-    """Return an extent of a whole tensor as a matrix, one row per run."""
+    """Return the elements of an extent of a whole tensor as a matrix with one row per run."""
     return values.view(-1).as_strided((extent.count, extent.length), (extent.step, 1), extent.start)

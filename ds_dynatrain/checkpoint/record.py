@@ -1,7 +1,7 @@
-"""`checkpoint.json`: what a checkpoint is of, the carry, and the checksums of the other small files.
+"""`checkpoint.json`: the description of a checkpoint, its state outside tensors, and checksums of its small files.
 
-A version has two numbers. Readers refuse a checkpoint whose first number is not theirs. They read one with a later
-second number, and ignore keys, columns after the known ones, and files that they do not know.
+A version has two numbers. Readers refuse a checkpoint with another first number. They accept a later second number, and
+ignore unknown keys, files, and columns after the known ones.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ Tensor = Annotated[tuple[str, Shape, Group, bool], Strict(False)]
 
 @validated(frozen=True, config=ConfigDict(strict=True))
 class TrainingRecord:
-    """The state of a whole training without its tensors: only types of JSON, with numbers in their possible ranges.
+    """The state of a whole job except its tensors, in JSON types with validated ranges.
 
-    step: optimizer steps done. generation, seed: of the job that saved, for random streams of new places. kinds: state
-    kinds in the checkpoint. tensors: in the order of registration. carry: the shared carry, encoded. rests: for each
-    rank the number of the rank whose file has its rest. sums: checksums of the small files by name; sizes: bytes of the
-    data files by name. converted_from: the format that it was converted from, empty if a training saved it. A converted
-    one may lack parts of the carry, rests and streams, which then stay as they are in the training that loads it; the
-    group of its tensors counts only if it has hyper-parameters of groups.
+    step: number of optimizer steps done. generation, seed: those of the job that saved, from which new ranks derive
+    random streams. kinds: the state kinds in the checkpoint. tensors: the logical tensors in registration order. carry:
+    the shared state outside tensors, encoded. rests: for each rank, the rank whose file has the rest of its state.
+    sums: checksums of the small files by name. sizes: bytes of the data files by name. converted_from: the original
+    format of a converted checkpoint, or empty. A converted checkpoint may lack parts of the carry, rests and random
+    streams; a job that loads it keeps its own. The groups of its tensors are valid only if it has hyper-parameters of
+    groups.
     """
 
     step: Size
@@ -64,21 +65,21 @@ class TrainingRecord:
 
     @property
     def world(self) -> Layout:
-        """Layout in which the checkpoint was saved."""
+        """The layout in which the checkpoint was saved."""
         return Layout.from_dict(self.layout)
 
     def logical_tensors(self) -> tuple[LogicalTensor, ...]:
-        """Return the tensors that were trained or frozen, in the order of registration."""
+        """Return all logical tensors, trainable and frozen, in registration order."""
         return tuple(LogicalTensor(name, tuple(shape), group, expert) for name, shape, group, expert in self.tensors)
 
 
 def rank_file(rank: int) -> str:
-    """Return the name of the file of one rank's own state: its random streams, and its rest."""
+    """Return the name of the file with one rank's own state, such as its random streams."""
     return f"{rank:05d}.json"
 
 
 def sum_of(data: bytes) -> str:
-    """Return the checksum of a small file, to find damage."""
+    """Return the checksum of a small file, which detects damage."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
@@ -89,7 +90,10 @@ def to_bytes(record: TrainingRecord) -> bytes:
 
 
 def from_bytes(data: bytes) -> TrainingRecord:
-    """Read what `to_bytes` wrote; CheckpointError for another version, CheckpointDamaged for other or changed bytes."""
+    """Parse the result of `to_bytes`.
+
+    Raise CheckpointError for an unsupported version, and CheckpointDamaged for any other or changed content.
+    """
     content = parsed(data, RECORD)
     if content.get("format") != FORMAT:
         raise CheckpointDamaged(f"{RECORD} does not say that it is a {FORMAT}")
@@ -119,13 +123,13 @@ def from_bytes(data: bytes) -> TrainingRecord:
 
 
 def what_is_wrong(error: ValidationError) -> str:
-    """Return where the first wrong value stands, and what is wrong with it."""
+    """Return the location of the first invalid value, and what is wrong with it."""
     first = error.errors(include_url=False)[0]
     return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
 
 
 def check_tensors(tensors: Sequence[LogicalTensor]) -> None:
-    """Raise CheckpointDamaged for impossible tensors: too large together, two of one name, or groups out of order."""
+    """Raise CheckpointDamaged if tensors are too large in total, share a name, or are not ordered by group."""
     numel = 0
     for tensor in tensors:
         numel += math.prod(dim for dim in tensor.shape if dim)  # strides need these, even if a dim is 0
@@ -143,7 +147,7 @@ def check_tensors(tensors: Sequence[LogicalTensor]) -> None:
 
 
 def check_agreement(tensors: Sequence[LogicalTensor], kinds: Collection[str], manifest: Manifest) -> None:
-    """Raise CheckpointDamaged unless the manifest is of these tensors, in these shapes, with weights of each."""
+    """Raise CheckpointDamaged unless the manifest has exactly these tensors and shapes, and weights of each tensor."""
     shapes = {tensor.name: tensor.shape for tensor in tensors}
     for (name, kind), rows in manifest.rows.items():
         if kind in kinds and shapes.get(name) != rows[0].shape:
@@ -170,8 +174,8 @@ class Saved:
     def open(path: Path) -> Saved:
         """Read and check the record and the manifest of a checkpoint.
 
-        Raise CheckpointError if there is none or it has another version, CheckpointDamaged, naming the file, if it is
-        not whole.
+        Raise CheckpointError if there is no checkpoint or its version is not supported, and CheckpointDamaged, naming
+        the file, if it is incomplete or damaged.
         """
         if not (path / RECORD).is_file():
             raise CheckpointError(
@@ -185,7 +189,7 @@ class Saved:
         return saved
 
     def _check(self) -> None:
-        """Raise CheckpointDamaged if files, manifest and tensors do not fit one another."""
+        """Raise CheckpointDamaged if files, manifest and tensors are inconsistent."""
         found = sizes_of(self.path)
         for name, size in self.record.sizes.items():
             if found.get(name) != size:
@@ -196,13 +200,13 @@ class Saved:
         check_agreement(self.record.logical_tensors(), {*self.record.kinds, WEIGHT}, self.manifest)
 
     def of_rank(self, rank: int) -> dict[str, Any]:
-        """Return the content of the file of one of the ranks that saved."""
+        """Return the content of the file with the own state of a rank that saved."""
         name = rank_file(rank)
         return parsed(_checked(self.path, self.record, name), name)
 
 
 def sizes_of(path: Path) -> dict[str, int]:
-    """Return the bytes of the data files in a folder, by name."""
+    """Return the size in bytes of each data file in a folder, by name."""
     names = [each for each in path.iterdir() if FILE_NAME.fullmatch(each.name)]
     return {each.name: each.stat().st_size for each in names if each.is_file() and not each.is_symlink()}
 

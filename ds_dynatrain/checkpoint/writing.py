@@ -1,10 +1,9 @@
-"""A rank's share of a state in files: extents, each a record batch of a file for its element type.
+"""Writing of a rank's share of a checkpoint: one file per element type, with one record batch per extent.
 
-Every element of a state is written once, replicas sharing the work, by the arithmetic of the space. A partitioned kind
-is written by the rank that holds the part, a replicated one is split evenly over its holders. Weights that are only
-their masters in another type are not stored; their values are compared when they are written. Values are written from
-their own memory; those that are not in one piece there, or not in host memory, go through a small chunk. The digest of
-each is taken on the way.
+Each element is written by one rank, which follows from the layout. A partitioned kind is written by the ranks that hold
+its parts; a replicated kind is divided evenly over its holders. Weights that equal their masters cast to another type
+are not stored; this is checked value by value when saving. Values are written from their own memory; those that are not
+contiguous, or not in host memory, go through a small chunk. Digests are computed while writing.
 """
 
 from __future__ import annotations
@@ -27,22 +26,22 @@ from ds_dynatrain.space import FROZEN, MASTER, WEIGHT, BufferId, Layout, Pieces,
 from ds_dynatrain.transfer import allocate
 
 CHUNK_BYTES = 1 << 20
-"""Bytes that are written and digested at once, while they are in the cache."""
+"""Bytes that are written and digested at once; small enough to stay in the cache."""
 LARGE_BYTES = 32 << 20
-"""Size from which a file is flushed to the disk while it is being written."""
+"""Size in bytes from which a file is flushed to disk while it is being written."""
 FLUSH_SECONDS = 0.02
 ALIGN = 64
-"""Alignment, in bytes, of the copies of a save in the background."""
+"""Alignment in bytes of the copies that a background save makes."""
 Buffers = Mapping[tuple[str, BufferId], torch.Tensor]
-"""(state kind, buffer) -> the flat local tensor that holds it."""
+"""The flat local tensors of a rank, by (state kind, buffer)."""
 Place = tuple[int, torch.dtype, torch.Size, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class Share:
-    """An extent that this member writes.
+    """An extent of a tensor that this member writes.
 
-    matrix: its values, one run a row. master: the values of the weight's master, if they are here.
+    matrix: the values, one row per run. master: for a weight, the values of its master, if this rank has them.
     """
 
     tensor: str
@@ -54,11 +53,11 @@ class Share:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the values."""
+        """Size of the values in bytes."""
         return self.matrix.numel() * self.matrix.element_size()
 
     def is_cast(self, chunk_bytes: int) -> bool:
-        """Return whether the values are the master's in another type, bit by bit, so that they need not be stored."""
+        """Return whether the values equal the master cast to their type, bit by bit, and so need not be stored."""
         weight, master = self.matrix, self.master
         if master is None or weight.data_ptr() == master.data_ptr():
             return master is not None
@@ -67,7 +66,7 @@ class Share:
         return all(_same_bits(held, of.to(held.dtype)) for (_, held), (_, of) in pairs)
 
     def row(self, dtype: torch.dtype, digest: int, file: str = "", offset: int = 0) -> ManifestRow:
-        """Return the row of the manifest about it."""
+        """Return the row of the manifest for this extent."""
         return ManifestRow(self.tensor, self.kind, name_of(dtype), self.shape, self.extent, file, offset, digest & WORD)
 
 
@@ -77,9 +76,9 @@ class Share:
 def shares_of(
     vps: VirtualParameterSpace, layout: Layout, rank: int, buffers: Buffers, kinds: tuple[str, ...]
 ) -> Iterator[Share]:
-    """Yield the shares that a rank of the layout writes of the given kinds.
+    """Yield the shares of the given state kinds that a rank of the layout writes.
 
-    Weights come beside the masters that the rank writes: their values are stored only if a cast would not give them.
+    A rank that writes masters also yields their weights, which are stored only if a cast does not reproduce them.
     """
     for kind in kinds:
         space = vps.with_groups(WEIGHT, (FROZEN,)) if kind == WEIGHT else vps
@@ -95,19 +94,19 @@ def _shares(
     sides: tuple[Pieces, ...],
     memory: tuple[dict[BufferId, torch.Tensor], ...],
 ) -> Iterator[Share]:
-    """Yield the fewest shares of these pieces; the second side, if there is one, holds masters."""
+    """Yield the fewest shares that cover the pieces in `sides[0]`; `sides[1]`, if given, are those of their masters."""
     for number, extent, matrices in placed(vps.line, sides, memory):
         yield Share(vps.tensors[number].name, kind, vps.tensors[number].shape, extent, *matrices)
 
 
 class HostMemory:
-    """Host memory for copies of shares, used again by each save: touching new memory costs more."""
+    """Host memory for copies of shares. Each save reuses it, because touching new memory is slow."""
 
     def __init__(self) -> None:
         self._room = torch.empty(0, dtype=torch.uint8)
 
     def copies(self, shares: Sequence[Share]) -> list[Share]:
-        """Return the same shares with copied values, which stay unchanged until the next call."""
+        """Return copies of the shares, whose values stay unchanged until the next call."""
         both = (values for share in shares for values in (share.matrix, share.master))
         wanted = {_place(values): values for values in both if values is not None}
         need = sum(_padded(values) for values in wanted.values())
@@ -143,9 +142,9 @@ def _padded(values: torch.Tensor) -> int:
 def write_shares(
     folder: Path, number: int, shares: Iterable[Share], chunk_bytes: int = CHUNK_BYTES
 ) -> list[ManifestRow]:
-    """Write the files of member `number` of the world, down to the disk; return their rows of the manifest.
+    """Write the files of member `number` and flush them to disk; return their rows of the manifest.
 
-    Raise OSError as the system gives it, such as for a full disk.
+    Raise OSError if the system cannot write, for example because the disk is full.
     """
     by_type: dict[torch.dtype, list[Share]] = {}
     rows: list[ManifestRow] = []
@@ -165,10 +164,10 @@ def write_shares(
 def data_file(
     folder: Path, number: int, dtype: torch.dtype, chunk_bytes: int = CHUNK_BYTES, large: bool = True
 ) -> Iterator[Callable[[Share], ManifestRow]]:
-    """Open one file of a member, which is complete and on the disk after the block.
+    """Open one file of a member; it is complete and flushed to disk after the block.
 
-    The block gets a function that writes a share of this type as the next batch and returns its row of the manifest.
-    large: flush the file to the disk meanwhile. Raise OSError as the system gives it.
+    The block gets a function that writes a share of type `dtype` as the next batch and returns its row of the manifest.
+    large: whether to flush the file to disk during the block as well. Raise OSError if the system cannot write.
     """
     from ds_dynatrain.checkpoint.arrow import ArrowOutline
 
@@ -202,7 +201,7 @@ def data_file(
 
 
 def cast_row(share: Share, dtype: torch.dtype, chunk_bytes: int = CHUNK_BYTES) -> ManifestRow:
-    """Return the row of weights of type `dtype` that are not stored. share: the weights, or their masters."""
+    """Return the manifest row for weights of type `dtype` that are not stored. share: the weights or their masters."""
     most, numel = max(1, chunk_bytes // share.matrix.element_size()), math.prod(share.shape)
     parts = chunks(share.matrix, most)
     digest = sum(digest_of(share.extent, at, values.to(dtype), numel) for at, values in parts)
@@ -211,9 +210,9 @@ def cast_row(share: Share, dtype: torch.dtype, chunk_bytes: int = CHUNK_BYTES) -
 
 @contextmanager
 def _flushed(file: int) -> Iterator[None]:
-    """Flush a file to the disk in a thread during the block, so that the final flush need not wait long.
+    """Flush a file to disk in a thread during the block, so that the final flush is short.
 
-    Raise OSError at the end if the disk has failed meanwhile: the system reports it only once.
+    Raise OSError at the end if a flush failed; the system reports such a failure only once.
     """
     over = threading.Event()
 
@@ -231,7 +230,7 @@ def _flushed(file: int) -> Iterator[None]:
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two flat tensors of one type and size are the same bytes; in words of 8, which is much faster."""
+    """Return whether two flat tensors of equal type and size have the same bytes. Words of 8 bytes make this fast."""
     mine, theirs = one.contiguous().view(torch.uint8).numpy(), other.contiguous().view(torch.uint8).numpy()
     end = len(mine) // 8 * 8
     words = np.array_equal(mine[:end].view(np.uint64), theirs[:end].view(np.uint64))
@@ -239,7 +238,7 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _put(file: int, at: int, data: bytearray | memoryview) -> None:
-    """Write all of `data` at byte `at`."""
+    """Write all of `data` to a file at byte `at`."""
     view = memoryview(data)
     while view:
         done = os.pwrite(file, view, at)

@@ -1,4 +1,4 @@
-"""Contents of a checkpoint, and the check that all of it is as it was saved."""
+"""Summary of a checkpoint's contents, and the check for damage."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COLUMNS = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), Trans
 
 
 def found(path: Path) -> Saved:
-    """Open the checkpoint at `path`, or the latest in a folder of them; CheckpointError if there is none."""
+    """Open the checkpoint at `path`, or the latest one in a folder; raise CheckpointError if there is none."""
     return Saved.open(path if (path / "checkpoint.json").exists() else path / latest(path))
 
 
@@ -49,7 +49,7 @@ def summary(saved: Saved) -> dict[str, Any]:
 
 
 def show(said: dict[str, Any]) -> None:
-    """Print the result of `summary` for a reader."""
+    """Print the result of `summary` as a table."""
     console = stdout_console()
     layout = " ".join(f"{name}={size}" for name, size in said["layout"].items() if size != 1 or name == "data")
     how = f"converted from {said['converted_from']}" if said["converted_from"] else f"saved in {layout}"

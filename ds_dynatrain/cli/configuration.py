@@ -25,7 +25,7 @@ SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
 
 @dataclass
 class JobReport:
-    """Prospects of a job with a configuration.
+    """The report on a configuration: whether a job with it would start, and how its keys are judged.
 
     layout: the first one, if the block and `zero_optimization` name a valid one. findings: the verdicts, key by key.
     problems: anything else that would stop the job. stages: for each ZeRO stage, why it is refused ("" if it is not).
@@ -49,10 +49,10 @@ class JobReport:
 
 
 def examine_file(path: Path, processes: int | None, has_deepspeed: bool) -> JobReport:
-    """Return the report on a file; ConfigError if it is no readable configuration.
+    """Return the report on a configuration file; raise ConfigError if the file is unreadable.
 
-    processes: those of the launch; None to take the number from the environment or the block. has_deepspeed: whether
-    DeepSpeed is there to be asked for its own reading.
+    processes: number of processes in the launch; None to take it from the environment or the block. has_deepspeed:
+    whether DeepSpeed is installed and can check the configuration as well.
     """
     if not path.is_file():
         raise ConfigError(f"configuration {str(path)!r}: no such file; give the path of DeepSpeed's JSON file")

@@ -1,4 +1,4 @@
-"""Conversion of our checkpoints to other tools' formats and back, with a bar on the terminal."""
+"""Conversion of our checkpoints to other tools' formats and back, with a progress bar on the terminal."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MOST_NAMED = 10
 def convert(path: Path, out: Path, to: Format, dtype: WeightType | None, trust_pickle: bool) -> Iterator[str]:
     """Convert the checkpoint at `path`; yield lines that say what was written.
 
-    CheckpointError as in `to_safetensors`, `to_universal`, `to_dcp`, `told_at` and `take`.
+    Raise the errors of `to_safetensors`, `to_universal`, `to_dcp`, `told_at` and `take`.
     """
     with naming(path):
         if to is Format.OURS:
@@ -73,7 +73,7 @@ def _from_ours(saved: Saved, out: Path, to: Format, dtype: torch.dtype | None) -
 
 @contextmanager
 def _bar(total: int | None) -> Iterator[Callable[[int], None]]:
-    """Show a bar during the block; yields a function that moves it by a number of bytes."""
+    """Show a progress bar during the block, which gets a function that advances the bar by a number of bytes."""
     with Progress(*COLUMNS, transient=True) as bar:
         task = bar.add_task("writing", total=total)
 

@@ -1,4 +1,4 @@
-"""The yardstick: one change, done live and by checkpoint and restart, measured side by side in real processes.
+"""The comparison: the same change, done live and by checkpoint and restart, measured in real processes.
 
 The process that the user starts (`command`, `comparison`) launches ranks, which run `worker`; their notes become
 `results`, and these `tables`, `charts` and a `page` with both. Ranks import torch and DeepSpeed; the first process

@@ -61,7 +61,7 @@ def launch(task: Task, notes: Path, limit_seconds: float) -> Launched:
 
 
 def _launched(module: Sequence[str], notes: Path, limit_seconds: float, what: str) -> Launched:
-    """Run a module, which writes notes. module: its name and arguments. what: it, in words."""
+    """Run a module that writes notes. module: its name and arguments. what: its description for error messages."""
     notes.mkdir(parents=True)
     begin, output = time.monotonic(), notes / "output"
     with output.open("w", encoding="utf-8") as file:
@@ -176,7 +176,7 @@ def _median_step(rank: Notes, first: int, last: int) -> float:
 
 
 def _losses(run: Run) -> dict[int, float]:
-    """Return the loss of each step, the mean over ranks, whose shares are equal."""
+    """Return the loss of each step: the mean over ranks, which have equal shares of the batch."""
     found: dict[int, list[float]] = {}
     for rank in (rank for launched in run.launches for rank in launched.notes.values()):
         for number, step in rank.steps.items():

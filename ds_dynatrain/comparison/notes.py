@@ -14,7 +14,7 @@ from ds_dynatrain.records import from_record, to_record
 
 @dataclass
 class Step:
-    """A step in which a rank took part: seconds and losses of its micro-batches, and the numbers of their samples."""
+    """A step in which a rank took part: its seconds, and the losses and sample numbers of its micro-batches."""
 
     seconds: float = 0.0
     losses: list[float] = field(default_factory=list)
@@ -23,7 +23,10 @@ class Step:
 
 @dataclass(frozen=True)
 class SwitchNote:
-    """A switch as a rank saw it, in seconds and bytes. failed: why; wait: of the first step, for late state."""
+    """A switch as measured by one rank, in seconds and bytes.
+
+    failed: the reason if it failed. wait: seconds for which the first step waited for late state.
+    """
 
     failed: str
     pause: float
@@ -34,12 +37,12 @@ class SwitchNote:
 
 @dataclass
 class Notes:
-    """The notes of one rank. Times are those of the machine's clock, equal in all processes.
+    """The measurements of one rank. Times are from the machine's clock, which is the same in all processes.
 
-    stamps: when points were reached. phases: seconds of each. apart: seconds that the first step spent for the
-    comparison alone. waited: those in which it waited for phases of a switch. steps: by number. digests: of all state,
-    "before" and "after". peak: the most memory, in bytes. resumed: the step from which training went on. error: what
-    has ended the rank.
+    stamps: the times at which named points were reached. phases: seconds of each phase. apart: seconds of the first
+    step that only the comparison needed. waited: seconds for which the first step waited for phases of a switch. steps:
+    the steps by number. digests: digests of the whole state, "before" and "after". peak: most memory in bytes. resumed:
+    the step from which training went on. error: the error that ended the rank.
     """
 
     stamps: dict[str, float] = field(default_factory=dict)
@@ -55,7 +58,7 @@ class Notes:
     error: str = ""
 
     def write(self, folder: Path, member: int) -> None:
-        """Write the notes into a file of this member."""
+        """Write the notes to the file of this member."""
         (folder / f"{member}.json").write_text(json.dumps(to_record(self)), encoding="utf-8")
 
     @staticmethod
@@ -65,12 +68,12 @@ class Notes:
         return {member: from_record(Notes, json.loads(files[member].read_text("utf-8"))) for member in sorted(files)}
 
     def stamp(self, name: str) -> None:
-        """Note the time at which a point is reached."""
+        """Record the current time under the name of a point."""
         self.stamps[name] = time.monotonic()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Note how long this context takes."""
+        """Record the duration of this context as a phase."""
         begin = time.monotonic()
         yield
         self.phases[name] = time.monotonic() - begin

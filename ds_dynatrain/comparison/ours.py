@@ -1,4 +1,4 @@
-"""Ranks that run our ways: live, by a checkpoint in the living processes, and by a checkpoint and a restart."""
+"""Ranks that change the layout live, by a checkpoint without a restart, or by a checkpoint and a restart."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class DynatrainTrainer(DeepSpeedTrainer):
 
 
 def run(task: Task, notes: Notes) -> None:
-    """Carry out the task's way."""
+    """Run the task in the way that it names."""
     if task.way.is_restarted:
         side = task.change.source if task.part == "old" else task.change.target
         restarted(task, notes, partial(DynatrainTrainer, side=side))

@@ -68,9 +68,10 @@ class Measure:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The measures of a run, and its circumstances.
+    """The measures of a run, and the conditions under which it ran.
 
-    machine: where it ran, in words. command: how it was started. before: the step after which the change came.
+    machine: a description of the machine. command: the command that started the run. before: the step after which the
+    change came.
     """
 
     machine: str

@@ -1,4 +1,4 @@
-"""Moves: runs of coordinates to copy from one member's buffers into another's."""
+"""Moves: runs of coordinates to copy from the buffers of one member into those of another, or of the same one."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ COLUMNS = (
 
 @dataclass(frozen=True, eq=False)
 class Moves:
-    """Runs to copy, as int64 arrays of one length.
+    """Runs to copy, as int64 arrays with one entry per run.
 
-    kind, source_kind: index into `kinds`. start, stop: coordinates. source, target: members. source_buffer,
-    target_buffer: index into `source_buffers`, `target_buffers`; source_offset, target_offset: elements into them.
-    The bytes that move are those of `source_kind`; they differ from `kind` in size only where a weight is cast from
-    its master.
+    kind, source_kind: index into `kinds` of what is written and of what is read. start, stop: coordinates. source,
+    target: members. source_buffer, target_buffer: index into `source_buffers`, `target_buffers`. source_offset,
+    target_offset: elements into these buffers. `kind` and `source_kind` differ in element size only if a weight is cast
+    from its master.
     """
 
     kind: Ints
@@ -56,31 +56,31 @@ class Moves:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all runs, as they are read."""
+        """Bytes of all runs at the source."""
         itemsize = np.array([kind.itemsize for kind in self.kinds], dtype=np.int64)
         return int(((self.stop - self.start) * itemsize[self.source_kind]).sum())
 
     def select(self, rows: Ints | slice) -> Moves:
-        """Return the moves at a slice or array of row numbers."""
+        """Return the moves selected by a slice or an array of row numbers."""
         return replace(self, **{name: getattr(self, name)[rows] for name in COLUMNS})
 
     def only(self, kinds: Collection[str]) -> Moves:
-        """Return the moves of some kinds."""
+        """Return the moves of the given state kinds."""
         is_one = np.array([kind.name in kinds for kind in self.kinds], dtype=bool)
         return self.select(np.flatnonzero(is_one[self.kind]))
 
     def split(self, kinds: Collection[str], into: Collection[str] | None) -> tuple[Moves, Moves]:
-        """Return all other moves, and those from buffers of `kinds` into buffers of `into` (None: of any kind)."""
+        """Return (other moves, moves from buffers of `kinds` into buffers of `into`). into: None for any kind."""
         is_apart = np.array([kind.name in kinds for kind in self.kinds], dtype=bool)[self.source_kind]
         if into is not None:
             is_apart &= np.array([kind.name in into for kind in self.kinds], dtype=bool)[self.kind]
         return self.select(np.flatnonzero(~is_apart)), self.select(np.flatnonzero(is_apart))
 
     def canonical(self) -> Moves:
-        """Return the same elements sorted by (target, source, kind, target buffer, start), in the fewest runs.
+        """Return the same moves sorted by (target, source, kind, target buffer, start), in the fewest runs.
 
-        Runs that are neighbors on the line and in both buffers become one. Two members that reach the same elements in
-        different ways get the same arrays: a sender's list equals its receiver's.
+        Runs that are adjacent on the line and in both buffers are merged. A sender and a receiver that compute the same
+        moves in different ways therefore get equal arrays.
         """
         moves = self.select(np.lexsort((self.start, self.target_buffer, self.kind, self.source, self.target)))
         step = np.diff(moves.start)
@@ -94,7 +94,7 @@ class Moves:
 
 
 def within(sides: Sides, member: int, kind: Kind, source_kind: str, wanted: Pieces, held: Pieces) -> Ints:
-    """Return the columns of moves within one member, of the coordinates that `wanted` and `held` share."""
+    """Return the columns of the moves within one member: from `held` to `wanted`, where both have a coordinate."""
     to, out_of = wanted.intersect(held)
     return _table(
         sides.code[kind.name],
@@ -111,7 +111,7 @@ def within(sides: Sides, member: int, kind: Kind, source_kind: str, wanted: Piec
 
 
 def between(sides: Sides, kind: Kind, start: Ints, stop: Ints, sender: Ints, receiver: Ints) -> Ints:
-    """Return the columns of moves from source ranks to target ranks, cut where an address changes on either side."""
+    """Return the columns of the moves from source ranks to target ranks, each contiguous in both buffers."""
     source_kind = sides.read_from(kind)
     row, begin, stop, buffer, offset = sides.source(source_kind).place(start, stop, sender)
     sender, receiver = sender[row], receiver[row]
@@ -132,7 +132,7 @@ def between(sides: Sides, kind: Kind, start: Ints, stop: Ints, sender: Ints, rec
 
 
 def joined(sides: Sides, tables: Sequence[Ints], is_derived: bool = False) -> Moves:
-    """Return columns, one table after another, as moves. is_derived: whether they read target buffers."""
+    """Concatenate tables of columns into moves. is_derived: whether the moves read from target buffers."""
     table = np.concatenate([np.empty((len(COLUMNS), 0), np.int64), *tables], axis=1)
     columns: dict[str, Any] = dict(zip(COLUMNS, table, strict=True))
     source, target = sides.vps.buffers(sides.vps.layout), sides.vps.buffers(sides.layout)
@@ -141,5 +141,5 @@ def joined(sides: Sides, tables: Sequence[Ints], is_derived: bool = False) -> Mo
 
 
 def _table(*columns: Ints | int) -> Ints:
-    """Stack columns; a number stands for all rows."""
+    """Stack columns into a table; a single number is repeated for all rows."""
     return np.stack(np.broadcast_arrays(*columns))

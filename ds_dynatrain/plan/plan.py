@@ -1,4 +1,4 @@
-"""The plan of a switch: every move between two (layout, members), as each member sees it, and what it costs."""
+"""The plan of a switch: all moves from one layout and set of members to another, per member, and their cost."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ds_dynatrain.space.interval import Ints
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
-    """The moves between a member and a peer in one round; the peer's `sends` are this `receives`, row by row."""
+    """The moves between a member and a peer in one round. `receives` equals the peer's `sends`, row by row."""
 
     peer: int
     sends: Moves
@@ -26,11 +26,11 @@ class Exchange:
 
 @dataclass(frozen=True, eq=False)
 class MemberPlan:
-    """A member's part of a switch.
+    """The moves that one member carries out in a switch.
 
-    local: copies from its own source buffers (read before they are released). rounds: exchanges in order; a round
-    without a byte in either direction is left out at both ends. derived: casts from its own target buffers, after
-    everything else.
+    local: copies from the member's own source buffers, which are read before they are released. derived: casts from the
+    member's own target buffers, after all other moves. rounds: exchanges with peers, in order; both members omit a
+    round in which neither sends a byte.
     """
 
     member: int
@@ -39,7 +39,10 @@ class MemberPlan:
     rounds: tuple[Exchange, ...]
 
     def only(self, kinds: Collection[str]) -> MemberPlan:
-        """Return the part that moves some kinds; the same kinds of all members' parts make a plan again."""
+        """Return the moves of the given state kinds only.
+
+        All members must select the same kinds, so that their plans still fit together.
+        """
         exchanges = [Exchange(each.peer, each.sends.only(kinds), each.receives.only(kinds)) for each in self.rounds]
         busy = tuple(each for each in exchanges if len(each.sends) or len(each.receives))
         return MemberPlan(self.member, self.local.only(kinds), self.derived.only(kinds), busy)
@@ -47,10 +50,10 @@ class MemberPlan:
     def split(
         self, members: Collection[int], kinds: Collection[str], into: Collection[str] | None = None
     ) -> tuple[MemberPlan, list[Exchange]]:
-        """Return the rest of the part, and the moves between this member and `members` from buffers of `kinds`.
+        """Return the plan without the exchanges with `members` of buffers of `kinds`, and these exchanges.
 
-        They go another way than by messages over the host. into: kinds of the target buffers; None for all. Both ends
-        of a pair split their parts alike if each has the other among its `members`, and the kinds are the same.
+        The separated exchanges do not go by messages over the host. into: kinds of the target buffers; None for all.
+        Two members split consistently if each is among the other's `members` and both pass the same kinds.
         """
         rest, apart = [], []
         for each in self.rounds:
@@ -67,7 +70,7 @@ class MemberPlan:
 
 @dataclass(frozen=True, eq=False)
 class SwitchPlan:
-    """Every move of a switch. Light: a member's moves are computed from the two sides when asked for."""
+    """All moves of a switch. The object is small: a member's moves are computed from `sides` on request."""
 
     sides: Sides
 
@@ -83,14 +86,15 @@ class SwitchPlan:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Members with a part in the switch, ascending: the members of both sides."""
+        """The members before or after the switch, ascending."""
         return tuple(sorted({*self.sides.vps.members, *self.sides.members}))
 
     def for_member(self, member: int) -> MemberPlan:
-        """Return the member's moves and rounds; empty for a member on neither side.
+        """Return the moves of a member; they are empty for a member that takes no part in the switch.
 
-        Bytes that the member holds are copied, or are in place already. A weight is cast from the master that the rank
-        has after the switch, and a master is never sent for that alone. The rest is received, each element once.
+        Elements that the member already holds are copied locally, or stay in place. A weight is cast from its master if
+        the rank has the master after the switch; a master is never sent for this purpose. All other elements are
+        received, each once.
         """
         sides = self.sides
         source_rank, rank = sides.source_rank.get(member, ABSENT), sides.target_rank.get(member, ABSENT)
@@ -135,7 +139,7 @@ class SwitchPlan:
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that cross between members, in total."""
+        """Total bytes sent between members."""
         return sum(sent for sent, _ in self.traffic.values())
 
 
@@ -146,25 +150,26 @@ def plan_switch(
     kinds: Iterable[str] | None = None,
     held_as: Mapping[str, str] = AS_LAID_OUT,
 ) -> SwitchPlan:
-    """Return the plan that takes the space from its present layout and members to the target's.
+    """Return the plan that moves the state from the current layout and members of `vps` to the target.
 
-    kinds: names of the kinds present at the source (no moments before the first step); if None, all that its layout
-    holds. held_as: kinds that lie at the source cut as another kind of the same tensors: {"weight": "master"} if
-    weights are read from the buffers that masters were cast to. Raise LayoutError if the members do not fill the world
-    or an axis is not supported, SwitchRefused for a kind that no member has.
+    kinds: the state kinds that exist at the source (no moments before the first step); None for all that its layout
+    holds. held_as: kinds that are partitioned at the source like another kind, such as {"weight": "master"} if weights
+    are read from buffers to which masters were cast. Raise LayoutError if the members do not fill the world or an axis
+    is not supported, and SwitchRefused for a kind that no member holds.
     """
     names = vps.present_kinds() if kinds is None else kinds
     return SwitchPlan(Sides(vps, target_layout, tuple(target_members), tuple(map(vps.kind, names)), held_as))
 
 
 def rounds(members: Iterable[int], me: int) -> list[int | None]:
-    """Return the peer of `me` in every round, None where it rests; each pair meets once, and waits form no circle.
+    """Return the peer of `me` in each round, or None in a round in which `me` has no peer.
 
-    The round-robin tournament by the circle method (T. P. Kirkman, 1847): one member stands still, the others step
-    around it. All have a peer or rest in the same round, so an exchange in both directions at once never deadlocks.
+    The schedule is a round-robin tournament by the circle method (T. P. Kirkman, 1847): one member is fixed, and the
+    others rotate around it. Each pair meets once. All members go through the rounds in the same order and exchange in
+    both directions at once, so they cannot deadlock.
 
-    n members need n - 1 rounds if n is even and n if it is odd; `members` may be in any order, but all callers pass the
-    same set. Raise ValueError if `me` is not in it.
+    n members need n - 1 rounds if n is even and n if it is odd. All callers must pass the same set, in any order. Raise
+    ValueError if `me` is not among `members`.
     """
     circle: list[int | None] = [*sorted(set(members))]
     if me not in circle:
@@ -173,9 +178,9 @@ def rounds(members: Iterable[int], me: int) -> list[int | None]:
         circle.append(None)
     count = len(circle) - 1
     place, numbers = circle.index(me), np.arange(count)
-    if place == count:  # it stands still, and meets the place a with 2a = r modulo count (count is odd) in round r
+    if place == count:  # the fixed member meets, in round r, the place a with 2a = r modulo count (count is odd)
         opponents = numbers * (count + 1) // 2 % count
-    else:  # places a and b meet in round r if a + b = r modulo count; a = b meets the one that stands still
+    else:  # places a and b meet in round r if a + b = r modulo count; if a = b, a meets the fixed member
         opponents = (numbers - place) % count
         opponents[opponents == place] = count
     return [circle[opponent] for opponent in opponents.tolist()]
@@ -186,14 +191,13 @@ def rounds(members: Iterable[int], me: int) -> list[int | None]:
 
 @dataclass(frozen=True, eq=False)
 class StandInPlan:
-    """The parts that one member carries out for itself and for absent members whose state it holds.
+    """The plans that one member carries out for itself and for absent members whose state it holds.
 
-    A plan names who holds what at the source. If another member has what an absent one held, the plan still names the
-    absent one, by a number that no living member has: shardings and rounds stay the same, and only the acting member
-    changes.
+    If another member holds the state of an absent one, the switch plan still names the absent member, by a number that
+    no living member has. Shardings and rounds stay the same; only the member that carries the moves out changes.
 
-    own: its own part. absent: the part of each member that it stands in for; moves from such a member to the stand-in
-    are its local moves, which write the stand-in's target buffers.
+    own: the plan of the stand-in itself. absent: the plan of each member that it stands in for; moves from such a
+    member to the stand-in are local moves, which write the stand-in's target buffers.
     """
 
     own: MemberPlan
@@ -201,9 +205,9 @@ class StandInPlan:
 
 
 def standing_in(plan: SwitchPlan, member: int, absent: Iterable[int]) -> StandInPlan:
-    """Return the parts of a member and of the absent members that it stands in for.
+    """Return the plans of a member and of the absent members that it stands in for.
 
-    Raise LayoutError for an absent member in the target: nobody can stand in for it there.
+    Raise LayoutError if an absent member is in the target, where no other member can stand in for it.
     """
     played = tuple(absent)
     wrong = sorted(set(played) & set(plan.target_members))
@@ -227,10 +231,11 @@ def standing_in(plan: SwitchPlan, member: int, absent: Iterable[int]) -> StandIn
 
 @dataclass(frozen=True)
 class Cost:
-    """An estimate of a switch. bytes_sent: over all members. peak_bytes: by member, state of both sides and the budget.
+    """The estimated cost of a switch.
 
-    bytes_busiest: in the busiest direction of the busiest member, which all others wait for. seconds: the time that
-    takes at the given bandwidth.
+    bytes_sent: total over all members. bytes_busiest: bytes in the busiest direction of the busiest member, for which
+    all others wait. peak_bytes: for each member, the bytes of its state before and after the switch plus its bytes in
+    flight. seconds: time to transfer `bytes_busiest` at the given bandwidth.
     """
 
     bytes_sent: int
@@ -240,12 +245,15 @@ class Cost:
 
     @property
     def highest_peak_bytes(self) -> int:
-        """Peak of the member with the highest one, in bytes."""
+        """The largest of `peak_bytes`."""
         return max(self.peak_bytes.values(), default=0)
 
 
 def estimate(plan: SwitchPlan, budget_bytes: int, bytes_per_second: float) -> Cost:
-    """Return the cost with at most `budget_bytes` packed in flight per member, at `bytes_per_second` each way."""
+    """Return the estimated cost of a plan.
+
+    budget_bytes: most bytes in flight per member. bytes_per_second: bandwidth of a member in each direction.
+    """
     sides, kinds = plan.sides, plan.sides.names
     after = list(kinds)
     for kind in sides.vps.present_kinds(sides.layout):  # gradients are allocated at the target even if none moves
@@ -261,9 +269,9 @@ def estimate(plan: SwitchPlan, budget_bytes: int, bytes_per_second: float) -> Co
 
 
 def state_bytes(vps: VirtualParameterSpace, layout: Layout, rank: int, kinds: Collection[str]) -> int:
-    """Return the bytes of the kinds on a rank (0 if ABSENT), without padding.
+    """Return the bytes of the given state kinds on a rank (0 if ABSENT), without padding.
 
-    A weight that has the bytes of its master is counted once if both have the same buffer (stages 0 and 3 in fp32).
+    A weight and its master are counted once if they share a buffer (stages 0 and 3 in fp32).
     """
     if rank == ABSENT:
         return 0

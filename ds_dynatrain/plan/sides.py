@@ -1,9 +1,9 @@
-"""The two sides of a switch: what each member of the target lacks, and who sends it, found by set operations on runs.
+"""The source and the target of a switch: which elements each target member lacks, and which member sends them.
 
-Both ends find the senders by the same arithmetic, without communication. A receiver cuts what it wants by the owners at
-the source. A sender starts from what it owns, finds the target ranks that will hold it, and drops what their members
-hold already or can cast. If the source is replicated, the runs that a receiver wants are split evenly over all source
-ranks, beginning with a different one for each receiver.
+Senders and receivers compute the same result without communication. A receiver splits the runs that it lacks by their
+owners at the source. A sender starts from the runs that it owns, finds the target ranks that will hold them, and drops
+what these members already hold or can cast. If the source is replicated, the runs that a receiver lacks are divided
+evenly over all source ranks, beginning with a different rank for each receiver.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ Rows = tuple[Ints, Ints, Ints]
 
 
 class Needs(NamedTuple):
-    """Elements of a kind that a target rank will hold, by origin: local before derived before remote.
+    """The elements of a kind that a target rank will hold, by origin: local first, then derived, then remote.
 
-    local: (source kind, wanted, held) for each kind of source buffers that its member holds. derived: the same for the
-    target buffers that it can be cast from. Wanted elements that are held come from there. remote: the rest.
+    local: (kind, wanted, held) for each kind of source buffers that the rank's member can copy from: the elements still
+    wanted, and those in these buffers. derived: the same for the target buffers from which the kind can be cast.
+    remote: the remaining elements, which other members send.
     """
 
     local: list[tuple[str, Pieces, Pieces]]
@@ -38,12 +39,12 @@ class Needs(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Sides:
-    """Source (the space's present layout and members) and target of a switch.
+    """The source (current layout and members of `vps`) and the target (`layout`, `members`) of a switch.
 
-    kinds: the kinds that are present at the source and move; every other one is absent on both sides, and they name
-    only each other. held_as: kinds that the source does not hold as its layout would, but cut as another kind is.
-    names: those of the kinds. code: the number of each kind of the space. source_rank, target_rank: the rank of each
-    member. source_ranks: the source rank of each target rank's member, or ABSENT.
+    kinds: the state kinds that move; their `sources` and `derived_from` refer to each other only. held_as: kinds that
+    are partitioned at the source like another kind, by name. names: the names of `kinds`. code: the index of each kind
+    in `vps.kinds`. source_rank, target_rank: the rank of each member. source_ranks: for each target rank, the source
+    rank of its member, or ABSENT.
     """
 
     vps: VirtualParameterSpace
@@ -58,7 +59,7 @@ class Sides:
     source_ranks: Ints = field(init=False)
 
     def __post_init__(self) -> None:
-        """Raise LayoutError for members that do not fill the world, SwitchRefused for a kind that the source lacks."""
+        """Raise LayoutError if the members do not fill the world, SwitchRefused if the source lacks a kind."""
         check_members(self.layout, self.members)
         names = tuple(kind.name for kind in self.kinds)
         if len(set(names)) != len(names):
@@ -82,15 +83,18 @@ class Sides:
         object.__setattr__(self, "source_ranks", np.array(ranks, dtype=np.int64))
 
     def source(self, kind: str) -> Sharding:
-        """Return how the source holds a kind."""
+        """Return the sharding of a kind at the source."""
         return self.vps.sharding(self.vps.layout, self.held_as.get(kind, kind))
 
     def target(self, kind: str) -> Sharding:
-        """Return how the target holds a kind."""
+        """Return the sharding of a kind at the target."""
         return self.vps.sharding(self.layout, kind)
 
     def needs(self, kind: Kind, rank: int, source_rank: int) -> Needs:
-        """Return what a target rank needs; its member had `source_rank` (or ABSENT) at the source."""
+        """Return the elements of a kind that a target rank needs.
+
+        source_rank: the rank that its member has at the source, or ABSENT.
+        """
         local, derived = list[tuple[str, Pieces, Pieces]](), list[tuple[str, Pieces, Pieces]]()
         want = self.target(kind.name).holding(rank)
         for name in kind.sources if source_rank != ABSENT else ():
@@ -104,16 +108,16 @@ class Sides:
         return Needs(local, derived, want)
 
     def read_from(self, kind: Kind) -> str:
-        """Return the kind that senders read for `kind`: a replicated one if there is any, else the kind itself."""
+        """Return the kind that senders read to send `kind`: a replicated one of its sources, or the kind itself."""
         for name in kind.sources:
             if self.source(name).replicated:
                 return name
         return kind.name
 
     def senders(self, kind: Kind, rank: int, wanted: Pieces) -> Rows:
-        """Cut the runs that a target rank wants by sender: (start, stop, source rank).
+        """Split the runs that a target rank wants by sender: return (start, stop, source rank).
 
-        Raise SwitchRefused if elements have no holder at the source.
+        Raise SwitchRefused if no member of the source holds some of the elements.
         """
         cut = self.source(self.read_from(kind))
         if cut.replicated:
@@ -152,7 +156,7 @@ class Sides:
 
 
 def _even_shares(start: Ints, stop: Ints, ranks: int, rotation: int) -> Rows:
-    """Cut tidy runs in `ranks` shares of equal size; share i goes to rank (i + rotation) modulo `ranks`."""
+    """Split tidy runs into `ranks` equal shares; share i goes to rank (i + rotation) modulo `ranks`."""
     length = stop - start
     before = np.cumsum(length) - length
     total = int(length.sum())

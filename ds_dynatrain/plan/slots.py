@@ -1,8 +1,8 @@
-"""Slots: which member takes which rank of the new world, so that the fewest bytes move.
+"""Slots: the assignment of members to the ranks of the new world that moves the fewest bytes.
 
-The member at rank 0 keeps it if it stays. All others are assigned by the Hungarian method (scipy's
-`linear_sum_assignment`) on the bytes that a member would receive in a slot. Several assignments may be cheapest: a
-second run over only the pairs that occur in a cheapest assignment chooses one of them, the same on every member.
+If the member at rank 0 stays, it keeps rank 0. All others are assigned by the Hungarian method (scipy's
+`linear_sum_assignment`), where the cost is the bytes that a member would receive in a slot. If several assignments are
+cheapest, a second run over the pairs that occur in any of them chooses the same one on every member.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def assign_slots(
 ) -> tuple[int, ...]:
     """Return the members of the target in rank order.
 
-    candidates: members that may hold a slot; in a fixed set all processes, idle ones too. node_of: the node of each
-    candidate. At equal bytes, prefer members that work already, then nodes that hold more of these, then lower numbers;
+    candidates: the members that may take a slot, working or idle. node_of: the node of each candidate. At equal cost,
+    members that already work are preferred, then members on nodes with more working members, then lower member numbers;
     lower ranks get lower slots. Raise LayoutError if there are fewer candidates than slots.
     """
     node_of, members = node_of or {}, set(candidates)
@@ -67,7 +67,9 @@ def slot_costs(
     by_rank = np.zeros((vps.layout.world_size + 1, slots), dtype=np.int64)
     alike: dict[object, tuple[Kind, int]] = {}
     for kind in sides.kinds:
-        row = row_of(kind.name)  # kinds with one key lie alike under every layout, such as a master and its moments
+        row = row_of(
+            kind.name
+        )  # kinds with the same key are sharded alike under every layout, such as a master and its moments
         own = kind.groups, kind.whole_tensors, kind.sources[1:], kind.derived_from
         key = (row.stages, row.whole_in, row.of_frozen, *own)
         first, nbytes = alike.get(key, (kind, 0))
@@ -78,10 +80,15 @@ def slot_costs(
 
 
 def _missing_in_slots(sides: Sides, kind: Kind) -> Ints:
-    """Return the elements of a kind that each slot (column) lacks, in the rows of `_missing`."""
+    """Return how many elements of a kind each source rank (row) would lack in each slot (column).
+
+    The last row is for a member without a source rank.
+    """
     slots, shared = sides.layout.world_size, sides.target(kind.name).shared
     result = np.zeros((sides.vps.layout.world_size + 1, slots), dtype=np.int64)
-    for ranks, start, stop in shared or ():  # many slots share most of it; a slot does not lack what it can cast
+    for ranks, start, stop in (
+        shared or ()
+    ):  # count elements that many slots share once; castable elements are subtracted below
         result[:, ranks] += _missing(sides, kind, start, stop)[:, None]
     for slot in range(slots):
         if shared is None:
@@ -94,7 +101,7 @@ def _missing_in_slots(sides: Sides, kind: Kind) -> Ints:
 
 
 def _missing(sides: Sides, kind: Kind, start: Ints, stop: Ints) -> Ints:
-    """Count the elements of tidy runs that a member lacks, for each source rank and last for one without a rank."""
+    """Count the elements of tidy runs that each source rank lacks; the last entry is for a member without a rank."""
     ranks = sides.vps.layout.world_size
     result = np.full(ranks + 1, int((stop - start).sum()), dtype=np.int64)
     earlier: list[Sharding] = []
@@ -109,7 +116,7 @@ def _missing(sides: Sides, kind: Kind, start: Ints, stop: Ints) -> Ints:
             earlier.append(cut)
         else:
             _, low, high, rank = cut.holders(start, stop)
-            for before in earlier:  # elements that a rank holds twice count once
+            for before in earlier:  # count elements that a rank holds twice only once
                 row, low, high = before.lacking(low, high, rank)
                 rank = rank[row]
             np.subtract.at(result, rank, high - low)
@@ -118,7 +125,7 @@ def _missing(sides: Sides, kind: Kind, start: Ints, stop: Ints) -> Ints:
 
 
 def _cheapest(cost: Ints) -> Ints:
-    """Return the row assigned to each column: least cost, and among equals the earliest rows in their order."""
+    """Return the row assigned to each column, at least total cost; ties prefer earlier rows, in their order."""
     rows, columns = cost.shape
     square = np.zeros((rows, rows), dtype=np.int64)
     square[:, :columns] = cost
@@ -134,10 +141,10 @@ def _cheapest(cost: Ints) -> Ints:
 
 
 def _tight(cost: Ints, taken: Ints) -> npt.NDArray[np.bool_]:
-    """Return the pairs with no reduced cost under optimal prices: exactly those of all cheapest assignments.
+    """Return which (row, column) pairs occur in a cheapest assignment: those with zero reduced cost at optimal prices.
 
-    The prices come from Bellman and Ford's method over the columns: row r, at present in column taken[r], must not gain
-    by moving.
+    taken: the column of each row in one cheapest assignment. Column prices come from the Bellman-Ford algorithm: no row
+    may gain by leaving its column.
     """
     own = cost[np.arange(len(cost)), taken]
     gain = np.empty_like(cost)

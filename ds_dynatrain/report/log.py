@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from ds_dynatrain.report.event import SwitchEvent
 
 LONG_SECONDS = 10.0
-"""A wait that lasts longer than this is logged, once."""
+"""Seconds after which a wait is logged, once."""
 
 logger = logging.getLogger("ds_dynatrain")
 

@@ -1,8 +1,9 @@
-"""How many micro-batches each column of a pipeline runs; all have one size, as stages send buffers of one size.
+"""How many micro-batches each column of a pipeline runs.
 
-A column is a data index of a pipeline: one rank of each stage. Columns meet only after their last micro-batch, where
-gradients are reduced, so they may run different numbers of them. The gradient stays the mean over all micro-batches:
-each column divides by the mean number of a column,
+A column is one data index of a pipeline: one rank of each stage. All micro-batches have the same size, because stages
+send buffers of one size. Columns communicate only after their last micro-batch, when gradients are reduced, so they may
+run different numbers n_c of micro-batches. The gradient stays the mean over all n micro-batches, because each column
+divides its sum by the mean number of micro-batches per column, n/columns:
 
     gradient = 1/columns * sum over columns of (columns/n * sum of the gradients of its micro-batches)
              = 1/n * sum over all n micro-batches
@@ -20,16 +21,16 @@ from ds_dynatrain.errors import LayoutError
 
 @dataclass(frozen=True)
 class Columns:
-    """Numbers of micro-batches that the columns of a pipeline run in a global batch.
+    """The number of micro-batches that each column of a pipeline runs in a global batch.
 
-    size: samples of each micro-batch. counts: micro-batches of each column; LayoutError if one has none.
+    size: samples per micro-batch. counts: micro-batches of each column.
     """
 
     size: int
     counts: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        """Raise LayoutError for a size or a count below 1, or for no column at all."""
+        """Raise LayoutError if the size or a count is below 1, or if there is no column."""
         if self.size < 1 or not self.counts or min(self.counts) < 1:
             raise LayoutError(
                 f"columns of {self.counts} micro-batches of {self.size} samples: each has one at least; give 1 or more"
@@ -37,17 +38,20 @@ class Columns:
 
     @classmethod
     def of(cls, samples: int, limit: int, columns: int, shares: tuple[int, ...] | None = None) -> Columns:
-        """Deal `samples` in micro-batches of at most `limit` over the columns, by `shares` or as evenly as possible.
+        """Divide `samples` over the columns, by `shares` or as evenly as possible, in micro-batches of at most `limit`.
 
-        Among the sizes that divide the samples (every share), choose the one with the fewest micro-batches in the
-        longest column, and among equals the smallest. Raise LayoutError if there are fewer samples than columns.
+        Of the sizes that divide the samples (or every share), choose the one with the fewest micro-batches in the
+        longest column; break ties by the smallest size. Raise LayoutError if there are fewer samples than columns.
         """
         fitting = itertools.takewhile(lambda each: each.size <= limit, cls.every(samples, columns, shares))
         return min(fitting, key=lambda each: (each.longest, each.size))
 
     @classmethod
     def every(cls, samples: int, columns: int, shares: tuple[int, ...] | None = None) -> Iterator[Columns]:
-        """Yield the columns for every possible size of a micro-batch, smallest first; LayoutError as in `of`."""
+        """Yield the columns for each possible micro-batch size, smallest first.
+
+        Raise LayoutError if there are fewer samples than columns.
+        """
         if samples < columns:
             raise LayoutError(
                 f"{samples} samples over {columns} columns: each needs one; take at most {samples} pipelines side by "
@@ -65,22 +69,22 @@ class Columns:
 
     @property
     def longest(self) -> int:
-        """Micro-batches of the longest column."""
+        """Number of micro-batches in the longest column."""
         return max(self.counts)
 
     @property
     def total(self) -> int:
-        """Micro-batches of a global batch."""
+        """Number of micro-batches in a global batch."""
         return sum(self.counts)
 
     @property
     def mean(self) -> float:
-        """Mean number of micro-batches of a column; each column divides the sum of its losses by it."""
+        """Mean number of micro-batches per column; each column divides the sum of its losses by this number."""
         return self.total / len(self.counts)
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """Samples of each column."""
+        """Number of samples of each column."""
         return tuple(self.size * count for count in self.counts)
 
     @property

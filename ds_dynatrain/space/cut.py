@@ -1,10 +1,10 @@
-"""How the pipe, expert and tensor axes deal out logical tensors, before ZeRO cuts what is left on a rank.
+"""How the pipe, expert and tensor axes partition logical tensors, before ZeRO partitions the rest.
 
 A `Box` is an axis-aligned block of a tensor, in any number of dims (none for a scalar). A *shard* is a list of pieces:
-a piece is a box of the logical tensor and where its elements lie in the rank's local buffer (`offset` and `strides`, in
-elements). A cut looks at the local tensor that the cuts before it have left and keeps a part of it, so the cuts of
-several axes are applied one after another: `compose(shape, [(cut, index), ...])`. `AxisCuts` says how all axes of a
-layout deal one tensor out.
+a piece is a box of the logical tensor and the position of its elements in the rank's local buffer (`offset` and
+`strides`, in elements). A cut keeps a part of the local tensor that earlier cuts have left, so the cuts of several axes
+are applied one after another: `compose(shape, [(cut, index), ...])`. `AxisCuts` says how all axes of a layout partition
+one tensor.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ds_dynatrain.space.tensor import LogicalTensor
 
 @dataclass(frozen=True, order=True)
 class Box:
-    """The elements whose index lies in [start[d], stop[d]) in every dim d. A box of no dims is one element."""
+    """The elements whose index lies in [start[d], stop[d]) in every dim d. A box without dims is one element."""
 
     start: tuple[int, ...]
     stop: tuple[int, ...]
@@ -51,11 +51,14 @@ class Box:
 
     @property
     def numel(self) -> int:
-        """Number of elements in it."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     def intersect(self, other: Box) -> Box | None:
-        """Return the elements in both boxes, or None if there are none; LayoutError for different numbers of dims."""
+        """Return the box of the elements in both boxes, or None if there are none.
+
+        Raise LayoutError if the boxes have different numbers of dims.
+        """
         if len(self.start) != len(other.start):
             raise LayoutError(
                 f"a box of {len(self.start)} dims meets one of {len(other.start)}; give boxes of one tensor"
@@ -80,7 +83,10 @@ def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def runs_of_box(shape: tuple[int, ...], box: Box) -> tuple[Ints, Ints]:
-    """Return the fewest row-major runs (starts, stops) of a box of a tensor; LayoutError if it is not in the tensor."""
+    """Return the fewest row-major runs (starts, stops) that cover a box of a tensor of `shape`.
+
+    Raise LayoutError if the box is not inside the tensor.
+    """
     if not Box.whole(shape).contains(box):
         raise LayoutError(f"box {box.start} to {box.stop} is not in a tensor of shape {shape}; give a box inside of it")
     if not box.numel:
@@ -99,14 +105,17 @@ def runs_of_box(shape: tuple[int, ...], box: Box) -> tuple[Ints, Ints]:
 
 @dataclass(frozen=True)
 class Placed:
-    """A piece: the elements of `box` lie at offset + sum((index[d] - box.start[d]) * strides[d]) of a local buffer."""
+    """A piece of a tensor in a local buffer.
+
+    The element of `box` at `index` lies at offset + sum((index[d] - box.start[d]) * strides[d]) of the buffer.
+    """
 
     box: Box
     offset: int
     strides: tuple[int, ...]
 
     def restrict(self, box: Box) -> Placed | None:
-        """Return the part of the piece inside another box, or None if they do not meet."""
+        """Return the part of the piece inside another box, or None if they do not overlap."""
         common = self.box.intersect(box)
         if common is None:
             return None
@@ -126,19 +135,22 @@ class Shard:
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Shard:
-        """Return the shard of a tensor that nothing has cut."""
+        """Return the shard that holds a whole tensor."""
         pieces = (Placed(Box.whole(shape), 0, row_major(shape)),) if math.prod(shape) else ()
         return cls(tuple(shape), pieces)
 
     @property
     def numel(self) -> int:
-        """Number of elements of the tensor here, without padding."""
+        """Number of elements of the tensor in the shard, without padding."""
         return sum(piece.box.numel for piece in self.pieces)
 
 
 @dataclass(frozen=True)
 class Pick:
-    """The whole tensor on some ranks and nothing on the others (an expert that is not stacked with others)."""
+    """A cut that leaves the whole tensor on some ranks and nothing on the others, as for an expert that is not stacked.
+
+    count: number of ranks. holders: the ranks that hold the tensor.
+    """
 
     count: int
     holders: tuple[int, ...]
@@ -152,18 +164,18 @@ class Pick:
 
 @dataclass(frozen=True)
 class DimCut:
-    """A cut of one dim in blocks, and of each block in parts, one part of every block per rank.
+    """A cut of one dim into blocks, and of each block into one part per rank.
 
-    blocks: blocks[b][i] elements of block b go to rank i. Blocks follow one another along the dim. The last block alone
+    blocks: rank i gets blocks[b][i] elements of block b. Blocks follow one another along the dim. Only the last block
     may reach past the tensor's end; the excess is padding. Even and uneven cuts have one block; a fused query-key-value
-    has three.
+    tensor has three.
     """
 
     dim: int
     blocks: tuple[tuple[int, ...], ...]
 
     def __post_init__(self) -> None:
-        """Raise LayoutError for blocks that deal to different numbers of ranks, or a negative size."""
+        """Raise LayoutError if the blocks have different numbers of parts, or if a size is negative."""
         if not self.blocks or len({len(block) for block in self.blocks}) != 1:
             raise LayoutError(
                 f"the blocks {self.blocks} of dim {self.dim} do not deal to one number of ranks; give each block as "
@@ -176,11 +188,11 @@ class DimCut:
 
     @property
     def count(self) -> int:
-        """Number of ranks dealt to."""
+        """Number of ranks."""
         return len(self.blocks[0])
 
     def parts(self, shape: tuple[int, ...], index: int) -> tuple[tuple[int, ...], tuple[Placed, ...]]:
-        """Return the local shape and one piece for each block with elements here.
+        """Return the local shape of rank `index`, and one piece per block of which it has elements.
 
         Raise LayoutError if the blocks do not cover the dim.
         """
@@ -209,18 +221,21 @@ class DimCut:
 
 
 Cut = Pick | DimCut
-"""A rule that deals the local tensor of a shape out to `count` ranks.
+"""A rule that partitions a tensor over `count` ranks.
 
-Its method `parts` returns the local shape of a rank, and the pieces of the tensor that lie in it."""
+Its method `parts` returns the local shape on a rank, and the pieces of the tensor that the rank holds."""
 
 
 def uneven(dim: int, sizes: Iterable[int]) -> DimCut:
-    """Return a cut of a dim in parts of the given sizes, in rank order."""
+    """Return a cut of a dim into parts of the given sizes, in rank order."""
     return DimCut(dim, (tuple(sizes),))
 
 
 def compose(shape: tuple[int, ...], cuts: Iterable[tuple[Cut, int]]) -> Shard:
-    """Return the shard of a tensor after several cuts, each with the rank's index in it, outermost axis first."""
+    """Return a rank's shard of a tensor after several cuts, outermost axis first.
+
+    cuts: each cut with the rank's index in it.
+    """
     shard = Shard.whole(shape)
     for cut, index in cuts:
         local, kept = cut.parts(shard.shape, index)
@@ -230,7 +245,10 @@ def compose(shape: tuple[int, ...], cuts: Iterable[tuple[Cut, int]]) -> Shard:
 
 
 def _through(part: Placed, piece: Placed, buffer: tuple[int, ...]) -> Placed | None:
-    """Return what a further cut keeps of a piece, or None: `part` and `piece` are boxes of the same buffer."""
+    """Return the part of `piece` that a further cut keeps, or None if it keeps nothing.
+
+    part: a piece that the cut keeps of `buffer`, the shape of the local tensor in which `piece` lies.
+    """
     left, start = piece.offset, []
     for stride in row_major(buffer):
         index, left = divmod(left, stride)
@@ -251,9 +269,10 @@ def _check_index(cut: Cut, index: int) -> None:
 class AxisCuts:
     """The cuts of one logical tensor under one layout.
 
-    stages: the pipeline stages that hold it, ascending; several for a tied weight. expert: how the expert axis cuts it,
-    or None if it belongs to no expert. tensor: how the tensor axis cuts it, or None if all ranks of that axis hold the
-    same. An expert's tensor has None: the ranks of an expert index hold the same, wherever they are on the tensor axis.
+    stages: the pipeline stages that hold the tensor, ascending; a tied weight has several. expert: how the expert axis
+    cuts the tensor, or None if it belongs to no expert. tensor: how the tensor axis cuts it, or None if all ranks of
+    that axis hold the same elements. This is None for an expert's tensor: all ranks with the same expert index hold the
+    same elements, whatever their tensor index.
     """
 
     stages: tuple[int, ...] = (0,)
@@ -261,7 +280,7 @@ class AxisCuts:
     tensor: Cut | None = None
 
     def shard(self, shape: tuple[int, ...], pipe: int, expert: int, tensor: int) -> Shard:
-        """Return the part of a tensor of `shape` at a place on the three axes, of shape (0,) if the place has none."""
+        """Return the shard of a tensor of `shape` at the given indexes; its shape is (0,) if the stage has no part."""
         if pipe not in self.stages:
             return NOTHING
         cuts = [(cut, index) for cut, index in ((self.expert, expert), (self.tensor, tensor)) if cut is not None]
@@ -272,7 +291,7 @@ NOTHING = Shard((0,), ())
 WHOLE = AxisCuts()
 
 Partition = tuple[AxisCuts, ...]
-"""One entry for each logical tensor, in the order of registration."""
+"""One entry per logical tensor, in registration order."""
 Partitioner = Callable[[Layout], Partition]
 
 
@@ -287,7 +306,7 @@ def shared_stages(cuts: Iterable[AxisCuts]) -> tuple[tuple[int, ...], ...]:
 
 
 def check_partition(partition: Partition, tensors: Iterable[LogicalTensor], layout: Layout) -> None:
-    """Raise LayoutError, naming the tensor, for cuts that do not fit the sizes of the layout."""
+    """Raise LayoutError, naming the tensor, if its cuts do not fit the axis sizes of the layout."""
     for tensor, cuts in zip(tensors, partition, strict=True):
         name = tensor.name
         if not cuts.stages or not all(0 <= stage < layout.pipe for stage in cuts.stages):

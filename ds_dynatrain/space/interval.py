@@ -1,8 +1,7 @@
 """Vectorized algebra of half-open integer runs, each set of runs given as two arrays (starts, stops).
 
-A set is *tidy* when its runs are sorted, disjoint and not empty. Every function takes n arbitrary rows against m tidy
-runs in O((n + m + result) log m) of numpy work and returns, for each result, the row it came from, in the order of
-the rows.
+A set is *tidy* if its runs are sorted, disjoint and not empty. Set operations take n arbitrary runs (*rows*) and m tidy
+runs, and need O((n + m + result) log m) of numpy work. They return the row that each result came from, in row order.
 """
 
 from __future__ import annotations
@@ -24,18 +23,21 @@ def ints(values: object) -> Ints:
 
 
 def join(parts: Sequence[AnyRows]) -> AnyRows:
-    """Concatenate several parts, each a tuple of columns, column by column; at least one part is needed."""
+    """Concatenate several tuples of columns, column by column; at least one tuple is needed."""
     return cast("AnyRows", tuple(map(np.concatenate, zip(*parts, strict=True))))
 
 
 def expand(counts: Ints) -> tuple[Ints, Ints]:
-    """Return row i repeated counts[i] times, and the number 0, 1, ... of each repetition in its row."""
+    """Return each row number i repeated counts[i] times, and a counter 0, 1, ... within each row."""
     rows = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
     return rows, np.arange(len(rows), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def chains(joined: npt.NDArray[np.bool_], count: int) -> tuple[Ints, Ints]:
-    """Return the first and the last of `count` rows in each chain: joined[i] says that row i + 1 continues row i."""
+    """Return the first and the last row of each chain among `count` rows.
+
+    joined: joined[i] says whether row i + 1 continues the chain of row i.
+    """
     first = np.flatnonzero(np.append(True, ~joined))[:count]
     return first, np.append(first[1:], count)[: len(first)] - 1
 
@@ -54,7 +56,7 @@ def intersect(start: Ints, stop: Ints, other_start: Ints, other_stop: Ints) -> t
 
 
 def subtract(start: Ints, stop: Ints, other_start: Ints, other_stop: Ints) -> tuple[Ints, Ints, Ints]:
-    """Return what remains of rows after tidy runs are taken out: (row, start, stop)."""
+    """Return the parts of rows that lie outside tidy runs: (row, start, stop)."""
     gap_start = np.concatenate([ints([_LOW]), other_stop])
     gap_stop = np.concatenate([other_start, ints([_HIGH])])
     keep = gap_start < gap_stop
@@ -63,7 +65,7 @@ def subtract(start: Ints, stop: Ints, other_start: Ints, other_stop: Ints) -> tu
 
 
 def union(start: Ints, stop: Ints) -> tuple[Ints, Ints]:
-    """Return the tidy runs that cover the same coordinates as arbitrary rows; touching runs become one."""
+    """Return the tidy runs that cover the same coordinates as arbitrary rows; adjacent runs are merged."""
     keep = start < stop
     order = np.argsort(start[keep], kind="stable")
     start, stop = start[keep][order], stop[keep][order]
@@ -76,7 +78,7 @@ def union(start: Ints, stop: Ints) -> tuple[Ints, Ints]:
 
 
 def cut_every(start: Ints, stop: Ints, width: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-    """Cut rows at the multiples of their own width: (row, start, stop, start // width)."""
+    """Cut each row at the multiples of its width: (row, start, stop, start // width)."""
     first = start // width
     row, nth = expand(np.where(start < stop, (stop - 1) // width - first + 1, 0))
     part = first[row] + nth

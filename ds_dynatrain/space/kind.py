@@ -1,9 +1,8 @@
-"""The table of state: every state kind of a logical tensor, where and when it is held; and the kinds of a job.
+"""State kinds (weight, master, moments, ...): their properties, and the kinds of one job.
 
-Every question about a kind by its name is answered by its row in `STATE`. A further kind needs a further row, and the
-code that reads it from DeepSpeed's optimizers and puts it back (`adapters/zero/stages`). Values that an optimizer keeps
-for each element are *moments*: one row serves them all, and their names come from the optimizer's rule
-(`adapters/zero/optimizers`).
+The row of a kind in `STATE` holds its properties. To add a kind, add a row, and the code that reads and writes the kind
+in DeepSpeed's optimizers (`adapters/zero/stages`). Values that an optimizer keeps per element are *moments*: they all
+share one row, and the optimizer's rule names them (`adapters/zero/optimizers`).
 """
 
 from __future__ import annotations
@@ -27,12 +26,13 @@ HOST_GRAD = "host_grad"
 class StateRow:
     """Properties of a state kind that are the same in all jobs.
 
-    element: which of a job's types its elements have. needed_for: the first part of a step that reads or writes it; a
-    late switch moves kinds that only the step needs during the first batch. stages: the ZeRO stages that hold it.
-    whole_in: the stages among them in which every rank that ZeRO deals a tensor to has all of it. of_frozen: whether
-    frozen tensors have it, too. is_cast: whether it can be cast from the master of a trained tensor; copies then leave
-    it out. is_offloaded: whether it exists with CPU offload only. pinned_in: the stages in which DeepSpeed pins its
-    memory when offloaded. is_moment: whether it comes with the optimizer's first step; all others exist from the start.
+    element: which of the job's data types the kind has. needed_for: the first phase of a step that reads or writes the
+    kind; a late switch moves kinds that only the optimizer step needs during the first batch. stages: the ZeRO stages
+    that hold the kind. whole_in: the stages in which each rank of a ZeRO group holds the whole kind. of_frozen: whether
+    frozen tensors have the kind, too. is_cast: whether the kind can be cast from the master of a trained tensor; copies
+    then leave it out. is_offloaded: whether the kind exists only with CPU offload. pinned_in: the stages in which
+    DeepSpeed pins the kind's memory when offloaded. is_moment: whether the kind exists only after the optimizer's first
+    step; other kinds exist from the start.
     """
 
     element: Literal["weight", "gradient", "master"] = "master"
@@ -47,7 +47,10 @@ class StateRow:
 
     @property
     def is_gradient(self) -> bool:
-        """Whether a backward pass leaves it for the next step; checkpoints of other tools leave it out."""
+        """Whether the kind is a gradient that a backward pass leaves for the next step.
+
+        Checkpoints of other tools do not contain such kinds.
+        """
         return self.needed_for == "backward"
 
 
@@ -55,9 +58,9 @@ MOMENT = StateRow(is_moment=True)
 STATE: Mapping[str, StateRow] = {
     WEIGHT: StateRow("weight", "forward", whole_in=frozenset({0, 1, 2}), of_frozen=True, is_cast=True),
     MASTER: StateRow(pinned_in=frozenset({1, 2})),
-    # ZeRO-3 steps a parameter without a gradient with its last one.
+    # ZeRO-3 steps a parameter that got no gradient with its previous gradient.
     STALE_GRAD: StateRow("gradient", "backward", stages=frozenset({3}), whole_in=frozenset(), pinned_in=frozenset({3})),
-    # CPU offload steps it with the last gradient left in that of the master part.
+    # With CPU offload such a parameter is stepped with the previous gradient left in its master part.
     HOST_GRAD: StateRow(
         needed_for="backward",
         stages=frozenset({1, 2, 3}),
@@ -66,11 +69,11 @@ STATE: Mapping[str, StateRow] = {
         pinned_in=frozenset({1, 2, 3}),
     ),
 }
-"""All kinds except moments, by name; a moment cannot have one of these names."""
+"""All state kinds except moments, by name. A moment cannot have one of these names."""
 
 
 def row_of(kind: str) -> StateRow:
-    """Return the row of a kind in the table; a name that is not in it is a moment's."""
+    """Return the row of a kind in `STATE`, or that of moments if the name is not in `STATE`."""
     return STATE.get(kind, MOMENT)
 
 
@@ -78,11 +81,11 @@ def row_of(kind: str) -> StateRow:
 class Kind:
     """A state kind of one job.
 
-    itemsize: bytes of an element.
-    sources: the kinds whose bytes are equal to this one's, itself first; any of them may be read for it.
-    derived_from: the kind that a rank can cast it from locally, or None.
-    groups: the optimizer groups whose tensors have it; None for all trainable tensors (weights: for all tensors).
-    whole_tensors: under ZeRO stages 1 and 2 a rank that has a part of a tensor holds the kind of all of it.
+    itemsize: bytes per element.
+    sources: the kinds with the same bytes as this kind, beginning with itself; any of them may be read instead of it.
+    derived_from: the kind from which a rank can cast this one locally, or None.
+    groups: the optimizer groups whose tensors have the kind; None for all trainable tensors (weights: all tensors).
+    whole_tensors: whether, under ZeRO stages 1 and 2, a rank that owns a part of a tensor holds the whole tensor.
     """
 
     name: str
@@ -93,7 +96,7 @@ class Kind:
     whole_tensors: bool = False
 
     def __post_init__(self) -> None:
-        """Put the kind itself first among its sources; LayoutError for an item size below one byte."""
+        """Put the kind itself first among its sources; raise LayoutError if the item size is below one byte."""
         if self.itemsize < 1:
             raise LayoutError(f"kind {self.name!r} has an item size of {self.itemsize} bytes; give 1 or more")
         others = tuple(name for name in self.sources if name != self.name)
@@ -104,12 +107,12 @@ class Kind:
         return self.groups is None or group in self.groups
 
     def overlaps(self, layout: Layout) -> bool:
-        """Return whether several ranks of a layout hold whole tensors of the kind while each owns a part of them."""
+        """Return whether several ranks of a layout hold the same whole tensor of the kind while each owns a part."""
         return self.whole_tensors and layout.zero_stage in (1, 2)
 
 
 def kind_of(kinds: Sequence[Kind], name: str) -> Kind:
-    """Return the kind of that name; LayoutError if there is none."""
+    """Return the state kind with the given name; raise LayoutError if there is none."""
     for kind in kinds:
         if kind.name == name:
             return kind
@@ -119,11 +122,11 @@ def kind_of(kinds: Sequence[Kind], name: str) -> Kind:
 def standard_kinds(
     weight: int, master: int = 4, moments: Iterable[str | Kind] = (EXP_AVG, EXP_AVG_SQ), **gradients: int
 ) -> tuple[Kind, ...]:
-    """Return the kinds of a training, by bytes per element.
+    """Return the state kinds of a job. Sizes are in bytes per element.
 
-    weight, master: if they are equal (fp32), a weight and its master are the same bytes; otherwise a weight is cast
-    from its master. moments: values that the optimizer keeps; a bare name stands for 4 bytes and all groups. gradients:
-    the size of each further kind, such as `stale_grad=4`. Raise LayoutError for an item size below one byte.
+    weight, master: their sizes. If these are equal (fp32), a weight and its master have the same bytes; otherwise the
+    weight is cast from the master. moments: the values that the optimizer keeps; a name alone means 4 bytes and all
+    groups. gradients: the size of each further kind, such as `stale_grad=4`. Raise LayoutError for a size below 1.
     """
     same = (WEIGHT, MASTER) if weight == master else ()
     first = Kind(WEIGHT, weight, same, MASTER), Kind(MASTER, master, same)

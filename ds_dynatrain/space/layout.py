@@ -16,7 +16,7 @@ STAGES = (0, 1, 2, 3)
 NO_AXES = ("zero_stage", "boundaries", "shares")
 """Fields of a layout that are not axes."""
 OF_AXES = {"pipe": "boundaries", "data": "shares"}
-"""Axis -> field with a number for each of its indices."""
+"""Axis -> the field that has a number for each index of the axis."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,16 +195,16 @@ def _check_shares(shares: tuple[int, ...], data: int) -> None:
 
 
 def whole_replicas(layout: Layout, alive: Collection[int]) -> list[int]:
-    """Return the data indices whose ranks are all alive, in whole blocks of experts; with ZeRO all indices or none.
+    """Return the data indices whose ranks are all alive, in complete blocks of experts.
 
-    If there are any, their ranks together hold all of the state.
+    The ranks of these indices together hold the whole state. With ZeRO the result is all indices or none.
     """
     if len(alive) == layout.world_size:
         return list(range(layout.data))
     if layout.zero_stage > 0:
         return []
     block = layout.expert
-    if layout.data % block:  # the expert axis runs over other axes, too
+    if layout.data % block:  # the expert axis spans other axes, too
         return []
     lost = {layout.coordinate(rank)["data"] for rank in range(layout.world_size) if rank not in alive}
     blocks = [range(start, start + block) for start in range(0, layout.data, block)]

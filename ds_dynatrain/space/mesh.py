@@ -1,10 +1,10 @@
-"""A layout of several axes: where the elements of each rank's local tensors lie on the line of all logical tensors.
+"""The mesh of a layout with several axes: which elements of the logical tensors each rank's local tensors hold.
 
-Ranks with one place on the pipe and tensor axes form a ZeRO group and hold the same *local* tensors: the parts of the
-logical tensors that the axes leave them, under the same numbers, some of them empty. ZeRO cuts a line of these local
-tensors as it would cut any model (`zero`). An *index map* gives, for every element of such a local line, its coordinate
-on the line of logical tensors. Expert tensors are dealt separately: the ranks of a pipeline stage with one place on the
-expert axis form their group, whatever their places on the tensor axis are.
+Ranks with the same indexes on the pipe and tensor axes form a ZeRO group and hold the same *local* tensors: their parts
+of the logical tensors, with the same numbers; some are empty. ZeRO partitions these local tensors like any model
+(`zero`). An *index map* gives the coordinate on the logical line for each element of such a local line. Expert tensors
+are partitioned separately: ranks of a pipeline stage with the same expert index form their group, whatever their index
+on the tensor axis.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Place = tuple[int, int, int]
 
 @dataclass(frozen=True, eq=False)
 class ShardGroup:
-    """A group of ranks that ZeRO deals the same local tensors to.
+    """A group of ranks over which ZeRO partitions the same local tensors.
 
-    ranks: the ranks in their order in the group. line: the local tensors of the first rank; it also has the tensors
-    that other groups share out, which may differ on the next rank. experts: whether the group holds experts' tensors.
-    index_map: where the elements of this group's tensors lie on that line, which stands for the one buffer of these
-    pieces. primary: the part of `index_map` that no earlier group holds.
+    ranks: the ranks in group order. line: the local tensors of the first rank; it includes tensors that belong to
+    other groups, and these may differ on other ranks. experts: whether the group holds expert tensors. index_map: which
+    coordinates this group's tensors hold; the single buffer of these pieces stands for `line`. primary: the part of
+    `index_map` that no earlier group holds.
     """
 
     ranks: Ints
@@ -43,7 +43,7 @@ class ShardGroup:
 
 @dataclass(frozen=True, eq=False)
 class Mesh:
-    """The shard groups of a layout, and each rank's local line. Built once per layout."""
+    """The shard groups of a layout, and the local line of each rank. Built once per layout."""
 
     line: CoordinateLine
     layout: Layout
@@ -57,11 +57,11 @@ class Mesh:
     _runs: dict[tuple[int, Place], list[tuple[Ints, Ints, Ints]]] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Build the shard groups; LayoutError for cuts that do not fit the layout or a tensor."""
+        """Build the shard groups; raise LayoutError if a cut does not fit the layout or a tensor."""
         check_partition(self.partition, self.line.tensors, self.layout)
         shard_groups: list[ShardGroup] = []
         nothing = np.empty(0, np.int64)
-        taken = {False: (nothing, nothing), True: (nothing, nothing)}  # experts' tensors are only in groups of experts
+        taken = {False: (nothing, nothing), True: (nothing, nothing)}  # expert tensors are in groups of experts only
         for ranks, experts in self._groups():
             place = self.place(int(ranks[0]))
             index_map = self._index_map(place, experts)
@@ -75,7 +75,7 @@ class Mesh:
     def holders(self) -> tuple[Ints, Ints, Ints]:
         """(tensor, shard group, first shard group with the same part) for each part of a tensor that a group holds.
 
-        Computed once; safe to read from any thread.
+        The result is cached and safe to read from any thread.
         """
         rows: list[tuple[int, int, int]] = []
         for number, tensor in enumerate(self.line.tensors):
@@ -88,7 +88,7 @@ class Mesh:
         return tensors, shard_groups, firsts
 
     def shard(self, rank: int, tensor: int) -> Shard:
-        """Return the pieces of a logical tensor, and its local shape, on a rank before ZeRO cuts it."""
+        """Return a rank's shard of a logical tensor before ZeRO partitions it."""
         return self._shard(self.place(rank), tensor)
 
     def place(self, rank: int) -> Place:
@@ -97,12 +97,12 @@ class Mesh:
         return at["pipe"], self.layout.expert_place(rank)[0], at["tensor"]
 
     def zero_rank(self, rank: int) -> int:
-        """Return the place of a rank among the data x sequence ranks that ZeRO deals to."""
+        """Return the index of a rank among the data x sequence ranks of its ZeRO group."""
         at = self.layout.coordinate(rank)
         return at["data"] * self.layout.sequence + at["sequence"]
 
     def _groups(self) -> list[tuple[Ints, bool]]:
-        """Return (ranks, whether ZeRO deals them experts' tensors) for every shard group, groups of experts last."""
+        """Return (ranks, whether it holds expert tensors) for each shard group; groups of experts come last."""
         kinds = [(False, self.layout.tensor)]
         if self.line.experts.any():
             kinds.append((True, self.layout.expert))
@@ -111,19 +111,19 @@ class Mesh:
 
     @cached_property
     def _alike(self) -> list[int]:
-        """One number for all tensors of the same shape and cuts; large models have few of them."""
+        """A class number for each tensor: tensors with the same shape and cuts share one. Large models have few."""
         known: dict[tuple[tuple[int, ...], AxisCuts], int] = {}
         pairs = zip(self.line.tensors, self.partition, strict=True)
         return [known.setdefault((tensor.shape, cuts), len(known)) for tensor, cuts in pairs]
 
     @cached_property
     def _firsts(self) -> list[int]:
-        """The first tensor for each number in `_alike`."""
+        """The first tensor of each class in `_alike`."""
         firsts: list[int] = np.unique(self._alike, return_index=True)[1].tolist()
         return firsts
 
     def _key(self, place: Place, tensor: int) -> tuple[int, Place]:
-        """Return everything that the shard of a tensor at a place depends on."""
+        """Return a cache key for the shard of a tensor at a place: everything that the shard depends on."""
         cuts, (pipe, expert, index) = self.partition[tensor], place
         return self._alike[tensor], (
             int(pipe in cuts.stages),
@@ -138,8 +138,9 @@ class Mesh:
         return self._shards[key]
 
     def local_line(self, place: Place) -> CoordinateLine:
-        """Return the line of the local tensors at a place, numbered as the logical ones; those held elsewhere are
-        empty.
+        """Return the line of the local tensors at a place, numbered like the logical tensors.
+
+        Tensors that are not held at the place are empty.
         """
         if place not in self._lines:
             shapes = tuple(self._shard(place, first).shape for first in self._firsts)
@@ -152,7 +153,7 @@ class Mesh:
         return self._lines[place]
 
     def _index_map(self, place: Place, experts: bool) -> Pieces:
-        """Return where the elements of a place's dense or expert tensors lie."""
+        """Return the coordinates of the dense or expert tensors at a place, as pieces of its local line."""
         line, alike = self.local_line(place), np.array(self._alike)
         nothing = np.empty(0, np.int64)
         parts: list[tuple[Ints, Ints, Ints]] = [(nothing, nothing, nothing)]
@@ -172,7 +173,7 @@ class Mesh:
 
 
 def _runs(piece: Placed, shape: tuple[int, ...]) -> tuple[Ints, Ints, Ints]:
-    """Return the runs of a piece that are unbroken in both tensor and buffer: (start, stop, offset), row-major."""
+    """Return the runs of a piece that are contiguous in both tensor and buffer: (start, stop, offset), row-major."""
     whole, dense = row_major(shape), piece.box.shape
     length, outer = 1, len(dense)
     while outer and whole[outer - 1] == piece.strides[outer - 1] == length:

@@ -1,9 +1,9 @@
-"""A sharding: how one layout holds one state kind, as answers that hold for every rank at once.
+"""Shardings: how one layout distributes one state kind over all ranks.
 
-Three classes answer the same questions: `EvenSharding`, equal parts or all of it; `OverlappingSharding`, whole tensors
-on several ranks; and `GroupedSharding`, one of these for each group of ranks that other axes have dealt the same to.
-Runs are given and answered as arrays: a *row* is one of the runs asked about, and every part of an answer names its
-row.
+Three classes have the same methods. `EvenSharding` gives every rank an equal part, or the whole. `OverlappingSharding`
+keeps whole tensors on several ranks. `GroupedSharding` combines one of these per shard group: the ranks to which the
+pipe, expert and tensor axes assign the same tensors. Methods take and return runs of coordinates as arrays. A *row* is
+the index of a run in the query, and each part of a result names the row that it belongs to.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ds_dynatrain.space.tensor import BufferId, CoordinateLine, Pieces
 Owned = tuple[Ints, Ints, Ints, Ints]
 """(row, start, stop, rank) of runs."""
 Rows = tuple[Ints, Ints, Ints]
-"""(row, start, stop) of runs; or (ranks, start, stop) of what these ranks hold alike."""
+"""(row, start, stop) of runs; or (ranks, start, stop) of runs that all of these ranks hold."""
 Placed = tuple[Ints, Ints, Ints, Ints, Ints]
 """(row, start, stop, buffer, offset) of runs."""
 
@@ -35,19 +35,19 @@ ABSENT = -1
 
 @dataclass(frozen=True, eq=False)
 class EvenSharding:
-    """The usual sharding of a world of `ranks` ranks: equal parts, or all of it on every rank.
+    """The usual sharding over `ranks` ranks: an equal part on each rank, or the whole on every rank.
 
-    The line falls into segments (a run of a flat buffer of ZeRO-1/2, a tensor of ZeRO-3, a whole tensor). A segment
-    lies in one piece somewhere in a flat order, its first element at position `lead`; that order is cut in parts of a
-    fixed `width`, and rank r holds the positions [r * width, (r + 1) * width), the first of them at `at` elements into
-    its buffer. If the kind is replicated, each rank holds the whole segment, from `at` on. Owner and address of any
-    coordinate follow by integer division, so a rank finds its peers without walking over all of them.
+    The coordinate line is divided into segments: runs of a flat buffer (ZeRO-1/2), tensors (ZeRO-3) or whole tensors.
+    A segment is contiguous in some flat order, in which its first element has position `lead`. That order is cut into
+    parts of a fixed `width`: rank r holds the positions [r * width, (r + 1) * width), beginning `at` elements into its
+    buffer. If the kind is replicated, each rank holds the whole segment, beginning at `at`. The owner and the address
+    of a coordinate follow by integer division, so a rank finds its peers without iterating over all ranks.
 
-    All arrays have one entry per segment, sorted by start and disjoint.
+    All arrays have one entry per segment; segments are disjoint and sorted by start.
 
-    start, stop: coordinates. width: elements of a rank's part (the segment's length if replicated). buffer: index into
-    `buffers`. at: where a rank's part begins in the buffer, in elements (the segment itself, if replicated). lead: the
-    segment's first position in the order that is cut, 0 if replicated. The buffers are the same on every rank.
+    start, stop: coordinates. width: elements in a rank's part (the segment's length if replicated). buffer: index into
+    `buffers`. at: where a rank's part begins in the buffer, in elements (where the segment begins, if replicated).
+    lead: the segment's first position in the flat order, 0 if replicated. The buffers are the same on every rank.
     """
 
     start: Ints
@@ -61,7 +61,7 @@ class EvenSharding:
     replicated: bool
 
     def holding(self, rank: int) -> Pieces:
-        """Return the pieces that a rank holds; LayoutError for a rank outside the world."""
+        """Return the pieces that a rank holds; raise LayoutError if there is no such rank."""
         if not 0 <= rank < self.ranks:
             raise LayoutError(f"rank {rank} is not in a world of {self.ranks}; give 0 to {self.ranks - 1}")
         if self.replicated:
@@ -74,7 +74,7 @@ class EvenSharding:
         return Pieces(start[keep], stop[keep], self.buffer[keep], offset[keep], self.buffers).coalesce()
 
     def owned(self, rank: int) -> Pieces:
-        """Return the part of `holding` that the rank owns: over all ranks these tile the kind, replicated or not."""
+        """Return the part of `holding` that the rank owns. Each element has exactly one owner, even if replicated."""
         held = self.holding(rank)
         if not self.replicated:
             return held
@@ -83,7 +83,10 @@ class EvenSharding:
         return held.take(row[mine], low[mine], high[mine])
 
     def only(self, rows: npt.NDArray[np.bool_]) -> EvenSharding:
-        """Keep some of the segments; the owners of a replicated kind then split the remaining segments evenly."""
+        """Return a sharding with the selected segments only.
+
+        If the kind is replicated, ownership is divided evenly over the span of the remaining segments.
+        """
         return EvenSharding(
             self.start[rows],
             self.stop[rows],
@@ -97,18 +100,19 @@ class EvenSharding:
         )
 
     def region(self) -> tuple[Ints, Ints]:
-        """Return the runs that the ranks hold together, touching ones joined."""
+        """Return the runs that at least one rank holds, with adjacent runs merged."""
         return interval.union(self.start, self.stop)
 
     @cached_property
     def shared(self) -> list[Rows] | None:
-        """(ranks, start, stop) of the runs that all ranks hold alike; None if each holds a part of them."""
+        """The runs that all ranks hold, as (ranks, start, stop); None if each rank holds only a part."""
         return [(np.arange(self.ranks), *self.region())] if self.replicated else None
 
     def owners(self, start: Ints, stop: Ints) -> Owned:
-        """Cut runs by the rank that owns each element, and leave out elements without one: (row, start, stop, rank).
+        """Split runs by the rank that owns each element, and return them as (row, start, stop, rank).
 
-        Every rank holds a replicated kind; its owners split the segments' span evenly.
+        Elements without an owner are left out. If the kind is replicated, ownership is divided evenly over the span of
+        the segments.
         """
         row, segment, low, high = interval.intersect(start, stop, self.start, self.stop)
         if self.replicated and len(self.start):
@@ -120,7 +124,7 @@ class EvenSharding:
         return row[part], low + base[part], high + base[part], rank
 
     def holders(self, start: Ints, stop: Ints) -> Owned:
-        """Return every rank that holds a part of a run: (row, start, stop, rank)."""
+        """Return each part of a run with each rank that holds it, as (row, start, stop, rank)."""
         if not self.replicated:
             return self.owners(start, stop)
         row, _, low, high = interval.intersect(start, stop, *self.region())
@@ -128,7 +132,10 @@ class EvenSharding:
         return np.tile(row, self.ranks), np.tile(low, self.ranks), np.tile(high, self.ranks), rank
 
     def lacking(self, start: Ints, stop: Ints, holder: Ints) -> Rows:
-        """Return the parts of each row that its `holder`, a rank or `ABSENT`, does not hold: (row, start, stop)."""
+        """Return the parts of each row that the rank `holder[row]` does not hold, as (row, start, stop).
+
+        If a row's holder is `ABSENT`, the whole row is returned.
+        """
         absent = holder == ABSENT
         row, low, high = interval.subtract(start, stop, *self.region())
         beyond = ~absent[row]
@@ -140,9 +147,9 @@ class EvenSharding:
         return join(parts)
 
     def place(self, start: Ints, stop: Ints, rank: Ints) -> Placed:
-        """Return where runs lie in the buffers of the given ranks: (row, start, stop, buffer, offset).
+        """Return where runs lie in the buffers of the given ranks, as (row, start, stop, buffer, offset).
 
-        rank: one per row; each must hold its row. Rows are cut where the buffer or the step in it changes.
+        rank: one per row; each rank must hold its row. Rows are split where they are not contiguous in one buffer.
         """
         row, segment, low, high = interval.intersect(start, stop, self.start, self.stop)
         offset = (self.at + self.lead - self.start)[segment] + low
@@ -153,18 +160,18 @@ class EvenSharding:
 
 @dataclass(frozen=True, eq=False)
 class OverlappingSharding:
-    """A sharding of ZeRO stages 1 and 2 that keeps tensors whole: a rank's part of a group, widened at both ends.
+    """A sharding of ZeRO stages 1 and 2 in which a rank holds every tensor of which it owns a part as a whole.
 
-    DeepSpeed's Muon orthogonalizes whole matrices, so every rank that has a part of a matrix keeps the whole momentum
-    of it (0.19.8: `runtime/zero/stage_1_and_2.py` `get_flat_partition`). The tensors that a rank keeps of a group lie
-    end to end from the start of its buffer, in the order of the flat group, without the gaps that alignment leaves
-    there; a rank without a part of the group has no such buffer. The owner of an element is the rank whose ordinary
-    part has it.
+    DeepSpeed's Muon orthogonalizes whole matrices, so every rank that has a part of a matrix keeps its whole momentum
+    (0.19.8: `runtime/zero/stage_1_and_2.py` `get_flat_partition`). A rank's tensors of an optimizer group lie end to
+    end from the start of its buffer, in the order of the flat group but without its alignment gaps. A rank without a
+    part of the group has no such buffer. An element belongs to the rank that owns it in `part`.
 
-    part: the ordinary sharding, of flat groups. The other arrays have one entry per tensor, sorted by start. start,
-    stop: its coordinates. buffer: index into `buffers`. at: elements of all tensors before it, in the flat order of one
-    group after the other. first, last: the first and the last rank that hold it; all between them do, too. reach:
-    buffer x ranks + last, ascending in that order; opening: `at` in that order.
+    part: the ordinary sharding of flat groups. The other arrays have one entry per tensor. start, stop: the tensor's
+    coordinates, sorted by start. buffer: index into `buffers`. at: number of elements in all tensors before this one,
+    in the flat order of one group after the other. first, last: the first and the last rank that hold the tensor; all
+    ranks between them hold it, too. reach: buffer x ranks + last, sorted by (buffer, position in the flat order).
+    opening: `at`, sorted in the same way.
     """
 
     part: EvenSharding
@@ -182,7 +189,7 @@ class OverlappingSharding:
 
     @staticmethod
     def of(line: CoordinateLine, part: EvenSharding) -> OverlappingSharding:
-        """Return the sharding of the tensors of `line` that `part`, a sharding of flat groups of stage 1 or 2, cuts."""
+        """Build the sharding from the tensors of `line` and from `part`, their sharding in flat groups."""
         filled = np.flatnonzero(line.numels)
         row, _, start, stop = interval.intersect(part.start, part.stop, line.bases[filled], line.bases[filled + 1])
         position, width, buffer = part.lead[row] + start - part.start[row], part.width[row], part.buffer[row]
@@ -197,7 +204,7 @@ class OverlappingSharding:
 
     @property
     def buffers(self) -> tuple[BufferId, ...]:
-        """The buffers that a rank may have."""
+        """All buffers that a rank may have."""
         return self.part.buffers
 
     @property
@@ -212,49 +219,55 @@ class OverlappingSharding:
         return Pieces(self.start[held], self.stop[held], self.buffer[held], offset, self.buffers).coalesce()
 
     def owned(self, rank: int) -> Pieces:
-        """Return the part of `holding` that the rank owns: over all ranks these tile the kind."""
+        """Return the part of `holding` that the rank owns. Each element has exactly one owner."""
         own = self.part.owned(rank)
         return self.holding(rank).restrict(own.start, own.stop)
 
     def region(self) -> tuple[Ints, Ints]:
-        """Return the runs that the ranks hold together, touching ones joined."""
+        """Return the runs that at least one rank holds, with adjacent runs merged."""
         return self.part.region()
 
     def owners(self, start: Ints, stop: Ints) -> Owned:
-        """Cut runs by the rank that owns each element, and leave out elements without one: (row, start, stop, rank)."""
+        """Split runs by the rank that owns each element, and return them as (row, start, stop, rank).
+
+        Elements without an owner are left out.
+        """
         return self.part.owners(start, stop)
 
     def holders(self, start: Ints, stop: Ints) -> Owned:
-        """Return every rank that holds a part of a run: (row, start, stop, rank)."""
+        """Return each part of a run with each rank that holds it, as (row, start, stop, rank)."""
         row, tensor, low, high = interval.intersect(start, stop, self.start, self.stop)
         again, nth = interval.expand((self.last - self.first + 1)[tensor])
         return row[again], low[again], high[again], self.first[tensor][again] + nth
 
     def lacking(self, start: Ints, stop: Ints, holder: Ints) -> Rows:
-        """Return the parts of each row that its `holder`, a rank or `ABSENT`, does not hold: (row, start, stop)."""
+        """Return the parts of each row that the rank `holder[row]` does not hold, as (row, start, stop).
+
+        If a row's holder is `ABSENT`, the whole row is returned.
+        """
         beyond = interval.subtract(start, stop, *self.region())
         row, tensor, low, high = interval.intersect(start, stop, self.start, self.stop)
         others = (holder[row] < self.first[tensor]) | (holder[row] > self.last[tensor])  # ABSENT is below every rank
         return join([beyond, (row[others], low[others], high[others])])
 
     def place(self, start: Ints, stop: Ints, rank: Ints) -> Placed:
-        """Return where runs lie in the buffers of the given ranks: (row, start, stop, buffer, offset).
+        """Return where runs lie in the buffers of the given ranks, as (row, start, stop, buffer, offset).
 
-        rank: one per row; each must hold its row.
+        rank: one per row; each rank must hold its row.
         """
         row, tensor, low, high = interval.intersect(start, stop, self.start, self.stop)
         return row, low, high, self.buffer[tensor], self._offset(tensor, rank[row]) + low - self.start[tensor]
 
     def _offset(self, tensor: Ints, rank: Ints) -> Ints:
-        """Return where tensors begin in their holders' buffers, counted from the first tensor that reaches the rank."""
+        """Return the offset at which each tensor begins in the buffer of the given rank, which must hold the tensor."""
         return self.at[tensor] - self.opening[np.searchsorted(self.reach, self.buffer[tensor] * self.ranks + rank)]
 
 
 @dataclass(frozen=True, eq=False)
 class GroupedSharding:
-    """The sharding of a layout of several axes: one sharding for each shard group of its mesh, all on one line.
+    """The sharding of a layout with several axes, which combines one sharding per shard group of the mesh.
 
-    cuts: one per shard group of the mesh. buffers: the buffers of all ranks, by the numbers of the local buffers.
+    cuts: the sharding of each shard group, on its local line. buffers: all buffers that a rank may have.
     """
 
     mesh: Mesh
@@ -265,7 +278,7 @@ class GroupedSharding:
 
     @staticmethod
     def of(mesh: Mesh, cutter: Callable[[ShardGroup], Sharding]) -> GroupedSharding:
-        """Cut one kind, shard group by shard group, each on its local line and over its own ranks."""
+        """Shard one state kind: call `cutter` for each shard group."""
         cuts = tuple(cutter(group) for group in mesh.shard_groups)
         different = {id(cut.buffers): cut.buffers for cut in cuts}  # most shard groups share one table
         table = tuple(dict.fromkeys(name for names in different.values() for name in names))
@@ -281,34 +294,39 @@ class GroupedSharding:
         return self._pieces(rank, is_owned=False)
 
     def owned(self, rank: int) -> Pieces:
-        """Return the part of `holding` that the rank owns: over all ranks these tile the kind."""
+        """Return the part of `holding` that the rank owns. Each element has exactly one owner."""
         return self._pieces(rank, is_owned=True)
 
     def region(self) -> tuple[Ints, Ints]:
-        """Return the runs that the ranks hold together, touching ones joined."""
+        """Return the runs that at least one rank holds, with adjacent runs merged."""
         return interval.union(*join(self._regions()))
 
     @cached_property
     def shared(self) -> list[Rows] | None:
-        """(ranks, start, stop), group by group, of runs that all its ranks hold alike; None if they hold parts."""
+        """The runs that all ranks of a shard group hold, as (ranks, start, stop) per group; None if any rank holds a
+        part only.
+        """
         if not all(cut.replicated for cut in self.cuts):
             return None
         pairs = zip(self.mesh.shard_groups, self._regions(), strict=True)
         return [(group.ranks, *interval.union(*runs)) for group, runs in pairs]
 
     def owners(self, start: Ints, stop: Ints) -> Owned:
-        """Cut runs by the one rank that owns each element: (row, start, stop, rank), in the order of the rows.
+        """Split runs by the rank that owns each element, and return them as (row, start, stop, rank), sorted by row.
 
-        If several shard groups hold an element, the first one owns it; its own sharding names the rank.
+        If several shard groups hold an element, the owner is in the first of them.
         """
         return self._ranks(start, stop, is_owned=True)
 
     def holders(self, start: Ints, stop: Ints) -> Owned:
-        """Return every rank that holds a part of a run: (row, start, stop, rank), in the order of the rows."""
+        """Return each part of a run with each rank that holds it, as (row, start, stop, rank), sorted by row."""
         return self._ranks(start, stop, is_owned=False)
 
     def lacking(self, start: Ints, stop: Ints, holder: Ints) -> Rows:
-        """Return the parts of each row that its `holder`, a rank or `ABSENT`, does not hold: (row, start, stop)."""
+        """Return the parts of each row that the rank `holder[row]` does not hold, as (row, start, stop).
+
+        If a row's holder is `ABSENT`, the whole row is returned.
+        """
         row = np.arange(len(start), dtype=np.int64)
         for group, cut in self._pairs():
             index = _index_in(group.ranks, holder[row])
@@ -325,9 +343,9 @@ class GroupedSharding:
         return row[order], start[order], stop[order]
 
     def place(self, start: Ints, stop: Ints, rank: Ints) -> Placed:
-        """Return where runs lie in the buffers of the given ranks: (row, start, stop, buffer, offset), row by row.
+        """Return where runs lie in the buffers of the given ranks, as (row, start, stop, buffer, offset).
 
-        rank: one per row; each must hold its row.
+        rank: one per row; each rank must hold its row. The result is sorted by row.
         """
         nothing = np.empty(0, np.int64)
         parts = [(nothing, nothing, nothing, nothing, nothing)]
@@ -344,7 +362,7 @@ class GroupedSharding:
 
     @cached_property
     def _codes(self) -> dict[int, Ints]:
-        """The numbers of a cut's buffers in `buffers`, by the identity of its table."""
+        """For each distinct buffer table of `cuts`, by `id`: the index of each of its buffers in `self.buffers`."""
         number = {name: index for index, name in enumerate(self.buffers)}
         tables = {id(cut.buffers): cut.buffers for cut in self.cuts}
         return {key: np.array([number[name] for name in names] or [0], np.int64) for key, names in tables.items()}
@@ -353,7 +371,7 @@ class GroupedSharding:
         return zip(self.mesh.shard_groups, self.cuts, strict=True)
 
     def _regions(self) -> list[tuple[Ints, Ints]]:
-        """Return the runs on the logical line that each shard group holds."""
+        """Return the runs of the logical line that each shard group holds."""
         found = []
         for group, cut in self._pairs():
             _, _, start, stop = group.index_map.to_line(*cut.region())
@@ -376,7 +394,7 @@ class GroupedSharding:
         return Pieces(*join([part.columns for part in parts]), self.buffers).tidy()
 
     def _ranks(self, start: Ints, stop: Ints, is_owned: bool) -> Owned:
-        """Return the owner of each part of a run, or all of its holders, by the shardings of the shard groups."""
+        """Split runs by the rank that owns each element, or by every rank that holds it."""
         parts = []
         for group, cut in self._pairs():
             index_map, ask = (group.primary, cut.owners) if is_owned else (group.index_map, cut.holders)
@@ -391,14 +409,14 @@ Sharding = EvenSharding | OverlappingSharding | GroupedSharding
 
 
 def _index_in(ranks: Ints, rank: Ints) -> Ints:
-    """Return the place of each rank among `ranks`, or ABSENT."""
+    """Return the index of each `rank` in `ranks`, or ABSENT if it is not there."""
     order = np.argsort(ranks)
     at = np.minimum(np.searchsorted(ranks[order], rank), len(ranks) - 1)
     return np.where(ranks[order][at] == rank, order[at], ABSENT)
 
 
 def _in_order(parts: list[AnyRows]) -> AnyRows:
-    """Sort the rows (number, start, ...) of several parts by number and then by start."""
+    """Join several parts, each with columns (row, start, ...), and sort them by row and then by start."""
     columns = join(parts)
     order = np.lexsort((columns[1], columns[0]))
     return cast("AnyRows", tuple(column[order] for column in columns))

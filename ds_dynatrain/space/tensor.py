@@ -1,8 +1,8 @@
-"""Logical tensors, the one line of integer coordinates on which all of their elements lie, and pieces of it.
+"""Logical tensors, the line of integer coordinates that numbers all their elements, and runs of coordinates.
 
-The line is the Virtual Parameter Space of one state kind: tensor after tensor in the order of registration, row-major
-inside a tensor. Registration follows the optimizer (group 0's trainable tensors in order, group 1's, ..., then the
-frozen ones), so neighbors in one of ZeRO's flat buffers are neighbors on the line and a rank's share of a group is a
+The line is the Virtual Parameter Space of one state kind: tensor after tensor in registration order, and row-major
+within a tensor. Registration follows the optimizer: the trainable tensors of group 0, of group 1, ..., then the frozen
+tensors. Neighbors in a flat buffer of ZeRO are therefore neighbors on the line, and a rank's share of a group is a
 single run.
 """
 
@@ -24,15 +24,17 @@ from ds_dynatrain.space.interval import Ints
 FROZEN = -1
 Held = TypeVar("Held")
 IN_EMPTY_GROUP = "no tensor of group "
-"""Start of the name of an element that stands for a group without a tensor on a pipeline stage; its number follows."""
+"""Name prefix of the placeholder tensor for an optimizer group that has no tensor on a pipeline stage.
+
+The number of the group follows."""
 
 
 @dataclass(frozen=True)
 class LogicalTensor:
-    """A tensor of the model as if every axis had size 1.
+    """A tensor of the model, with the shape that it has if every axis has size 1.
 
-    group: its optimizer parameter group, or `FROZEN`. expert: whether ZeRO deals it only to the ranks of an expert-data
-    group.
+    group: its optimizer parameter group, or `FROZEN`. expert: whether ZeRO partitions it over the ranks of an
+    expert-data group only.
     """
 
     name: str
@@ -52,7 +54,7 @@ class LogicalTensor:
 
     @property
     def numel(self) -> int:
-        """Number of its elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -85,7 +87,7 @@ class CoordinateLine:
     _index: dict[str, int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Raise LayoutError for a name used twice or an order that splits a group."""
+        """Raise LayoutError if two tensors have the same name, or if the tensors are not ordered by group."""
         names, numels, groups, experts = list[str](), list[int](), list[int](), list[bool]()
         for tensor in self.tensors:
             names.append(tensor.name)
@@ -127,7 +129,7 @@ class CoordinateLine:
         return self.groups[np.searchsorted(self.bases[:-1], coordinates, side="right") - 1]
 
     def index(self, name: str) -> int:
-        """Return the place of the tensor in the registration; LayoutError if there is none of that name."""
+        """Return the number of the tensor with the given name; raise LayoutError if there is none."""
         try:
             return self._index[name]
         except KeyError:
@@ -138,10 +140,11 @@ class CoordinateLine:
 
 
 class BufferId(NamedTuple):
-    """Name of a one-dimensional local buffer of one state kind.
+    """The name of a one-dimensional local buffer of one state kind.
 
     place: "tensor" (a whole tensor), "partition" (a rank's part of a frozen tensor), "group" (the flat buffer of an
-    optimizer group) or "subgroup" (of a ZeRO-3 sub-group); index: the tensor's, group's or sub-group's number.
+    optimizer group) or "subgroup" (the buffer of a ZeRO-3 sub-group). index: the number of the tensor, group or
+    sub-group.
     """
 
     place: str
@@ -149,12 +152,12 @@ class BufferId(NamedTuple):
 
 
 def of_kind(buffers: Mapping[tuple[str, BufferId], Held], kind: str) -> dict[BufferId, Held]:
-    """Return the buffers of one state kind, by their names."""
+    """Return the buffers of one state kind, by buffer name."""
     return {name: held for (held_kind, name), held in buffers.items() if held_kind == kind}
 
 
 class Piece(NamedTuple):
-    """One run [start, stop) of coordinates, at `offset` elements into a buffer."""
+    """One run [start, stop) of coordinates, which lies `offset` elements into a buffer."""
 
     start: int
     stop: int
@@ -208,7 +211,7 @@ class Pieces:
         return replace(self, start=start, stop=stop, buffer=self.buffer[row], offset=offset)
 
     def intersect(self, other: Pieces) -> tuple[Pieces, Pieces]:
-        """Return the runs that both hold, twice: with the own buffers and offsets, and with the other's."""
+        """Return the runs in both: once with the buffers and offsets of `self`, once with those of `other`."""
         row, run, start, stop = interval.intersect(self.start, self.stop, other.start, other.stop)
         return self.take(row, start, stop), other.take(run, start, stop)
 
@@ -228,7 +231,7 @@ class Pieces:
         return self.take(order, self.start[order], self.stop[order]).coalesce()
 
     def coalesce(self) -> Pieces:
-        """Return the same elements in the fewest runs: neighbors on the line and in the buffer become one."""
+        """Return the same elements in fewer runs: merge runs that are adjacent on the line and in the buffer."""
         joined = (
             (self.start[1:] == self.stop[:-1])
             & (self.buffer[1:] == self.buffer[:-1])
@@ -238,13 +241,19 @@ class Pieces:
         return self.take(first, self.start[first], self.stop[last])
 
     def to_local(self, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-        """Return (row, first coordinate, start, stop in the buffer) of the parts of runs that are in the one buffer."""
+        """Convert coordinates to buffer offsets: return (row, first coordinate, start, stop) of each part of a run.
+
+        All pieces must lie in one buffer. Coordinates outside the pieces are left out.
+        """
         row, run, low, high = interval.intersect(start, stop, self.start, self.stop)
         begin = self.offset[run] + low - self.start[run]
         return row, low, begin, begin + high - low
 
     def to_line(self, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-        """Return (row, first offset, start, stop on the line) of runs of the one buffer; padding is left out."""
+        """Convert buffer offsets to coordinates: return (row, first offset, start, stop) of each part of a run.
+
+        All pieces must lie in one buffer. Padding is left out.
+        """
         local, end, origin = self._by_local
         row, run, low, high = interval.intersect(start, stop, local, end)
         begin = origin[run] + low - local[run]
@@ -252,14 +261,14 @@ class Pieces:
 
     @cached_property
     def _by_local(self) -> tuple[Ints, Ints, Ints]:
-        """The pieces in the order of the one buffer: start and stop there, start on the line."""
+        """The pieces in buffer order: start and stop in the buffer, and start on the line."""
         order = np.argsort(self.offset, kind="stable")
         local = self.offset[order]
         return local, local + (self.stop - self.start)[order], self.start[order]
 
 
 def split_by_tensor(line: CoordinateLine, pieces: Pieces) -> tuple[Ints, Pieces]:
-    """Cut pieces at the ends of the line's tensors; return the tensor number of each, and the pieces."""
+    """Cut pieces at tensor boundaries; return the tensor number of each resulting piece, and the pieces."""
     filled = np.flatnonzero(line.numels)
     start, stop = line.bases[filled], line.bases[filled + 1]
     row, tensor, low, high = interval.intersect(pieces.start, pieces.stop, start, stop)

@@ -1,4 +1,4 @@
-"""The Virtual Parameter Space: every element of training state at one coordinate, whichever rank holds it."""
+"""The Virtual Parameter Space: each element of training state has one coordinate, whichever rank holds it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from ds_dynatrain.space.zero import LocalSpace
 
 @dataclass(frozen=True, eq=False)
 class VirtualParameterSpace:
-    """Tensors, the rules that cut them, their state kinds, and the present (layout, members).
+    """The tensors of a model, the rules that partition them, their state kinds, and the current layout and members.
 
-    members: the member at each rank. partitioner: how a layout's pipe, expert and tensor axes deal the tensors out, or
-    None if these always have size 1. tensors, bases: those of the line. Cached results do not depend on the members, so
-    `with_layout` hands them on.
+    members: the member at each rank. partitioner: how a layout's pipe, expert and tensor axes partition the tensors, or
+    None if these axes always have size 1. tensors, bases: copies of the fields of `line`. Cached results do not depend
+    on the members, so `with_layout` shares the caches.
     """
 
     line: CoordinateLine
@@ -48,7 +48,10 @@ class VirtualParameterSpace:
         members: Iterable[int],
         partitioner: Partitioner | None = None,
     ) -> VirtualParameterSpace:
-        """Build a space from tensors in the order of registration; LayoutError as for it and a `CoordinateLine`."""
+        """Build a space from tensors in registration order.
+
+        Raise LayoutError if `CoordinateLine` or the space itself rejects its arguments.
+        """
         return VirtualParameterSpace(
             CoordinateLine(tuple(tensors)), rules, tuple(kinds), layout, tuple(members), partitioner
         )
@@ -68,11 +71,11 @@ class VirtualParameterSpace:
         object.__setattr__(self, "bases", self.line.bases)
 
     def kind(self, name: str) -> Kind:
-        """Return the kind of that name; LayoutError if there is none."""
+        """Return the state kind with the given name; raise LayoutError if there is none."""
         return kind_of(self.kinds, name)
 
     def present_kinds(self, layout: Layout | None = None) -> tuple[str, ...]:
-        """Return the names of the kinds that a layout (the present one if None) holds at all."""
+        """Return the names of the state kinds that a layout (the current one if None) holds."""
         found = []
         for kind in self.kinds:
             if zero.is_held(layout or self.layout, kind.name):
@@ -80,10 +83,11 @@ class VirtualParameterSpace:
         return tuple(found)
 
     def mesh(self, layout: Layout) -> Mesh | None:
-        """Return which rank holds what before ZeRO cuts the tensors; None if every rank has all of them. Computed once.
+        """Return which rank holds which part of each tensor before ZeRO partitions it, or None if every rank holds
+        every tensor. The result is cached.
 
-        Raise LayoutError for an axis that the space was built without, or that does not cut a tensor, and if tensor
-        ranks have different numbers of ZeRO-3 sub-groups.
+        Raise LayoutError if the space has no partitioner and an axis needs one, if an axis cannot cut a tensor, or if
+        tensor-parallel ranks would have different numbers of ZeRO-3 sub-groups.
         """
         cuts = is_partitioned(layout)
         if not cuts and not self.line.experts.any():
@@ -95,7 +99,7 @@ class VirtualParameterSpace:
                 )
             partition = self.partitioner(layout) if cuts and self.partitioner else (WHOLE,) * len(self.tensors)
             mesh = Mesh(self.line, layout, partition)
-            if layout.zero_stage == 3 and layout.tensor > 1:  # each sums the norms of its sub-groups in turn
+            if layout.zero_stage == 3 and layout.tensor > 1:  # they sum norms sub-group by sub-group
                 counts = [zero.subgroup_count(group.line, self.rules, layout) for group in mesh.shard_groups]
                 if len(set(counts)) > 1:
                     raise LayoutError(
@@ -112,7 +116,7 @@ class VirtualParameterSpace:
         return () if mesh is None else shared_stages(mesh.partition)
 
     def local(self, layout: Layout, rank: int) -> LocalSpace:
-        """Return the part of the state that a rank holds, in terms of its own local tensors."""
+        """Return the part of the state that a rank holds, expressed in its local tensors."""
         mesh, layout = self.mesh(layout), zero.as_cut(self.rules, layout)
         if mesh is None:
             return LocalSpace(self.line, self.rules, self.kinds, layout, rank)
@@ -120,14 +124,14 @@ class VirtualParameterSpace:
         return LocalSpace(mesh.local_line(mesh.place(rank)), self.rules, self.kinds, layout, *places)
 
     def sharding(self, layout: Layout, kind: str) -> Sharding:
-        """Return how a layout holds a kind; computed once."""
+        """Return how a layout distributes a state kind over its ranks. The result is cached."""
         layout = zero.as_cut(self.rules, layout)
         key = (layout, kind)
         if key not in self._shardings:
             mesh, held = self.mesh(layout), self.kind(kind)
             if mesh is None:
                 self._shardings[key] = zero.sharding(self.line, self.rules, layout, held)
-            else:  # few lines differ
+            else:  # most shard groups share one local line, so cache by line
                 cut = cache(lambda line, experts: zero.sharding(line, self.rules, layout, held, experts))
                 self._shardings[key] = GroupedSharding.of(mesh, lambda group: cut(group.line, group.experts))
         return self._shardings[key]
@@ -137,7 +141,7 @@ class VirtualParameterSpace:
         return self.kind(kind).is_of(group)
 
     def buffers(self, layout: Layout) -> tuple[BufferId, ...]:
-        """Return the buffers that a rank may have under a layout; all pieces number them alike. Computed once."""
+        """Return all buffers that a rank may have under a layout; `Pieces` number buffers in this order. Cached."""
         if layout not in self._tables:
             mesh, cut = self.mesh(layout), zero.as_cut(self.rules, layout)
             names: dict[BufferId, None] = {}
@@ -148,32 +152,32 @@ class VirtualParameterSpace:
         return self._tables[layout]
 
     def holding(self, layout: Layout, rank: int, kind: str) -> Pieces:
-        """Return the pieces of a kind on a rank, disjoint."""
+        """Return the disjoint pieces of a state kind that a rank holds."""
         return self.sharding(layout, kind).holding(rank)
 
     def is_held(self, layout: Layout, kind: str) -> bool:
-        """Return whether the layout holds the kind at all."""
+        """Return whether the layout holds the state kind."""
         return zero.is_held(layout, kind)
 
     def is_replicated(self, layout: Layout, kind: str) -> bool:
-        """Return whether ZeRO leaves the kind whole on every rank that it deals a tensor to."""
+        """Return whether ZeRO keeps the state kind whole on every rank of a ZeRO group."""
         return zero.is_replicated(zero.as_cut(self.rules, layout), kind)
 
     def owned(self, layout: Layout, rank: int, kind: str) -> Pieces:
-        """Return the part of `holding` that the rank owns: over all ranks these tile the kind, replicated or not."""
+        """Return the part of `holding` that the rank owns. Each element has exactly one owner, even if replicated."""
         return self.sharding(layout, kind).owned(rank)
 
     def split_by_tensor(self, pieces: Pieces) -> tuple[Ints, Pieces]:
-        """Cut pieces at the ends of tensors; return the tensor number of each, and the pieces."""
+        """Cut pieces at tensor boundaries; return the tensor number of each resulting piece, and the pieces."""
         return split_by_tensor(self.line, pieces)
 
     def with_groups(self, kind: str, groups: Iterable[int]) -> VirtualParameterSpace:
-        """Return the same space with a kind limited to the tensors of some optimizer groups (FROZEN is one)."""
+        """Return a copy of the space with a state kind limited to some optimizer groups, which may include FROZEN."""
         kinds = [replace(each, groups=frozenset(groups)) if each.name == kind else each for each in self.kinds]
         return replace(self, kinds=tuple(kinds), _shardings={})
 
     def with_layout(self, layout: Layout, members: Iterable[int]) -> VirtualParameterSpace:
-        """Return the same state under another layout and world."""
+        """Return a copy of the space with another layout and other members."""
         return replace(self, layout=layout, members=tuple(members))
 
 

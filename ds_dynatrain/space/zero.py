@@ -1,11 +1,11 @@
-"""How DeepSpeed's ZeRO cuts the line: data in, shardings out.
+"""How DeepSpeed's ZeRO partitions tensors: pure functions from a layout to shardings.
 
-Read off DeepSpeed 0.19.8: `runtime/zero/stage_1_and_2.py` (flat groups), `runtime/zero/partition_parameters.py`
-(parts of a parameter) and `runtime/zero/stage3.py` `_create_fp16_sub_groups`. Padding is part of no sharding, and
-neither is what ZeRO-3 gathers and keeps whole for a while (persistent parameters).
+The rules follow DeepSpeed 0.19.8: `runtime/zero/stage_1_and_2.py` (flat groups), `runtime/zero/partition_parameters.py`
+(parts of a parameter) and `runtime/zero/stage3.py` `_create_fp16_sub_groups`. Shardings include neither padding nor the
+gathered copies that ZeRO-3 keeps for a while (persistent parameters).
 
-The world of a layout is one ZeRO group here, of data x sequence ranks; what else cuts a tensor has been done before
-(`mesh`). A tensor of an expert is dealt to others: to those ranks of a pipeline stage that hold the same expert.
+This module sees one ZeRO group of data x sequence ranks; the pipe, expert and tensor axes have been applied before
+(`mesh`). An expert's tensor is partitioned over other ranks: those of a pipeline stage that hold the same expert.
 
 | kinds \\ stage            | 0            | 1, 2                             | 3                                  |
 |--------------------------|--------------|----------------------------------|------------------------------------|
@@ -15,11 +15,11 @@ The world of a layout is one ZeRO group here, of data x sequence ranks; what els
 | stale_grad               | not held     | not held                         | subgroup, the rank's parts in order|
 | host_grad                | not held     | group, the rank's part of it     | subgroup, the rank's parts in order|
 
-A moment of whole tensors is cut like a master here; in stages 1 and 2 it overlaps afterwards (`OverlappingSharding`).
+A moment that needs whole tensors is first cut like a master; in stages 1 and 2 `OverlappingSharding` then widens it.
 
-A flat group lies in the order of registration, its tensors end to end. `round_robin_gradients` deals its tensors to
-the ranks in turn: first those at places 0, data, 2 data, ..., then 1, data + 1, ... With `parameter_alignment` each
-tensor begins at a multiple of `weight_alignment`. A tensor of no element takes no part in either.
+The tensors of a flat group lie end to end in registration order. `round_robin_gradients` reorders them: first the
+tensors numbered 0, data, 2 data, ..., then 1, data + 1, ... With `parameter_alignment` each tensor begins at a multiple
+of `weight_alignment`. Both ignore empty tensors.
 """
 
 from __future__ import annotations
@@ -40,14 +40,15 @@ from ds_dynatrain.space.tensor import FROZEN, BufferId, CoordinateLine, LogicalT
 
 @dataclass(frozen=True)
 class ZeroRules:
-    """The numbers of a DeepSpeed configuration that decide where ZeRO cuts; all in elements.
+    """The settings of a DeepSpeed configuration that decide where ZeRO cuts. Sizes are in elements.
 
-    alignment_factor: a flat group is padded to a multiple of alignment_factor x data (stages 1 and 2).
-    round_robin_stages: the stages among 1 and 2 whose flat groups deal their tensors to the ranks in turn.
-    aligned_stages: the stages among 1 and 2 whose tensors begin at multiples of weight_alignment in a flat group.
-    flat_without_zero: stage 0 holds flat groups too, whole and without padding (DeepSpeed's FP16_Optimizer).
-    parts_without_zero: stage 0 is cut as stage 1 is (BF16_Optimizer, which DeepSpeed takes there for pipelines).
-    sub_group_size: a ZeRO-3 sub-group closes when its parts on a rank reach this sum.
+    alignment_factor: in stages 1 and 2 a flat group is padded to a multiple of alignment_factor x data.
+    round_robin_stages: which of stages 1 and 2 order the tensors of a flat group round-robin over the ranks.
+    aligned_stages: which of stages 1 and 2 begin each tensor of a flat group at a multiple of weight_alignment.
+    weight_alignment: the alignment of tensors in the `aligned_stages`.
+    flat_without_zero: whether stage 0 has flat groups, whole and without padding (DeepSpeed's FP16_Optimizer).
+    parts_without_zero: whether stage 0 is cut like stage 1 (BF16_Optimizer, which DeepSpeed uses for pipelines there).
+    sub_group_size: a ZeRO-3 sub-group is closed when the sum of its parts on a rank reaches this size.
     """
 
     alignment_factor: int = 2
@@ -60,22 +61,22 @@ class ZeroRules:
 
 
 def as_cut(rules: ZeroRules, layout: Layout) -> Layout:
-    """Return the layout whose stage says how a layout is cut: the same one, except with `parts_without_zero`."""
+    """Return the layout with the ZeRO stage that decides how it is cut: stage 0 becomes 1 if `parts_without_zero`."""
     return layout.replace(zero_stage=1) if rules.parts_without_zero and layout.zero_stage == 0 else layout
 
 
 def is_held(layout: Layout, kind: str) -> bool:
-    """Return whether the ranks of the layout hold the kind at all."""
+    """Return whether the ranks of the layout hold the state kind."""
     return layout.zero_stage in row_of(kind).stages
 
 
 def is_replicated(layout: Layout, kind: str) -> bool:
-    """Return whether every rank of the layout holds the whole of the kind."""
+    """Return whether every rank of a ZeRO group holds the whole of the state kind."""
     return layout.zero_stage in row_of(kind).whole_in
 
 
 def has_flat_groups(rules: ZeroRules, layout: Layout) -> bool:
-    """Return whether the tensors of an optimizer group lie end to end in one buffer."""
+    """Return whether the layout stores the tensors of an optimizer group end to end in one buffer."""
     return layout.zero_stage in (1, 2) or (layout.zero_stage == 0 and rules.flat_without_zero)
 
 
@@ -83,9 +84,9 @@ Table = tuple[BufferId, ...]
 
 
 def buffer_table(line: CoordinateLine, rules: ZeroRules, layout: Layout) -> Table:
-    """Return the table by which all shardings of a layout number buffers: single tensors first, then shared buffers.
+    """Return all buffers of a layout, in the order in which its shardings number them.
 
-    `buffers_of` says which of them a rank has, and how large they are.
+    Buffers of single tensors come first, then shared buffers. `buffers_of` returns those that a rank has, with sizes.
     """
     tensors, count = len(line.tensors), line.trainable_count
     if layout.zero_stage == 3:
@@ -105,11 +106,9 @@ def _numbered(*sorts: tuple[str, int]) -> Table:
 
 
 def sharding(line: CoordinateLine, rules: ZeroRules, layout: Layout, kind: Kind, experts: bool = False) -> Sharding:
-    """Return how ZeRO cuts a kind of local tensors, of all groups that have it.
+    """Return how ZeRO partitions one state kind of the local tensors.
 
-    Each element has one owner unless the kind is replicated.
-
-    experts: whether to cut the expert tensors, over the ranks of their group, or all others.
+    experts: whether to partition the expert tensors (over the ranks that hold the same expert) or all other tensors.
     """
     table = buffer_table(line, rules, layout)
     count = len(line.tensors) if is_held(layout, kind.name) else 0
@@ -132,9 +131,9 @@ def sharding(line: CoordinateLine, rules: ZeroRules, layout: Layout, kind: Kind,
 
 
 def group_size(layout: Layout, experts: bool = False) -> int:
-    """Return the number of ranks that ZeRO deals a tensor to.
+    """Return the number of ranks over which ZeRO partitions a tensor.
 
-    Data x sequence; for an expert's tensor, the number of ranks that hold the same expert.
+    This is data x sequence or, for an expert's tensor, the number of ranks of a stage that hold the same expert.
     """
     return layout.ranks_per_stage // layout.expert if experts else layout.data * layout.sequence
 
@@ -145,10 +144,10 @@ def group_sizes(line: CoordinateLine, layout: Layout) -> Ints:
 
 
 def subgroups(line: CoordinateLine, rules: ZeroRules, layout: Layout) -> Ints:
-    """Return the number of the ZeRO-3 sub-group of each trainable tensor.
+    """Return the index of the ZeRO-3 sub-group of each trainable tensor.
 
-    A group that fits is one sub-group. Otherwise a sub-group closes with the tensor whose part brings the sum to
-    sub_group_size.
+    An optimizer group that fits into sub_group_size is one sub-group. Otherwise a sub-group ends with the tensor whose
+    part brings the sum to sub_group_size.
     """
     count = line.trainable_count
     parts = -(-line.numels // group_sizes(line, layout))[:count]
@@ -167,14 +166,14 @@ def subgroups(line: CoordinateLine, rules: ZeroRules, layout: Layout) -> Ints:
 
 
 def subgroup_count(line: CoordinateLine, rules: ZeroRules, layout: Layout) -> int:
-    """Return the number of ZeRO-3's sub-groups of a rank's tensors."""
+    """Return the number of ZeRO-3 sub-groups that the local tensors form."""
     return int(subgroups(line, rules, layout).max(initial=-1)) + 1
 
 
 def flat_order(line: CoordinateLine, rules: ZeroRules, layout: Layout, group: int) -> tuple[Ints, Ints, int]:
-    """Return a flat group of stages 1 and 2: (tensor numbers in order, position of each, elements before final pad).
+    """Return the order of the tensors in a flat group: (tensor numbers, position of each, elements before final pad).
 
-    Tensors of no element are left out, as DeepSpeed does before it numbers them.
+    Empty tensors are left out, as DeepSpeed does before it numbers tensors.
     """
     tensors = np.flatnonzero((line.groups == group) & (line.numels > 0))
     if layout.zero_stage in rules.round_robin_stages:
@@ -188,7 +187,10 @@ def flat_order(line: CoordinateLine, rules: ZeroRules, layout: Layout, group: in
 
 
 def partition_size(line: CoordinateLine, rules: ZeroRules, layout: Layout, group: int) -> int:
-    """Return the elements of a rank's part of a flat group, padding included; under stage 0, of the whole group."""
+    """Return the number of elements in a rank's part of a flat group, padding included.
+
+    Under stage 0 this is the size of the whole group.
+    """
     tensors, _, numel = flat_order(line, rules, layout, group)
     if layout.zero_stage == 0:
         return numel
@@ -208,7 +210,10 @@ def _whole(line: CoordinateLine, count: int, table: Table, ranks: int) -> EvenSh
 def _flat_groups(
     line: CoordinateLine, rules: ZeroRules, layout: Layout, kind: str, count: int, table: Table, ranks: int
 ) -> EvenSharding:
-    """Return the segments of optimizer groups, as long as line and flat order agree, then one per frozen tensor."""
+    """Return a sharding of flat groups, with one segment per frozen tensor.
+
+    A segment of a flat group ends where the order in the group stops following the coordinate line.
+    """
     replicated = is_replicated(layout, kind)
     trainable = min(count, line.trainable_count)
     width, position = np.zeros(count, np.int64), np.zeros(count, np.int64)
@@ -240,7 +245,10 @@ def _flat_groups(
 def _parts(
     line: CoordinateLine, rules: ZeroRules, layout: Layout, count: int, table: Table, ranks: int
 ) -> EvenSharding:
-    """Return one segment per tensor; parts of a sub-group's tensors follow one another, a frozen one's stands alone."""
+    """Return the sharding of ZeRO-3, with one segment per tensor.
+
+    The parts of a sub-group's tensors share one buffer; the part of a frozen tensor has its own.
+    """
     trainable = min(count, line.trainable_count)
     width = -(-line.numels // group_sizes(line, layout))[:count]
     number = subgroups(line, rules, layout)[:trainable]
@@ -255,9 +263,9 @@ def _parts(
 
 
 class Buffer(NamedTuple):
-    """A buffer of a rank, and the optimizer group of its tensors (FROZEN: weights alone).
+    """A buffer of a rank, and the optimizer group of its tensors (FROZEN for a buffer of weights only).
 
-    numel: elements of the rank's own buffer, padding included. whole: elements if every rank has all parts of it.
+    numel: elements in the buffer of one rank, padding included. whole: elements if a rank held the parts of all ranks.
     """
 
     name: BufferId
@@ -267,7 +275,7 @@ class Buffer(NamedTuple):
 
 
 def buffers_of(line: CoordinateLine, rules: ZeroRules, layout: Layout) -> list[Buffer]:
-    """Return the buffers that a rank has under a layout: those of single tensors first, then shared ones."""
+    """Return the buffers that a rank has under a layout: buffers of single tensors first, then shared buffers."""
     trainable, together = line.trainable_count, list[Buffer]()
     parts = -(-line.numels // group_sizes(line, layout))
     if layout.zero_stage == 3:
@@ -291,10 +299,10 @@ def buffers_of(line: CoordinateLine, rules: ZeroRules, layout: Layout) -> list[B
 
 @dataclass(frozen=True, eq=False)
 class LocalSpace:
-    """The state of one rank. Coordinates are on its own line, on which a tensor has its local shape.
+    """The state of one rank, on its own coordinate line, where each tensor has its local shape.
 
-    layout: the layout of the whole world. zero_rank: place among the data x sequence ranks of ZeRO's group.
-    expert_rank: place among the ranks that hold the same experts.
+    layout: the layout of the whole world. zero_rank: index among the data x sequence ranks of the ZeRO group.
+    expert_rank: index among the ranks of the stage that hold the same experts.
     """
 
     line: CoordinateLine
@@ -306,11 +314,11 @@ class LocalSpace:
 
     @property
     def tensors(self) -> tuple[LogicalTensor, ...]:
-        """The local tensors, under the numbers of the logical ones."""
+        """The local tensors, numbered like the logical tensors."""
         return self.line.tensors
 
     def holding(self, kind: str) -> list[Pieces]:
-        """Return the disjoint pieces of a kind on this rank: dense tensors first, then those of experts if any."""
+        """Return the pieces of a state kind on this rank: those of dense tensors, then those of experts if any."""
         held = kind_of(self.kinds, kind)
         found = [sharding(self.line, self.rules, self.layout, held).holding(self.zero_rank)]
         if self.line.experts.any():
@@ -318,7 +326,7 @@ class LocalSpace:
         return found
 
     def sizes(self) -> dict[tuple[str, BufferId], int]:
-        """Return the elements of every buffer of this rank, by (kind, buffer), padding included."""
+        """Return the number of elements in each buffer of this rank, by (kind, buffer), padding included."""
         found: dict[tuple[str, BufferId], int] = {}
         buffers = buffers_of(self.line, self.rules, self.layout)
         for kind in self.kinds:
@@ -337,7 +345,7 @@ class LocalSpace:
         return found
 
     def rows(self, kind: str) -> tuple[Ints, Pieces]:
-        """Return (tensor number, piece) of everything that `holding` gives, cut at the ends of tensors."""
+        """Return all pieces of a state kind on this rank, cut at tensor boundaries: (tensor numbers, pieces)."""
         columns = []
         for pieces in self.holding(kind):
             number, part = split_by_tensor(self.line, pieces)

@@ -18,8 +18,8 @@ from ds_dynatrain.space.layout import RANK_ORDER, STAGES, Layout
 from ds_dynatrain.support.row import Refusal
 
 PIPELINE, EXPERTS, NATIVE_EXPERTS, ULYSSES = "pipeline", "AutoEP", "deepspeed.moe", "Ulysses"
-"""Features of a model: a PipelineModule, layers dealt out by AutoEP, layers of `deepspeed.moe`, attention over sequence
-ranks."""
+"""Features of a model: a PipelineModule, experts distributed by AutoEP, layers of `deepspeed.moe`, and attention over
+sequence ranks."""
 
 Features = frozenset[str]
 
@@ -34,15 +34,16 @@ AXES: Mapping[str, tuple[tuple[str, ...], str]] = {
     ),
     "sequence": ((ULYSSES,), "it has no DistributedAttention layer, and no mpu for sequence parallelism was given"),
 }
-"""Axis -> (the features of which a model needs one to have it, what to say about a model without them). Every model has
-a data axis, and AutoTP tells which has a tensor axis."""
+"""Axis -> (features of which a model needs at least one to use the axis, error text for a model without them). Every
+model can use the data axis, and AutoTP decides which can use the tensor axis."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A combination that is refused: all of these features, all of these axes above 1, one of these stages; and why.
+    """A refused combination of features, axes and ZeRO stages.
 
-    without: axes of size 1.
+    The rule applies if the model has all `features`, all `axes` are above 1, all axes in `without` have size 1, and the
+    stage is in `stages`. why: the reason.
     """
 
     features: tuple[str, ...]
@@ -52,7 +53,7 @@ class Rule:
     without: tuple[str, ...] = ()
 
     def holds(self, features: Features, layout: Layout) -> bool:
-        """Return whether a layout, with a model of these features, is such a combination."""
+        """Return whether the rule applies to a model with these features in a layout."""
         return (
             features.issuperset(self.features)
             and layout.zero_stage in self.stages
@@ -81,10 +82,9 @@ RULES: tuple[Rule, ...] = (
 
 
 def refusal(features: Features, layout: Layout, processes: int) -> Refusal | None:
-    """Return why a model with these features cannot be trained in a layout, with the nearest layouts in which it can;
-    None if it can.
+    """Return why a model with these features cannot be trained in a layout, and the nearest valid layouts.
 
-    processes: the most ranks that there may be.
+    Return None if it can be trained. processes: the most ranks available.
     """
     why = _why(features, layout)
     if why is None:
@@ -94,16 +94,15 @@ def refusal(features: Features, layout: Layout, processes: int) -> Refusal | Non
 
 
 def nearest(features: Features, layout: Layout, processes: int) -> list[Layout]:
-    """Return the one or two valid layouts closest to a refused one, of as many ranks if there are enough processes."""
+    """Return up to two valid layouts closest to a refused one, with as many ranks if there are enough processes."""
     valid = [other for other in _layouts(min(layout.world_size, processes)) if _why(features, other) is None]
     return sorted(valid, key=lambda other: _distance(layout, other))[:2]
 
 
 def smaller(layout: Layout, ranks: int, most_data: int | None = None) -> Layout:
-    """Return the layout closest to one that is too large: at most `ranks` ranks, and at most `most_data` on the data
-    axis.
+    """Return the layout closest to one that is too large, with at most `ranks` ranks and a data axis up to `most_data`.
 
-    The stage stays, and every axis but data has the requested size or a divisor of it.
+    The ZeRO stage is unchanged, and every axis except data has the requested size or a divisor of it.
     """
     return min(_smaller(layout, ranks, ranks if most_data is None else most_data), key=partial(_distance, layout))
 
@@ -148,8 +147,10 @@ def _divisors(number: int) -> Iterable[int]:
 
 
 def _distance(wanted: Layout, other: Layout) -> tuple[float, ...]:
-    """Return a sort key, smaller for nearer layouts: how many sizes differ (an axis that was not asked for counts
-    thrice), then by how much."""
+    """Return a sort key that is smaller for nearer layouts: first how many sizes differ, then by how much.
+
+    An additional axis that was not requested counts three times.
+    """
     pairs = {axis: (size, other.axes()[axis]) for axis, size in wanted.axes().items()}
     differing = sum(one != two for one, two in pairs.values()) + (wanted.zero_stage != other.zero_stage)
     unasked = sum(one == 1 < two for axis, (one, two) in pairs.items() if axis != "data")

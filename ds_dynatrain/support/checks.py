@@ -1,4 +1,4 @@
-"""Conditions of rows that depend on more than one key of the configuration, or on the layout."""
+"""Checks of the support table that depend on more than one key of the configuration, or on the layout."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _gradient_type(config: Mapping[str, Any]) -> str:
 
 
 def is_low(config: Mapping[str, Any]) -> bool:
-    """Return whether weights have 16 bits."""
+    """Return whether the configuration gives weights a 16-bit type."""
     return _weight_type(config) != "fp32"
 
 
@@ -139,7 +139,10 @@ def keeps_pinned_memory(config: Mapping[str, Any]) -> Refusal | None:
 
 
 def scales_gradients(target: Target) -> Refusal | None:
-    """Refuse what stages 2 and 3 make of `prescale_gradients` and `gradient_predivide_factor` (DeepSpeed 0.19.8)."""
+    """Refuse scaled gradients where stages 2 and 3 of DeepSpeed 0.19.8 handle them wrongly.
+
+    The keys are `prescale_gradients` and `gradient_predivide_factor`.
+    """
     stage = target.layout.zero_stage
     if stage >= 2 and _at(target.config, "zero_optimization.reduce_scatter") is not False:
         return Refusal(

@@ -1,4 +1,4 @@
-"""Rows of the keys of DeepSpeed's configuration, table by table."""
+"""The rows of the support table for the keys of DeepSpeed's configuration."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Runs on accelerators: what, where, when, with which versions, by which command. Docs and warnings are made from
-them."""
+"""Records of test runs on accelerators: which part ran where, when, with which versions and by which command.
+
+Docs and warnings are made from these records.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ nothing of speed, drivers or communicators."""
 
 @dataclass(frozen=True)
 class Proof:
-    """A run. where: the devices. versions: those of torch and DeepSpeed. command: the one that repeats it."""
+    """A run on an accelerator.
+
+    where: the devices. versions: the versions of torch and DeepSpeed. command: the command that repeats the run.
+    """
 
     where: str
     date: str

@@ -17,7 +17,7 @@ REMOVE = "remove the key, or the block"
 
 
 class Verdict(str, Enum):
-    """Outcome of a feature in a job that switches."""
+    """Whether a feature works in a job that switches."""
 
     WORKS = "works"
     NOTE = "works, with a note"
@@ -27,11 +27,10 @@ class Verdict(str, Enum):
 
 @dataclass(frozen=True)
 class Target:
-    """A layout in which a job is to start, or to which it is to switch, with everything that checks may ask about the
-    job.
+    """The layout in which a job is to start or to which it is to switch, and the properties that checks need.
 
-    config: the user's, whole. present: the layout before the switch, None at the start. optimizer: class of the basic
-    optimizer where it is known.
+    config: the user's whole configuration. present: the layout before the switch; None at the start. optimizer: the
+    class of the basic optimizer, if known.
     """
 
     config: Mapping[str, Any]
@@ -42,7 +41,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Reason of a refusal, and what to do instead."""
+    """The reason for a refusal, and what to do instead."""
 
     why: str
     instead: str

@@ -1,5 +1,6 @@
-"""Rows about uses of DeepSpeed outside its configuration; `adapters/deepspeed/support_checks.py` finds the refused
-ones.
+"""The rows of the support table for uses of DeepSpeed outside its configuration.
+
+`adapters/deepspeed/support_checks.py` detects refused uses.
 """
 
 from __future__ import annotations

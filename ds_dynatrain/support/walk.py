@@ -1,4 +1,4 @@
-"""The rows of the support table, and a user's configuration, key by key, against them."""
+"""All rows of the support table, and the check of a user's configuration against them, key by key."""
 
 from __future__ import annotations
 
@@ -40,9 +40,10 @@ def usage(name: str) -> Row:
 
 @dataclass(frozen=True)
 class Finding:
-    """Answer of the table on one key of a configuration.
+    """The result of looking up one key of a configuration in the support table.
 
-    row: None for a key that is in no row. refusal: why the job would not start. is_off: the key asks for nothing.
+    row: the row of the key; None if there is none. is_off: whether the value turns the feature off. refusal: why the
+    job cannot start with this key; None if it can.
     """
 
     key: str
@@ -53,13 +54,13 @@ class Finding:
 
     @property
     def subject(self) -> str:
-        """The key, with its value if that is a plain one."""
+        """The key, followed by its value if that is a number or a text."""
         plain = isinstance(self.value, str | int | float) and not isinstance(self.value, bool)
         return f"{self.key} = {self.value!r}" if plain and self.row is not None else self.key
 
     @property
     def verdict(self) -> Verdict:
-        """Verdict on the key, whether from its row, its value or its refusal."""
+        """The verdict on the key, which follows from its row, its value and its refusal."""
         if self.refusal is not None:
             return Verdict.AT_START
         return Verdict.WORKS if self.is_off or self.row is None else self.row.verdict

@@ -1,9 +1,9 @@
-"""Moves by the accelerators' library of collectives: messages between devices, in batches that start all at once.
+"""Moves between accelerators through the collectives library (such as NCCL): messages that start in batches.
 
-Batch j of a member has the j-th bundle of messages to and from each of its peers; it is batch j for these peers, too.
-All members go through their batches in order, so no circle of waiting members can arise. Work that is queued on a
-device has no time limit and does not say who is missing. So, before the first batch, the members of each pair tell each
-other over the host that they have come this far.
+Batch j of a member contains the j-th bundle of messages to and from each of its peers; it is batch j for these peers,
+too. All members go through their batches in order, so they cannot deadlock. Work that is queued on a device has no
+timeout and does not say who is missing. Before the first batch, the members of each pair therefore tell each other over
+the host that they have arrived.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ from ds_dynatrain.transfer.stream import MessageOutline, Parcel
 from ds_dynatrain.transfer.transport import Handle, Transport
 
 BUNDLE_BYTES = 64 * 1024 * 1024
-"""Most bytes that one member sends another in a batch: enough that starting a batch costs next to nothing."""
+"""Most bytes that one member sends another in a batch; large enough to make the overhead of a batch negligible."""
 READY = 4
-"""Tag of the message that says a member has come to its batches."""
+"""Tag of the message with which a member announces that it is ready for its batches."""
 
 Message = tuple[torch.Tensor, int]
-"""Bytes on the device (uint8, 1-D, contiguous), and the member that they go to or come from."""
+"""Bytes on the device (uint8, 1-D, contiguous), and the member that sends or receives them."""
 
 
 class DeviceLink(Protocol):
     """A library that sends messages between devices."""
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        """Queue messages that start all at once, in the order of this thread's queue."""
+        """Queue messages that start together, after the work that this thread has queued before."""
 
     def run(self, work: Callable[[], None], deadline: float, what: str, members: Sequence[int]) -> None:
-        """Call `work`, which queues messages, and wait until the device has done them all.
+        """Call `work`, which queues messages, and wait until the device has completed them all.
 
-        deadline: a `time.monotonic()` value. After an error the link is of no use, and none of its messages are under
-        way. Raises MemberMissing, naming `members`, when the deadline passes, and TransferError if a message failed or
-        the link was ended meanwhile.
+        deadline: a `time.monotonic()` value. Raise MemberMissing, naming `members`, when the deadline passes, and
+        TransferError if a message failed or the link was closed. After an error the link is unusable and has no message
+        in flight.
         """
 
 
 @dataclass(frozen=True)
 class Batching:
-    """Choice of the moves that go in batches. It is equal on all members, except for `members`: both ends of a pair
-    list each other.
+    """The settings that decide which moves go in batches. All fields except `members` are equal on all members.
 
-    kinds: the state kinds that are on accelerators, before the switch and after it. most_peers: largest number of peers
-    of any member.
+    members: the peers with which this member exchanges batches; both members of a pair list each other. kinds: the
+    state kinds that are on accelerators both before and after the switch. most_peers: largest number of peers of any
+    member. budget_bytes: limit on staging memory.
     """
 
     members: frozenset[int]
@@ -59,13 +59,13 @@ class Batching:
 
     @property
     def bundle_bytes(self) -> int:
-        """Most bytes that one member sends another in a batch, chosen so that staging stays within the budget."""
+        """Most bytes that one member sends another in a batch, such that staging stays within the budget."""
         return max(1, min(BUNDLE_BYTES, self.budget_bytes // (2 * max(1, self.most_peers))))
 
 
 @dataclass(frozen=True)
 class Bundles:
-    """Batches with one peer: `outgoing` and `incoming` list the messages of each batch."""
+    """The batches with one peer: `outgoing` and `incoming` list the messages of each batch."""
 
     peer: int
     sends: MessageOutline
@@ -75,15 +75,13 @@ class Bundles:
 
     @staticmethod
     def of(exchange: Exchange, most: int) -> Bundles:
-        """Cut an exchange into bundles of at most `most` bytes, alike at both ends."""
+        """Divide an exchange into bundles of at most `most` bytes; both members get the same bundles."""
         sends = MessageOutline.of(MoveRegions.of(exchange.sends, "source"), most, most)
         receives = MessageOutline.of(MoveRegions.of(exchange.receives, "target"), most, most)
         return Bundles(exchange.peer, sends, receives, bundled(sends.parcels, most), bundled(receives.parcels, most))
 
     def batch(self, number: int) -> tuple[tuple[Parcel, ...], tuple[Parcel, ...]]:
-        """Return the outgoing and the incoming messages of a batch; either side may run out of messages before the
-        other.
-        """
+        """Return the outgoing and the incoming messages of a batch; either may be empty in late batches."""
         out, into = self.outgoing, self.incoming
         return out[number] if number < len(out) else (), into[number] if number < len(into) else ()
 
@@ -94,9 +92,9 @@ class Bundles:
 
 @dataclass(frozen=True)
 class Batches:
-    """The batches of a member, of which there are `count`.
+    """All batches of a member.
 
-    staging_bytes: device memory for packed messages.
+    exchanges: the batches with each peer. count: number of batches. staging_bytes: device memory for packed messages.
     """
 
     exchanges: tuple[Bundles, ...] = ()
@@ -105,7 +103,7 @@ class Batches:
 
     @staticmethod
     def of(exchanges: Iterable[Bundles]) -> Batches:
-        """Make the batches of all peers, and compute their number and their staging before any byte is touched."""
+        """Combine the batches with each peer, and compute their number and the staging memory that they need."""
         found = tuple(exchanges)
         count = max((max(len(each.outgoing), len(each.incoming)) for each in found), default=0)
         staged = (sum(each.staged(number) for each in found) for number in range(count))
@@ -113,7 +111,7 @@ class Batches:
 
 
 def bundled(parcels: Sequence[Parcel], most: int) -> tuple[tuple[Parcel, ...], ...]:
-    """Group messages, in order, into bundles of at most `most` bytes; no message may be longer than that."""
+    """Group messages, in order, into bundles of at most `most` bytes; no message may be longer than `most`."""
     found, room = list[list[Parcel]](), 0
     for parcel in parcels:
         if parcel.nbytes > room or not found:
@@ -126,9 +124,9 @@ def bundled(parcels: Sequence[Parcel], most: int) -> tuple[tuple[Parcel, ...], .
 
 @dataclass
 class BatchedMoves:
-    """This member's side of all its batches, with one peer at least.
+    """The execution of a member's batches, with at least one peer.
 
-    lent, into: the regions that it sends from, and those that it receives into.
+    lent, into: the regions from which the member sends, and into which it receives.
     """
 
     batches: Batches
@@ -146,13 +144,13 @@ class BatchedMoves:
         self.into = [each.receives.places.among(self.target) for each in self.batches.exchanges]
 
     def start(self) -> None:
-        """Tell each peer that this member has arrived, and begin to listen for theirs."""
+        """Tell each peer that this member is ready, and begin to receive the same message from each."""
         for each in self.batches.exchanges:
             for begin in (self.transport.send, self.transport.receive):
                 self._hellos.append(begin(torch.zeros(1, dtype=torch.uint8), each.peer, READY))
 
     def run(self, deadline: float) -> None:
-        """Wait for each peer, and run all batches. Raises as `Handle` and `DeviceLink.run` do."""
+        """Wait until each peer is ready, and run all batches. Errors are those of `Handle` and `DeviceLink.run`."""
         for hello in self._hellos:
             hello.wait(deadline)
         peers = [each.peer for each in self.batches.exchanges]
@@ -165,7 +163,7 @@ class BatchedMoves:
             self._exchange(number)
 
     def _exchange(self, number: int) -> None:
-        """Queue one batch; by the order of the queue, the staging of the batch before is free by then."""
+        """Queue one batch. The device runs batches in order, so the staging of the previous batch can be reused."""
         sends, receives, landing, at = list[Message](), list[Message](), [], 0
         for each, lent, into in zip(self.batches.exchanges, self.lent, self.into, strict=True):
             outgoing, incoming = each.batch(number)
@@ -184,8 +182,9 @@ class BatchedMoves:
             regions.unpack(parcel.matrices, data)
 
     def _memory(self, parcel: Parcel, regions: Regions, at: int) -> tuple[torch.Tensor, int]:
-        """Return the memory of a message, in its buffer or in the staging from `at` on, and where the next one may
-        begin.
+        """Return the memory of a message, and the next free offset in the staging.
+
+        The memory lies in the message's buffer or, if the message is packed, in the staging from `at` on.
         """
         if not parcel.is_packed or self._room is None:
             return regions.view(parcel.matrices[0]), at

@@ -1,10 +1,10 @@
-"""Digests of values on an accelerator: one kernel launch for all runs of a state kind, each byte read once.
+"""Digests of values on an accelerator: one kernel launch for all runs of a state kind, reading each byte once.
 
-A program of the kernel owns one slice of the positions in a block (see `digests` for the formula) and walks over the
-blocks of its run: it adds up value * factor, and multiplies by the slice's weights once at the end. So the weights are
-read once per program and not once per byte. The host computes which program does what (`programs`), if wanted before
-the addresses of the buffers are known (`DeviceTable`). Without Triton, torch's own arithmetic gives the same number, at
-the price of some ten passes and one launch per run.
+A program of the kernel handles one slice of the positions in a block (see `digests` for the formula) and iterates over
+the blocks of its run: it sums value * factor, and multiplies by the slice's weights once at the end. Weights are thus
+read once per program and not once per byte. The host assigns the work of the programs (`programs`), optionally before
+the addresses of the buffers are known (`DeviceTable`). Without Triton, torch's arithmetic gives the same number, but
+needs about ten passes and separate launches for each run.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from ds_dynatrain.transfer.weighing import BLOCK_BYTES, BLOCK_UNITS, SLICES, WOR
 Int64s = npt.NDArray[np.int64]
 
 MANY_RUNS = 4096
-"""Runs from which on a table is kept on the device; a smaller one is faster to send than to update there."""
+"""Number of runs from which a table is kept on the device; a smaller table is faster to send than to update there."""
 WALK = 32
-"""Most blocks that one program walks over: few enough that there are programs for all processors."""
+"""Most blocks per program; small enough that there are programs for all processors of a device."""
 DEVICE_BLOCKS = 256
-"""Blocks weighed at once by torch's arithmetic (32 MiB of values, about three times that in temporaries)."""
+"""Blocks that torch's arithmetic processes at once (32 MiB of values, about three times as much in temporaries)."""
 _MASK = (1 << 64) - 1
 
 
@@ -48,7 +48,7 @@ class DeviceRuns(NamedTuple):
 
 
 class Programs(NamedTuple):
-    """Work of each program of the kernel: its run, its slice of a block, the first block and the number of blocks."""
+    """The work of each kernel program: its run, its slice of a block, its first block and its number of blocks."""
 
     run: Int64s
     slice: Int64s
@@ -76,7 +76,7 @@ def programs(runs: DeviceRuns) -> Programs:
 
 @dataclass(frozen=True)
 class DeviceTable:
-    """Runs in buffers of one device and the kernel's programs for them, valid for any addresses of the buffers.
+    """Runs in the buffers of one device, and the kernel programs for them, valid for any addresses of the buffers.
 
     columns: the columns of `DeviceRuns` as rows of int64, with addresses relative to the buffers. source: the buffer of
     each run. programs: the columns of `Programs` as rows of int32. These three lie on the host or the device,
@@ -93,8 +93,9 @@ class DeviceTable:
 
     @staticmethod
     def of(runs: DeviceRuns, source: Int64s, device: torch.device) -> DeviceTable:
-        """Make the table for `runs`, whose addresses are relative to the buffers; a large table is put on the device at
-        once.
+        """Build the table for `runs`, whose addresses are relative to the buffers.
+
+        source: the buffer of each run. A large table is placed on the device.
         """
         where = device if len(source) >= MANY_RUNS else torch.device("cpu")
         done = np.stack([column.astype(np.int32) for column in programs(runs)])  # 2^31 blocks are 256 TiB of a tensor
@@ -110,11 +111,11 @@ class DeviceTable:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that the table takes."""
+        """Memory that the table uses, in bytes."""
         return sum(each.nbytes for each in (self.columns, self.source, self.programs))
 
     def digests(self, data: Sequence[torch.Tensor], tensors: int) -> UInt64s:
-        """Return the digest of each of `tensors` tensors, from these buffers; needs Triton."""
+        """Return the digest of each of `tensors` tensors, computed from the buffers `data`. Requires Triton."""
         if not self.programs.shape[1]:
             return np.zeros(tensors, dtype=np.uint64)
         from ds_dynatrain.transfer.digest_kernel import launch
@@ -138,17 +139,16 @@ def has_kernel(device: torch.device) -> bool:
 
 @cache
 def weights(device: torch.device) -> torch.Tensor:
-    """Return the weight of each 32-bit word of a block, without the block's factor: int64, two per unit (see
-    `digests`).
-    """
+    """Return the weight of each 32-bit word of a block, without the block's factor, as int64 (see `digests`)."""
     low, high = tables()
     both = np.stack([low, high + (low << np.uint64(32))], axis=1).reshape(-1)
     return torch.from_numpy(both.view(np.int64)).to(device)
 
 
 def by_arithmetic(data: torch.Tensor, begin: int) -> int:
-    """Return the digest of bytes (uint8, 1-D) that begin at byte `begin` of their tensor, by torch's int64
-    arithmetic.
+    """Return the digest of bytes, computed by torch's int64 arithmetic.
+
+    data: uint8, 1-D. begin: offset of the first byte in its tensor.
     """
     low, high = (torch.from_numpy(table.view(np.int64).copy()).to(data.device) for table in tables())
     end, total, step = begin + data.numel(), 0, DEVICE_BLOCKS * BLOCK_BYTES

@@ -1,8 +1,8 @@
-"""Reading the memory of another process's accelerator: CUDA IPC by the driver's own calls, one copy and no message.
+"""Access to accelerator memory of other processes: CUDA IPC through the driver API, with one copy and no message.
 
-A handle names an allocation of the driver, in which torch's allocator keeps many tensors, so it goes with an offset. It
-is 64 bytes of plain data. Memory that torch maps piece by piece (`expandable_segments`) has no handle, and some
-containers permit none: `Neighbors.meet` tries it out before any member relies on it.
+A handle is 64 bytes of plain data that name an allocation of the driver. Torch's allocator keeps many tensors in one
+allocation, so a reference also needs an offset. Memory that torch maps in segments (`expandable_segments`) has no
+handle, and some containers do not permit IPC; `Neighbors.meet` tests it before any member relies on it.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ HANDLE_BYTES = 64
 LAZY_PEER_ACCESS = 1
 PROBE_BYTES = 64
 UNIFIED = 4
-"""CU_MEMORYTYPE_UNIFIED: the address alone says where memory is."""
+"""CU_MEMORYTYPE_UNIFIED: the driver infers the location of memory from its address."""
 MOST_PITCH = (1 << 31) - 1
-"""Longest step between rows of a copy in two dimensions, in bytes."""
+"""Longest distance between rows of a two-dimensional copy, in bytes."""
 
 
 class Shared(NamedTuple):
-    """Reference to memory for another process: the handle of its allocation, and its offset in that, in bytes."""
+    """A reference to memory for other processes: the handle of an allocation, and an offset into it in bytes."""
 
     handle: bytes
     offset: int
@@ -47,7 +47,7 @@ END_OF_COPY = (
 
 
 class _Copy2D(ctypes.Structure):
-    """C structure `CUDA_MEMCPY2D`: the parameters of a copy in two dimensions."""
+    """C structure `CUDA_MEMCPY2D`: the parameters of a two-dimensional copy."""
 
     _fields_ = (
         *((f"from_{name}", kind) for name, kind in END_OF_COPY),
@@ -64,17 +64,17 @@ class _Handle(ctypes.Structure):
 
 
 class DeviceMemory:
-    """Access to the memory of other processes on the same machine's CUDA accelerators.
+    """Access to memory of other processes on the CUDA accelerators of this machine.
 
-    A TransferError names the call of the driver that failed. Copies run in the context of this process, on its present
-    stream; torch's own way would open a context on every device that is read.
+    Errors of the driver are raised as TransferError, with the name of the failed call. Copies run in the context of
+    this process, on its current stream; torch's own IPC would open a context on every device that is read.
     """
 
     def __init__(self, driver: ctypes.CDLL) -> None:
         self._driver = driver
 
     def share(self, tensor: torch.Tensor) -> Shared:
-        """Return the reference by which other processes read a tensor. TransferError if it cannot be shared."""
+        """Return a reference with which other processes can read a tensor; raise TransferError if there is none."""
         base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
         address = ctypes.c_uint64(tensor.data_ptr())
         with torch.cuda.device(tensor.device):
@@ -83,8 +83,9 @@ class DeviceMemory:
         return Shared(bytes(handle), address.value - base.value)
 
     def open(self, handle: bytes) -> int:
-        """Return the address of another process's allocation in this one, valid until `close`. Open no handle twice at
-        a time.
+        """Map an allocation of another process; return its address in this process, valid until `close`.
+
+        A handle must not be open twice at the same time.
         """
         address = ctypes.c_uint64()
         given = _Handle.from_buffer_copy(handle)
@@ -96,8 +97,9 @@ class DeviceMemory:
         self._call("cuIpcCloseMemHandle", ctypes.c_uint64(opened))
 
     def read(self, address: int, matrix: Matrix, into: torch.Tensor, place: Matrix) -> None:
-        """Queue the copy of a matrix, from an address in an open allocation, into one of equal shape in
-        `into` (uint8).
+        """Queue a copy of `matrix`, relative to an address in an open allocation, to `place` in `into` (uint8).
+
+        Both matrices must have the same shape.
         """
         source, target = address + matrix.begin, into.data_ptr() + place.begin
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
@@ -108,13 +110,13 @@ class DeviceMemory:
             copy.width, copy.height = matrix.length, matrix.number
             self._call("cuMemcpy2DAsync_v2", ctypes.byref(copy), stream)
             return
-        for row in range(matrix.number):  # one run, or steps that go back or are too long
+        for row in range(matrix.number):  # one row, or steps that are negative, overlapping or too long
             begin, end = source + row * matrix.step, target + row * place.step
             length = ctypes.c_size_t(matrix.length)
             self._call("cuMemcpyAsync", ctypes.c_uint64(end), ctypes.c_uint64(begin), length, stream)
 
     def synchronize(self) -> None:
-        """Wait until the copies are done."""
+        """Wait until all queued copies are done."""
         torch.cuda.current_stream().synchronize()
 
     def _call(self, name: str, *given: object) -> None:
@@ -127,9 +129,9 @@ class DeviceMemory:
 
 @cache
 def device_memory(device: torch.device) -> DeviceMemory | None:
-    """Return the access to other processes' memory on such a device; None if there is none.
+    """Return the access to other processes' memory on devices like `device`, or None if there is none.
 
-    An accelerator other than CUDA offers it by a function `device_memory()` of its torch module, which returns an
+    Accelerators other than CUDA can provide it: the function `device_memory()` of their torch module must return an
     object with the methods of `DeviceMemory`.
     """
     if device.type == "cuda" and torch.version.hip is None:
@@ -142,12 +144,12 @@ def device_memory(device: torch.device) -> DeviceMemory | None:
 
 
 class MemoryProbe:
-    """A few bytes on this process's accelerator that other members try to read before they rely on it."""
+    """A few bytes on this process's accelerator, with which other members test whether they can read its memory."""
 
     def __init__(self, device: torch.device | None) -> None:
         self._device, self._memory = device, None if device is None else device_memory(device)
         self.record: list[Any] | None = None
-        """Reference to the probe and its values, as plain JSON for other members; None if it cannot be shared."""
+        """A reference to the probe, and its values, as plain JSON for other members; None if it cannot be shared."""
         if self._memory is not None:
             values = list(os.urandom(PROBE_BYTES))  # not drawn from a random stream of training
             self._held = torch.tensor(values, dtype=torch.uint8, device=device)
@@ -157,7 +159,7 @@ class MemoryProbe:
                 self.record = [shared.handle.hex(), shared.offset, values]
 
     def can_read(self, record: list[Any] | None) -> bool:
-        """Return whether this process can read another one's probe."""
+        """Return whether this process can read the probe of another process. record: the probe's `record`."""
         if self._memory is None or record is None:
             return False
         handle, offset, values = record

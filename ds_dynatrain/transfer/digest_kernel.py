@@ -1,4 +1,4 @@
-"""The kernel of `device_digest`, in Triton. Imported only if Triton is installed."""
+"""The Triton kernel of `device_digest`. This module is imported only if Triton is installed."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ WARPS, UNROLL = 4, 8
 def launch(runs: torch.Tensor, programs: torch.Tensor, width: int, weights: torch.Tensor, sums: torch.Tensor) -> None:
     """Add the digest of each run to the entry of its tensor in `sums`.
 
-    All tensors are int64 and on one device. runs, programs: the columns of `Runs` and of `Programs`, each a row. width:
-    bytes per read.
+    All tensors are int64 and on one device. runs, programs: the columns of `DeviceRuns` and of `Programs`, one per row.
+    width: bytes per read.
     """
     with torch.cuda.device(sums.device):
         _weigh[(programs.shape[1],)](

@@ -1,22 +1,21 @@
-"""A digest of elements and their logical positions that adds up over disjoint pieces, whatever the layout.
+"""Digests of elements and their logical positions, which are additive over disjoint pieces under any layout.
 
 A logical tensor is read as its row-major bytes, padded with zeros to whole 32-bit words (little endian). Its digest
 is
 
     sum over words of  word[j] * weight[j]   mod 2^64,      weight[j] = table[j mod T] * factor[j div T]
 
-so a piece that starts or ends inside a word adds the bytes it has, and any split of a tensor adds up to the same
-number. Every weight is odd and looks random (splitmix64), thus one changed word always changes the digest, and a
+so a piece that starts or ends inside a word contributes its bytes, and the digests of any partition of a tensor have
+the same sum. Every weight is odd and pseudo-random (splitmix64), so one changed word always changes the digest, and a
 swap, a shift or a pair of sign flips does so with probability 1 - 2^-32 or better. Words have 32 bits because with
 64-bit words the sign bit of every second float has weight 2^63, and two flips cancel.
 
-Speed comes from two words at once: for v = low + 2^32 * high,  v * a + (v >> 32) * b  weighs `low` by a and `high` by
-b + 2^32 * a; both are odd when a and b are. The tables (2 x 128 KiB) stay in the second-level cache. The sum itself is
-computed in `weighing`. It protects against mistakes, not against an adversary.
+Two words are processed at once for speed: for v = low + 2^32 * high,  v * a + (v >> 32) * b  weights `low` by a and
+`high` by b + 2^32 * a; both are odd if a and b are odd. The tables (2 x 128 KiB) fit into the second-level cache.
+`weighing` computes the sum. A digest detects mistakes; it does not protect against an adversary.
 
-The assignment of the buffers' bytes to tensors depends on no address and no value. For runs of a few KiB it takes
-longer to compute than an accelerator takes to read the bytes, so `ReadyDigest` holds it, computed ahead of time.
-Weighing buffers then means adding their addresses, and summing.
+The mapping of buffer bytes to tensors depends on neither addresses nor values. For runs of a few KiB, computing it
+takes longer than an accelerator needs to read the bytes, so `ReadyDigest` computes it ahead of time.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ from ds_dynatrain.transfer.weighing import SPREAD_BYTES, UNIT_BYTES, Bytes, Host
 Int64s = npt.NDArray[np.int64]
 
 SPARSEST = 8
-"""Largest ratio of the bytes that runs span to their own bytes at which numpy spreads them out."""
+"""Without compiled code: largest ratio of step to length at which runs are summed together in one spread-out array."""
 AT_ONCE = 1 << 16
-"""Rows of a table that are converted to Python's numbers at a time."""
+"""Number of table rows that are converted to Python integers at a time."""
 _MASK = (1 << 64) - 1
 
 
@@ -59,7 +58,7 @@ def digest(values: torch.Tensor, start: int = 0) -> int:
 
 
 def digest_on_device(values: torch.Tensor, start: int = 0) -> int:
-    """Return the same number as `digest`, computed on the device of the values."""
+    """Return the digest of values, as `digest` does, computed on the device of the values."""
     check_flat(values)
     if values.numel() == 0:
         return 0
@@ -71,7 +70,7 @@ def digest_on_device(values: torch.Tensor, start: int = 0) -> int:
 
 
 def check_flat(values: torch.Tensor) -> None:
-    """Raise TransferError unless values are 1-D and contiguous, as digests need them."""
+    """Raise TransferError unless `values` is 1-D and contiguous, as digests require."""
     if values.dim() != 1 or not values.is_contiguous():
         shape, stride = tuple(values.shape), values.stride()
         raise TransferError(f"digests are of 1-D contiguous values, got shape {shape}, strides {stride}: flatten first")
@@ -84,14 +83,14 @@ def bytes_of(values: torch.Tensor) -> Bytes:
 
 
 class Form(NamedTuple):
-    """Form of a buffer, known before the buffer exists: bytes of an element, and its device."""
+    """The element size in bytes and the device of a buffer, which are known before the buffer exists."""
 
     itemsize: int
     device: torch.device
 
     @staticmethod
     def all_of(buffers: Mapping[BufferId, torch.Tensor], names: Iterable[BufferId]) -> tuple[Form, ...]:
-        """Return the forms of the named buffers; TransferError if one is missing."""
+        """Return the forms of the named buffers; raise TransferError if a buffer is missing."""
         found = []
         for name in names:
             values = _named(buffers, name)
@@ -101,9 +100,9 @@ class Form(NamedTuple):
 
 @dataclass(frozen=True)
 class Rows:
-    """Runs on one device that are weighed in turn; runs at equal steps are weighed together where possible.
+    """Runs on one device that are digested one after another; runs at equal steps are combined where possible.
 
-    table: the tensor of each run, its buffer, and the columns of `weighing.Runs`.
+    table: for each run, its tensor, its buffer, and the fields of `HostRuns`.
     """
 
     table: Int64s
@@ -114,9 +113,7 @@ class Rows:
         return self.table.nbytes
 
     def digests(self, data: Sequence[torch.Tensor], tensors: int) -> UInt64s:
-        """Return the digest of each of `tensors` tensors, from buffers on the host or on a device without the
-        kernel.
-        """
+        """Return the digest of each of `tensors` tensors, computed from the buffers `data` without the kernel."""
         sums, found = [0] * tensors, summer()
         on_host = [bytes_of(values) if values.device.type == "cpu" else None for values in data]
         for begin in range(0, self.table.shape[1], AT_ONCE):
@@ -133,10 +130,10 @@ class Rows:
 
 @dataclass(frozen=True)
 class ReadyDigest:
-    """A digest prepared for some buffers of one state kind.
+    """A digest computation prepared for some buffers of one state kind.
 
-    reach: elements that each buffer must have. tensors: number of tensors that digests are returned for. nbytes: bytes
-    of memory that it takes on all devices.
+    reach: smallest size of each buffer, in elements. tensors: number of tensors with a digest. nbytes: memory in use on
+    all devices.
     """
 
     buffers: tuple[BufferId, ...]
@@ -148,9 +145,7 @@ class ReadyDigest:
 
     @staticmethod
     def of(pieces: Pieces, forms: Sequence[Form], bases: Int64s) -> ReadyDigest:
-        """Prepare a digest for buffers of these forms, one for each buffer of `pieces`; `bases` as in
-        `digest_pieces`.
-        """
+        """Prepare the digests of `pieces`. forms: one per buffer of `pieces`. bases: as in `digest_pieces`."""
         reach, columns = _reach(pieces, bases), _cut_at_tensors(pieces, bases)
         parts, nbytes, buffers_on = list[Rows | DeviceTable](), 0, dict[torch.device, list[int]]()
         for number, form in enumerate(forms):
@@ -163,7 +158,7 @@ class ReadyDigest:
         return ReadyDigest(pieces.buffers, tuple(forms), reach, len(bases) - 1, tuple(parts), nbytes)
 
     def digests(self, buffers: Mapping[BufferId, torch.Tensor]) -> UInt64s:
-        """Return one digest per tensor; TransferError for other buffers than those it was prepared for."""
+        """Return one digest per tensor; raise TransferError if the buffers do not match the prepared ones."""
         data, sums = [], np.zeros(self.tensors, dtype=np.uint64)
         for name, form, reach in zip(self.buffers, self.forms, self.reach, strict=True):
             values = _named(buffers, name)
@@ -201,8 +196,9 @@ def _named(buffers: Mapping[BufferId, torch.Tensor], name: BufferId) -> torch.Te
 
 
 def _reach(pieces: Pieces, bases: Int64s) -> tuple[int, ...]:
-    """Return the elements that pieces need of each buffer. TransferError for a piece outside the line or before its
-    buffer.
+    """Return how many elements each buffer must have to contain the pieces.
+
+    Raise TransferError for a piece outside the coordinate line, or with a negative offset.
     """
     reach = np.zeros(len(pieces.buffers), dtype=np.int64)
     if len(pieces):
@@ -218,7 +214,7 @@ def _reach(pieces: Pieces, bases: Int64s) -> tuple[int, ...]:
 
 
 def _cut_at_tensors(pieces: Pieces, bases: Int64s) -> Int64s:
-    """Cut the pieces where a tensor ends; return (tensor, flat index, length, buffer, offset) of each part."""
+    """Cut pieces at tensor boundaries; return (tensor, flat index, length, buffer, offset) of each part."""
     filled = np.flatnonzero(np.diff(bases))
     row, nth, start, stop = interval.intersect(pieces.start, pieces.stop, bases[filled], bases[filled + 1])
     tensor, part = filled[nth], pieces.take(row, start, stop)
@@ -232,7 +228,7 @@ def _table(columns: Int64s, sizes: Int64s, device: torch.device) -> DeviceTable:
 
 
 def _rows(columns: Int64s, sizes: Int64s, device: torch.device) -> Rows:
-    """Return rows of runs that are weighed together; in numpy only if spreading them is no waste."""
+    """Combine runs at equal steps into rows; without compiled code, only if spreading them out is worthwhile."""
     tensor, begin, count, source, at = columns
     first, number = np.arange(len(tensor)), np.ones(len(tensor), dtype=np.int64)
     if device.type == "cpu":

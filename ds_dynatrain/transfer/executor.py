@@ -1,4 +1,4 @@
-"""The executor: carries out a member's part of a plan, shard to shard; every wait has a time limit."""
+"""The executor, which carries out a member's moves in a switch. Every wait has a timeout."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ds_dynatrain.transfer.stream import Stream
 from ds_dynatrain.transfer.transport import Transport
 
 TAG = 1
-"""Tag of all messages: two members meet once in a plan, and messages of one tag keep their order."""
+"""Tag of all messages. One suffices: two members meet once in a plan, and messages with one tag keep their order."""
 
 
 @dataclass(frozen=True)
 class TransferStats:
-    """Bytes that a member's part of a switch moved, and the duration of each phase.
+    """Bytes that a member moved in a switch, and the duration of each phase.
 
-    bytes_in_place: bytes that stayed where they lay. bytes_local: bytes copied within the member. staging_peak: most
+    bytes_local: bytes copied within the member. bytes_in_place: bytes that did not have to move. staging_peak: most
     staging bytes in use at once.
     """
 
@@ -45,19 +45,19 @@ def execute(
     deadline_seconds: float,
     link: DeviceLink | None = None,
 ) -> TransferStats:
-    """Fill the target buffers: by local moves, reads of other accelerators, batches between them, the plan's exchanges
-    in order, and derived moves.
+    """Fill the target buffers of a member.
 
-    Exchanges are started as far ahead as the budget allows, and waited for in order. The first exchange that is not
-    finished is the first one for both of its members, so no circle of waiting members can arise.
+    This runs local moves, reads from other accelerators, batches between accelerators, the plan's exchanges in order,
+    and finally derived moves. Exchanges are started as far ahead as the budget allows, and finished in order. The first
+    unfinished exchange of a member is also the first one of its peer, so members cannot deadlock.
 
-    `deadline_seconds` bounds the whole call. Plans must have been made ready for the same budget on every member. link:
-    for a plan that has batches. Target buffers may be the source's own where an element keeps its place; any other
-    sharing of memory is refused, so source buffers are unchanged until the derived moves. Elements that no move writes
-    (padding) are left alone.
+    deadline_seconds: limit for the whole call. link: needed if the plan has batches. All members must have prepared
+    their plans for the same budget. A target buffer may share memory with a source buffer only where elements keep
+    their addresses; any other overlap is refused, so source buffers are unchanged until the derived moves. Elements
+    that no move writes (padding) are left unchanged.
 
-    Raises TransferError before the first byte for buffers that do not fit the plan, MemberMissing when the deadline
-    passes, TransferError when a connection fails. After an error the target buffers and the transport are of no use.
+    Raise TransferError before the first byte moves if the buffers do not fit the plan, TransferError if a connection
+    fails, and MemberMissing when the deadline passes. After an error the target buffers and the transport are unusable.
     """
     begin = time.monotonic()
     deadline = begin + deadline_seconds
@@ -90,7 +90,7 @@ def execute(
     check_disjoint(lent, [written.rows(moved), *into])
     for other in others:
         other.start()
-    for stream in chain.from_iterable(streams[: ready.at_once]):  # the wire works while this member copies
+    for stream in chain.from_iterable(streams[: ready.at_once]):  # overlap communication with local copies
         stream.advance()
     is_all = len(moved) == len(read.begin)
     read.copy_to(written, ready.copies if is_all else copies(*ready.local, moved))
@@ -116,9 +116,9 @@ def execute(
 
 
 def _exchange(streams: list[tuple[Stream, Stream]], at_once: int, deadline: float) -> None:
-    """Carry out exchanges in order; when one is finished, the next waiting one begins.
+    """Carry out exchanges in order; when one is finished, start the next one.
 
-    Receives are started before sends, so that a peer's data finds its place.
+    Receives are started before sends, so that buffers are ready for the peers' data.
     """
     for number, (incoming, outgoing) in enumerate(streams):
         while not (incoming.is_done and outgoing.is_done):

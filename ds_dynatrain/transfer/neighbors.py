@@ -1,13 +1,13 @@
-"""Members on one machine that read each other's memory, if the kernel permits it; otherwise a member has no neighbors.
+"""Neighbors: members on one machine that read each other's memory. Without the kernel's permission there are none.
 
-Linux's process_vm_readv takes one copy and no message. The kernel permits it to processes that may debug the other one:
-those of the same user and, where Yama restricts that to descendants, those that `permit_readers` admits, which is also
-how the shared-memory transports of MPI libraries do it.
+Linux's process_vm_readv transfers bytes with a single copy and no message. The kernel permits it to processes that may
+debug the other one: those of the same user and, where Yama restricts debugging to descendants, those that
+`permit_readers` admits. The shared-memory transports of MPI libraries work in the same way.
 
-A sender offers a message over a Unix socket, in small packets. The receiver reads it from the sender's memory and says
-when it has taken all of it. Messages are matched by tag and number, counted from 0. A peer's words are not trusted
-beyond that: lengths must be the expected ones, and the certificate of the switch proves the values that were read, as
-if they had come over a wire.
+A sender offers a message in a small packet over a Unix socket. The receiver reads the bytes from the sender's memory
+and confirms when it has read all of them. Messages are matched by tag and by a number counted from 0. Peers are not
+trusted beyond that: lengths must be as expected, and the certificate of the switch verifies the values that were read,
+as it does for a network.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from ds_dynatrain.transfer.device_memory import MemoryProbe
 from ds_dynatrain.transfer.transport import Handle, Transport, bytes_of
 
 MOST_BYTES = 1 << 30
-"""Most bytes per read: one call moves no more than 2^31 - 1."""
+"""Most bytes per read; one system call transfers at most 2^31 - 1."""
 PR_SET_PTRACER = 0x59616D61
 ANYBODY, NOBODY = -1, 0
 """Values that permit all processes of the same user, or none, to read. From <linux/prctl.h>."""
 SEND, RECEIVE = "send", "receive"
 OFFER, TAKEN = 1, 2
-"""Kinds of packets: a message is offered; all of it has been taken."""
+"""Kinds of packets: the sender offers a message; the receiver has read all of it."""
 PACKET = struct.Struct("<BxxxIQQQ")
-"""Kind of packet; tag and number of the message; an offer's address and its length in bytes."""
+"""Format of a packet: its kind, the tag and number of the message, and the address and length in bytes of an offer."""
 Key = tuple[int, int]
 """Tag and number of a message."""
 Share = Callable[[str, Any], Mapping[int, Any]]
-"""`share(what, record)`: tell all members this one's record (plain JSON), and return all of theirs by member."""
+"""`share(what, record)`: send this member's record (plain JSON) to all members, and return all records by member."""
 
 PEER = struct.Struct("=iII")
 """`struct ucred`: process, user, group."""
 PROBE_BYTES = 16
 BACKLOG = 4096
 STOP_SECONDS = 0.05
-"""Pause between two checks for a reason to give up."""
+"""Seconds between two calls of `stop` while waiting."""
 
 
 class _Region(ctypes.Structure):
@@ -61,9 +61,10 @@ class _Region(ctypes.Structure):
 
 
 def machine() -> str:
-    """Return a name that is equal in processes that may be able to read each other: same boot, processes and sockets.
+    """Return a name that is equal in processes that may be able to read each other's memory.
 
-    Empty if this system has no such call.
+    These share the kernel boot and the namespaces of processes and networks. The name is empty if the system does not
+    support reading other processes.
     """
     if sys.platform != "linux":
         return ""
@@ -76,17 +77,17 @@ def machine() -> str:
 
 
 def permit_readers(who: int = ANYBODY) -> None:
-    """Let other processes of this user read this one's memory where Yama would forbid it. Does nothing if it cannot.
+    """Let other processes of this user read this process's memory where Yama would forbid it; ignore failures.
 
-    Call it again after `Neighbors` of this process were closed: the permission is one for the whole process.
+    The permission is per process, and closing `Neighbors` revokes it, so call this again afterwards if needed.
     """
     ctypes.CDLL(None).prctl(PR_SET_PTRACER, ctypes.c_ulong(who & (1 << 64) - 1), 0, 0, 0)
 
 
 def read_memory(process: int, address: int, into: torch.Tensor) -> None:
-    """Fill a contiguous uint8 tensor in host memory with the bytes of a process from `address` on.
+    """Fill a contiguous uint8 tensor in host memory with the bytes of another process from `address` on.
 
-    TransferError if the kernel does not permit it, or there is no such process or memory.
+    Raise TransferError if the kernel does not permit it, or if there is no such process or memory.
     """
     library, done, length = ctypes.CDLL(None, use_errno=True), 0, into.numel()
     library.process_vm_readv.restype = ctypes.c_ssize_t
@@ -102,7 +103,10 @@ def read_memory(process: int, address: int, into: torch.Tensor) -> None:
 
 @dataclass(eq=False)
 class NeighborMessage:
-    """Bytes that a neighbor is to read, or room for bytes that it offers. host: the same in host memory."""
+    """A message to or from a neighbor.
+
+    data: the bytes to send, or the memory to fill. host: a copy of `data` in host memory, or `data` itself.
+    """
 
     neighbors: Neighbors
     line: NeighborLine
@@ -122,8 +126,10 @@ class NeighborMessage:
 
 @dataclass
 class NeighborLine:
-    """One end of the connection to one neighbor. offers: addresses and lengths of offered bytes that are
-    still unread.
+    """The connection to one neighbor.
+
+    offers: addresses and lengths of offered messages that have not been read yet. sent, wanted: messages that the
+    neighbor has not read yet, and messages awaited from it.
     """
 
     member: int
@@ -137,7 +143,7 @@ class NeighborLine:
     is_over: bool = False
 
     def begin(self, message: NeighborMessage, tag: int) -> NeighborMessage:
-        """Offer the next message of a tag to the neighbor, or await its next one."""
+        """Offer the next message with a tag to the neighbor, or begin to wait for the neighbor's next one."""
         if not message.host.numel():
             message.is_done = True
             return message
@@ -151,7 +157,7 @@ class NeighborLine:
         return message
 
     def flush(self) -> None:
-        """Send the packets that the socket takes now; packets that a neighbor sent before it left still count."""
+        """Send queued packets until the socket would block; drop them if the connection has failed."""
         try:
             while self.outbox:
                 self.socket.send(self.outbox[0])
@@ -162,7 +168,7 @@ class NeighborLine:
             self.outbox.clear()
 
     def listen(self) -> None:
-        """Take in packets that have arrived, and notice if the neighbor has gone."""
+        """Process the packets that have arrived, and set `is_over` if the neighbor has closed the connection."""
         try:
             while True:
                 packet = self.socket.recv(PACKET.size)
@@ -178,7 +184,7 @@ class NeighborLine:
     def settle(self) -> None:
         """Read all messages that are both offered and awaited, in the order of the offers.
 
-        TransferError if lengths differ, or the neighbor's memory cannot be read any more.
+        Raise TransferError if lengths differ, or if the neighbor's memory can no longer be read.
         """
         for key in [key for key in self.offers if key in self.wanted]:
             (address, length), message = self.offers.pop(key), self.wanted.pop(key)
@@ -192,14 +198,14 @@ class NeighborLine:
             self._say(TAKEN, key)
 
     def close(self) -> None:
-        """Drop queued messages and close the socket; a thread that waits for it wakes up."""
+        """Drop queued packets and close the socket, which wakes any thread that waits for it."""
         self.outbox.clear()
         with suppress(OSError):  # wakes a thread that waits for it
             self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()
 
     def _say(self, kind: int, key: Key, address: int = 0, length: int = 0) -> None:
-        """Send a packet as soon as the socket takes it."""
+        """Queue a packet, and send it if the socket does not block."""
         self.outbox.append(PACKET.pack(kind, *key, address, length))
         self.flush()
 
@@ -212,9 +218,10 @@ class NeighborLine:
 
 
 class Neighbors:
-    """The members on this machine that this one may read, and that may read this one. Built by `meet`; `close` it.
+    """The members on this machine that can read this member's memory, and whose memory this member can read.
 
-    lenders: those among them with whom this holds for memory on accelerators as well.
+    Build it with `meet`, and `close` it after use. lenders: the neighbors for which the same holds for accelerator
+    memory.
     """
 
     def __init__(self, lines: Mapping[int, NeighborLine], lenders: frozenset[int] = frozenset()) -> None:
@@ -233,16 +240,16 @@ class Neighbors:
         stop: Callable[[], None] = lambda: None,
         device: torch.device | None = None,
     ) -> Neighbors:
-        """Find this member's neighbors. All members call it; each finds only those on the same machine.
+        """Find and connect to this member's neighbors. All members must call it.
 
-        stop: called while waiting for others; it may raise. device: this member's accelerator, if it has one. Raises
-        MemberMissing for a neighbor that does not connect within `seconds`, and any error of `share`.
+        stop: called while waiting for others; it may raise. device: this member's accelerator, if any. Raise
+        MemberMissing if a neighbor does not connect within `seconds`, and any error of `share`.
         """
         deadline = time.monotonic() + seconds
         probe = torch.tensor(list(os.urandom(PROBE_BYTES)), dtype=torch.uint8)  # not drawn from training
         permit_readers()
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-            listener.bind("")  # Linux finds a name that is no file's
+            listener.bind("")  # Linux chooses an abstract name, without a file
             listener.listen(BACKLOG)
             name = listener.getsockname().hex()
             here = {"machine": machine(), "process": os.getpid(), "socket": name}
@@ -283,20 +290,20 @@ class Neighbors:
         return frozenset(self._lines)
 
     def send(self, tensor: torch.Tensor, member: int, tag: int) -> Handle:
-        """Offer the tensor's bytes; an accelerator's are copied to the host first."""
+        """Offer a tensor's bytes to a neighbor; bytes on an accelerator are copied to the host first."""
         line, data = self._line(member), bytes_of(tensor).to("cpu")
         return line.begin(NeighborMessage(self, line, SEND, data, data), tag)
 
     def receive(self, tensor: torch.Tensor, member: int, tag: int) -> Handle:
-        """Await the next message of that tag."""
+        """Begin to receive the next message with that tag from a neighbor."""
         line, data = self._line(member), bytes_of(tensor)
         host = data if data.device.type == "cpu" else torch.empty(data.shape, dtype=torch.uint8)
         return line.begin(NeighborMessage(self, line, RECEIVE, data, host), tag)
 
     def advance(self, line: NeighborLine, what: str, since: float, deadline: float) -> None:
-        """Wait until a packet comes from any neighbor, and do the work that it makes due.
+        """Wait for a packet from any neighbor, and process it.
 
-        MemberMissing when the deadline passes, TransferError if the neighbor of the line has gone.
+        Raise MemberMissing when the deadline passes, and TransferError if the neighbor of `line` has disconnected.
         """
         if line.is_over:
             raise TransferError(f"{what} with member {line.member} failed: its connection has ended")
@@ -316,7 +323,7 @@ class Neighbors:
                 self._poll.unregister(descriptor)
 
     def close(self) -> None:
-        """End all connections, and withdraw the permission to read."""
+        """Close all connections, and revoke the permission to read this process's memory."""
         for line in self._lines.values():
             line.close()
         self._lines = {}
@@ -329,7 +336,7 @@ class Neighbors:
 
 
 class RoutedTransport:
-    """A transport to neighbors by their memory, and to all other members over the group."""
+    """A transport that reaches neighbors through their memory, and all other members through `far`."""
 
     def __init__(self, near: Neighbors, far: Transport) -> None:
         self._near, self._far = near, far
@@ -345,7 +352,7 @@ class RoutedTransport:
 
 
 def _can_read(card: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
-    """Return whether a member is on this machine and the kernel lets this process read it."""
+    """Return whether a member is on this machine and the kernel lets this process read its memory."""
     if not here["machine"] or card["machine"] != here["machine"]:
         return False
     address, expected = card["probe"]
@@ -358,7 +365,7 @@ def _can_read(card: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
 
 
 def _call(other: int, card: Mapping[str, Any], deadline: float) -> tuple[int, socket.socket]:
-    """Connect to a neighbor with a higher number."""
+    """Connect to a neighbor with a higher number; return its process ID and the socket."""
     link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         link.settimeout(max(deadline - time.monotonic(), 0.001))
@@ -378,10 +385,10 @@ def _call(other: int, card: Mapping[str, Any], deadline: float) -> tuple[int, so
 def _answer(
     listener: socket.socket, missing: Mapping[int, int], deadline: float, stop: Callable[[], None]
 ) -> tuple[int, socket.socket]:
-    """Accept the next neighbor with a lower number; return its process and the socket. Others are sent away.
+    """Accept the connection of the next neighbor with a lower number; return its process ID and the socket.
 
-    missing: members by their processes. The kernel says which process connects, and nothing is read from the socket, so
-    a silent process holds nobody up.
+    missing: the expected members, by process ID. Connections from other processes are closed. The kernel identifies the
+    connecting process, and nothing is read from the socket, so a silent process cannot block this call.
     """
     since = time.monotonic()
     while time.monotonic() < deadline:
@@ -400,5 +407,5 @@ def _answer(
 
 
 def _process(link: socket.socket) -> int:
-    """Return the process at the other end of a socket, as the kernel says."""
+    """Return the ID of the process at the other end of a socket, as reported by the kernel."""
     return int(PEER.unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size))[0])

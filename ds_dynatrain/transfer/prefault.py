@@ -1,9 +1,8 @@
 """Memory for a switch, allocated and touched while training still runs.
 
-Memory that is touched for the first time costs more than any transport (about 2.5 GB/s in 4 KiB pages): the kernel
-finds and zeroes each page. `allocate` asks for 2 MiB pages where the system grants them, which makes the first touch
-about four times as fast, and `prefault` touches the pages in slices, from a thread that does not hold the interpreter
-lock meanwhile.
+Touching memory for the first time is slower than any transport (about 2.5 GB/s with 4 KiB pages), because the kernel
+must find and zero each page. `allocate` requests 2 MiB pages if the system supports them, which makes the first touch
+about four times as fast. `prefault` touches the pages in slices, and releases the interpreter lock during each slice.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from ds_dynatrain.errors import TransferError
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
 PAGE_BYTES = mmap.PAGESIZE
 SLICE_BYTES = 8 * 1024 * 1024
-"""Bytes touched at once: 1 to 3 ms of one core, so that a waiting thread or a stop request is served soon."""
+"""Bytes touched at once: 1 to 3 ms of work, so that other threads and a stop request do not wait long."""
 
 
 def allocate(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return a 1-D CPU tensor of `numel` elements whose pages are not mapped yet: zeros if it is large, else undefined.
+    """Return a 1-D CPU tensor of `numel` elements, without touching its memory.
 
-    From 4 MiB on, it lies in an anonymous memory map on a 2 MiB boundary that asks for huge pages; the map goes back to
-    the system when the last tensor that uses it is freed. Such a storage cannot be resized. `numel` must not be
-    negative.
+    A tensor of 4 MiB or more lies in an anonymous memory map at a 2 MiB boundary, with huge pages if possible. Its
+    values are zeros, its storage cannot be resized, and the map is freed with the last tensor that uses it. The values
+    of a smaller tensor are undefined. Raise TransferError if `numel` is negative.
     """
     if numel < 0:
         raise TransferError(f"cannot allocate {numel} elements of {dtype}")
@@ -36,7 +35,7 @@ def allocate(numel: int, dtype: torch.dtype) -> torch.Tensor:
     area = mmap.mmap(-1, size + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     try:
         area.madvise(mmap.MADV_HUGEPAGE)
-    except OSError:  # a kernel without transparent huge pages: small pages do, only more slowly
+    except OSError:  # without transparent huge pages, small pages work but are slower
         pass
     whole = torch.frombuffer(area, dtype=torch.uint8)
     start = -whole.data_ptr() % HUGE_PAGE_BYTES
@@ -50,10 +49,10 @@ def prefault(
     pause_seconds: float = 0.0,
     stop: threading.Event | None = None,
 ) -> bool:
-    """Write to every page of a 1-D contiguous CPU tensor, slice by slice; False when `stop` ended it early.
+    """Write to every page of a 1-D contiguous CPU tensor, slice by slice; return False if `stop` ended it early.
 
-    Elements at page starts become zero, so call it before the tensor holds anything. The interpreter lock is free
-    during a slice; between slices the thread waits `pause_seconds`.
+    This overwrites elements with zero, so call it before the tensor holds values. The interpreter lock is released
+    during each slice; between slices the thread waits `pause_seconds`.
     """
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise TransferError(f"only contiguous CPU tensors can be touched, got one on {tensor.device}")

@@ -1,7 +1,7 @@
-"""Moves that the receiver makes by itself: it reads the sender's buffers on an accelerator as if they were its own.
+"""Pulls: moves in which the receiver reads the sender's buffers directly from the sender's accelerator memory.
 
-Both sides know from the plan which buffers are read. The sender says where they are, and the receiver says when it is
-done with them, in messages of the ordinary transport whose lengths both sides know.
+Both members know from the plan which buffers are read. Over the ordinary transport, the sender tells the receiver where
+the buffers are, and the receiver tells the sender when it has read them. Both know the lengths of these messages.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from ds_dynatrain.transfer.series import Matrix, pairs
 from ds_dynatrain.transfer.transport import Handle, Transport
 
 WHERE, DONE = 2, 3
-"""Tags of two messages: the one that says where buffers are, and the one that says they are no longer read."""
+"""Tags of the message with the locations of buffers, and of the message that confirms the end of reading."""
 RECORD = struct.Struct(f"={HANDLE_BYTES}sqq")
-"""Record of one buffer: the handle of its allocation, its offset in that, and its length in bytes."""
+"""Format of a buffer's location: the handle of its allocation, its offset therein, and its length in bytes."""
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """Choice of which members read whose memory. It must be the same on both sides of each pair.
+    """The settings that decide which moves are pulls. Both members of each pair must have the same settings.
 
-    memory: the means to read it. members: members that read this one's memory, and whose memory this one reads. kinds:
-    the state kinds whose source buffers are on accelerators, on every member.
+    memory: access to other processes' memory. members: the members with which this member shares memory, in both
+    directions. kinds: the state kinds whose source buffers are on accelerators on every member.
     """
 
     memory: DeviceMemory
@@ -42,10 +42,10 @@ class Sharing:
 
 @dataclass(frozen=True)
 class Pull:
-    """Moves between two members that are made by reading.
+    """The pulls between this member and a peer, in both directions.
 
-    lent: places that the peer reads here. theirs, mine: places that this member reads there, and those that it fills.
-    copies: the same two as matrices.
+    lent: regions of this member that the peer reads. theirs, mine: regions of the peer that this member reads, and
+    regions that it fills with them. copies: `theirs` and `mine` as pairs of matrices.
     """
 
     peer: int
@@ -56,7 +56,7 @@ class Pull:
 
     @staticmethod
     def of(exchange: Exchange) -> Pull:
-        """Make a pull from the moves of both directions; each is made by its receiver."""
+        """Build a pull from an exchange."""
         theirs, mine = MoveRegions.of(exchange.receives, "source"), MoveRegions.of(exchange.receives, "target")
         both = pairs((theirs.which, theirs.begin), (mine.which, mine.begin), theirs.length)
         return Pull(exchange.peer, MoveRegions.of(exchange.sends, "source"), theirs, mine, both)
@@ -64,9 +64,9 @@ class Pull:
 
 @dataclass
 class Pulling:
-    """This member's side of all its pulls.
+    """The execution of a member's pulls.
 
-    lent, into: the regions that others read, and those that this member fills.
+    lent, into: the regions that other members read, and the regions that this member fills.
     """
 
     memory: DeviceMemory
@@ -85,8 +85,8 @@ class Pulling:
         self.into = [pull.mine.among(self.target) for pull in self.pulls]
 
     def start(self) -> None:
-        """Tell each peer where this member's buffers are, and begin to listen for theirs."""
-        self.memory.synchronize()  # others do not wait for what is queued here
+        """Send the locations of this member's buffers to each peer, and begin to receive those of the peers."""
+        self.memory.synchronize()  # peers do not wait for work queued on this device
         for pull, lent in zip(self.pulls, self.lent, strict=True):
             if lent.data:
                 held = dict(zip(pull.lent.keys, lent.data, strict=True))
@@ -98,9 +98,12 @@ class Pulling:
             self._places.append((table, self.transport.receive(table, pull.peer, WHERE)))
 
     def run(self, deadline: float) -> None:
-        """Make all reads, then say so. Raises as a `Handle` does, and TransferError for a buffer that is too short."""
+        """Read from all peers, and tell them when this member is done.
+
+        Raise TransferError if a peer's buffer is too short, and the errors of `Handle`.
+        """
         with ExitStack() as opened:
-            begins = dict[bytes, int]()  # of allocations, each of which is opened once
+            begins = dict[bytes, int]()  # address by allocation; each is opened once
             for pull, into, (table, handle) in zip(self.pulls, self.into, self._places, strict=True):
                 handle.wait(deadline)
                 where = _where(pull, table)
@@ -122,7 +125,7 @@ class Pulling:
 
 
 def _record(memory: DeviceMemory, key: Key, held: torch.Tensor) -> bytes:
-    """Return the record by which other members find a buffer."""
+    """Return the location of a buffer for other members, as bytes."""
     if held.device.type == "cpu":
         raise TransferError(
             f"{key[0]} in {tuple(key[1])} lies on {held.device}, and others look for it on an accelerator"
@@ -131,9 +134,7 @@ def _record(memory: DeviceMemory, key: Key, held: torch.Tensor) -> bytes:
 
 
 def _where(pull: Pull, table: torch.Tensor) -> list[tuple[bytes, int]]:
-    """Return handle and offset of each buffer to read; TransferError for a buffer that is shorter than the
-    reads need.
-    """
+    """Return the handle and offset of each buffer to read; raise TransferError if a buffer is too short."""
     records, where = dict(zip(sorted(pull.theirs.keys), RECORD.iter_unpack(table.numpy().tobytes()), strict=True)), []
     for key, needed in zip(pull.theirs.keys, pull.theirs.reach.tolist(), strict=True):
         handle, offset, length = records[key]

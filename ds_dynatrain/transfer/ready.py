@@ -1,6 +1,6 @@
-"""A member's part of a plan, prepared while training runs: every copy and message, between buffers known by name.
+"""Preparation of a member's plan while training runs: all copies and messages, between buffers known by name.
 
-No part of it depends on addresses, so that only the copies themselves are left for the pause.
+Nothing here depends on addresses, so only the copies themselves remain to be done during the pause.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from ds_dynatrain.transfer.transport import MESSAGE_BYTES
 
 MINIMUM_BUDGET_BYTES = 64 * 1024
 CHUNK_BYTES = 4 * 1024 * 1024
-"""Longest staged message; all slots of both directions full are 32 MiB."""
+"""Longest staged message, in bytes; with all slots of both directions in use, staging takes 32 MiB."""
 
 
 @dataclass(frozen=True)
 class ReadyPlan:
-    """A plan with all the details that `execute` needs.
+    """A member's plan with all the details that `execute` needs.
 
-    on_host: whether no member has a buffer on an accelerator. local: places that local moves read and write. copies:
-    the same as matrices. exchanges: (peer, sends, receives), of which `at_once` may be under way. derived: places that
-    casts read and write, all of them in target buffers. casts: the same as matrices, in elements. staging: memory that
-    is touched already, as far as it will be used; a slot is no longer than the longest message here. bytes_sent: bytes
-    that go to other members, in messages of either kind or because they read them. sharing, pulls: the choice of reads
-    of accelerators' memory, and this member's. batching, batches: the choice of moves that go by the accelerators'
-    library of collectives, and this member's. Neither pulls nor batches are in any exchange.
+    on_host: whether all buffers of all members are in host memory. local: regions that local moves read and write.
+    copies: `local` as pairs of matrices. exchanges: (peer, sends, receives), of which `at_once` may run at the same
+    time. derived: regions that casts read and write, all of them in target buffers. casts: `derived` as pairs of
+    matrices, in elements. staging: memory for packed messages, already touched; a slot is as long as the longest
+    message. bytes_sent: bytes that reach other members in any way. sharing, pulls: the settings for reads of
+    accelerator memory, and this member's reads. batching, batches: the settings for moves through the collectives
+    library, and this member's batches. Moves in pulls and batches are not in `exchanges`.
     """
 
     plan: MemberPlan
@@ -62,14 +62,14 @@ class ReadyPlan:
     ) -> ReadyPlan:
         """Prepare a plan for buffers whose addresses are not known yet.
 
-        budget_bytes: most bytes that may be staged; TransferError if that is too little.
+        budget_bytes: most bytes of staging memory. Raise TransferError if that is too little.
         """
         if budget_bytes < MINIMUM_BUDGET_BYTES:
             raise TransferError(
                 f"a budget of {budget_bytes} bytes is below the least of {MINIMUM_BUDGET_BYTES}: raise it"
             )
         chunk = min(CHUNK_BYTES, budget_bytes // (2 * SLOTS))
-        longest = MESSAGE_BYTES if on_host else chunk  # an accelerator's messages are all staged
+        longest = MESSAGE_BYTES if on_host else chunk  # all messages of an accelerator are staged
         local = MoveRegions.of(plan.local, "source"), MoveRegions.of(plan.local, "target")
         derived = MoveRegions.of(plan.derived, "source"), MoveRegions.of(plan.derived, "target")
         sent, pulls, batches = plan, list[Pull](), Batches()
@@ -112,15 +112,15 @@ class ReadyPlan:
 
 
 def copies(read: MoveRegions, written: MoveRegions, rows: Ints | slice = slice(None)) -> list[tuple[Matrix, Matrix]]:
-    """Return the local moves of `rows`, as pairs of matrices that are read and written."""
+    """Return the local moves selected by `rows`, as pairs of matrices (read, written)."""
     mine, others = (read.which[rows], read.begin[rows]), (written.which[rows], written.begin[rows])
     return pairs(mine, others, read.length[rows])
 
 
 def _casts(moves: Moves, read: MoveRegions, written: MoveRegions) -> list[tuple[Matrix, Matrix]]:
-    """Return the casts as pairs of matrices of elements.
+    """Return the casts as pairs of matrices (read, written) of elements.
 
-    Runs that follow one another in both buffers are joined, wherever they lie on the line.
+    Runs that are adjacent in both buffers are merged, whatever their coordinates.
     """
     length = moves.stop - moves.start
     joined = (np.diff(read.which) == 0) & (np.diff(written.which) == 0)

@@ -1,7 +1,7 @@
-"""Regions: the bytes of local buffers that moves read or write, found by numbers before any byte is touched.
+"""Regions: the bytes of local buffers that moves read or write.
 
-`MoveRegions` refer to buffers by name: they are found once, while training runs. `Regions` are the same places in
-the memory that the buffers have when the bytes move.
+`MoveRegions` refer to buffers by name and are computed once, while training runs. `Regions` are the same bytes at the
+addresses that the buffers have when the bytes move.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from ds_dynatrain.space.interval import Ints
 from ds_dynatrain.transfer.series import Bytes, Matrix, rows_of
 
 Buffers = Mapping[tuple[str, BufferId], torch.Tensor]
-"""Every local 1-D contiguous buffer, by the name of its state kind and its id."""
+"""Local buffers, 1-D and contiguous, by state kind and buffer name."""
 Side = Literal["source", "target"]
 Key = tuple[str, BufferId, int]
-"""State kind, buffer, bytes of an element."""
+"""State kind, buffer, bytes per element."""
 
 
 @dataclass(frozen=True, eq=False)
 class MoveRegions:
-    """One region of bytes per move, on one side of a switch, in buffers given by name.
+    """The bytes that each move reads (side "source") or writes (side "target"), in buffers given by name.
 
-    keys: the buffers. reach: the bytes that each of them must have. which, begin, length: per move, the index into
-    `keys`, the first byte and the number of bytes.
+    keys: the buffers. reach: smallest size of each buffer, in bytes. which, begin, length: for each move, the index
+    into `keys`, the first byte and the number of bytes.
     """
 
     moves: Moves
@@ -44,7 +44,7 @@ class MoveRegions:
 
     @staticmethod
     def of(moves: Moves, side: Side) -> MoveRegions:
-        """Find the places that moves read (side "source") or write (side "target")."""
+        """Compute the regions that moves read (side "source") or write (side "target")."""
         if side == "source":
             kind, buffer, names = moves.source_kind, moves.source_buffer, moves.source_buffers
         else:
@@ -62,7 +62,8 @@ class MoveRegions:
     def among(self, buffers: Buffers) -> Regions:
         """Return the regions in the memory of `buffers`.
 
-        TransferError, naming kind and buffer, for one that is missing, has another item size or shape, or is too short.
+        Raise TransferError, naming kind and buffer, if a buffer is missing or too short, or has a wrong shape or item
+        size.
         """
         data = []
         for number, (kind, name, itemsize) in enumerate(self.keys):
@@ -89,11 +90,11 @@ class MoveRegions:
 
 @dataclass(frozen=True, eq=False)
 class Regions:
-    """One region of bytes per move, on one side of a switch.
+    """The bytes that each move reads or writes, in memory.
 
-    data: the buffers as bytes (uint8). which, begin, length: per move, the index into `data`, the first byte and the
-    number of bytes. bases, sizes: the address of each buffer and its length. is_on_host: whether all are in host
-    memory.
+    data: the buffers as bytes (uint8). which, begin, length: for each move, the index into `data`, the first byte and
+    the number of bytes. bases, sizes: the address and the length of each buffer. is_on_host: whether all buffers are in
+    host memory.
     """
 
     data: tuple[torch.Tensor, ...]
@@ -118,22 +119,23 @@ class Regions:
         object.__setattr__(self, "_flat", flat)
 
     def pack(self, found: Sequence[Matrix], staged: torch.Tensor) -> None:
-        """Copy matrices of bytes, one after another, into `staged`; only queued on an accelerator."""
+        """Copy matrices of bytes end to end into `staged`. On an accelerator the copies are only queued."""
         self.copy_to(_all_of(staged), _placed(found), is_queued=True)
 
     def unpack(self, found: Sequence[Matrix], staged: torch.Tensor) -> None:
-        """Copy `staged` into matrices of bytes, one after another; only queued on an accelerator."""
+        """Copy `staged`, where matrices lie end to end, into them. On an accelerator the copies are only queued."""
         _all_of(staged).copy_to(self, ((place, matrix) for matrix, place in _placed(found)), is_queued=True)
 
     def wait(self) -> None:
-        """Wait until an accelerator has done its queued copies."""
+        """Wait until the accelerators have completed all queued copies."""
         for device in {data.device for data in self.data if data.device.type != "cpu"}:
             torch.accelerator.current_stream(device).synchronize()
 
     def copy_to(self, other: Regions, both: Iterable[tuple[Matrix, Matrix]], is_queued: bool = False) -> None:
-        """Copy matrices of bytes into those of `other`; they must not overlap.
+        """Copy matrices of bytes into matrices of `other`. They must not overlap.
 
-        is_queued: whether the host may go on before an accelerator has done it.
+        both: pairs (matrix here, matrix in `other`). is_queued: whether to return before an accelerator has completed
+        the copies.
         """
         for mine, theirs in both:
             if self.is_on_host and other.is_on_host:
@@ -142,27 +144,27 @@ class Regions:
                 copy_matrix(self.data[mine.which], mine, other.data[theirs.which], theirs, is_queued)
 
     def view(self, matrix: Matrix) -> torch.Tensor:
-        """Return a matrix of one run as a view of its buffer."""
+        """Return a matrix with a single run as a view of its buffer."""
         return self.data[matrix.which].narrow(0, matrix.begin, matrix.length)
 
     def rows(self, rows: Ints) -> Regions:
-        """Return the regions of some moves."""
+        """Return the regions of the moves with the given row numbers."""
         return Regions(self.data, self.which[rows], self.begin[rows], self.length[rows])
 
     def addresses(self) -> Ints:
-        """Address of the first byte of each region."""
+        """Return the address of the first byte of each region."""
         return self.bases[self.which] + self.begin if len(self.data) else self.begin
 
 
 def copy_matrix(
     origin: torch.Tensor, read: Matrix, into: torch.Tensor, written: Matrix, is_queued: bool = False
 ) -> None:
-    """Copy runs of elements of one 1-D tensor into another, at once, or one by one if they step back.
+    """Copy runs of elements from one 1-D tensor to another: in one call, or run by run if they step back or overlap.
 
-    A cast rounds as torch does (to nearest, ties to even). is_queued: as in `Regions.copy_to`.
+    Casts round as in torch (to nearest, ties to even). is_queued: as in `Regions.copy_to`.
     """
     number, length = read.number, read.length
-    if number == 1 or min(read.step, written.step) >= length:  # torch has no steps back
+    if number == 1 or min(read.step, written.step) >= length:  # torch has no negative strides
         out_of = origin.as_strided((number, length), (read.step, 1), origin.storage_offset() + read.begin)
         to = into.as_strided((number, length), (written.step, 1), into.storage_offset() + written.begin)
         to.copy_(out_of, non_blocking=is_queued)
@@ -173,9 +175,7 @@ def copy_matrix(
 
 
 def check_disjoint(read: list[Regions], written: list[Regions]) -> None:
-    """Raise TransferError if a byte that is still needed would be overwritten: a buffer that moves within its own
-    storage.
-    """
+    """Raise TransferError if `written` regions overlap `read` regions, which would overwrite bytes still needed."""
     memory = []
     for parts in (read, written):
         base, size = interval.join([(part.bases, part.sizes) for part in parts])
@@ -193,7 +193,7 @@ def check_disjoint(read: list[Regions], written: list[Regions]) -> None:
 
 
 def _touching(parts: list[Regions], start: Ints, stop: Ints) -> tuple[Ints, Ints]:
-    """Return first and last addresses of the regions in buffers that touch sorted, disjoint runs of addresses."""
+    """Return the begin and end addresses of all regions in buffers that overlap the given runs of addresses."""
     found = []
     for part in parts:
         touched, _, _, _ = interval.intersect(part.bases, part.bases + part.sizes, start, stop)
@@ -203,13 +203,13 @@ def _touching(parts: list[Regions], start: Ints, stop: Ints) -> tuple[Ints, Ints
 
 
 def _all_of(staged: torch.Tensor) -> Regions:
-    """Treat staged bytes as a buffer that matrices are copied from or to."""
+    """Return regions whose only buffer is `staged`, so that matrices can be copied to or from it."""
     nothing = np.empty(0, dtype=np.int64)
     return Regions((staged,), nothing, nothing, nothing)
 
 
 def _placed(found: Sequence[Matrix]) -> Iterator[tuple[Matrix, Matrix]]:
-    """Pair each matrix with its place in staged bytes, where they follow one another."""
+    """Yield each matrix with its position in staged bytes, in which the matrices lie end to end."""
     at = 0
     for matrix in found:
         yield matrix, Matrix(0, at, matrix.length, matrix.number, matrix.length)

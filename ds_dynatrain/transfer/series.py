@@ -1,6 +1,6 @@
-"""Series: runs of one length at equal steps, which numpy copies and weighs at once.
+"""Series: runs of equal length at equal steps, which numpy can copy or digest in one call.
 
-A dim that the tensor axis cuts leaves a run for every row of a matrix; one by one they cost microseconds each.
+If the tensor axis cuts a dim, each row of a matrix is a run of its own; handled one by one, each costs microseconds.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Matrix(NamedTuple):
-    """`number` runs of `length` bytes in buffer `which`; the first begins at byte `begin`, each other `step` bytes
-    later.
-    """
+    """A series of `number` runs of `length` bytes in buffer `which`: run i begins at byte begin + i * step."""
 
     which: int
     begin: int
@@ -27,12 +25,12 @@ class Matrix(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all runs."""
+        """Total bytes of all runs."""
         return self.number * self.length
 
 
 def matrices(which: Ints, begin: Ints, length: Ints) -> list[Matrix]:
-    """Return the runs, in order, as few matrices; runs that touch are joined."""
+    """Group runs, in order, into few matrices; adjacent runs are merged."""
     first, count = series(which * (int(length.max(initial=0)) + 1) + length, begin)
     found = _matrices(which, begin, length, first, count)
     for at, each in enumerate(found):
@@ -42,7 +40,10 @@ def matrices(which: Ints, begin: Ints, length: Ints) -> list[Matrix]:
 
 
 def pairs(mine: tuple[Ints, Ints], others: tuple[Ints, Ints], length: Ints) -> list[tuple[Matrix, Matrix]]:
-    """Return runs on two sides, (which, begin) of each, as few pairs of matrices of equal counts and lengths."""
+    """Group pairs of runs, in order, into few pairs of matrices of equal shape.
+
+    mine, others: (which, begin) of the first and of the second run of each pair. length: length of both.
+    """
     (which, begin), (into, at) = mine, others
     same = (which * (int(into.max(initial=0)) + 1) + into) * (int(length.max(initial=0)) + 1) + length
     first, count = series(same, begin, at)
@@ -51,17 +52,17 @@ def pairs(mine: tuple[Ints, Ints], others: tuple[Ints, Ints], length: Ints) -> l
 
 
 def _matrices(which: Ints, begin: Ints, length: Ints, first: Ints, count: Ints) -> list[Matrix]:
-    """Return the series of `count` rows from each `first` on as matrices; a single run has no step."""
+    """Return one matrix per series of `count` rows that begins at row `first`; the step of a single run is 0."""
     step = np.where(count > 1, np.append(begin[1:], 0)[first] - begin[first], 0)
     columns = np.stack((which[first], begin[first], step, count, length[first]), axis=1)
     return list(map(Matrix._make, columns.tolist()))
 
 
 def series(same: Ints, *begins: Ints) -> tuple[Ints, Ints]:
-    """Return (first row, number of rows) of the series that rows fall into, in order.
+    """Group consecutive rows into series; return (first row, number of rows) of each.
 
-    same: one value per row, equal for rows that may share a series (their length, their buffers). begins: positions
-    where the rows begin, on one side or on several; within a series each of them grows by a constant step.
+    same: one value per row; only rows with equal values can share a series. begins: one or more arrays with the
+    position of each row; within a series each of them has a constant step.
     """
     count = len(same)
     goes_on = np.zeros(count, dtype=bool)  # whether a row and the two before it are equally spaced
@@ -74,7 +75,7 @@ def series(same: Ints, *begins: Ints) -> tuple[Ints, Ints]:
     edges = np.flatnonzero(np.diff(np.concatenate([[False], goes_on, [False]])))
     third, stop = edges[::2], edges[1::2]
     first = third - 2
-    first[1:] = np.maximum(first[1:], stop[:-1])  # the series before has taken the row that both could have
+    first[1:] = np.maximum(first[1:], stop[:-1])  # a row that two series could have belongs to the first
     is_left = stop - first > 2
     first, stop = first[is_left], stop[is_left]
     depth = np.zeros(count + 1, np.int64)
@@ -85,9 +86,7 @@ def series(same: Ints, *begins: Ints) -> tuple[Ints, Ints]:
 
 
 def rows_of(data: Bytes, begin: int, step: int, count: int, length: int) -> Bytes:
-    """Return the runs of a series in a flat array of bytes as a view of `count` x `length` bytes, which may be written
-    to.
-    """
+    """Return the runs of a series in a flat array of bytes as a writable view of shape (count, length)."""
     try:
         return np.ndarray((count, length), np.uint8, data, begin, (step, 1))
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Execution of a plan by a member that stands in for others: their parts run in threads, beside its own."""
+"""Execution of the plans of a member and of the absent members that it stands in for, in parallel threads."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ds_dynatrain.transfer.regions import Buffers
 from ds_dynatrain.transfer.transport import Handle, Transport, call_beside
 
 TAGS = 256
-"""Number of tags of each member that another stands in for: each pair of members has its own between two processes."""
+"""Size of the tag range of each absent member, so that messages of different members never share a tag."""
 
 
 @dataclass(frozen=True)
 class ActingTransport:
-    """The transport of `member`, which is this process or one that it stands in for.
+    """The transport of `member`: this process's own member, or an absent one that it stands in for.
 
-    stand_ins: member that acts for each absent one; the same on all members.
+    stand_ins: the member that stands in for each absent one; the same on all members.
     """
 
     transport: Transport
@@ -54,11 +54,11 @@ def execute_standing_in(
     budget_bytes: int,
     on_host: bool = True,
 ) -> None:
-    """Do as `execute` does, for a member and for the absent ones that it stands in for, whose buffers are all in host
-    memory.
+    """Execute the plans of a member and of the absent members that it stands in for, as `execute` does.
 
-    sources: source buffers of each of them, by member; a member that is in the target alone has none. target: the
-    member's own buffers. stand_ins: those of the whole plan, the same on all members. Raises as `execute` does.
+    sources: the source buffers of each of these members; a member without source state has none. target: the target
+    buffers of the member itself. stand_ins: the member that stands in for each absent one; the same on all members. The
+    buffers of absent members are in host memory. Errors are those of `execute`.
     """
     member, deadline = plan.own.member, time.monotonic() + deadline_seconds
 
@@ -67,7 +67,7 @@ def execute_standing_in(
 
     sendings = []
     for one, part in plan.absent.items():
-        away = replace(part, local=part.local.select(slice(0, 0)))  # without what stays with the stand-in
+        away = replace(part, local=part.local.select(slice(0, 0)))  # without moves to the stand-in itself
         send = partial(carry_out, away, sources[one], {}, ActingTransport(transport, one, stand_ins))
         sendings.append((part, call_beside(send, f"dynatrain-stand-in-{one}")))
     mine = ActingTransport(transport, member, stand_ins)

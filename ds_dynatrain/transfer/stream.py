@@ -1,9 +1,9 @@
-"""Messages between two members in one exchange: how moves are cut into messages, and how these are sent and received.
+"""Messages between two members in one exchange: division of moves into messages, sending and receiving.
 
-A large move travels without staging, straight from buffer to buffer, in messages of at most `longest` bytes. Small
-moves are packed in their order into messages of at most `chunk` bytes, which both sides stage. The list of messages
-follows from the lengths of the moves and from these two numbers alone, so sender and receiver derive the same one,
-without a header.
+A large move is sent directly from buffer to buffer, in messages of at most `longest` bytes. Small moves are packed, in
+order, into messages of at most `chunk` bytes, which both members stage. The list of messages depends only on the
+lengths of the moves and on these two numbers, so sender and receiver compute the same list, and messages need no
+header.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from ds_dynatrain.transfer.series import Matrix, matrices
 from ds_dynatrain.transfer.transport import Handle, Transport
 
 SLOTS = 4
-"""Staged messages under way per direction: enough that packing, wire and unpacking overlap."""
+"""Staged messages in flight per direction; enough to overlap packing, transport and unpacking."""
 DIRECT_BYTES = 256 * 1024
-"""Size of a move from which on it is not packed: a message of its own costs less than two copies."""
+"""Smallest move that is not packed, in bytes: from this size on, a separate message costs less than two copies."""
 
 
 @dataclass(frozen=True)
 class MoveBatch:
-    """Moves that travel together: `rows` in full, with start 0, or bytes start to stop of a single row."""
+    """The moves in one message: all of `rows` (with start 0), or bytes `start` to `stop` of a single row."""
 
     rows: tuple[int, ...]
     start: int
@@ -37,12 +37,12 @@ class MoveBatch:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the message."""
+        """Length of the message in bytes."""
         return self.stop - self.start
 
 
 def messages(lengths: Iterable[int], chunk: int, longest: int) -> list[MoveBatch]:
-    """Return the messages for moves of `lengths` bytes, in the order of sending."""
+    """Return the messages for moves of the given lengths (in bytes), in sending order."""
     length = np.array([*lengths], dtype=np.int64)
     direct = length >= min(DIRECT_BYTES, chunk)
     found: list[tuple[int, MoveBatch]] = []
@@ -52,7 +52,7 @@ def messages(lengths: Iterable[int], chunk: int, longest: int) -> list[MoveBatch
     small = np.flatnonzero(~direct & (length > 0))
     ends = np.cumsum(length[small])
     first, before = 0, 0
-    while first < len(small):  # a message is sent when the next move does not go into it
+    while first < len(small):  # a message is full when the next move does not fit
         last = int(np.searchsorted(ends, before + chunk, side="right"))
         when, after = int(small[last]) if last < len(small) else len(length), int(ends[last - 1])
         found.append((when, MoveBatch(tuple(small[first:last].tolist()), 0, after - before)))
@@ -62,7 +62,7 @@ def messages(lengths: Iterable[int], chunk: int, longest: int) -> list[MoveBatch
 
 @dataclass(frozen=True)
 class Parcel:
-    """A message and the places of its bytes: matrices, one after another."""
+    """A message, and the matrices that contain its bytes, in order."""
 
     nbytes: int
     matrices: tuple[Matrix, ...]
@@ -87,7 +87,7 @@ class MessageOutline:
 
     @staticmethod
     def of(places: MoveRegions, chunk: int, longest: int) -> MessageOutline:
-        """Cut moves into messages, the same at both ends; each end decides for itself which of them are packed."""
+        """Divide moves into messages. Both members get the same messages; each decides which of its own are packed."""
         parcels, reach, slots = list[Parcel](), 0, 0
         for message in messages(places.length.tolist(), chunk, longest):
             rows, nbytes = [*message.rows], message.nbytes
@@ -102,10 +102,10 @@ class MessageOutline:
 
 
 class Staging:
-    """Reusable slots of `chunk` bytes, at most 2 * SLOTS for each exchange under way.
+    """Reusable slots of staging memory, at most 2 * SLOTS for each running exchange.
 
-    chunk: bytes of a slot. is_pinned: whether slots are page-locked, so that an accelerator copies by itself, four to
-    seven times as fast. peak: the most bytes that were in use at once.
+    chunk: size of a slot in bytes. is_pinned: whether slots are page-locked, which makes copies of an accelerator
+    asynchronous and four to seven times as fast. peak: most bytes in use at once.
     """
 
     def __init__(self, chunk: int, is_pinned: bool = False) -> None:
@@ -113,7 +113,7 @@ class Staging:
         self._free, self._used, self.peak = list[torch.Tensor](), 0, 0
 
     def reserve(self, slots: int) -> None:
-        """Provide `slots` free slots whose pages are touched."""
+        """Allocate slots, and touch their pages, until `slots` of them are free."""
         while len(self._free) < slots:
             slot = self._slot()
             if not self.is_pinned:  # locked pages exist already
@@ -128,12 +128,12 @@ class Staging:
         return slot[:nbytes]
 
     def give(self, staged: torch.Tensor) -> None:
-        """Give back memory that `take` returned."""
+        """Return to the pool a slot that `take` returned."""
         self._used -= staged.numel()
         self._free.append(staged.as_strided((self.chunk,), (1,)))
 
     def _slot(self) -> torch.Tensor:
-        """Return a new slot; not pinned if the system locks no more, or the accelerator has no such memory."""
+        """Allocate a slot; it is not pinned if the system or the accelerator does not support more pinned memory."""
         if self.is_pinned:
             with suppress(RuntimeError):
                 return torch.empty(self.chunk, dtype=torch.uint8, pin_memory=True)
@@ -152,10 +152,9 @@ class _UnderWay:
 class Stream:
     """The messages to (`is_send`) or from one member.
 
-    `advance` starts messages while they fit; `finish` waits for the oldest. Two members that each, again and again,
-    advance both of their streams and then finish the oldest message of both never wait for each other: the oldest
-    message of a stream is always started, and each finishes message i of both streams before it needs message i + 1 of
-    either.
+    `advance` starts messages while slots are free; `finish` waits for the oldest one. Two members that repeatedly
+    advance both of their streams and then finish the oldest message of both cannot deadlock: the oldest message of a
+    stream is always started, and a member finishes message i of both streams before it needs message i + 1 of either.
     """
 
     transport: Transport
@@ -171,7 +170,7 @@ class Stream:
 
     @property
     def is_done(self) -> bool:
-        """Whether every message was started and finished."""
+        """Whether all messages are finished."""
         return self._next == len(self.parcels) and not self._under_way
 
     def advance(self) -> None:
@@ -192,7 +191,7 @@ class Stream:
             self._next += 1
 
     def finish(self, deadline: float) -> None:
-        """Wait for the oldest message and put its bytes in place. Does nothing when all are done."""
+        """Wait for the oldest started message, and unpack a received one. If no message is started, do nothing."""
         if not self._under_way:
             return
         oldest = self._under_way.popleft()
@@ -201,7 +200,7 @@ class Stream:
             return
         if not self.is_send:
             self.regions.unpack(oldest.parcel.matrices, oldest.staged)
-            self.regions.wait()  # the slot is another message's next
+            self.regions.wait()  # the slot will be reused
         self.staging.give(oldest.staged)
         self._slots += 1
 

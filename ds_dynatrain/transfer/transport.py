@@ -1,9 +1,9 @@
-"""Transport of bytes between members: a small interface, and torch.distributed's point-to-point messages behind it.
+"""Transport of bytes between members: a small interface, and its implementation with torch.distributed.
 
-Contract of every transport: `send` and `receive` return at once; messages between two members with one tag arrive in
-the order in which they were sent, and are matched by order with the receives of that tag; a message and its receive
-have equal length. A tensor that was handed over belongs to the transport until its handle's `wait` returns. A wait
-that fails raises, naming the member, and the transport is of no use after that: throw it away with its group.
+Every transport has this contract. `send` and `receive` return immediately. Messages between two members with the same
+tag arrive in sending order, and are matched in order with the receives of that tag. A message and its receive have
+equal length. A tensor belongs to the transport until the `wait` of its handle returns. A failed wait raises an error
+that names the member; the transport is then unusable and must be discarded with its group.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from ds_dynatrain.errors import MemberMissing, TransferError, UnsupportedError
 
 T = TypeVar("T")
 Landing = tuple[torch.Tensor, torch.Tensor] | None
-"""A tensor on an accelerator, and the host memory that it is filled from."""
+"""A tensor on an accelerator, and the host memory from which to fill it; None for a tensor in host memory."""
 MESSAGE_BYTES = 1 << 30
-"""Longest message; longer tensors travel as several, since some systems' calls take at most 2^31 - 1 bytes."""
+"""Longest message in bytes; longer tensors are split, because some system calls take at most 2^31 - 1 bytes."""
 MINIMUM_WAIT_SECONDS = 0.001
-"""Shortest time-out: gloo reads one in whole milliseconds, and takes zero for no limit."""
+"""Shortest timeout. Gloo counts whole milliseconds, and zero means no limit."""
 ROUNDING_SECONDS = 0.005
-"""Span before the deadline within which a failure counts as a time-out."""
+"""A failure within this time before the deadline counts as a timeout."""
 LOOK_SECONDS = 0.25
-"""Pause between two checks for a reason to give up a wait."""
+"""Interval between two calls of `stop` during a wait."""
 RELAY_TAG = 2
 RELAY_BYTES = 16 << 20
-"""A longer tensor is passed on in parts of this size, so that all levels of the tree are busy at once."""
+"""Tensors are relayed in parts of at most this size, so that all levels of the tree work at the same time."""
 
 
 class Handle(Protocol):
-    """A send or receive under way."""
+    """A running send or receive."""
 
     def wait(self, deadline: float) -> None:
         """Wait until the message is done; `deadline` is a `time.monotonic()` value.
 
-        Raises MemberMissing when the deadline passes, TransferError if the connection fails before.
+        Raise MemberMissing when the deadline passes, TransferError if the connection fails earlier.
         """
 
 
@@ -76,7 +76,7 @@ class GroupTransport:
         if len(members) != group.size() or len(set(members)) != len(members):
             raise TransferError(f"a group of {group.size()} ranks needs as many different members, got {list(members)}")
         backend = group._get_backend(torch.device("cpu")).name()
-        if backend != "gloo" and group.size() > 1:  # alone there is nothing to send
+        if backend != "gloo" and group.size() > 1:  # a single rank sends nothing
             raise UnsupportedError(
                 f'the transfer group has the CPU back-end {backend!r}, and bytes travel by gloo; give it backend="gloo"'
             )
@@ -84,11 +84,11 @@ class GroupTransport:
         self._rank_of = dict(zip(members, range(len(members)), strict=True))
 
     def send(self, tensor: torch.Tensor, member: int, tag: int) -> Handle:
-        """Start to send; an accelerator's tensor is copied to the host first, and may be changed when this returns."""
+        """Start to send a tensor. One on an accelerator is copied to the host, and may be changed after the call."""
         return self._begin(self._group.send, "send to", bytes_of(tensor).to("cpu"), member, tag)
 
     def receive(self, tensor: torch.Tensor, member: int, tag: int) -> Handle:
-        """Start to receive; an accelerator's tensor is filled during `wait`."""
+        """Start to receive into a tensor. One on an accelerator is filled during `wait`."""
         data = bytes_of(tensor)
         host = data if data.device.type == "cpu" else torch.empty(data.shape, dtype=torch.uint8)
         landing = None if host is data else (data, host)
@@ -115,7 +115,7 @@ class GroupTransport:
 
 @dataclass
 class _GroupHandle:
-    """The work of one tensor's messages, and the copy to the accelerator that ends a staged receive."""
+    """The running messages of one tensor, and the copy to the accelerator after a staged receive."""
 
     works: list[dist.Work]
     what: str
@@ -148,7 +148,7 @@ class _GroupHandle:
 
 
 def call_beside(call: Callable[[], T], name: str) -> futures.Future[T]:
-    """Make a call in a daemon thread, which may be abandoned."""
+    """Make a call in a daemon thread, and return its future. The thread may be abandoned."""
     ended: futures.Future[T] = futures.Future()
 
     def run() -> None:
@@ -162,7 +162,7 @@ def call_beside(call: Callable[[], T], name: str) -> futures.Future[T]:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor as uint8, which every back-end can send."""
+    """Return a view of a tensor as uint8, which every back-end can send."""
     if tensor.dim() != 1 or not tensor.is_contiguous():
         raise TransferError(f"only 1-D contiguous tensors travel, got shape {tuple(tensor.shape)}: flatten first")
     return tensor.detach().view(torch.uint8)
@@ -171,10 +171,10 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 def send_down(
     tree: Sequence[int], mine: int, tensors: Sequence[torch.Tensor], transport: Transport, deadline: float
 ) -> None:
-    """Fill `tensors` on every member of `tree` with those of its first member; each member calls it.
+    """Broadcast `tensors` from the first member of `tree` to all others. Every member of `tree` calls this.
 
-    tree: members; the one at place i sends to those at places 2i + 1 and 2i + 2. deadline: a `time.monotonic()` value.
-    Raises as `Handle.wait` does.
+    tree: the members; member i of the list sends to members 2i + 1 and 2i + 2. deadline: a `time.monotonic()` value.
+    Errors are those of `Handle.wait`.
     """
     place = tree.index(mine)
     below = tree[2 * place + 1 : 2 * place + 3]

@@ -1,5 +1,7 @@
-"""The weights of a digest, and its sum over runs of bytes on the CPU: compiled (`weigh.c`) where that was built, else
-numpy's. Both give the same number; the compiled one is two to five times as fast (`tools/bench_digest.py`).
+"""The weights of a digest, and the weighted sum over runs of bytes on the CPU.
+
+The sum is compiled (`weigh.c`) if that was built, and computed by numpy otherwise. Both give the same number; compiled
+code is two to five times as fast (`tools/bench_digest.py`).
 """
 
 from __future__ import annotations
@@ -25,19 +27,18 @@ BLOCK_UNITS = 16384
 """Units of 8 bytes per block: 2 tables + scratch + data = 512 KiB, the fastest that still leaves half of a 1 MiB L2."""
 BLOCK_BYTES = BLOCK_UNITS * UNIT_BYTES
 WORD_BYTES, SLICES = 4, 16
-"""Bytes that an accelerator reads at once, half a unit; and slices of a block, each the work of one program there."""
+"""On accelerators: bytes per read (half a unit), and the number of slices of a block, one per kernel program."""
 SPREAD_BYTES = 8 * BLOCK_BYTES
-"""Scratch bytes for runs that are spread out as they lie in a tensor."""
+"""Size in bytes of the scratch memory in which numpy places runs at their distances in the tensor."""
 
 LOW_SEED, HIGH_SEED, FACTOR_SEED = 0x243F6A8885A308D3, 0x13198A2E03707344, 0xA4093822299F31D0
 _HALF = np.uint64(32)
 
 
 class HostRuns(NamedTuple):
-    """`number` runs of `length` bytes.
+    """A series of `number` runs of `length` bytes.
 
-    In memory the first begins at byte `first` and each other `stride` bytes later; in the logical tensor the first
-    begins at byte `begin` and each other `step` bytes later.
+    Run i begins at byte first + i * stride in memory, and at byte begin + i * step of the logical tensor.
     """
 
     first: int
@@ -54,20 +55,20 @@ def is_compiled() -> bool:
 
 
 def summer() -> Compiled | InNumpy:
-    """Return the fastest sum that this installation has."""
+    """Return the fastest implementation of the sum that is available."""
     return InNumpy() if weigh is None else Compiled()
 
 
 class Compiled:
-    """The compiled sum, which weighs each run in place."""
+    """The compiled implementation of the weighted sum."""
 
     def sum(self, data: Bytes, runs: HostRuns) -> int:
-        """Return the weighted sum; the caller reduces it mod 2^64. IndexError if a run leaves `data`."""
+        """Return the weighted sum of runs, not yet reduced mod 2^64. Raise IndexError if a run leaves `data`."""
         return weigh.runs(data, *runs, *tables(), FACTOR_SEED)
 
 
 class InNumpy:
-    """The sum in numpy, which weighs blocks in scratch rows of its own, so that no temporary grows with the data."""
+    """The numpy implementation of the weighted sum. Scratch rows are reused, so memory does not grow with the data."""
 
     def __init__(self) -> None:
         self._low, self._high = tables()
@@ -75,9 +76,9 @@ class InNumpy:
         self._padded = np.empty(BLOCK_UNITS, dtype=np.uint64)
 
     def sum(self, data: Bytes, runs: HostRuns) -> int:
-        """Return the same as `Compiled.sum`.
+        """Return the weighted sum of runs, like `Compiled.sum`.
 
-        Several runs are spread out with zeros between them, as they lie in the tensor: zeros weigh nothing.
+        Several runs are placed at their distances in the tensor, with zeros between them, which add nothing.
         """
         first, stride, count, length, begin, step = runs
         if not count * length:
@@ -128,9 +129,7 @@ class InNumpy:
         return high + int(np.add.reduce(work))
 
     def _pad(self, part: Bytes, lead: int) -> UInt64s:
-        """Return `part` as whole aligned units; zeros stand for the `lead` bytes before it and for missing bytes at its
-        end.
-        """
+        """Return `part` as whole aligned units, padded with `lead` zero bytes before it and with zeros at its end."""
         count = (lead + part.size + UNIT_BYTES - 1) // UNIT_BYTES
         units = self._padded[:count]
         units[0] = units[-1] = 0
@@ -140,7 +139,7 @@ class InNumpy:
 
 @cache
 def tables() -> tuple[UInt64s, UInt64s]:
-    """Return the odd multipliers a (of whole units) and b (of their high words), BLOCK_UNITS each; read-only."""
+    """Return the odd multipliers a (for whole units) and b (for their high words), BLOCK_UNITS each, read-only."""
     position = np.arange(BLOCK_UNITS, dtype=np.uint64)
     low, high = _splitmix(position, LOW_SEED) | np.uint64(1), _splitmix(position, HIGH_SEED) | np.uint64(1)
     low.flags.writeable = high.flags.writeable = False

@@ -1,7 +1,7 @@
-"""Folders of torch's distributed checkpoint (DCP): reading one, and writing a checkpoint of ours as one.
+"""Folders of torch's distributed checkpoint (DCP): reading one, and writing one of our checkpoints as one.
 
-Its `.metadata` says what is in it. That is a pickle, which is not run: it yields only plain values and `Opaque`
-stand-ins for torch's own records. The values lie in files of many small files of `torch.save`, one for each piece of a
+The file `.metadata` describes the content. It is a pickle, but is never executed: it yields only plain values and
+`Opaque` stand-ins for torch's records. A data file contains many small files of `torch.save`, one per piece of a
 tensor.
 
 | key | what is taken from it |
@@ -11,11 +11,11 @@ tensor.
 | `optim.param_groups.NAME.lr` | hyper-parameters by tensor, from which groups are made again |
 | `optim.param_groups.0.lr` `.params` | a group's hyper-parameters, and the names of its tensors |
 
-`optim` may be called `optimizer`. Its levels are apart (`optim`, `state`, NAME, `exp_avg`), or in one name below
-`optim`, as torch has them with `flatten_optimizer_state_dict=True`.
+`optim` may also be called `optimizer`. Its levels are separate (`optim`, `state`, NAME, `exp_avg`), or joined to one
+name below `optim`, as in torch with `flatten_optimizer_state_dict=True`.
 
-A written folder has the names of torch's `get_state_dict`. The model's values are the masters, unless another type is
-asked for: torch's own training keeps no others.
+A written folder has the names of torch's `get_state_dict`. The values of `model` are the masters, unless another type
+is requested.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ METADATA, MODEL, OPTIM = ".metadata", "model", "optim"
 OPTIMS = (OPTIM, "optimizer")
 STATE, GROUPS = (OPTIM, "state"), (OPTIM, "param_groups")
 DATA = "__0_0.distcp"
-"""Name that torch gives the first file of rank 0."""
+"""Torch's name of the first data file of rank 0."""
 Keys = tuple[str, ...]
-"""Levels of a name."""
+"""The levels of a key."""
 
 
 STAND_INS = (
@@ -80,31 +80,31 @@ STAND_INS = (
     "pathlib",
     "pathlib._local",
 )
-"""Modules whose records may be in the metadata; each record becomes an `Opaque`."""
+"""Modules whose classes may occur in the metadata; their objects become `Opaque`."""
 PLAIN: Mapping[str, Any] = {
     "torch.Size": tuple,
     "torch.serialization._get_layout": Opaque,
     "collections.OrderedDict": dict,
 }
-"""Other classes that may be in it besides torch's element types, and what each becomes."""
+"""Other classes that may occur in the metadata besides torch's element types, with their replacements."""
 
 
 def is_dcp(path: Path) -> bool:
-    """Return whether a folder looks like such a checkpoint."""
+    """Return whether a folder looks like a torch distributed checkpoint."""
     return (path / METADATA).is_file()
 
 
 def read_dcp(path: Path, trust_pickle: bool = False) -> Foreign:
-    """Describe a folder of torch's distributed checkpoint.
+    """Describe a torch distributed checkpoint.
 
-    trust_pickle: for values that are neither tensors nor plain, never for the metadata. Raise CheckpointError for
-    content that is refused, CheckpointDamaged if a part of it is missing or impossible.
+    trust_pickle: whether to unpickle values that are neither tensors nor plain; the metadata is never unpickled. Raise
+    CheckpointError for refused content, CheckpointDamaged if a part is missing or invalid.
     """
     return _Folder.open(path, trust_pickle).foreign()
 
 
 class _Reader(pickle.Unpickler):
-    """An unpickler of stand-ins and plain values: it never looks up a class or function of the file's choice."""
+    """An unpickler that yields only stand-ins and plain values, and never looks up a class that the file chooses."""
 
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
@@ -120,9 +120,10 @@ class _Reader(pickle.Unpickler):
 
 @dataclass(frozen=True, eq=False)
 class _Folder:
-    """A folder as its metadata describes it. keys: levels of the name of each key.
+    """A checkpoint as described by its metadata.
 
-    shapes: of tensors by key. places: (offset in the tensor, file, first byte, length) of the pieces of a key.
+    keys: the levels of each key. shapes: the shape of each key, None if it is no tensor. places: for each key, its
+    pieces as (offset in the tensor, file, first byte, length).
     """
 
     path: Path
@@ -194,7 +195,7 @@ class _Folder:
         return Foreign(self.path, FORMAT, manifest, tensors, step, carry, left_out=tuple(left_out), archives=archives)
 
     def _weights(self) -> dict[str, str]:
-        """Return the key of each weight by its name."""
+        """Return the key of each weight, by the name of the weight."""
         tops = {each[0] for each in self.keys.values() if len(each) > 1}
         if MODEL in tops:
             return {".".join(each[1:]): key for key, each in self.keys.items() if each[0] == MODEL and len(each) > 1}
@@ -207,7 +208,7 @@ class _Folder:
 
     @cached_property
     def _states(self) -> dict[str, dict[str, str]]:
-        """Tensor -> state of its optimizer -> key."""
+        """The keys of the optimizer's states: tensor name -> state name -> key."""
         found: dict[str, dict[str, str]] = {}
         for key, each in self.keys.items():
             if each[:2] == STATE and len(each) > 3 and self.shapes[key] is not None:
@@ -217,8 +218,8 @@ class _Folder:
     def _groups(self, weights: Collection[str]) -> tuple[list[dict[str, Any]], dict[str, int]]:
         """Return (hyper-parameters of the groups, group of each tensor).
 
-        If hyper-parameters are noted by tensor, tensors with equal ones form a group. Otherwise groups are as they
-        were, and a group that lists anything but weights' names raises CheckpointError.
+        If the checkpoint has hyper-parameters per tensor, tensors with equal ones form a group. Otherwise it has
+        groups; raise CheckpointError if a group lists anything but names of weights.
         """
         said: dict[str, dict[str, Any]] = {}
         for key, each in self.keys.items():
@@ -252,7 +253,7 @@ class _Folder:
         return shape
 
     def _value(self, key: str) -> Any:
-        """Return what is stored as one value."""
+        """Return the value of a key that is stored as one piece."""
         _, file, first, length = self.places[key][0]
         return read_tree(self.path, file, self.trust_pickle, (first, length))
 
@@ -261,7 +262,7 @@ class _Folder:
         return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
     def _rows(self, tensor: LogicalTensor, kind: str, key: str) -> list[ManifestRow]:
-        """Return the rows of a tensor's pieces; each piece is a box of it, stored row by row."""
+        """Return the manifest rows of a tensor's pieces; each piece is a box, stored in row-major order."""
         shape, rows = self._shape(key), list[ManifestRow]()
         if shape != tensor.shape:
             raise CheckpointError(
@@ -290,9 +291,9 @@ class _Folder:
 
 
 def _split(key: str, keys: Iterable[str]) -> tuple[str, ...]:
-    """Return the levels of a key without a noted path.
+    """Return the levels of a key for which the metadata has no path.
 
-    If the checkpoint has an optimizer, keys are named as by torch's `get_state_dict`; otherwise a key is a plain name.
+    If the checkpoint has an optimizer, keys are those of torch's `get_state_dict`; otherwise a key is a plain name.
     """
     if not any(each.startswith(f"{OPTIM}.") for each in keys):
         return (key,)
@@ -304,7 +305,7 @@ def _split(key: str, keys: Iterable[str]) -> tuple[str, ...]:
 
 
 def _levels(path: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the levels of a key, each by itself, and an optimizer's below `optim`."""
+    """Return the levels of a key in normal form: one entry per level, with `optim` as the name of the optimizer."""
     top, *rest = path
     if top not in OPTIMS or not rest:
         return path
@@ -339,11 +340,11 @@ def to_dcp(
     dtype: torch.dtype | None = None,
     progress: Progress = silent,
 ) -> Path:
-    """Write weights, optimizer states and hyper-parameters into a new folder, which gets its name when it is complete.
+    """Write weights, optimizer states and hyper-parameters into a new folder, which becomes visible when complete.
 
-    carry: the shared carry, decoded. dtype: of `model.*`; None for masters, and frozen weights as they are. Takes
-    memory for the largest tensor. Raise CheckpointError if the folder exists, CheckpointDamaged for values that are not
-    what was saved.
+    carry: the decoded shared state of the checkpoint. dtype: the type of `model.*`; None for masters and unchanged
+    frozen weights. This needs memory for the largest tensor. Raise CheckpointError if the folder exists,
+    CheckpointDamaged if values are not what was saved.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -365,7 +366,7 @@ def to_dcp(
     with appearing(path, parents=True) as hidden, Reader(saved.path, saved.manifest) as reader:
 
         class Lazy(DefaultSavePlanner):
-            """Planner that reads a tensor when it is about to be written."""
+            """A planner that reads each tensor only when it is about to be written."""
 
             def resolve_data(self, write_item: WriteItem) -> Any:
                 if write_item.index.fqn not in by_key:
@@ -375,7 +376,7 @@ def to_dcp(
                 return proven(reader, tensor, kind, kind_type)
 
         class OneByOne(FileSystemWriter):
-            """Writer of one file that does not keep its tensors in memory, as torch's own writer does."""
+            """A writer of a single file that, unlike torch's, does not keep its tensors in memory."""
 
             def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
                 done: Future[list[WriteResult]] = Future()

@@ -1,4 +1,4 @@
-"""A checkpoint of another tool, described: where each value lies, and as much of the carry as it has.
+"""Description of another tool's checkpoint: where each value is stored, and the state outside tensors that it has.
 
 | key of `carry` | value |
 |---|---|
@@ -8,10 +8,11 @@
 | `scaler` | fields of the loss scale, by DeepSpeed's names |
 | `scheduler` `random-LTD` | their states |
 
-Anything that a checkpoint lacks stays as it is in the training that loads it.
+A job that loads the checkpoint keeps its own values for everything that the checkpoint lacks.
 
-`take` writes it as one of ours: tensor by tensor, atomically, as a save does. Memory: the largest tensor in one state
-kind. If there are weights only, masters are made of them, and the optimizer of a training that loads it begins as new.
+`take` converts it to one of our checkpoints, tensor by tensor and atomically, like a save. This needs memory for the
+largest tensor in one state kind. If the checkpoint has only weights, masters are made from them, and the optimizer of a
+job that loads the result starts fresh.
 """
 
 from __future__ import annotations
@@ -37,15 +38,16 @@ from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 from ds_dynatrain.space import MASTER, WEIGHT, Layout, LogicalTensor
 
 LOW = (torch.float32, torch.bfloat16, torch.float16)
-"""Types of weights that a float32 master can stand for."""
+"""Types of weights from which float32 masters can be made."""
 
 
 @dataclass(frozen=True, eq=False)
 class Foreign:
-    """A checkpoint of another tool, described. format: its name, for people.
+    """The description of another tool's checkpoint.
 
-    manifest: its rows have files below `path` and no digests. tensors: those of groups first, in order. step: optimizer
-    steps done. left_out: names of content that is not taken over. archives: zips with CRC32s of all values.
+    format: the name of its format for messages. manifest: its rows refer to files below `path` and have no digests.
+    tensors: the logical tensors, ordered by group, frozen ones last. step: number of optimizer steps done. left_out:
+    names of content that is not converted. archives: zip files with CRC32s of all values.
     """
 
     path: Path
@@ -65,7 +67,10 @@ class Foreign:
 
 
 def whole_row(tensor: LogicalTensor, kind: str, stored: Stored) -> ManifestRow:
-    """Return the row of a tensor that lies in one piece; CheckpointError if its size differs or it is not row-major."""
+    """Return the manifest row of a tensor that is stored as a whole.
+
+    Raise CheckpointError if its size differs, or if it is not stored in row-major order.
+    """
     if stored.numel != tensor.numel or not stored.is_dense:
         raise CheckpointError(
             f"{stored.file} has {stored.shape} where {kind} of {tensor.name!r} {tensor.shape} is expected, row by "
@@ -75,13 +80,13 @@ def whole_row(tensor: LogicalTensor, kind: str, stored: Stored) -> ManifestRow:
 
 
 def stored_row(tensor: LogicalTensor, kind: str, stored: Stored, extent: Extent, first: int = 0) -> ManifestRow:
-    """Return the row of an extent that begins at element `first` of a buffer in a file."""
+    """Return the manifest row of an extent that begins at element `first` of a stored buffer."""
     at = stored.offset + first * stored.dtype.itemsize
     return ManifestRow(tensor.name, kind, name_of(stored.dtype), tensor.shape, extent, stored.file, at, 0)
 
 
 def cast_from_master(tensor: LogicalTensor, dtype: torch.dtype) -> ManifestRow:
-    """Return the row of weights that are not stored."""
+    """Return the manifest row of weights that are not stored but cast from their master."""
     return ManifestRow(tensor.name, WEIGHT, name_of(dtype), tensor.shape, Extent(0, tensor.numel, 0, 1), "", 0, 0)
 
 
@@ -91,12 +96,15 @@ def in_order(tensors: Iterable[LogicalTensor]) -> tuple[LogicalTensor, ...]:
 
 
 def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a group of an optimizer's state without its parameters."""
+    """Return the hyper-parameters of an optimizer group: all its entries except the parameters."""
     return {name: value for name, value in group.items() if name != "params"}
 
 
 def number_of(folder: Path, value: Any) -> float:
-    """Return a scalar of an optimizer, wherever it is stored; CheckpointDamaged for a tensor of several elements."""
+    """Return an optimizer's scalar, given as a number or a stored tensor.
+
+    Raise CheckpointDamaged if the tensor has several elements.
+    """
     if isinstance(value, Stored) and value.numel != 1:
         raise CheckpointDamaged(f"{folder / value.file} has a tensor of shape {value.shape} where a number is expected")
     return float(value_of(folder, value).item() if isinstance(value, Stored) else value)
@@ -105,7 +113,7 @@ def number_of(folder: Path, value: Any) -> float:
 def take(
     foreign: Foreign, folder: Path, carry: Any, rest: Any, tensors: Sequence[Share], progress: Progress = silent
 ) -> Path:
-    """Write a described checkpoint into a folder of checkpoints, as its latest; return the new checkpoint.
+    """Write a described checkpoint to a folder of checkpoints as its latest one; return the path of the new checkpoint.
 
     carry, rest: encoded. tensors: those that the rest announces. Raise CheckpointDamaged, naming tensor and kind, for a
     description that cannot be true, and, naming file and member, for values with a wrong CRC32; CheckpointError if
@@ -171,7 +179,7 @@ def _written(foreign: Foreign, hidden: Path, tensors: Sequence[Share], progress:
 def _rows_of(
     reader: Reader, tensor: LogicalTensor, kind: str, dtype: torch.dtype, write: Callable[[Share], ManifestRow]
 ) -> list[ManifestRow]:
-    """Write one kind of a tensor; return its rows, and a master's cast weights. Its values are freed afterwards."""
+    """Write one state kind of a tensor; return its manifest rows and, for a master, the row of its cast weights."""
     there = reader.manifest.rows
     values = whole(reader, tensor, kind if (tensor.name, kind) in there else WEIGHT, dtype).view(1, -1)
     share = Share(tensor.name, kind, tensor.shape, Extent(0, tensor.numel, 0, 1), values)
@@ -182,9 +190,9 @@ def _rows_of(
 
 
 def _stored(foreign: Foreign, tensor: LogicalTensor) -> Iterator[tuple[str, torch.dtype]]:
-    """Yield (kind, element type) of everything to store of a tensor: all its kinds, except weights that have masters.
+    """Yield (state kind, element type) for each kind of a tensor to store: all kinds, except weights with masters.
 
-    Masters are made of weights without any if these are trained, or may be.
+    If the checkpoint has no master of a trainable weight, the master is made from the weight.
     """
     rows = ((kind, foreign.manifest.rows.get((tensor.name, kind))) for kind in foreign.kinds)
     held = {kind: named(found[0].dtype) for kind, found in rows if found}

@@ -1,4 +1,4 @@
-"""Recognition of another tool's checkpoint by the names of its files; only a note that names the latest one is read."""
+"""Recognition of the format of another tool's checkpoint by the names of its files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ds_dynatrain.checkpoint.record import RECORD
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError, LayoutError
 
 NOTES = ("latest", "latest_universal")
-"""Files that name a checkpoint beside them."""
+"""Files that contain the name of a checkpoint in the same folder."""
 UNEXPECTED = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError, LayoutError)
 """Errors that reading raises for content of unexpected types or values."""
 
@@ -31,14 +31,14 @@ SORTS: Mapping[str, tuple[Callable[[Path], bool], Callable[[Path, bool], Foreign
     f"a folder of DeepSpeed's universal format ({ZERO}/{OPTIMIZER})": (is_universal, read_universal),
     f"a safetensors file, or a folder with {INDEX} or one such file": (is_safetensors, read_safetensors),
 }
-"""Description of each format -> (test of a path, reader)."""
+"""The known formats: description -> (test whether a path has the format, reader)."""
 
 
 def told_at(path: Path, trust_pickle: bool = False) -> Foreign:
-    """Describe the checkpoint of another tool at a path: the one that a note there names, whatever lies beside it.
+    """Describe the checkpoint of another tool at a path.
 
-    Raise CheckpointError if there is none, if it is one of ours, and if it is not clear which format it has, naming the
-    formats that were looked for.
+    If a file such as `latest` there names a checkpoint, that one is described. Raise CheckpointError if there is no
+    checkpoint, if it is one of ours, or if its format is ambiguous.
     """
     if (path / RECORD).is_file():
         raise CheckpointError(f"{path} is a checkpoint of ds_dynatrain already; load it as it is, or give another --to")

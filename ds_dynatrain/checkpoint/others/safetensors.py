@@ -1,7 +1,7 @@
-"""safetensors files: reading weights by name from them, and writing the weights of a checkpoint of ours as one.
+"""safetensors files: reading weights by name, and writing the weights of one of our checkpoints.
 
-It reads one file, or a folder as Hugging Face writes it: with `model.safetensors`, or an index that says which of
-several files has which tensor. It writes one file, tensor by tensor: memory for the largest one is enough.
+A single file can be read, or a folder as written by Hugging Face: with `model.safetensors`, or with an index that maps
+tensors to files. A single file is written tensor by tensor, which needs memory for the largest tensor only.
 """
 
 from __future__ import annotations
@@ -50,25 +50,25 @@ TYPES: Mapping[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Element types by safetensors' names."""
+"""Element types by their names in safetensors."""
 WRITTEN = {TYPES[name]: name for name in ("F64", "F32", "F16", "BF16")}
-"""Types that weights may have, and their names in safetensors."""
+"""The types in which weights can be written, with their names in safetensors."""
 MOST_BYTES = 100_000_000
-"""Most bytes of an index."""
+"""Largest accepted size of an index, in bytes."""
 
 
 def is_safetensors(path: Path) -> bool:
-    """Return whether a path looks like such a file, or like a folder of them."""
+    """Return whether a path looks like a safetensors file, or like a folder of such files."""
     if path.is_dir():
         return (path / INDEX).is_file() or any(path.glob(f"*{SUFFIX}"))
     return path.is_file() and path.suffix == SUFFIX
 
 
 def read_safetensors(path: Path, trust_pickle: bool = False) -> Foreign:
-    """Describe a file or folder; nothing in it is a pickle.
+    """Describe a safetensors file or folder. The format contains no pickles, so `trust_pickle` has no effect.
 
-    Raise CheckpointError for a folder that does not say which files count, or a type that is not known here;
-    CheckpointDamaged for a file that is not of this format or is cut off.
+    Raise CheckpointError if it is not clear which files of a folder to read, or for an unknown type, and
+    CheckpointDamaged for a file that is truncated or has another format.
     """
     tensors, rows = [], []
     for name, stored in _tensors(path):
@@ -106,7 +106,7 @@ def _tensors(path: Path) -> Iterator[tuple[str, Stored]]:
 
 
 def _index(path: Path) -> dict[str, str]:
-    """Return the file of each tensor in the folder, by the tensor's name."""
+    """Return the file that has each tensor, by tensor name, from the index of a folder."""
     found = parsed(read_small(path / INDEX, MOST_BYTES, links=True), str(path / INDEX)).get("weight_map")
     if not isinstance(found, dict):
         raise CheckpointDamaged(f"{path / INDEX} is no index: it has no table weight_map")
@@ -117,9 +117,9 @@ def _index(path: Path) -> dict[str, str]:
 
 
 def header_of(path: Path) -> dict[str, Stored]:
-    """Return where each tensor of a file lies; CheckpointDamaged, naming the file, if the library refuses it.
+    """Return the position of each tensor in a file; raise CheckpointDamaged, naming the file, if it is invalid.
 
-    The library has checked that values lie in the order of `offset_keys`, behind the header and without holes.
+    The library checks that values lie in the order of `offset_keys`, after the header and without gaps.
     """
     with open(open_regular(path, links=True), "rb") as file:
         at, found = 8 + int.from_bytes(file.read(8), "little"), dict[str, Stored]()

@@ -1,4 +1,4 @@
-"""Files of `torch.save` as plain Python values, in which a note of its place stands for each tensor.
+"""Files of `torch.save`, read as plain Python values in which a `Stored` represents each tensor.
 
 They are zips of a pickle and of values, without compression. torch's own reader for untrusted files (`weights_only`)
 reads the pickle, and builds only plain values, tensors, and `Opaque` stand-ins for a short list of classes of
@@ -30,19 +30,22 @@ from ds_dynatrain.checkpoint.files import MOST_VALUES, WHERE_DAMAGED, open_regul
 from ds_dynatrain.errors import CheckpointDamaged, CheckpointError
 
 MOST_BYTES = 1 << 28
-"""Most bytes of a pickle, and of a tensor that is read into memory with the rest: steps, buffers, a user's own."""
+"""Most bytes of a pickle, and of a tensor that is read with it, such as steps, buffers and user data."""
 MOST_DEPTH = 200
 MOST_BITS = 4096
-"""Most bits of an integer: Python refuses to print more digits."""
+"""Most bits of an integer; Python refuses to print larger ones."""
 PER_VALUE = 16
-"""Bytes of a text that count as one value."""
+"""Number of bytes of a text that count as one value."""
 _PUTS, _GETS = ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"), ("GET", "BINGET", "LONG_BINGET")
 _FILLS = ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD")
-"""Operations that change an existing value."""
+"""Pickle operations that change an existing value."""
 
 
 class Opaque:
-    """An instance of a class that is not imported. args: arguments of its constructor. fields: attributes set on it."""
+    """A stand-in for an instance of a class that is not imported.
+
+    args: the arguments of its constructor. fields: the attributes set on it.
+    """
 
     args: tuple[Any, ...]
     fields: dict[str, Any]
@@ -61,7 +64,10 @@ class Opaque:
 
 @dataclass
 class _Made:
-    """A value that an operation makes: how many values it stands for, its depth, and whether it was fetched again."""
+    """A value that a pickle operation makes.
+
+    values: number of values that it contains. depth: nesting depth. is_shared: whether it was fetched from the memo.
+    """
 
     values: int
     depth: int = 0
@@ -69,7 +75,7 @@ class _Made:
 
 
 def check_pickle(data: bytes) -> None:
-    """Raise ValueError for a pickle of too many values, one nested too deep, or one with a value inside itself."""
+    """Raise ValueError if a pickle has too many values, is nested too deep, or has a value that contains itself."""
     stack: list[_Made | None] = []  # None: a mark
     memo: dict[int, _Made] = {}
     for count, (opcode, argument, _) in enumerate(pickletools.genops(data), 1):
@@ -101,7 +107,7 @@ def check_pickle(data: bytes) -> None:
 
 
 def _taken(stack: list[_Made | None], opcode: pickletools.OpcodeInfo) -> list[_Made]:
-    """Take an operation's operands off the stack; return them, the lowest one first."""
+    """Pop the operands of an operation from the stack; return them, lowest first."""
     before, found = opcode.stack_before, list[_Made | None]()
     if pickletools.markobject in before:
         while (top := stack.pop()) is not None:
@@ -124,7 +130,7 @@ Archive = tuple[str, tuple[int, int] | None]
 
 
 class FilePart(io.RawIOBase):
-    """A part of an open file, as a file of its own; ValueError if the part does not fit into the file."""
+    """A part of an open file, as a file object. Raise ValueError if the part exceeds the file."""
 
     def __init__(self, file: io.BufferedReader, place: tuple[int, int] | None) -> None:
         size = os.fstat(file.fileno()).st_size
@@ -153,14 +159,14 @@ class FilePart(io.RawIOBase):
 
 @contextmanager
 def opened(folder: Path, archive: Archive) -> Iterator[IO[bytes]]:
-    """Open a file of torch.save at its beginning."""
+    """Open a file of `torch.save`, or the part of a file that contains one."""
     name, place = archive
     with open(open_regular(folder / name, links=True), "rb") as file:
         yield cast(IO[bytes], FilePart(file, place) if place else file)
 
 
 def directory(file: IO[bytes]) -> zipfile.ZipFile:
-    """Read a zip's directory of members; ValueError for a zip that torch.save does not write."""
+    """Read the member directory of a zip; raise ValueError if `torch.save` cannot have written it."""
     archive = zipfile.ZipFile(file)
     entries = archive.infolist()
     if any(each.compress_type != zipfile.ZIP_STORED for each in entries):
@@ -173,7 +179,7 @@ def directory(file: IO[bytes]) -> zipfile.ZipFile:
 
 
 def check_member(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> None:
-    """Raise BadZipFile unless a member has the CRC32 that it was written with."""
+    """Raise BadZipFile if the content of a member does not match its CRC32."""
     if entry.CRC:
         with archive.open(entry) as member:
             while member.read(READ_BYTES):
@@ -181,9 +187,9 @@ def check_member(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> None:
 
 
 def check_crcs(folder: Path, archives: Iterable[Archive], place: int = 0, places: int = 1) -> None:
-    """Raise CheckpointDamaged, naming file and member, unless all files of torch.save are as they were written.
+    """Raise CheckpointDamaged, naming file and member, if a member of a file of `torch.save` does not match its CRC32.
 
-    place, places: check only every `places`-th member from number `place` on; other callers check the rest.
+    place, places: check only every `places`-th member, beginning with number `place`; other callers check the rest.
     """
     count = 0
     for name, part in archives:
@@ -230,17 +236,17 @@ class Stored:
 
     @property
     def numel(self) -> int:
-        """Number of its elements."""
+        """Number of elements."""
         return torch.Size(self.shape).numel()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the values."""
+        """Size of the values in bytes."""
         return self.numel * self.dtype.itemsize
 
 
 def fields_of(value: Any) -> dict[str, Any]:
-    """Return the fields of an instance, whether it is a stand-in or was unpickled."""
+    """Return the attributes of a value, which is either an `Opaque` or an unpickled object."""
     return value.fields if isinstance(value, Opaque) else dict(getattr(value, "__dict__", {}))
 
 

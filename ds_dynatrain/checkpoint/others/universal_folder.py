@@ -7,9 +7,9 @@
 | `zero/optimizer_state.pt` | hyper-parameters of the groups, the loss scale |
 | `*_model_states.pt` | names and shapes by group, counters, schedule, buffers, frozen weights (of stage 3 in parts) |
 
-A written folder has one small file for each tensor and state, and the weights of the model in one file, whose values
-are written into it tensor by tensor. DeepSpeed reads it in ZeRO stages 1 to 3 and any number of data ranks; other axes
-would need DeepSpeed's own notes on them.
+A written folder has one small file per tensor and state, and one file with all weights of the model, which is filled
+tensor by tensor. DeepSpeed reads it in ZeRO stages 1 to 3 on any number of data ranks; other axes would need additional
+metadata of DeepSpeed.
 """
 
 from __future__ import annotations
@@ -65,28 +65,28 @@ FORMAT = "DeepSpeed's universal format"
 ZERO, MASTERS, STEP, OPTIMIZER = "zero", "fp32", "step", "optimizer_state.pt"
 LATEST = "latest_universal"
 MODELS = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
-"""Files that DeepSpeed reads in stages 1 and 2, and in stage 3."""
+"""The file that DeepSpeed reads in stages 1 and 2, and the one that it reads in stage 3."""
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
 def is_universal(path: Path) -> bool:
-    """Return whether a folder looks like such a checkpoint."""
+    """Return whether a folder looks like a checkpoint in DeepSpeed's universal format."""
     return (path / ZERO / OPTIMIZER).is_file()
 
 
 def read_universal(path: Path, trust_pickle: bool = False) -> Foreign:
     """Describe a checkpoint in DeepSpeed's universal format.
 
-    Raise CheckpointError for one that cannot be read without its model, CheckpointDamaged if a part of it is missing.
+    Raise CheckpointError if it cannot be read without its model, CheckpointDamaged if a part of it is missing.
     """
     return _Folder(path, replace(ZeroFolder.open(path, trust_pickle), layers={})).foreign()
 
 
 @dataclass(frozen=True, eq=False)
 class _Folder:
-    """A folder in the universal format. files: those of model states."""
+    """A checkpoint folder in the universal format. files: its files of model states."""
 
     path: Path
     files: ZeroFolder
@@ -114,17 +114,17 @@ class _Folder:
 
     @property
     def optimizer(self) -> Mapping[str, Any]:
-        """State of the optimizer that all tensors share."""
+        """The optimizer state that all tensors share."""
         return self.files.tree(f"{ZERO}/{OPTIMIZER}")
 
     @property
     def groups(self) -> list[Mapping[str, Any]]:
-        """Hyper-parameters of the optimizer's groups."""
+        """The hyper-parameters of each optimizer group."""
         return list(self.optimizer["param_groups"])
 
     @cached_property
     def trained(self) -> dict[str, tuple[int, tuple[int, ...]]]:
-        """Group and shape of each trained tensor by name, in the optimizer's order."""
+        """The (group, shape) of each trained tensor by name, in the optimizer's order."""
         found: dict[str, tuple[int, tuple[int, ...]]] = {}
         for (_, rank), file in sorted(self.files.models.items()):
             if rank:
@@ -142,7 +142,7 @@ class _Folder:
         return found
 
     def _states(self, tensor: LogicalTensor, steps: dict[str, float]) -> Iterator[ManifestRow]:
-        """Yield the rows of a trained tensor's states, and note its steps."""
+        """Yield the manifest rows of a trained tensor's states, and store its step count in `steps`."""
         name, step = tensor.name, self._common_step
         folder = self.path / ZERO / name
         if not is_component(name) or not (folder / f"{MASTERS}.pt").is_file():
@@ -179,14 +179,14 @@ class _Folder:
 
     @cached_property
     def _common_step(self) -> float | None:
-        """Steps of all tensors if they are noted once, else None."""
+        """The step count in the shared optimizer state, or None unless there is exactly one."""
         own = self.optimizer.get("optimizer_state_dict")
         states = own.get("state", {}).values() if isinstance(own, Mapping) else ()
         found = {number_of(self.path, state[STEP]) for state in states if STEP in state}
         return found.pop() if len(found) == 1 else None
 
     def _frozen(self, tensor: LogicalTensor) -> Iterator[ManifestRow]:
-        """Yield the rows of a frozen tensor: whole in the module, or (stage 3) an equal part from each rank."""
+        """Yield the manifest rows of a frozen tensor: one if it is whole, or one part per rank (stage 3)."""
         if self.files.parts > 1:
             raise CheckpointError(
                 f"{self.path}: {tensor.name!r} is frozen, and may be cut over model-parallel ranks; load it into an "
@@ -219,11 +219,11 @@ def to_universal(
     path: Path,
     progress: Progress = silent,
 ) -> Path:
-    """Write a checkpoint into the folder `path`, beside others, under its own tag; return its folder.
+    """Write a checkpoint to a subfolder of `path` named by its tag; return that folder, which appears when complete.
 
-    carry: the shared carry, decoded. buffers: of the module. Takes memory for the largest tensor. The folder gets its
-    name when it is complete. Raise CheckpointError for content that has no place in DeepSpeed's format, or if the
-    folder exists already; CheckpointDamaged for values that are not what was saved.
+    carry: the decoded shared state of the checkpoint. buffers: the buffers of the module. This needs memory for the
+    largest tensor. Raise CheckpointError if DeepSpeed's format cannot represent the content, or if the folder exists,
+    and CheckpointDamaged if values are not what was saved.
     """
     tag = saved.path.name
     check_tag(tag)
@@ -267,7 +267,7 @@ def _moments(saved: Saved) -> list[str]:
 
 
 def _write_states(saved: Saved, carry: Mapping[str, Any], reader: Reader, folder: Path, progress: Progress) -> None:
-    """Write masters and moments, a folder for each tensor, and hyper-parameters in a file of their own."""
+    """Write masters and moments, one folder per tensor, and a separate file of hyper-parameters."""
     steps = carry.get("scalars", {}).get(STEP, {})
     for number, tensor in enumerate(saved.record.logical_tensors()):
         if not tensor.trainable or not tensor.numel:
@@ -286,7 +286,7 @@ def _write_states(saved: Saved, carry: Mapping[str, Any], reader: Reader, folder
 
 
 def _optimizer(carry: Mapping[str, Any], steps: Mapping[str, float]) -> dict[str, Any]:
-    """Return the state that all tensors share: for stages 1 and 2 at the top, for stage 3 one level below."""
+    """Return the optimizer state that all tensors share: at top level (stages 1, 2) and one level below (stage 3)."""
     groups = [{**group, "params": []} for group in carry["groups"]]
     state = {0: {STEP: torch.tensor(max(steps.values()))}} if steps else {}
     own = {"state": state, "param_groups": groups}
@@ -301,7 +301,7 @@ def _write_models(
     folder: Path,
     progress: Progress,
 ) -> None:
-    """Write counters and schedule, then the weights one by one into the room that is left for them."""
+    """Write counters and schedule with space for the weights, then fill in the weights one by one."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.serialization import skip_data
 
@@ -346,17 +346,17 @@ def _write_models(
 
 
 def _note_crcs(file: IO[bytes], crcs: Mapping[int, int]) -> None:
-    """Write the CRC32s of members that were filled after torch.save had left room for them, by their first byte."""
+    """Write the CRC32s of archive members that were filled after `torch.save`. crcs: CRC32 by position of values."""
     with zipfile.ZipFile(file, "a") as archive:
         entries = sorted(archive.infolist(), key=lambda entry: entry.header_offset)
         begins = [entry.header_offset for entry in entries]
         for at, crc in crcs.items():
             entries[bisect_right(begins, at) - 1].CRC = crc
-        archive.comment = b""  # zipfile writes its directory anew
+        archive.comment = b""  # makes zipfile rewrite its directory
 
 
 def _put(file: IO[bytes], at: int, values: torch.Tensor) -> int:
-    """Write values at a byte of a file; return their CRC32."""
+    """Write values to a file at byte `at`; return their CRC32."""
     view = values.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
     file.seek(at)
     file.write(view)

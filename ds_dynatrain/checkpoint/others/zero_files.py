@@ -1,7 +1,7 @@
-"""A checkpoint folder of DeepSpeed's own `save_checkpoint`: which file has which buffer of which rank.
+"""Checkpoint folders of DeepSpeed's `save_checkpoint`: which file has which buffer of which rank.
 
-Written by DeepSpeed 0.14 to 0.19, in ZeRO stages 0 to 3. One file of model states for each model-parallel rank (in
-stage 3 for each rank), and in stages 1 to 3 one of optimizer states for each rank:
+These are folders written by DeepSpeed 0.14 to 0.19 in ZeRO stages 0 to 3. They have one file of model states per
+model-parallel rank (in stage 3 per rank) and, in stages 1 to 3, one file of optimizer states per rank:
 
 | stage | masters | moments | frozen weights |
 |---|---|---|---|
@@ -34,20 +34,21 @@ _LAYER = re.compile(r"layer_(\d+)(?:-model_00)?-model_states\.pt")
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 Shape = tuple[int, ...]
 MOST_RANKS = 1 << 16
-"""Limit of any axis: a folder of a few files may claim to be of more ranks than can exist."""
+"""Largest accepted size of an axis; a damaged folder may claim impossibly many ranks."""
 _EXPERT = re.compile(r".*expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_\d+_mp_rank_\d+_optim_states\.pt")
 
 
 def is_zero_folder(path: Path) -> bool:
-    """Return whether a folder looks like a checkpoint of DeepSpeed's."""
+    """Return whether a folder looks like a checkpoint of DeepSpeed's `save_checkpoint`."""
     return path.is_dir() and any(_MODEL.fullmatch(each.name) for each in path.iterdir())
 
 
 @dataclass(frozen=True, eq=False)
 class OptimizerFile:
-    """State of one rank's optimizer. masters: its flat buffers, or those of single tensors, in order.
+    """The optimizer state of one rank.
 
-    states: for each of them a table of moments (`Stored` with dims) and scalars. groups: hyper-parameters.
+    masters: the flat buffers, or buffers of single tensors, in order. states: for each buffer, its moments (`Stored`
+    with dims) and scalars by name. groups: the hyper-parameters of each group. raw: the `state_dict` in the file.
     """
 
     stage: int
@@ -59,10 +60,10 @@ class OptimizerFile:
 
 @dataclass(frozen=True, eq=False)
 class ZeroFolder:
-    """One checkpoint. models, optimizers: file names by (model-parallel rank, data rank).
+    """One checkpoint folder of DeepSpeed.
 
-    layers: of a pipeline, the files of its layers by number. prefixes: names under which the parameters of each layer
-    are registered; if empty, the layers' numbers.
+    models, optimizers: file names by (model-parallel rank, data rank). layers: file names of pipeline layers, by layer
+    number. prefixes: the name prefix of the parameters of each layer; the layer number if there is none.
     """
 
     path: Path
@@ -77,7 +78,7 @@ class ZeroFolder:
     def open(path: Path, trust_pickle: bool = False, prefixes: tuple[str, ...] = ()) -> ZeroFolder:
         """List the files of a checkpoint.
 
-        Raise CheckpointError for a folder that is no checkpoint or has experts; CheckpointDamaged if files are missing.
+        Raise CheckpointError if the folder is no checkpoint or has experts, CheckpointDamaged if files are missing.
         """
         experts = _matches(path, _EXPERT)
         if experts:
@@ -117,7 +118,7 @@ class ZeroFolder:
             )
 
     def alone(self, part: int) -> ZeroFolder:
-        """Return one model-parallel rank as a checkpoint of its own."""
+        """Return the files of one model-parallel rank as a separate checkpoint."""
         models, optimizers = (
             {(0, rank): name for (of, rank), name in files.items() if of == part}
             for files in (self.models, self.optimizers)
@@ -138,7 +139,7 @@ class ZeroFolder:
 
     @cached_property
     def ranks(self) -> int:
-        """Number of ranks that ZeRO cuts the state over: the data ranks, times the sequence ranks if there are any."""
+        """Number of ranks over which ZeRO partitions the state: data ranks x sequence ranks."""
         if self.optimizers:
             return 1 + max(rank for _, rank in self.optimizers)
         said = int(self.model(0)["dp_world_size"])
@@ -148,7 +149,7 @@ class ZeroFolder:
 
     @cached_property
     def stage(self) -> int:
-        """ZeRO stage: 0 without optimizer files, 1 if the optimizer does not say (BF16_Optimizer)."""
+        """The ZeRO stage: 0 without optimizer files, 1 if the optimizer's file has no stage (BF16_Optimizer)."""
         if not self.optimizers:
             return 0
         said = self.optimizer(0, 0).raw.get("zero_stage")
@@ -158,7 +159,7 @@ class ZeroFolder:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """Configuration of DeepSpeed under which it was saved."""
+        """The DeepSpeed configuration of the job that saved the checkpoint, or empty if it is not stored."""
         name = self.optimizers.get((0, 0))
         held = (self.tree(name) if name else self.model(0)).get("ds_config")
         return held if isinstance(held, Mapping) else {}
@@ -169,14 +170,14 @@ class ZeroFolder:
         return self.model(0).get("buffer_names") or ()
 
     def model(self, part: int, rank: int = 0) -> Mapping[str, Any]:
-        """Return the model states of a model-parallel rank (in stage 3, and data rank)."""
+        """Return the model states of a model-parallel rank and, in stage 3, a data rank."""
         name = self.models.get((part, rank), self.models.get((part, 0)))
         if name is None:
             raise self._lacks_model(part)
         return self.tree(name)
 
     def optimizer(self, part: int, rank: int) -> OptimizerFile:
-        """Return the optimizer states of a rank; CheckpointDamaged for a file with unknown states."""
+        """Return the optimizer states of a rank; raise CheckpointDamaged if the file has an unknown structure."""
         if self.optimizers:
             name = self.optimizers[part, rank]
             raw, stage = self.tree(name).get("optimizer_state_dict"), None
@@ -194,7 +195,10 @@ class ZeroFolder:
             raise CheckpointDamaged(f"{name}: unknown optimizer states ({type(error).__name__}: {error})") from None
 
     def shapes(self, part: int) -> list[dict[str, Shape]] | None:
-        """Return the trained tensors of a model-parallel rank, by group (in stage 3, sub-group); None if not noted."""
+        """Return the trained tensors of a model-parallel rank, by group (in stage 3, sub-group).
+
+        Return None if the checkpoint does not list them.
+        """
         said = self.model(part).get("param_shapes")
         if said is None:
             return None
@@ -204,7 +208,7 @@ class ZeroFolder:
         ]
 
     def _without_empty(self, file: OptimizerFile, part: int) -> OptimizerFile:
-        """Drop the buffers of groups without a tensor on this rank; stages 1 and 2 have one for each group."""
+        """Drop the buffers of groups that have no tensor on this rank; stages 1 and 2 have a buffer per group."""
         shapes = self.shapes(part)
         if not file.stage or file.stage == 3 or shapes is None or len(shapes) != len(file.masters):
             return file
@@ -213,7 +217,7 @@ class ZeroFolder:
         return replace(file, masters=list(itertools.compress(file.masters, kept)), states=states)
 
     def weights(self, part: int) -> dict[str, Stored]:
-        """Return weights and buffers of a model-parallel rank by name, as far as the files have them whole."""
+        """Return the weights and buffers of a model-parallel rank that the files store as a whole, by name."""
         module = self.model(part).get("module")
         found = _stored_in(module if isinstance(module, Mapping) else {})
         for number, name in self.layers.items():
@@ -223,15 +227,15 @@ class ZeroFolder:
 
     @property
     def archives(self) -> tuple[Archive, ...]:
-        """Files of the checkpoint; the CRC32s in them are of all values."""
+        """The files of the checkpoint; their CRC32s cover all values."""
         names = {*self.models.values(), *self.optimizers.values(), *self.layers.values()}
         return tuple((name, None) for name in sorted(names))
 
     def global_batches(self) -> range:
-        """Return the sizes that the global batch may have had; empty if the checkpoint does not say.
+        """Return the possible sizes of the global batch; the range is empty if the checkpoint does not tell.
 
-        Samples over steps is the size, unless it has changed on the way. Then the configuration is asked, which rounds
-        up if ranks had unequal shares.
+        The size is samples / steps, unless it changed during training. In that case the configuration decides; its
+        value is rounded up if ranks had unequal shares.
         """
         said = self.model(0)
         steps, samples = int(said.get("global_steps", 0)), int(said.get("global_samples", 0))
@@ -243,7 +247,7 @@ class ZeroFolder:
         return range(min(size, samples // steps) if steps else size, size + 1)
 
     def tree(self, name: str) -> Mapping[str, Any]:
-        """Return the content of a file by name; each file is read once."""
+        """Return the content of the file with the given name; each file is read once."""
         if name not in self._trees:
             tree = read_tree(self.path, name, self.trust_pickle)
             if not isinstance(tree, Mapping):
@@ -259,13 +263,13 @@ def _stored_in(tree: Mapping[str, Any]) -> dict[str, Stored]:
 
 
 def _matches(path: Path, pattern: re.Pattern[str]) -> list[re.Match[str]]:
-    """Return the matching names of files, with a name for all data ranks behind names of single ones."""
+    """Return the matches of file names; names for all data ranks come after names for a single one."""
     names = sorted((each.name for each in path.iterdir()), reverse=True) if path.is_dir() else ()
     return [found for found in map(pattern.fullmatch, names) if found is not None]
 
 
 def _optimizer_file(raw: Mapping[str, Any], stage: int | None) -> OptimizerFile:
-    """Read the `state_dict` of any of DeepSpeed's optimizers, or (stage 0, fp32) of the basic one."""
+    """Read the `state_dict` of any optimizer of DeepSpeed or, in stage 0 with fp32, of the basic optimizer."""
     if "fp32_flat_groups" in raw:
         return _with_states(3, raw["fp32_flat_groups"], raw["optimizer_state_dict"], raw)
     if "single_partition_of_fp32_groups" in raw:
@@ -288,13 +292,13 @@ def _with_states(stage: int, masters: list[Stored], base: Mapping[str, Any], raw
     groups, table = list(base["param_groups"]), base["state"]
     numbers = [number for group in groups for number in group["params"]]
     states = [table.get(number, {}) for number in numbers]
-    if not masters and stage == 0:  # the basic optimizer steps the parameters themselves, frozen ones left out
+    if not masters and stage == 0:  # the basic optimizer steps the parameters themselves, except frozen ones
         states = [each for each in states if each]
     return OptimizerFile(stage, list(masters), states, groups, raw)
 
 
 def carry_of(path: Path, said: Mapping[str, Any], file: OptimizerFile) -> dict[str, Any]:
-    """Return as much of a training's carry (see `foreign`) as model states and an optimizer's states have."""
+    """Return the part of a job's carry (see `foreign`) that model states and optimizer states contain."""
     scaler = {**file.raw, **fields_of(file.raw.get("loss_scaler"))}
     found: dict[str, Any] = {
         "counters": {name: int(said.get(name, 0)) for name in COUNTERS},
@@ -310,7 +314,10 @@ def carry_of(path: Path, said: Mapping[str, Any], file: OptimizerFile) -> dict[s
 
 
 def frozen_shapes(said: Mapping[str, Any], weights: Mapping[str, Stored], trained: Iterable[str]) -> dict[str, Shape]:
-    """Return the shapes, by name, of the frozen tensors in model states. weights: those in the files, and buffers."""
+    """Return the shapes of the frozen tensors in model states, by name.
+
+    weights: the weights and buffers in the files. trained: names of trained tensors.
+    """
     if said.get("frozen_param_shapes") is not None:
         return {name: tuple(shape) for name, shape in said["frozen_param_shapes"].items()}
     others = {*trained, *(said.get("buffer_names") or ()), *(said.get("shared_params") or ())}
@@ -318,7 +325,7 @@ def frozen_shapes(said: Mapping[str, Any], weights: Mapping[str, Stored], traine
 
 
 def configured_type(config: object) -> torch.dtype:
-    """Return the type of weights in DeepSpeed's configuration, for files without weights."""
+    """Return the type of weights according to DeepSpeed's configuration; used if the files have no weights."""
     for name, dtype in (("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16), ("fp16", torch.float16)):
         if isinstance(config, Mapping) and (config.get(name) or {}).get("enabled"):
             return dtype
@@ -326,7 +333,7 @@ def configured_type(config: object) -> torch.dtype:
 
 
 def groups_of(path: Path, groups: Sequence[Mapping[str, Any]], count: int) -> list[int]:
-    """Return the optimizer group of each of `count` tables of names; CheckpointError if that is not clear."""
+    """Return the optimizer group of each of `count` tables of names; raise CheckpointError if it is ambiguous."""
     found = [number for number, group in enumerate(groups) for _ in group["params"]]
     if len(found) != count:  # one per group, or no hyper-parameters (elastic_checkpoint)
         found = list(range(len(groups) or count))

@@ -1,12 +1,12 @@
-"""A DeepSpeed checkpoint as rows of a manifest: its buffers are those that the space predicts for its layout.
+"""DeepSpeed checkpoints as rows of a manifest.
 
-The place of each element in the buffers is not read from the checkpoint: it follows from the layout, as for living
-ranks. Names and sizes in the files are compared with it, and a checkpoint that does not agree is refused.
+The position of each element in DeepSpeed's buffers is not stored in the checkpoint; it follows from the layout, as it
+does for running ranks. Names and sizes in the files are checked, and a checkpoint that does not match is refused.
 
-`read_zero` does without the model: the files have names, shapes and groups. The tensors of a flat buffer are taken in
-the order in which they lie there, so it does not matter how DeepSpeed had dealt them. Each stage of a pipeline is read
-as a checkpoint of its own. Stage 0 notes no names: the weights' names are used, in the module's order, provided that
-there is one group and that the weights are casts of the masters.
+`read_zero` does not need the model, because the files contain names, shapes and groups. The tensors of a flat buffer
+are read in buffer order, so DeepSpeed's assignment to ranks does not matter. Each pipeline stage is read as a separate
+checkpoint. ZeRO stage 0 stores no names; the names of the weights are used, in module order, provided that there is a
+single group and that the weights are casts of the masters.
 """
 
 from __future__ import annotations
@@ -58,23 +58,23 @@ from ds_dynatrain.space import (
 from ds_dynatrain.space.zero import LocalSpace, flat_order
 
 SUB_GROUP_SIZE = 10**9
-"""Default of DeepSpeed."""
+"""DeepSpeed's default for `sub_group_size`."""
 ALIGNED_BYTES = 16
 """Alignment of a tensor's start with `parameter_alignment`, in bytes."""
 FORMAT = "a checkpoint of DeepSpeed's save_checkpoint"
 TIED = "tied_modules."
-"""Prefix of parameters of a pipeline's tied layers, which its files have under the numbers of their layers."""
+"""Name prefix of parameters in tied pipeline layers, whose files use layer numbers instead."""
 INSTEAD = "load it into an engine with load_checkpoint, and save it with engine.save"
 Shapes = Mapping[str, tuple[int, ...]]
 Held = dict[tuple[str, BufferId], Stored]
 
 
 def rows_of(folder: ZeroFolder, vps: VirtualParameterSpace, weight: torch.dtype) -> list[ManifestRow]:
-    """Return rows of every element of masters, moments and frozen weights; trained weights are casts of masters.
+    """Return the manifest rows of all masters, moments and weights; trained weights are casts of their masters.
 
-    vps: the result of `then`. weight: the type of weights that are cast. Digests are left 0. Frozen weights that the
-    checkpoint lacks have no rows (`frozen_left_out`). Raise CheckpointError, naming the parameter, for a checkpoint of
-    another model.
+    vps: the result of `then`. weight: the type of trained weights. Digests are set to 0. Frozen weights that the
+    checkpoint lacks have no rows (see `frozen_left_out`). Raise CheckpointError, naming the parameter, if the
+    checkpoint belongs to another model.
     """
     layout = vps.layout
     rows = [cast_from_master(each, weight) for each in vps.tensors if each.trainable and each.numel]
@@ -90,7 +90,7 @@ def rows_of(folder: ZeroFolder, vps: VirtualParameterSpace, weight: torch.dtype)
 
 
 def frozen_left_out(vps: VirtualParameterSpace, manifest: Manifest) -> tuple[int, ...]:
-    """Return the numbers of the frozen tensors that a checkpoint was saved without."""
+    """Return the numbers of the frozen tensors whose weights are not in the checkpoint."""
     return tuple(
         number
         for number, each in enumerate(vps.tensors)
@@ -99,13 +99,16 @@ def frozen_left_out(vps: VirtualParameterSpace, manifest: Manifest) -> tuple[int
 
 
 def layout_of(folder: ZeroFolder) -> Layout:
-    """Return the layout that a checkpoint was saved in; sequence ranks count as data ranks: ZeRO cuts over both."""
+    """Return the layout of the job that saved a checkpoint.
+
+    Sequence ranks count as data ranks, because ZeRO partitions over both.
+    """
     axis = "pipe" if folder.layers else "tensor"
     return Layout(zero_stage=folder.stage, data=folder.ranks).replace(**{axis: folder.parts})
 
 
 def rules_then(folder: ZeroFolder, rules: ZeroRules) -> ZeroRules:
-    """Return the rules of a training, with the numbers of the configuration that the checkpoint was saved under."""
+    """Return `rules` with the settings of the configuration with which the checkpoint was saved."""
     raw = folder.optimizer(0, 0).raw
     zero = folder.config.get("zero_optimization") or {}
     plain = frozenset({1, 2} if "zero_stage" in raw else ())  # BF16_Optimizer knows neither option
@@ -128,9 +131,9 @@ def rules_then(folder: ZeroFolder, rules: ZeroRules) -> ZeroRules:
 
 
 def then(folder: ZeroFolder, vps: VirtualParameterSpace) -> VirtualParameterSpace:
-    """Return the space of the same model under the layout and rules that a checkpoint was saved under.
+    """Return the space of the same model with the layout and rules of the job that saved a checkpoint.
 
-    Raise CheckpointError for a layout that the model cannot have, or states that are not read here.
+    Raise CheckpointError if the model cannot have this layout, or if the checkpoint has unsupported states.
     """
     folder.check_ranks()
     layout = layout_of(folder)
@@ -152,13 +155,13 @@ def then(folder: ZeroFolder, vps: VirtualParameterSpace) -> VirtualParameterSpac
 
 
 def part_of(layout: Layout, rank: int) -> int:
-    """Return the model-parallel rank in DeepSpeed's file names: stages, and tensor ranks in them."""
+    """Return the model-parallel rank that DeepSpeed's file names have: stage * tensor ranks + tensor rank."""
     place = layout.coordinate(rank)
     return place["pipe"] * layout.tensor + place["tensor"]
 
 
 def check_names(folder: ZeroFolder, part: int, local: LocalSpace) -> None:
-    """Raise CheckpointError, naming the parameter, unless the local tensors are the saved ones, in this order."""
+    """Raise CheckpointError, naming the parameter, unless the checkpoint has these local tensors in this order."""
     said = folder.shapes(part)
     if said is None:
         return
@@ -183,7 +186,7 @@ def check_names(folder: ZeroFolder, part: int, local: LocalSpace) -> None:
 
 
 def _order(local: LocalSpace) -> Iterator[str]:
-    """Yield the names of the trained local tensors in the order of the optimizer's buffers."""
+    """Yield the names of the trainable local tensors in the order of the optimizer's buffers."""
     groups = sorted({each.group for each in local.tensors if each.trainable and each.numel})
     flat = local.layout.zero_stage in (1, 2)
     for group in groups:
@@ -195,7 +198,7 @@ def _order(local: LocalSpace) -> Iterator[str]:
 
 
 def _buffers(folder: ZeroFolder, file: OptimizerFile, local: LocalSpace) -> dict[BufferId, list[int]]:
-    """Return the buffers of a rank's optimizer, in order, and the numbers of the tensors in each."""
+    """Return the numbers of the tensors in each buffer of a rank's optimizer; buffers are in DeepSpeed's order."""
     trained = [number for number, tensor in enumerate(local.tensors) if tensor.trainable and tensor.numel]
     found: dict[BufferId, list[int]] = {}
     if folder.stage == 3:
@@ -212,7 +215,7 @@ def _buffers(folder: ZeroFolder, file: OptimizerFile, local: LocalSpace) -> dict
 
 
 def held_by(folder: ZeroFolder, part: int, local: LocalSpace) -> Held:
-    """Return the buffers of one rank that are in the checkpoint, under the names that the space has for them."""
+    """Return the buffers of one rank in the checkpoint, by (state kind, buffer name)."""
     file = folder.optimizer(part, local.zero_rank)
     buffers = _buffers(folder, file, local)
     masters = file.masters or _from_module(folder, part, [local.tensors[each.index].name for each in buffers])
@@ -267,11 +270,11 @@ def _frozen(folder: ZeroFolder, part: int, local: LocalSpace) -> Held:
 
 
 def _rows(vps: VirtualParameterSpace, kind: str, pieces: Pieces, held: Held) -> Iterator[ManifestRow]:
-    """Yield the rows of a rank's pieces; CheckpointError for a buffer that cannot be the expected one."""
+    """Yield the manifest rows of a rank's pieces; raise CheckpointError if a buffer is not as expected."""
     for number in np.unique(pieces.buffer).tolist():
         here, name = np.flatnonzero(pieces.buffer == number), pieces.buffers[number]
         if kind == WEIGHT and (kind, name) not in held:
-            continue  # trained, and cast from its master; or frozen, and left out
+            continue  # trained weights are cast from masters; frozen weights may be left out
         of_buffer = pieces.take(here, pieces.start[here], pieces.stop[here])
         stored = _checked_buffer(vps, kind, name, of_buffer, held.get((kind, name)))
         memory = {name: torch.empty(stored.numel, dtype=stored.dtype, device="meta")}
@@ -307,7 +310,7 @@ def _checked_buffer(
 
 
 def scalars_of(folder: ZeroFolder, vps: VirtualParameterSpace) -> dict[str, dict[int, Any]]:
-    """Return the optimizer's scalars: name -> tensor number -> value, a number or the place where it is stored.
+    """Return the optimizer's scalars: name -> tensor number -> number, or `Stored` if it is a tensor in a file.
 
     vps: the result of `then`.
     """
@@ -330,9 +333,9 @@ def scalars_of(folder: ZeroFolder, vps: VirtualParameterSpace) -> dict[str, dict
 
 
 def read_zero(path: Path, trust_pickle: bool = False) -> Foreign:
-    """Describe a checkpoint of DeepSpeed's `save_checkpoint`.
+    """Describe a checkpoint written by DeepSpeed's `save_checkpoint`.
 
-    Raise CheckpointError for one that cannot be read without its model, CheckpointDamaged if a part of it is missing.
+    Raise CheckpointError if it cannot be read without its model, CheckpointDamaged if a part of it is missing.
     """
     folder = ZeroFolder.open(path, trust_pickle)
     folder.check_ranks()
@@ -350,7 +353,7 @@ def read_zero(path: Path, trust_pickle: bool = False) -> Foreign:
             raise CheckpointDamaged(f"{path} names the frozen {space.tensors[number].name!r}, and has no values of it")
         if alone.model(0).get("param_shapes") is None:
             _check_casts(alone, found)
-        new = {each.name: each for each in space.tensors if each.name not in tensors}  # stages share tied ones
+        new = {each.name: each for each in space.tensors if each.name not in tensors}  # stages share tied tensors
         tensors.update(new)
         rows.update({key: held for key, held in found.rows.items() if key[0] in new})
         for name, table in scalars_of(alone, space).items():
@@ -378,9 +381,9 @@ def _shapes_in(folder: ZeroFolder) -> dict[str, tuple[int, ...]]:
 
 
 def _prefixes(folder: ZeroFolder) -> tuple[str, ...]:
-    """Return the prefix of each layer of a pipeline: its number, or the name of the tied layer that it belongs to.
+    """Return the name prefix of each pipeline layer: its number, or the name of its tied layer.
 
-    Empty without a pipeline.
+    The result is empty without a pipeline.
     """
     tied: dict[tuple[str, tuple[int, ...]], set[str]] = {}
     for part in range(folder.parts):
@@ -402,9 +405,9 @@ def _prefixes(folder: ZeroFolder) -> tuple[str, ...]:
 
 
 def space_of(folder: ZeroFolder, others: Shapes) -> VirtualParameterSpace:
-    """Return the space of a checkpoint of one model-parallel rank, under the layout that it was saved in.
+    """Return the space of a checkpoint with a single model-parallel rank, with the layout in which it was saved.
 
-    others: shapes of the tensors that other ranks trained.
+    others: shapes of the tensors that other model-parallel ranks trained.
     """
     layout, file = layout_of(folder), folder.optimizer(0, 0)
     if any("use_muon" in group for group in file.groups):
@@ -431,7 +434,7 @@ def space_of(folder: ZeroFolder, others: Shapes) -> VirtualParameterSpace:
 
 
 def weight_type(folder: ZeroFolder) -> torch.dtype:
-    """Return the type of the trained weights; from the configuration if the files have no weights."""
+    """Return the type of the trained weights; if the files have no weights, the type in the configuration."""
     others = {*folder.buffer_names, *(folder.model(0).get("frozen_param_shapes") or ())}
     for name, held in folder.weights(0).items():
         if name not in others and held.dtype.is_floating_point:
@@ -440,7 +443,10 @@ def weight_type(folder: ZeroFolder) -> torch.dtype:
 
 
 def _by_order(folder: ZeroFolder) -> list[LogicalTensor]:
-    """Return the trained tensors of stage 0: all of the module, in its order; CheckpointError if states disagree."""
+    """Return the trained tensors of a checkpoint of stage 0: all tensors of the module, in its order.
+
+    Raise CheckpointError if the optimizer's states do not match.
+    """
     file = folder.optimizer(0, 0)
     found: dict[tuple[str, int], LogicalTensor] = {}
     for name, held in folder.weights(0).items():
@@ -470,7 +476,7 @@ def _agrees(state: Mapping[str, Any], shape: tuple[int, ...]) -> bool:
 
 
 def _moments(folder: ZeroFolder) -> Iterator[Kind]:
-    """Yield the kinds that the optimizer keeps for each element, without scalars."""
+    """Return the state kinds that the optimizer keeps per element."""
     found: dict[str, int] = {}
     for rank in range(folder.ranks):
         for state in folder.optimizer(0, rank).states:
@@ -481,7 +487,7 @@ def _moments(folder: ZeroFolder) -> Iterator[Kind]:
 
 
 def _check_casts(folder: ZeroFolder, manifest: Manifest) -> None:
-    """Raise CheckpointError unless each weight of the module is the cast of the master taken for its own."""
+    """Raise CheckpointError unless each weight of the module equals the cast of the master assigned to it."""
     weights = folder.weights(0)
     with Reader(folder.path, manifest, links=True) as reader:
         for (name, kind), rows in manifest.rows.items():
