@@ -94,7 +94,7 @@ class Slow(list):
         time.sleep(0 if index < 4 else 600)
         return os.getpid()
 
-source = Source.build(Slow(range(64)), num_workers=2, shuffle=False)
+source = DataSource.build(Slow(range(64)), num_workers=2, shuffle=False)
 turning = iter(TrainLoader(source, Member(Job([0], 4, 4), 0)))
 next(turning)
 print(open(f"/proc/self/task/{{os.getpid()}}/children").read(), flush=True)
@@ -144,7 +144,7 @@ import sys
 sys.path.insert(0, {root!r})
 from ds_dynatrain.data import DataSource
 
-loader = Source.build(list(range(64)), num_workers=2).fetch([[number] for number in range(64)], None, {persistent})
+loader = DataSource.build(list(range(64)), num_workers=2).fetch([[number] for number in range(64)], None, {persistent})
 first = next(iterator := iter(loader))
 sys.exit(5)
 """
@@ -164,7 +164,7 @@ from ds_dynatrain.data import DataSource, TrainLoader
 from tests.data.fakes import Job, Member
 
 signal.signal(signal.SIGTERM, lambda *_: print("told to go", flush=True))
-source = Source.build(list(range(64)), num_workers=2, shuffle=False)
+source = DataSource.build(list(range(64)), num_workers=2, shuffle=False)
 turning = iter(TrainLoader(source, Member(Job([0], 4, 4), 0)))
 print("began with", [next(turning) for _ in range(2)], flush=True)  # one of each worker: both have started
 while not select.select([sys.stdin], [], [], 0.1)[0]:
