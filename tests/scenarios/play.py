@@ -39,7 +39,7 @@ def play(run: Run, folder: Path) -> Seen:
     with allowed_fp16("fp16" in run.config):
         try:
             deepspeed.init_distributed()
-            dist.barrier()  # a rank that is refused ends at once, and would break the connections of one that still joins
+            dist.barrier()  # a rank that is refused ends at once, and would break connections that another still makes
             if run.loop in FRAMEWORKS:
                 FRAMEWORKS[run.loop](run, settings(run), folder, seen)
             else:
