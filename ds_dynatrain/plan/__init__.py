@@ -5,6 +5,8 @@ what each member lacks and who sends it; `moves` turns that into moves. `plan` i
 the order of exchanges, an estimate of memory and time, and the parts of absent members that another one carries out.
 `copies` says what a death takes away, and which part of a rank's state belongs into a copy. Nothing here communicates:
 a plan is computed from two layouts and two lists of members alone.
+
+May import `space`; start with `plan`.
 """
 
 from ds_dynatrain.plan.copies import (

@@ -10,6 +10,8 @@ Tensor parallelism, pipelines and experts cut tensors before ZeRO does (`cut`). 
 same into shard groups, each with a line of its own that ZeRO cuts, and an index map back to the logical line.
 
 Numpy is all that is needed here: no torch, no DeepSpeed, no process.
+
+May import `records`; start with `vps`.
 """
 
 from ds_dynatrain.space.columns import Columns

@@ -2,6 +2,8 @@
 
 `execute` carries a member's plan out over a `Transport`; `digest` and `digest_pieces` give the numbers that a
 certificate compares; `allocate` and `prefault` make memory ready before it is needed.
+
+May import `plan`; start with `executor`.
 """
 
 from ds_dynatrain.transfer.batched import Batching, DeviceLink

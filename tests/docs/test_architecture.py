@@ -85,3 +85,16 @@ def test_what_to_write_names_objects_of_the_code() -> None:
         code = "\n".join(path.read_text(encoding="utf-8") for path in files)
         for name in re.findall(r"`(\w+)`", text):
             assert not files or re.search(rf"\b{name}\b", code), (name, files)
+
+
+@pytest.mark.parametrize("init", sorted(PACKAGE.rglob("__init__.py")), ids=lambda init: init.parent.name)
+def test_docstrings_of_folders_name_files_that_are_there(init: Path) -> None:
+    """The first cell of a row names files of the folder; `start with` names one, too."""
+    text = ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))) or ""
+    assert text
+    cells = [line.split(" | ")[0] for line in text.splitlines() if line.startswith("| ")]
+    named = {name for cell in cells for name in re.findall(r"`([\w/]+)`", cell)}
+    named |= {*re.findall(r"[Ss]tart\s+with `([\w/]+)`", text)}
+    there = {str(path.relative_to(init.parent).with_suffix("")) for path in init.parent.rglob("*")}
+    there |= {path.split("/")[-1] for path in there}
+    assert {name.rstrip("/") for name in named} <= there
