@@ -1,6 +1,7 @@
 """DeepSpeed's private layouts: the only place that touches a private name of DeepSpeed's or of torch.distributed's.
 
-The table of folders in `ds_dynatrain/README.md` says what each file knows.
+May import `data`, `report` and `version`; its folders, lowest first: `versions`, `groups`, `zero`, `model`,
+`deepspeed`. Start with `deepspeed/host`.
 """
 
 from ds_dynatrain.adapters.versions.deepspeed_versions import check_names

@@ -2,7 +2,8 @@
 `ds-dynatrain balance`.
 
 In a job the engine calls `extension`, which also answers `engine.suggest` and `"layouts": "best"`. `balancer` times
-layers in windows, with `timed_model` and `adapters/`, and asks for moves. `config` has the block, `rows` the docs.
+layers in windows, with `timed_model` and `adapters/`, and asks for moves. `config` has the block,
+`balance_rows` the docs.
 
 The other files are arithmetic and need neither torch nor DeepSpeed. `profile` holds the measurements of each layer.
 `partition` cuts layers into stages, exactly. `deal` computes the samples and the bytes of every rank; `cost` simulates
@@ -10,4 +11,6 @@ DeepSpeed's pipeline schedule and adds up the seconds of a step. `choose` compar
 says whether a move pays. `window` makes a profile from the timings of ranks, `advice` proposes a layout from a profile,
 and `course` is the members' shared memory of moves. A profile is a file, so a laptop can answer for a cluster:
 `command` and `prediction` are `ds-dynatrain balance`.
+
+May import `engine` and `exits`; start with `extension`.
 """

@@ -3,10 +3,12 @@
 | file | |
 |---|---|
 | `extension` | the extension that the engine calls: when copies are taken, and what users see of them |
-| `placement` | which rank keeps the copies of which |
+| `assignment` | which rank keeps the copies of which |
 | `taking` | takes a copy, and turns it into bytes and a header |
 | `shipping` | sends one engine's copies in its present world from a thread, and keeps those that arrive |
 | `config`, `rows` | the `buddies` block; supported and refused uses |
 
 `engine/copies` defines a copy, its place in a process, and how a state is put together from copies.
+
+May import `engine`; start with `extension`.
 """

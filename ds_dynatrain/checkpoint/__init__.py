@@ -11,6 +11,8 @@
 | **others/** | checkpoints of other tools, as tensors at offsets in their files, and ours in their formats |
 
 Geometry, digests and bytes: no engine, no DeepSpeed, no messages between processes. docs/dev/format.md has the format.
+
+May import `transfer` and `version`; start with `manifest`.
 """
 
 from ds_dynatrain.checkpoint.extents import Extent

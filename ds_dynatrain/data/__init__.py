@@ -4,6 +4,8 @@
 which samples a global batch has, and where training stands. `source` takes a data set or a torch loader apart. `loader`
 has the loaders that a user iterates over, and the protocol `Host` that an engine fulfils for them. The package depends
 on torch and not on DeepSpeed.
+
+May import `transfer` and `support`; start with `loader`.
 """
 
 from ds_dynatrain.data.batch import BatchArithmetic, ColumnArithmetic, Leaf, LeafArithmetic, Slot, nearest_even

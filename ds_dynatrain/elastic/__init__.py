@@ -2,10 +2,10 @@
 
 | file | what it does |
 |---|---|
-| `world` | the record of one generation: which members train together, in which order, and why |
+| `generation` | the record of one generation: which members train together, in which order, and why |
 | `messages` | messages between a coordinator and its peers: versioned, bounded, validated |
 | `settings` | how many nodes a job wants, and how long the coordinator waits for what |
-| `membership` | the coordinator's decisions, without sockets and without a clock |
+| `membership_machine` | the coordinator's decisions, without sockets and without a clock |
 | `roster` | the living workers and their reports; members that return to a new coordinator; effects of decisions |
 | `links` `reach` | hosts that do not reach each other: the consequences; how members find out |
 | `history` `view` | a coordinator's memory of its job; everything that is shown, as one value for other threads |
@@ -17,6 +17,8 @@
 | `handler` `rendezvous` | the back-end of torchrun; a world of one node, and the agent's line to the coordinator |
 | `member` | a worker's side: its connection to the coordinator, in one thread, and its messages to the script |
 | `main_thread` | whether a script makes progress, as the thread with the heartbeats sees it |
-| `process` | SIGTERM for threads; a process that ends with its agent, and whose forked children stay silent |
+| `worker_process` | SIGTERM for threads; a process that ends with its agent, and whose forked children stay silent |
 | `abort` | a way out of collectives that would never end |
+
+May import `errors`, `extension` and `report`; start with `membership_machine`.
 """

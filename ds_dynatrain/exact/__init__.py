@@ -5,8 +5,10 @@
 | `extension` | the extension that the engine calls: checks, hooks, and the engine classes of `adapters` |
 | `adapters/` | DeepSpeed's engines, adding gradients leaf by leaf |
 | `bits/sums`, `bits/squares` | sums that do not depend on the world: leaves in pairs, squares as integers |
-| `bits/steps`, `records`, `difference` | records of each step, their lines in the report file, and comparing two runs |
+| `bits/steps`, `bit_records`, `difference` | records of each step, their lines in the report file, two runs compared |
 | `bits/rows` | features that were tried, and refusals |
 | `config` | the `exact` block |
 | `command`, `machine`, `trial` | `ds-dynatrain compare-exact` and `doctor --exact` |
+
+May import `engine` and `exits`; start with `extension`.
 """

@@ -3,9 +3,11 @@
 | file | |
 |---|---|
 | `extension` | the extension that the engine calls: when a checkpoint is due, and saving it |
-| `joint` | one tag for the checkpoints of all engines of a process |
+| `joint_tags` | one tag for the checkpoints of all engines of a process |
 | `config` | the `fallback` block |
 | `rows` | rows of the support table |
 
 `engine/checkpoints` restores from them.
+
+May import `engine`; start with `extension`.
 """

@@ -8,4 +8,6 @@
 | `static/` | the page's parts; uPlot, as it was published |
 
 All of it comes from the coordinator: `elastic/history` and `elastic/view`.
+
+May import `elastic`; start with `server`.
 """

@@ -1,10 +1,12 @@
-"""The plan of a switch: which member takes which rank, sends what to whom and in which order, and what that costs.
+"""The plan of a switch: who takes which slot, who sends what to whom, in which order, and what it costs.
 
-`slots` assigns members to the ranks of the new world. `sides` compares source and target to find which elements each
-member lacks and who sends them; `moves` turns this into moves. `plan` holds the moves of each member, the order of
-exchanges, an estimate of memory and time, and the moves that one member carries out for an absent one. `copies` says
-which state a death would lose, and which buffers need a copy. Nothing here communicates: a plan depends only on two
-layouts and two lists of members.
+`slots` assigns members to the ranks of the new world. `sides` puts source and target beside each other, and finds out
+what each member lacks and who sends it; `moves` turns that into moves. `plan` is the whole as one member sees it, with
+the order of exchanges, an estimate of memory and time, and the parts of absent members that another one carries out.
+`copies` says what a death takes away, and which part of a rank's state belongs into a copy. Nothing here communicates:
+a plan is computed from two layouts and two lists of members alone.
+
+May import `space`; start with `plan`.
 """
 
 from ds_dynatrain.plan.copies import (

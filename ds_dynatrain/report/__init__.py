@@ -1,6 +1,8 @@
 """Reports of switches: an event for each, as a log line, as a line of JSON and as a table.
 
 Needs neither torch nor DeepSpeed, so that reports can be read anywhere.
+
+May import `records`; start with `event`.
 """
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
 """Geometry: where every element of a training's state lies, under any layout, on any rank.
 
-A model is a list of logical tensors (`tensor`), laid end to end on a line of integer coordinates. A `Layout` gives the
-number of ranks on each axis and the ZeRO stage. `zero` turns it into a `Sharding`: arithmetic that gives, for any
-coordinate and any state kind (`kind`), the owner and the offset in the owner's buffers. A rank holds `Pieces`, sorted
-runs of coordinates; questions such as what two ranks share, or what one lacks, are set operations on runs
-(`interval`). `VirtualParameterSpace` combines all of this for one model.
+A model is a list of logical tensors (`tensor`), laid one after another on a line of integer coordinates. A `Layout`
+says how many ranks there are on which axis, and how much ZeRO cuts; `zero` turns it into a `Sharding`: arithmetic
+that gives, for any coordinate and any state kind (`kind`), the owner and the place in the owner's buffers. What a rank
+holds are `Pieces`, sorted runs of the line, and all questions about them (what do two ranks share, what does one lack)
+are set operations on runs (`interval`). `VirtualParameterSpace` holds it all together for one model.
 
-Tensor parallelism, pipelines and experts cut tensors before ZeRO does (`cut`). A `Mesh` puts ranks with the same local
-tensors into shard groups. Each group has its own local line, which ZeRO partitions, and an index map back to the
-logical line.
+Tensor parallelism, pipelines and experts cut tensors before ZeRO does (`cut`). A `Mesh` puts ranks that are dealt the
+same into shard groups, each with a line of its own that ZeRO cuts, and an index map back to the logical line.
 
-This package needs numpy only: no torch, no DeepSpeed, no process group.
+Numpy is all that is needed here: no torch, no DeepSpeed, no process.
+
+May import `records`; start with `vps`.
 """
 
 from ds_dynatrain.space.columns import Columns

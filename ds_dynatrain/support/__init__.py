@@ -10,6 +10,8 @@ objects. When the verdict on a feature changes, its row changes. `docs/features.
 | `walk` | all rows, and a configuration against them |
 | `axes` | rules on the combinations of axes and stages, of `docs/feasibility.md` |
 | `proved` | not rows: what ran on which accelerator |
+
+May import `space` and `extension`; start with `row`.
 """
 
 from ds_dynatrain.support.keys import CONFIG_TABLES

@@ -1,7 +1,9 @@
-"""Transfer of state between members, and the digests that prove its arrival.
+"""Bytes from shard to shard, and the proof that they arrived.
 
-`execute` carries out a member's plan over a `Transport`. `digest` and `digest_pieces` compute the numbers that a
-certificate compares. `allocate` and `prefault` prepare memory before it is needed.
+`execute` carries a member's plan out over a `Transport`; `digest` and `digest_pieces` give the numbers that a
+certificate compares; `allocate` and `prefault` make memory ready before it is needed.
+
+May import `plan`; start with `executor`.
 """
 
 from ds_dynatrain.transfer.batched import Batching, DeviceLink

@@ -5,11 +5,13 @@
 | `torch_files` | files of `torch.save`, without their values and without running anything; the CRC32s in them |
 | `foreign` | what a checkpoint of any tool tells of a training, and how it is written as one of ours |
 | `zero_files` | a checkpoint folder of DeepSpeed's: which file has which buffer of which rank |
-| `zero` | the same as rows of a manifest, by the arithmetic of the space; from the files alone |
-| `universal` `dcp` `safetensors` | DeepSpeed's universal format, torch's DCP, safetensors: read and written |
+| `zero_folder` | the same as rows of a manifest, by the arithmetic of the space; from the files alone |
+| `universal_folder` `dcp_folder` `safetensors` | DeepSpeed's universal format, torch's DCP, safetensors: both ways |
 | `recognize` | which tool's checkpoint lies at a path |
 
 Knows no engine and no DeepSpeed: the files say what they are.
+
+May import what `checkpoint` may; start with `recognize`.
 """
 
 from ds_dynatrain.checkpoint.others.torch_files import (

@@ -1,1 +1,4 @@
-"""DeepSpeed's engines, adding gradients leaf by leaf."""
+"""DeepSpeed's engines, adding gradients leaf by leaf.
+
+May import what `exact` may; start with `exact_engine`.
+"""
