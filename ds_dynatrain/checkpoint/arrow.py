@@ -37,7 +37,7 @@ _OPENING = 8
 
 
 class ArrowOutline:
-    """All of an Arrow file with a single column except the values, and the positions of the values."""
+    """The bytes of an Arrow file with a single column except the values, and the positions of the values."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         name = name_of(dtype)

@@ -1,4 +1,4 @@
-"""Which state is lost when a rank or node dies, and which buffers of a rank other ranks must therefore copy."""
+"""Losses of state when a rank or node dies, and the buffers of a rank that other ranks must therefore copy."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class MemberPlan:
 
 @dataclass(frozen=True, eq=False)
 class SwitchPlan:
-    """All moves of a switch. The object is small: a member's moves are computed from `sides` on request."""
+    """Moves of a whole switch. The object is small: a member's moves are computed from `sides` on request."""
 
     sides: Sides
 

@@ -51,7 +51,6 @@ class Box:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     def intersect(self, other: Box) -> Box | None:
@@ -188,7 +187,6 @@ class DimCut:
 
     @property
     def count(self) -> int:
-        """Number of ranks."""
         return len(self.blocks[0])
 
     def parts(self, shape: tuple[int, ...], index: int) -> tuple[tuple[int, ...], tuple[Placed, ...]]:

@@ -204,7 +204,7 @@ class OverlappingSharding:
 
     @property
     def buffers(self) -> tuple[BufferId, ...]:
-        """All buffers that a rank may have."""
+        """Buffers that a rank may have."""
         return self.part.buffers
 
     @property
@@ -362,7 +362,7 @@ class GroupedSharding:
 
     @cached_property
     def _codes(self) -> dict[int, Ints]:
-        """For each distinct buffer table of `cuts`, by `id`: the index of each of its buffers in `self.buffers`."""
+        """Return, by the `id` of each buffer table of `cuts`, the index of each of its buffers in `self.buffers`."""
         number = {name: index for index, name in enumerate(self.buffers)}
         tables = {id(cut.buffers): cut.buffers for cut in self.cuts}
         return {key: np.array([number[name] for name in names] or [0], np.int64) for key, names in tables.items()}

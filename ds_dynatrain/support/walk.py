@@ -1,4 +1,4 @@
-"""All rows of the support table, and the check of a user's configuration against them, key by key."""
+"""Rows of the support table, and the check of a user's configuration against them, key by key."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class Bundles:
 
 @dataclass(frozen=True)
 class Batches:
-    """All batches of a member.
+    """Batches of one member.
 
     exchanges: the batches with each peer. count: number of batches. staging_bytes: device memory for packed messages.
     """

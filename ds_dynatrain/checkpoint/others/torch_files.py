@@ -236,7 +236,6 @@ class Stored:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return torch.Size(self.shape).numel()
 
     @property
