@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import deepspeed
@@ -22,7 +23,7 @@ from ds_dynatrain.adapters.versions.replaced import replaced
 from ds_dynatrain.balance.adapters.stage_timer import StageTimer
 from ds_dynatrain.balance.adapters.timing import StageTimes
 from ds_dynatrain.balance.profile import Floats
-from tests.engine.pool import RankPool
+from tests.engine.pool import CaseFailed, RankPool
 from tools import burning
 from tools.burning import Burn, Burning
 
@@ -141,4 +142,9 @@ def times_in_stages(share: float) -> None:
 @pytest.mark.not_on_device("there it is wall time, and ranks share cores")
 @pytest.mark.parametrize("share", [0.25, pytest.param(0.0, marks=pytest.mark.full, id="on a quiet machine")])
 def test_layers_have_the_times_that_they_take(pool: RankPool, share: float) -> None:
+    """The clock of a busy machine may be wrong once; three times in a row is the timer's fault."""
+    for _ in range(2):
+        with suppress(CaseFailed):
+            pool.run(times_in_stages, share=share)
+            return
     pool.run(times_in_stages, share=share)
