@@ -100,22 +100,19 @@ def asleep(*stage: Any, **given: Any) -> StageTimes:
 
 
 def differences(measured: Floats, beside: Floats, expected: Floats, share: float) -> list[str]:
-    """Return each layer of the first rank that does not take the time that it burns.
+    """Return each layer of the first rank whose median is not the time that it burns.
 
-    Other work only adds to a time: the median is to be no shorter, and the shortest pass no longer. What DeepSpeed does
-    in a pass is some layer's, too: 1 ms, or what it takes on this machine (beside). share: by which other work may
-    disturb a time.
+    What DeepSpeed does in a pass is some layer's, too: 1 ms, or what it takes on this machine (beside). share: by which
+    other work may disturb a time.
     """
     most = (1 + share) * expected + np.maximum(LEAST, (1 + share) * np.median(beside, axis=0))
-    least = (1 - share) * expected - LEAST
+    least, found = (1 - share) * expected - LEAST, np.median(measured, axis=0)
     if td.get_rank() > 0:
         return []
     return [
-        f"layer {place} takes {1e3 * shortest:.2f} to {1e3 * median:.2f} ms, not {1e3 * low:.2f} to {1e3 * high:.2f}"
-        for place, (low, median, shortest, high) in enumerate(
-            zip(least, np.median(measured, axis=0), measured.min(axis=0), most, strict=True)
-        )
-        if not (low <= median and shortest <= high)
+        f"layer {place} takes {1e3 * seconds:.2f} ms, not {1e3 * low:.2f} to {1e3 * high:.2f}"
+        for place, (low, seconds, high) in enumerate(zip(least, found, most, strict=True))
+        if not low <= seconds <= high
     ]
 
 
@@ -142,7 +139,7 @@ def times_in_stages(share: float) -> None:
 @pytest.mark.not_on_device("there it is wall time, and ranks share cores")
 @pytest.mark.parametrize("share", [0.25, pytest.param(0.0, marks=pytest.mark.full, id="on a quiet machine")])
 def test_layers_have_the_times_that_they_take(pool: RankPool, share: float) -> None:
-    """The clock of a busy machine may be wrong once; three times in a row is the timer's fault."""
+    """Other work disturbs the clock now and then, an error of the timer does every time: there are three attempts."""
     for _ in range(2):
         with suppress(CaseFailed):
             pool.run(times_in_stages, share=share)

@@ -32,23 +32,24 @@ class Idle:
         layouts: dict[str, Any],
         nodes: str,
         fault: str = "",
-        block: dict[str, Any] | None = None,
         script: Path = SCRIPT,
         **given: str,
     ) -> None:
         self.stage, self.nodes, variables = stage, nodes, {"STEP_SECONDS": "0.2", **given}
-        fewest = layouts[min(layouts, key=int)]  # if all come at once
-        layout = {"zero_stage": stage, **fewest}
-        block = {"buddies": {"mode": "copy"}, "layouts": layouts, "layout": layout, **(block or {})}
-        count = f"{min(map(int, layouts))}:{len(nodes)}"  # it may begin without the one that is to be idle
+        least = min(map(int, layouts))
+        layout = {"zero_stage": stage, **layouts[str(least)]}
+        block = {"buddies": {"mode": "copy"}, "layouts": layouts, "layout": layout}
+        count = f"{least}:{len(nodes)}"
         self.job = training(folder, stage, block, script=script, nodes=count, variables=variables)
         try:
             self.job.coordinator("coordinator")
             for node in nodes:
-                gated(self.job, node, "gate-all", **({"FAULT": fault.format(node=node)} if fault else {}))
+                gated(self.job, node, **({"FAULT": fault.format(node=node)} if fault else {}))
             self.pids = {node: worker(self.job, node) for node in nodes}
-            open_gate(self.job, "gate-all")
-            self.first = self.job.settled(len(nodes))
+            for number, node in enumerate(nodes, 1):  # those that may begin, and then one after the other
+                open_gate(self.job, node)
+                if number >= least:
+                    self.first = self.job.settled(number)
         except BaseException:
             self.job.clean_up()
             raise

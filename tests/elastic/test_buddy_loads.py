@@ -34,7 +34,7 @@ def save_and_wait(idle: Idle | Deaths) -> None:
 def test_a_member_that_has_worked_brings_nothing_back(tmp_path: Path) -> None:
     """It is idle, all that lives, and has whole copies of what the load has replaced: the job ends rather."""
     layouts = {"1": {"data": 1}, "2": {"data": 2}}
-    idle = Idle(tmp_path, 1, layouts, "ab", block={"layout": {"data": 2, "zero_stage": 1}}, script=LOADING)
+    idle = Idle(tmp_path, 1, layouts, "ab", script=LOADING)
     try:
         idle.wait_for_keepers(0, 1)
         save_and_wait(idle)
