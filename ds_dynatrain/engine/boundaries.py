@@ -1,7 +1,7 @@
-"""Boundaries of one process in a job whose members come and go, and what follows a loss.
+"""Boundaries of one process in a job whose members come and go, and recovery after a lost world.
 
-The first engine of a process speaks for all: members come and go at its boundaries, when no other engine is in a global
-batch, for all engines in one transaction.
+The first engine of a process speaks for all of its engines: members come and go at that engine's boundaries, while no
+other engine is inside a global batch, and all engines change in one transaction.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from ds_dynatrain.report import logger
 from ds_dynatrain.reshard.process import PROCESS
 
 WAIT_SECONDS = 0.02
-"""Time between two looks of a member that waits for work, or for others."""
+"""Polling interval of a member that waits for work or for other members."""
 
 MEET_SECONDS = 1.0
-"""Time that a member of an ending job waits at a boundary for the others, which may be there, before it trains on."""
+"""Time that a member waits at a boundary for the others when all were told to leave, before it continues to train."""
 MOST_TRIES = 3
-"""Attempts at one step in one world without a death; after these the script or the network is at fault."""
+"""Most attempts at one step by the same members if none has died; after these the script or the network is at fault."""
 GLOO_SOURCE = re.compile(r"\[\S+\.(?:cc|h):\d+\] ")
-"""Line of gloo's source that its errors begin with."""
+"""Location in gloo's source code with which its error messages begin."""
 SPARE = 1000
-"""Discarded batches allowed beyond those of earlier rounds, of which there may have been none."""
+"""Number of discarded batches allowed beyond twice the most of any earlier round; there may have been no such round."""
 
 
 class Boundaries:
@@ -59,11 +59,11 @@ class Boundaries:
 
     @property
     def first(self) -> EngineParts:
-        """The engine that speaks for all."""
+        """The engine that was made first; it speaks for all engines of the process."""
         return self.engines[0]
 
     def remove(self) -> None:
-        """Forget a change under way. Called when an engine has ended, on all members at the same place of their
+        """Abandon a change that is under way. Called when an engine ends, on all members at the same point of their
         scripts.
         """
         if len(self.engines) > 1:
@@ -114,10 +114,10 @@ class Boundaries:
         self.elastic.member.progress(first.global_steps, str(first.layout), pause_ms, kept, self._clock.tally)
 
     def _at_boundary_of_another(self, engine: EngineParts, place: str) -> None:
-        """Take part, at a boundary of another engine than the first, in a switch that the user asked of it.
+        """Take part in a switch that the user asked for, at a boundary of an engine other than the first.
 
-        Raises ConfigError if the script comes here before it has come to a boundary of the first: newcomers would wait
-        here. Raises WorldChanged if it comes here again and again without one.
+        Raises ConfigError if the first engine has not reached a boundary yet: newcomers would wait here. Raises
+        WorldChanged if the script comes here again and again without reaching a boundary of the first engine.
         """
         if not self.first.has_stood:
             raise ConfigError(
@@ -132,8 +132,9 @@ class Boundaries:
             self.driver.advance(engine, place)
 
     def _busy_others(self) -> str:
-        """Return, in words, which other engine is in a global batch; the same on all members, as they run one
-        script.
+        """Return, in words, which other engine is inside a global batch; "" if none is.
+
+        The result is the same on all members, since they run the same script.
         """
         busy = [one for one in self.engines[1:] if one.has_open_window]
         if not busy:
@@ -144,10 +145,10 @@ class Boundaries:
         )
 
     def _work(self) -> None:
-        """Do all that is due on a working member. Below MIN nodes it stays here until others come, or it takes too
-        long.
+        """Do all that is due on a working member.
 
-        Below MIN it also saves its state at once: the last nodes may go without notice, too.
+        If the job has fewer than MIN nodes, save the state at once, as the last nodes may go without notice too, and
+        wait here for more nodes; end the process if that takes too long.
         """
         begin, seconds, standing = time.monotonic(), self.elastic.wait_seconds, ""
         while not self.first.idle:
@@ -182,7 +183,7 @@ class Boundaries:
             time.sleep(WAIT_SECONDS)
 
     def _wait_for_work(self) -> None:
-        """Wait, as an idle member, until it works; raise SystemExit(0) if the job has ended, or it was told to
+        """Wait until this idle member works; raise SystemExit(0) if the job has ended or this member was told to
         leave.
         """
         for engine in self.engines:
@@ -224,9 +225,7 @@ class Boundaries:
     # ---- after a loss ------------------------------------------------------------------------------------------------
 
     def see_failure(self) -> None:
-        """Form a new world if a collective of the present one has failed in the script, outside of any call of an
-        engine.
-        """
+        """Form a new world if a collective of the present one has failed in the script, outside any call of an engine."""
         failure = self.losses.failure
         if failure is not None and self.losses.explains(failure):
             self.form_anew()
@@ -236,9 +235,9 @@ class Boundaries:
             self.form_anew()
 
     def form_anew(self) -> None:
-        """Wait until there is a world again; open global batches are discarded, and are dealt again.
+        """Wait until a new world is formed. Open global batches are discarded, and are trained again later.
 
-        Raises ElasticError if state was lost for good, or collectives hang again and again.
+        Raises ElasticError if state was lost for good, or if collectives hang again and again.
         """
         for engine in self.engines:
             with engine.turn():  # all hold the state of one world then, the old one or the new one
@@ -264,13 +263,20 @@ class Boundaries:
     # ---- saving, and leaving -----------------------------------------------------------------------------------------
 
     def _save(self, is_due: bool = False) -> None:
-        """Let the extensions save the state: now, or if it is due for them."""
+        """Let the extensions save the state.
+
+        is_due: whether each extension saves only if a save is due for it; otherwise all of them save now.
+        """
         with self._clock.saving():
             for extension in self.first.extensions:
                 (extension.save_if_due if is_due else extension.save_now)()
 
     def _leave(self, must_save: bool) -> None:
-        """End this process. must_save: all members were told to go, and stand at one step."""
+        """End this process.
+
+        must_save: whether all members were told to leave, so that the state has to be saved; all are then at the same
+        step.
+        """
         name = self.elastic.member.id
         if not must_save:
             self.elastic.member.left()
@@ -289,13 +295,13 @@ class Boundaries:
 
 
 def _loses_by_a_death(engine: EngineParts) -> bool:
-    """Return whether the death of a node may take state away that no other node has."""
+    """Return whether the death of one node may lose state that no other node has."""
     nodes = [engine.candidates.nodes.get(member, str(member)) for member in engine.members]  # one may be leaving
     return needs_copies(engine.vps, engine.layout, nodes)
 
 
 class Losses:
-    """Failures of the worlds in which this process's engines train."""
+    """Failed collectives in the worlds in which this process's engines train."""
 
     def __init__(self, elastic: Elastic) -> None:
         self._elastic = elastic
@@ -303,17 +309,21 @@ class Losses:
 
     @property
     def failure(self) -> RuntimeError | None:
-        """Error of a collective of the present worlds, the library's or the script's own; None if none has failed."""
+        """Error of a failed collective of the present worlds, called by the library or the script; None if none has
+        failed.
+        """
         return next((status.failure for status in self.statuses if status.failure is not None), None)
 
     @property
     def statuses(self) -> list[GroupStatus]:
-        """Statuses of the groups of all present worlds."""
+        """Statuses of the process groups of all present worlds."""
         worlds = [engine.world for engine in PROCESS.engines if engine.world is not None]
         return [world.status for world in worlds if world.status is not None]
 
     def check(self) -> None:
-        """Raise WorldChanged if any collective has failed before, or was aborted, which itself does not show it."""
+        """Raise WorldChanged if any earlier collective has failed or was aborted; an aborted collective itself raises
+        no error.
+        """
         failure = self.failure
         if failure is not None:
             raise WorldChanged("a collective of this world has failed before") from failure
@@ -322,16 +332,18 @@ class Losses:
                 status.gate.check()
 
     def close_worlds(self, is_closed: bool) -> None:
-        """Refuse collectives until the next boundary, or allow them again: the others' places in their scripts are
-        unknown.
+        """Refuse collectives until the next boundary, or allow them again.
+
+        They are refused while it is unknown where the other members are in their scripts.
         """
         for status in self.statuses:
             status.is_closed = is_closed
 
     def explains(self, error: RuntimeError) -> bool:
-        """Return whether an error came of the world's loss, once all members know of that; other errors are the user's.
+        """Return whether an error was caused by the loss of the world, once all members know of the loss.
 
-        Raises ElasticError if this step has failed for the third time among the same members.
+        Any other error is the user's. Raises ElasticError if this step has failed for the third time among the same
+        members.
         """
         elastic = self._elastic
         if not PROCESS.engines or PROCESS.engines[0].idle:
@@ -346,7 +358,7 @@ class Losses:
         return True
 
     def _await_failure(self) -> None:
-        """Wait until a failure is published; tell the coordinator of one if it knows of none."""
+        """Wait until a failure is published; report one to the coordinator if it does not notice any by itself."""
         end, has_told = time.monotonic() + NOTICE_SECONDS, False
         while not self._elastic.is_aborted:
             if time.monotonic() > end and not has_told:
@@ -357,7 +369,9 @@ class Losses:
             time.sleep(POLL_SECONDS)
 
     def _count(self, members: tuple[str, ...], error: RuntimeError) -> None:
-        """Raise ElasticError for a step that fails again and again, and would be tried for ever."""
+        """Count a failed attempt at this step; raise ElasticError after `MOST_TRIES` of them, which would otherwise go
+        on for ever.
+        """
         now = tuple(engine.global_steps for engine in PROCESS.engines), members
         tries = 1 + (self._failed[1] if self._failed[0] == now else 0)
         self._failed = now, tries
@@ -370,11 +384,11 @@ class Losses:
 
 
 class Rounds:
-    """Count of batches that a loop takes of other engines between two global batches of the first one.
+    """Count of the batches that a loop takes from other engines between two global batches of the first engine.
 
-    After a death all of them are discarded until the first one begins its next batch. A loop that counts batches comes
-    there. A loop that ends only once another engine has made its steps never does, since a discarded batch makes none;
-    an error tells it so. Engines are known by their numbers.
+    After a death all of these batches are discarded until the first engine begins its next batch. A loop that counts
+    batches gets there. A loop that ends only after a number of another engine's steps never does, since a discarded
+    batch makes no step; an error then tells the user. Engines are identified by their numbers.
     """
 
     def __init__(self) -> None:
@@ -382,15 +396,16 @@ class Rounds:
         self._most: Counter[int] = Counter()
 
     def begin(self) -> None:
-        """Note that the first engine stands at a boundary."""
+        """Record that the first engine is at a boundary, so that a new round begins."""
         self._most |= self._now
         self._now.clear()
 
     def stay(self, engine: int, is_discarded: bool) -> None:
-        """Note that another engine stands at a boundary.
+        """Record that an engine other than the first is at a boundary.
 
-        is_discarded: nothing is trained before the first engine's next batch. Raises WorldChanged if the loop has
-        stayed far longer than ever before, and nothing was trained.
+        is_discarded: whether nothing is trained before the first engine's next batch.
+
+        Raises WorldChanged if nothing is trained and the loop has taken far more batches than in any earlier round.
         """
         self._now[engine] += 1
         if is_discarded and self._now[engine] > 2 * self._most[engine] + SPARE:

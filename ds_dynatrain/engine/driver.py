@@ -1,7 +1,7 @@
-"""Drives `BoundaryMachine`: tells it what the engines of this process hold, and carries out what it decides.
+"""Driver of `BoundaryMachine`: reports to it what the engines of this process hold, and carries out what it decides.
 
-A switch is one of a list of engines: of one that the script has asked, or of all in a change of members. None of them
-commits unless each could.
+A switch covers a list of engines: one engine if the script asked for the switch, all of them in a change of members.
+None of them commits unless all of them can.
 """
 
 from __future__ import annotations
@@ -79,9 +79,10 @@ T = TypeVar("T")
 
 
 class Driver:
-    """Driver of the machine: tells it what the engines of this process hold, and does what it wants.
+    """Driver of the boundary machine: reports to it what this process's engines hold, and carries out its actions.
 
-    elastic: None in a launch of fixed size, whose generation never changes. leave: ends the process; see `EndProcess`.
+    elastic: the membership of the process; None in a launch of fixed size, whose generation never changes.
+    leave: function that ends the process; its argument is `EndProcess.must_save`.
     """
 
     def __init__(self, elastic: Elastic | None = None, leave: Callable[[bool], None] = lambda must_save: None) -> None:
@@ -93,11 +94,11 @@ class Driver:
         self._said = ""
         self._own_error: BaseException | None = None
         self._before: Context | None = None
-        """Context of the engine before a late change, during its window."""
+        """Context that the engine had before a late change of members; None unless such a change is under way."""
 
     @property
     def elastic(self) -> Elastic:
-        """Membership of a job whose members come and go."""
+        """Membership of a job whose members come and go; raises RuntimeError in a launch of fixed size."""
         if self._elastic is None:
             raise RuntimeError("in a launch of fixed size no generation follows")
         return self._elastic
@@ -122,21 +123,22 @@ class Driver:
         return self.on_board(lambda: self.machine.waits_for(boards)) or "the board"
 
     def forget(self) -> None:
-        """Forget a change that is under way, because an engine has ended."""
+        """Abandon a change that is under way, because an engine has ended."""
         self._give_up(GiveUpPreparation("an engine has ended"))
         self.machine.forget()
         self._close_boards()
 
     def say_once(self, what: str) -> None:
-        """Warn of something that is the same at every boundary, but only once."""
+        """Log a warning, unless it is the same as the last one logged here."""
         if what != self._said:
             self._said = what
             logger.warning("%s", what)
 
     def on_board(self, read: Callable[[], T]) -> T | None:
-        """Return what `read` returns; None if the board is gone, which is then opened again.
+        """Return the result of `read`; if the board (the job's key-value store) is lost, have it opened again and
+        return None.
 
-        In a launch of fixed size its loss ends the job: raise torch's DistError.
+        In a launch of fixed size the loss of the board ends the job: torch's DistError is raised.
         """
         try:
             return read()
@@ -149,7 +151,9 @@ class Driver:
 
     @property
     def trains_in(self) -> Generation | None:
-        """Generation that this process trains in: the next one during the window of a late change."""
+        """Generation that this process trains in; while a late change of members is under way, this is already the next
+        one.
+        """
         return self.elastic.world if self._before is None else self._open_boards.world
 
     # ---- what goes in ------------------------------------------------------------------------------------------------
@@ -183,7 +187,7 @@ class Driver:
 
     @singledispatchmethod
     def _do(self, action: Action) -> None:
-        """Carry out one action: the method below that takes its type does."""
+        """Carry out one action by the method below that is registered for its type."""
         raise TypeError(f"no action: {action!r}")
 
     @_do.register
@@ -200,7 +204,10 @@ class Driver:
 
     @_do.register
     def _know(self, action: Know) -> None:
-        """Take over numbers, as an idle member may get another one. An idle member also learns what is trained."""
+        """Take over the members' numbers, since an idle member may have got another one.
+
+        Idle members also take over what the others train: the layout, its members and the registered parameters.
+        """
         self._open_boards.know(action.registry)
         for engine in self.engines:
             if engine.idle:
@@ -221,7 +228,7 @@ class Driver:
 
     @_do.register
     def _post_job(self, action: PostJob) -> None:
-        """Post what a newcomer has to know to make each of the engines, as plain JSON."""
+        """Post what a newcomer has to know to build each of the engines, as plain JSON."""
         for place, engine in enumerate(self.engines):
             job = engine.job
             record = {
@@ -273,7 +280,7 @@ class Driver:
         ]
         moving = [(engine, proposal) for engine, proposal, _ in parts if not proposal.moves_nothing]
         refusals = dict[int, SwitchRefused | None]()
-        for engine, proposal in moving:  # all before any thread begins, as the first thread asks each for its needs
+        for engine, proposal in moving:  # before any thread starts, as the first thread asks each engine for its needs
             with engine.turn():
                 engine.vps.mesh(proposal.source_layout), engine.vps.mesh(proposal.layout)
                 if engine.idle:
@@ -342,10 +349,11 @@ class Driver:
     def _switch(
         self, parts: Sequence[tuple[EngineParts, Preparation]], record: tuple[Control, str] | None
     ) -> Sequence[Transaction | LeanTransaction]:
-        """Switch engines, each in its turn, in the same order on all members; return what was done, all or none of it.
+        """Switch engines one by one, in the same order on all members, so that all of them commit or none; return the
+        transactions.
 
-        record: board and key of the one record of several engines, which is written once each could commit; None for
-        one engine, whose transaction writes its own.
+        record: the board and key of the joint record of several engines, which is written once all of them can commit;
+        None for a single engine, whose transaction writes its own record.
         """
         votes, is_part = list[Transaction | LeanTransaction](), record is not None
         for engine, preparation in parts:
@@ -374,16 +382,19 @@ class Driver:
         return votes
 
     def entered(self, engine: EngineParts) -> None:
-        """Move to the boards of a change of members whose new world trains before its record is written."""
+        """Move an engine to the next generation's boards if it trains there before the change of members is recorded."""
         machine = self.machine
         if engine.preparation is not None and machine.tries_now(engine.preparation.proposal):
             self._before, boards = engine.context, self._open_boards
             boards.adopt(engine, 0, self.elastic.candidates(boards.world, machine.registry))
 
     def ended(self, engines: Sequence[EngineCore], proposal: Proposal, outcome: Outcome) -> None:
-        """Follow the end of a switch of some engines, where members come and go. proposal: of the first one.
+        """Update the membership after a switch of these engines, in a job whose members come and go.
 
-        If this member cannot know how it ended, all have to say what they hold.
+        proposal: the proposal for the first of the engines.
+
+        If this member cannot know how the switch ended, the world is aborted and all members have to report what they
+        hold.
         """
         if outcome.is_uncertain:
             self.elastic.abort()
@@ -471,10 +482,12 @@ def held_by(
     replaced: Callable[[], tuple[int, ...] | None],
     is_fixed: bool = False,
 ) -> HeldState:
-    """Return what one engine of this process holds just now.
+    """Return what one engine of this process holds at this moment.
 
-    say: logs a message for users. replaced: returns what others may have said of loads. is_fixed: in a launch of fixed
-    size, in which communicators can be made before the pause.
+    say: function that logs a message for users.
+    replaced: function that returns the newest stretch of training that members have reported a load in; see
+    `Elastic.replaced`.
+    is_fixed: whether the launch is of fixed size, so that communicators can be made before the pause.
     """
     number, preparation, lacks = engine.control.member, engine.preparation, None
     if is_fixed and is_accelerated() and preparation is not None and preparation.connections is None:
@@ -504,7 +517,7 @@ def held_by(
 
 
 def _goes_late(engine: EngineParts, say: Callable[[str], None], layout: Layout) -> bool:
-    """Return whether the configuration asks for a late switch and the engine can make one."""
+    """Return whether the configuration asks for late switches and this engine can make one to the layout."""
     if not engine.settings.late:
         return False
     try:
@@ -516,7 +529,7 @@ def _goes_late(engine: EngineParts, say: Callable[[str], None], layout: Layout) 
 
 
 def _frozen(engine: EngineParts) -> tuple[Layout, int] | None:
-    """Return the layout and rank in which this member had the frozen weights that are in no copy; see `Survivor`."""
+    """Return the layout and rank in which this member held the frozen weights that are in no copy; see `Survivor`."""
     kept = engine.kept
     if kept is None or not kept.frozen or kept.frozen_of is None:
         return None
@@ -524,9 +537,10 @@ def _frozen(engine: EngineParts) -> tuple[Layout, int] | None:
 
 
 def _since(engine: EngineParts, replaced: Callable[[], tuple[int, ...] | None]) -> tuple[int, ...] | None:
-    """Return the start of the stretch that copies count from; see `Survivor`.
+    """Return the stretch of training from which on copies count (see `Mark.stretch`); None if an idle member cannot
+    know it.
 
-    A working member has taken part in each load, unless the others have gone on without it.
+    A working member has taken part in every load, unless the others have continued without it.
     """
     kept = engine.kept
     if kept is None:
@@ -536,7 +550,7 @@ def _since(engine: EngineParts, replaced: Callable[[], tuple[int, ...] | None]) 
 
 
 def _copies(engine: EngineParts) -> tuple[Had, ...]:
-    """Return the copies that this process keeps, without reading them."""
+    """Return a description of each copy that this process keeps, without reading the copies."""
     kept, mine = engine.kept, engine.control.member
     rank = engine.members.index(mine) if mine in engine.members else None
     return tuple(
@@ -551,7 +565,7 @@ def _copies(engine: EngineParts) -> tuple[Had, ...]:
 
 
 def _damaged(engine: EngineParts, whole: WholeCopies) -> tuple[int, ...]:
-    """Return the ranks whose copies this member is to give but finds damaged."""
+    """Return the ranks whose copies this member is to provide but finds missing or damaged."""
     kept, mine, found = engine.kept, engine.control.member, list[int]()
     for rank in [rank for rank, holder in enumerate(whole.holders) if holder == mine]:
         copy = None if kept is None else kept.find(whole.mark, rank)

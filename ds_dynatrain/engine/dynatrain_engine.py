@@ -40,7 +40,9 @@ Call = TypeVar("Call", bound=Callable[..., Any])
 
 
 def in_turn(call: Call) -> Call:
-    """Decorate a call of an engine: where a process has several, it is made in the engine's turn."""
+    """Decorate an engine's method so that it runs within `engine.turn()`, where process-wide state belongs to that
+    engine.
+    """
 
     @wraps(call)
     def in_its_turn(engine: DynatrainEngine, *arguments: Any, **named: Any) -> Any:
@@ -76,8 +78,8 @@ class DynatrainEngine(HostEngine):
     ) -> None:
         """Make DeepSpeed's engine and the parts around it.
 
-        world: this member's process groups, which are installed; None on an idle member. arguments: of DeepSpeed's
-        constructor, which calls methods that ask the parts.
+        world: this member's process groups, which are already installed; None on an idle member.
+        arguments: arguments of DeepSpeed's constructor, which calls methods that use the parts.
         """
         sizes = int(job.batch_sizes.train_batch_size), world is not None
         host = self._host = self._HOST(self, layout, shaper, *sizes, whole, in_leaves=job.batch_sizes.in_leaves)
@@ -406,7 +408,7 @@ class DynatrainEngine(HostEngine):
         return self._parts.loaders.make(dataset, collate_fn, num_workers, order, evaluation, batch_size, name)
 
     def _training_loader(self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None) -> TrainLoader:
-        """Return the loader of `training_data`."""
+        """Return the loader for the `training_data` that was given to `initialize`."""
         return cast("TrainLoader", self.loader(dataset, collate_fn=collate_fn))
 
     def deepspeed_io(
@@ -575,7 +577,7 @@ class DynatrainEngine(HostEngine):
         return PROCESS.membership.surviving(parts, backward, lambda: loss)
 
     def _backward_prologue(self) -> None:
-        """Run DeepSpeed's prologue of any backward pass, also of `loss.backward()`, and take the engine's turn."""
+        """Take the engine's turn and run DeepSpeed's prologue of a backward pass; also called for `loss.backward()`."""
         with PROCESS.backward(self._parts):
             super()._backward_prologue()
 
@@ -598,7 +600,7 @@ class DynatrainEngine(HostEngine):
                 f"a boundary set by hand in the middle of a global batch of {steps} micro-batches"
             )
         is_last, place = by_hand or self.is_gradient_accumulation_boundary(), parts.switcher.entered_at
-        if is_last and not parts.switcher.settle():  # late kinds are not all there
+        if is_last and not parts.switcher.settle():  # some of the state that follows after the pause did not arrive
             logger.warning(
                 "this global batch is void: it trains nothing, and the world before the switch deals it again"
             )
@@ -613,7 +615,7 @@ class DynatrainEngine(HostEngine):
         parts.finish_step()
 
     def _take_model_step(self, *arguments: Any) -> None:
-        """Make DeepSpeed's optimizer step; until it ends, the state is neither that before it nor that after it."""
+        """Make DeepSpeed's optimizer step, and set `is_stepping` while the state is only partly updated."""
         parts = self._parts
         parts.agree()
         parts.is_stepping = True
@@ -624,7 +626,10 @@ class DynatrainEngine(HostEngine):
             parts.world.status.gate.end_step()
 
     def _end_window(self, samples: int) -> None:
-        """Close the global batch after the optimizer's step. samples: `global_samples` before it."""
+        """Close the global batch after the optimizer's step.
+
+        samples: the value of `global_samples` before the step.
+        """
         parts = self._parts
         parts.switcher.note_first_step()
         parts.switcher.note_step()
@@ -744,12 +749,12 @@ class DynatrainEngine(HostEngine):
         with self.turn():
             self._parts.end_job()
             super().destroy()
-            if hasattr(self._host, "model_map"):  # else it could not be built
+            if hasattr(self._host, "model_map"):  # otherwise the host could not be built
                 self._host.let_module_go()
         PROCESS.leave(self._parts)
 
 
 def _given(*sizes: object) -> dict[str, Any]:
-    """Return the changes to a layout that were asked for."""
+    """Return the given layout sizes by name, leaving out those that are None."""
     names = ("data", "zero_stage", "pipe", "expert", "tensor", "sequence", "boundaries", "shares")
     return {name: size for name, size in zip(names, sizes, strict=True) if size is not None}

@@ -39,7 +39,7 @@ WAITING = (
     "ds_dynatrain.adapters.groups.gate",
     "ds_dynatrain.transfer",
 )
-"""Modules in which the main thread waits for other members: in a collective, at the gate, for a group, in a
+"""Modules in which the main thread waits for other members: in a collective, at the gate, for a group, or in a
 transfer.
 """
 REOPEN_SECONDS = 0.5
@@ -49,13 +49,16 @@ NOBODY = -1
 
 
 class Elastic(Membership):
-    """Membership that hears of generations and of lost worlds; `ElasticMembership` adds the engines.
+    """Membership that learns of new generations and lost worlds; `ElasticMembership` adds the engines.
 
-    world: the generation that this member has entered, None before the first. registry: the numbers of its members.
-    is_aborted: a member of the world that trains is dead, or a collective of it failed: nothing of it can be used any
-    more. loads: results of the job's own `load_checkpoint`, by the engine's number. is_newcomer: whether this member
-    joined a running job; engine_count: how many engines the job has then. restores: whether it starts a job whose state
-    is lost.
+    world: the generation that this member has entered; None before the first.
+    registry: the numbers of that generation's members.
+    is_aborted: whether the current world cannot be used any more, since a member of it died or a collective of it
+    failed.
+    loads: results of the job's own `load_checkpoint` calls, by the engine's number.
+    is_newcomer: whether this member joined a running job.
+    engine_count: the number of engines of the running job that a newcomer joined.
+    restores: whether this member starts a job whose state is lost.
     """
 
     def __init__(self, place: WorkerPlace, settings: DynatrainConfig) -> None:
@@ -69,7 +72,8 @@ class Elastic(Membership):
         self.is_newcomer, self.engine_count = False, 1
         self.restores = False
         self.ending = ""
-        """Reason why the job ends on all its members: collectives that hang again and again."""
+        """Why the job ends on all its members, namely collectives that hang again and again; "" while it does not end.
+        """
         self._training: frozenset[str] = frozenset()
         self._is_in_window = False
         self._aborted_at = 0
@@ -81,7 +85,7 @@ class Elastic(Membership):
         self._lock = threading.Lock()
 
     def configure(self, settings: DynatrainConfig) -> None:
-        """Follow these settings from now on. Called before the first generation is entered."""
+        """Use these settings from now on. Called before the first generation is entered."""
         self.timeout_seconds = settings.timeout_seconds
         self.wait_seconds = settings.elastic.wait_for_members_seconds
         self.collective_seconds = settings.elastic.collective_seconds
@@ -94,10 +98,11 @@ class Elastic(Membership):
         return 0 if self.world is None else self.world.generation
 
     def is_harmless(self, world: Generation) -> bool:
-        """Return whether a later generation has all that train at present, and their collectives can be trusted.
+        """Return whether the current world can continue after a later generation is published.
 
-        A planned one has them all, unless it does not know this member: its job was begun by mistake then. In the
-        window of a late switch all members of both worlds are needed, and no failure is harmless.
+        It can if that generation has all members that train at present, and their collectives can be trusted. A planned
+        change has them all; if it does not include this member, its job was started by mistake. During the window of a
+        late switch, all members of both worlds are needed, and no failure is harmless.
         """
         if self._is_in_window and world.change == "failure":
             return False
@@ -108,15 +113,16 @@ class Elastic(Membership):
         return is_known if world.change == "planned" else self._training <= there
 
     def is_over(self, generation: int) -> bool:
-        """Return whether a failure was published after that generation, so that what is being built for it is in
-        vain.
+        """Return whether a failure was published after this generation, so that anything still being built for it is
+        useless.
         """
         newest = self.member.newest
         return newest is not None and newest.generation > generation and newest.change == "failure"
 
     def stop_if_over(self, generation: int) -> None:
-        """Raise WorldChanged if a failure was published after that generation. Cheap; polls call it, as the dead never
-        answer.
+        """Raise WorldChanged if a failure was published after this generation.
+
+        Cheap; call it in polling loops, since dead members never answer.
         """
         if self.is_over(generation):
             newest = self.member.newest
@@ -136,21 +142,24 @@ class Elastic(Membership):
             self.member.enter(world)
 
     def retrain(self, members: tuple[int, ...]) -> None:
-        """Note that other members of the same generation hold the state from now on: their deaths abort the world."""
+        """Record that other members of the same generation hold the state from now on; if one of them dies, the world
+        is aborted.
+        """
         with self._lock:
             self._training = self.registry.ids_of(members)
             self._see_newest(self.generation)
 
     def enter_window(self, generation: int) -> None:
-        """Begin the window of a late switch, which any failure after that generation ends; see `settle` and
-        `let_go`.
+        """Begin the window of a late switch, the time until its masters and moments have arrived.
+
+        Any failure published after this generation aborts the world during the window, which `settle` or `let_go` ends.
         """
         with self._lock:
             self._is_in_window = True
             self._see_newest(generation)
 
     def _see_newest(self, generation: int) -> None:
-        """Abort the world if the newest generation harms it: it may have been harmless to those that trained until
+        """Abort the world if a newer generation harms it; it may have been harmless to the members that trained until
         now.
         """
         newest = self.member.newest
@@ -158,16 +167,18 @@ class Elastic(Membership):
             self._lose_present(newest)
 
     def abort(self) -> None:
-        """Abort the world because the others' state is unknown: all have to say what they hold, in a new generation."""
+        """Abort the world because the state of the other members is unknown; all report what they hold in a new
+        generation.
+        """
         with self._lock:
             self._lose_present(None)
             self.member.breach()
 
     def _lose_present(self, newest: Generation | None) -> None:
-        """Give up the world that trains: shut down groups in which any thread waits, or that cannot be used any more.
+        """Give up the current world: shut down those of its groups in which a thread waits or that cannot be used any
+        more.
 
-        newest: the generation that reports the loss, with all members that are not gone; None if nothing can be
-        trusted.
+        newest: the generation that reports the loss and lists the remaining members; None if nothing can be trusted.
         """
         self.is_aborted, present = True, list(self._present.values())
         there = set() if newest is None else {*newest.members, *newest.leaving}
@@ -179,14 +190,17 @@ class Elastic(Membership):
             sockets.abort(resting)
 
     def breach(self) -> None:
-        """Report a failed collective of the world that trains, if no reason for it was heard yet: all have to know."""
+        """Report a failed collective of the current world to the coordinator, so that all members know, unless it is
+        aborted already.
+        """
         with self._lock:
             if not self.is_aborted:
                 self.member.breach()
 
     def _hear(self, world: Generation) -> bool:
-        """Take in a generation, on the member's thread before any other; return whether it aborts the world that
-        trains.
+        """Take in a new generation; return whether it aborts the current world.
+
+        Called on the member's own thread, before any other thread learns of the generation.
         """
         if world.hangs:
             self._say_where(world)
@@ -201,7 +215,9 @@ class Elastic(Membership):
             return True
 
     def _hangs_in(self, blocked_seconds: float) -> str:
-        """Return the collective that the main thread has waited in for `collective_seconds`; empty if there is none."""
+        """Return, in words, the collective that the main thread has waited in for `collective_seconds`; "" if there is
+        none.
+        """
         self._blocked_seconds = blocked_seconds
         what, seconds = self.waits(blocked_seconds)
         if seconds < self.collective_seconds or self.is_aborted or str(OWN_WAITS):
@@ -225,42 +241,46 @@ class Elastic(Membership):
     def lose(self, known: Collection[str], there: Collection[int]) -> Collection[str]:
         """Forbid the worlds of this process to begin anything more; return the names of groups that may stay.
 
-        known: names of groups that could be left alone. there: numbers of members that are not gone. See
-        `adapters.World.lose`. Without engines no group may stay.
+        known: names of the groups that could be left alone.
+        there: numbers of the members that remain.
+
+        See `adapters.World.lose`. This class has no engines, so no group may stay.
         """
         return ()
 
     def abandon(self) -> None:
-        """End what is under way in a world in which an engine is being made."""
+        """End all operations in the world of an engine that is still being made; does nothing in this class."""
 
     def waits(self, blocked_seconds: float) -> tuple[str, float]:
-        """Return what the main thread waits for, and for how long; see `Gate.waits`."""
+        """Return what the main thread waits for, and for how many seconds; see `Gate.waits`."""
         return "", 0.0
 
     @contextmanager
     def building(self, generation: int, engine: int = 1) -> Iterator[Note]:
-        """Return a block for building an engine's world, which a failure after that generation aborts.
+        """Return a block for building an engine's world; a failure published after this generation aborts the building.
 
-        engine: its number. The block's value is called for each group that was built.
+        engine: the engine's number.
+
+        The block's value is a function to be called for each group that was built.
         """
         with self._coming.setdefault(engine, WorldSockets()).building(lambda: not self.is_over(generation)) as note:
             yield note
 
     @contextmanager
     def building_first(self, generation: int, engine: int) -> Iterator[Note]:
-        """Return a block for building an engine's first world, which trains afterwards; as `building`."""
+        """Return a block for building an engine's first world, which is the current world afterwards; like `building`."""
         with self.building(generation, engine) as note:
             yield note
         self.settle(engine)
 
     @contextmanager
     def building_more(self, engine: int = 1) -> Iterator[Note]:
-        """Return a block for building further groups of the world that trains; as `building`."""
+        """Return a block for building further groups of the current world; like `building`."""
         with self._present.setdefault(engine, WorldSockets()).building(lambda: not self.is_aborted) as note:
             yield note
 
     def settle(self, engine: int = 1) -> None:
-        """Make the world that was built last for an engine the one that trains."""
+        """Make the world that was last built for an engine its current one, and end the window of a late switch."""
         with self._lock:
             self._is_in_window = False
             if engine in self._coming:
@@ -270,7 +290,7 @@ class Elastic(Membership):
                 self._present[engine] = coming
 
     def let_go(self, engine: int = 1) -> None:
-        """Forget the world that was built last for an engine."""
+        """Forget the world that was last built for an engine, and end the window of a late switch."""
         with self._lock:
             self._is_in_window = False
         if engine in self._coming:
@@ -281,7 +301,8 @@ class Elastic(Membership):
     def open_boards(
         self, world: Generation, number: int = NOBODY, seconds: float | None = None, engine: int = 1
     ) -> Boards:
-        """Open an engine's board of a generation, over two connections.
+        """Open an engine's board (key-value store) of a generation over two connections: for the main thread and the
+        background.
 
         Raises torch's DistError if the coordinator's store cannot be reached.
         """
@@ -295,24 +316,25 @@ class Elastic(Membership):
         return boards[0], boards[1]
 
     def _seal(self, name: str) -> Seal | None:
-        """Return the seal of the boards of a prefix; None in a job without a token."""
+        """Return the seal for boards with this prefix; None in a job without a token."""
         return None if self._token is None else Seal(derive(self._token, f"board {name}"))
 
     # ---- what outlives generations -------------------------------------------------------------------------------
 
     def say_replaced(self, stretch: tuple[int, ...]) -> None:
-        """Post that a state is loaded in that stretch of training; raise torch's DistError if the store cannot be
-        reached.
+        """Post that a state is loaded in this stretch of training (see `Mark.stretch`).
+
+        Raises torch's DistError if the store cannot be reached.
         """
         if self.world is not None:
             self._job_board(self.world).post(REPLACED, list(stretch))
 
     def replaced(self) -> tuple[int, ...] | None:
-        """Return the newest stretch that `say_replaced` has posted in the coordinator's present run; None if it is
-        unknown.
+        """Return the newest stretch of training that `say_replaced` has posted to the present coordinator; None if it
+        is unknown.
 
-        It is unknown if the store cannot be reached, and if another coordinator runs than when this member entered its
-        generation: that one's store is empty.
+        It is unknown if the store cannot be reached, or if the coordinator was restarted since this member entered its
+        generation: the new coordinator's store is empty.
         """
         newest = self.member.newest
         if self.world is None or newest is None or newest.term != self.world.term:
@@ -333,9 +355,11 @@ class Elastic(Membership):
 
 
 class GenerationBoards:
-    """Boards of a later generation, one for each engine of this process. engines: their numbers.
+    """Boards (key-value stores) of a later generation, one for each engine of this process.
 
-    They are opened in a thread, since the store may be slow or away.
+    engines: the engines' numbers.
+
+    They are opened in a thread, since the store may be slow or unreachable.
     """
 
     def __init__(self, world: Generation, elastic: Elastic, engines: Sequence[int]) -> None:
@@ -356,19 +380,24 @@ class GenerationBoards:
         return tuple(front for front, _ in self._opened)
 
     def of(self, engine: int = 0) -> Boards:
-        """Return the boards of an engine, by its place in the process; raise RuntimeError while they are not open."""
+        """Return the boards of an engine, given its position in the process; raise RuntimeError while they are not
+        open.
+        """
         if not self._opened:
             raise RuntimeError(f"the board of generation {self.world.generation} is not open")
         return self._opened[engine]
 
     def know(self, registry: Registry) -> None:
-        """Take over this member's number."""
+        """Set this member's number on all boards."""
         for boards in self._opened:
             for board in boards:
                 board.member = registry.numbers[self._elastic.member.id]
 
     def adopt(self, engine: EngineCore, place: int, candidates: Candidates) -> None:
-        """Make the boards an engine's present ones. place: of the engine in the process."""
+        """Make these boards the present ones of an engine.
+
+        place: the engine's position in the process.
+        """
         engine.context = Context(engine.launch, candidates, *self.of(place))
 
     def _open(self) -> None:

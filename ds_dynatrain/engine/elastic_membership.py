@@ -1,4 +1,4 @@
-"""Membership of a job whose members come and go."""
+"""Membership of this process, with its engines, in a job whose members come and go."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ class ElasticMembership(Elastic):
 
     @property
     def formed(self) -> tuple[int, str]:
-        """Number of the generation that trains here, and the coordinator's reason for it."""
+        """Number of the generation that this process trains in, and the coordinator's reason for it; (0, "") before the
+        first.
+        """
         world = self._boundaries.driver.trains_in
         return (0, "") if world is None else (world.generation, world.reason)
 
@@ -80,15 +82,15 @@ class ElasticMembership(Elastic):
         return made
 
     def could_not_build(self) -> None:
-        """Let the others count this member as lost."""
+        """Stop this member because its engine could not be built, so that the others count it as lost."""
         self.member.stop(has_ended=False)
 
     def add(self, engine: EngineCore) -> None:
-        """Remember the engine's job: with the last one the member goes."""
+        """Remember the engine's job; when the last of these jobs ends, this member leaves."""
         self._jobs.append(engine.job)
 
     def begin(self, world: Generation, members: tuple[int, ...]) -> None:
-        """Enter the generation in which the job starts: all have a number from here on."""
+        """Enter the generation in which the job starts; from here on every member has a number."""
         if self.world is None:
             registry = Registry().extended(world.members)
             self.enter(world, registry, registry.ids_of(members))
@@ -100,7 +102,10 @@ class ElasticMembership(Elastic):
             post_end(engine.control)
 
     def remove(self, engine: EngineCore) -> None:
-        """End the member with its last engine. An engine of an earlier job of this process does not count."""
+        """Forget an engine that has ended, and stop this member after its last one.
+
+        An engine of an earlier job of this process does not count.
+        """
         left = [job for job in self._jobs if job is not engine.job]
         if len(left) == len(self._jobs):
             return
@@ -110,7 +115,7 @@ class ElasticMembership(Elastic):
             self.member.stop(has_ended=not ended_in_error())
 
     def end_script(self, engine: EngineCore) -> None:
-        """Spare the last garbage collection: it takes 0.8 s, and a node that was told to go has little time."""
+        """Skip the last garbage collection, which takes 0.8 s: a node that was told to leave has little time."""
         gc.freeze()
 
     def watch(self, board: Control) -> Watch:
@@ -118,16 +123,17 @@ class ElasticMembership(Elastic):
         return Watch(board, by_hearts=False)
 
     def activate_between(self, engine: EngineCore) -> None:
-        """Let `torch.distributed` speak of the first engine's world."""
+        """Make `torch.distributed` refer to the first engine's world while no engine has the turn."""
         engine.activate()
 
     # ---- a loss, in any thread ---------------------------------------------------------------------------------------
 
     def lose(self, known: Collection[str], there: Collection[int]) -> frozenset[str]:
-        """Abort communicators of an accelerator at once, and return the groups that may stay; see `Elastic.lose`.
+        """Abort communicators of an accelerator at once, and return the names of groups that may stay; see
+        `Elastic.lose`.
 
-        No group may stay while a switch is prepared or carried out, since this thread does not know then which world
-        owns it; nor with several engines, whose groups may have been built side by side.
+        No group may stay while a switch is being prepared or carried out, since this thread does not know then which
+        world owns it. With several engines none may stay either, since their groups may have been built side by side.
         """
         engines = PROCESS.engines
         is_clear = len(engines) == 1 and not engines[0].is_switching
@@ -138,13 +144,14 @@ class ElasticMembership(Elastic):
         return frozenset[str]().union(*(world.lose(known if is_clear else (), there) for world in worlds))
 
     def abandon(self) -> None:
-        """End what is under way in worlds in which engines are being made."""
+        """End all operations in worlds in which engines are still being made."""
         self._tear(list(self._first))
 
     def waits(self, blocked_seconds: float) -> tuple[str, float]:
         """Return what the main thread waits for in any of this process's worlds, and for how many seconds.
 
-        The longest wait counts; ("", 0.0) where it waits for nothing. blocked_seconds: see `Gate.waits`.
+        The longest wait counts; the result is ("", 0.0) if there is none.
+        blocked_seconds: see `Gate.waits`.
         """
         waits = [status.gate.waits(blocked_seconds) for status in self._boundaries.losses.statuses]
         return max(waits, key=lambda wait: wait[1], default=("", 0.0))
@@ -163,30 +170,38 @@ class ElasticMembership(Elastic):
         return self._boundaries.at_boundary(parts_of(engine), place)
 
     def waiting_change(self, engine: EngineCore) -> str:
-        """Return the newest generation's reason, if this is the first engine and it trains in an older one."""
+        """Return the number and reason of the newest generation if this is the first engine and has not entered it;
+        otherwise "".
+        """
         newest = self.member.newest
         if engine is not self._boundaries.first or newest is None or newest.generation <= self.generation:
             return ""
         return f"generation {newest.generation}: {newest.reason}"
 
     def open_window(self, engine: EngineCore) -> None:
-        """Remember where the global batch begins, in case it is discarded."""
+        """Record where the global batch begins, in case it is discarded."""
         parts_of(engine).window.open(stays_discarded=self.stays_discarded(engine))
 
     def stays_discarded(self, engine: EngineCore) -> bool:
-        """Return whether the first engine is still in the batch in which the world was aborted."""
+        """Return whether the batches of an engine other than the first are still discarded.
+
+        They are until the first engine has finished the batch in which the world was aborted.
+        """
         first = self._boundaries.first
         return engine is not first and first.is_discarded
 
     def before_micro_batch(self, engine: EngineCore) -> None:
-        """Form a new world if a collective of the script's own has failed; inside of a call `surviving` does that."""
+        """Form a new world if a collective of the script's own has failed.
+
+        Within a call that `surviving` runs, raise WorldChanged instead; `surviving` then forms the world.
+        """
         if self._is_in_call:
             self._boundaries.losses.check()
         else:
             self._boundaries.see_failure()
 
     def surviving(self, engine: EngineCore, call: Callable[[], T], again: Callable[[], T]) -> T:
-        """Form the world anew if `call` has lost it, and return what `again` does then."""
+        """Return the result of `call`; if it has lost the world, form a new one and return the result of `again`."""
         boundaries, losses, was = self._boundaries, self._boundaries.losses, self._is_in_call
         try:
             self._is_in_call = True
@@ -204,13 +219,13 @@ class ElasticMembership(Elastic):
         return again()
 
     def returned(self, engine: EngineCore, output: Any) -> Any:
-        """Return the output with losses whose `backward` survives a death, too."""
+        """Return the output of a forward pass with its losses wrapped so that their `backward` survives a death, too."""
         return guarded(parts_of(engine).window.remember(output), engine, self)
 
     # ---- switches ----------------------------------------------------------------------------------------------------
 
     def reopen(self, engine: EngineCore) -> None:
-        """Connect to an engine's board of the present generation again, if a coordinator was started again.
+        """Reconnect to an engine's board of the present generation if the coordinator was restarted.
 
         Raises SwitchRefused if no coordinator answers.
         """
@@ -230,11 +245,13 @@ class ElasticMembership(Elastic):
             engine.context = Context(engine.launch, engine.candidates, *boards)
 
     def able(self, engine: EngineCore) -> tuple[int, ...]:
-        """Return all members; of several engines only those that work, since the engines share them."""
+        """Return the members that may get a rank: all of them, or only the working ones if several engines share the
+        members.
+        """
         return engine.members if PROCESS.is_shared else engine.candidates.members
 
     def guard(self, preparation: Preparation) -> None:
-        """Let a failure break a preparation off, which must not wait for the dead."""
+        """Let a failure break off a preparation, so that it does not wait for dead members."""
         generation = self._generation_ahead
         if self._abort is not None:  # no group is built during an abort
             self._abort.join()
@@ -246,13 +263,13 @@ class ElasticMembership(Elastic):
 
     @property
     def _generation_ahead(self) -> int:
-        """Number of the generation that this member is on its way to, or is in."""
+        """Number of the generation that this member is about to enter, or else of the one that it is in."""
         machine = self._boundaries.driver.machine
         world = self.world if machine.world is None else machine.world
         return 0 if world is None else world.generation
 
     def _say_committed(self, preparation: Preparation) -> None:
-        """Tell the coordinator at once which members hold the state now: others may die before all is in place."""
+        """Tell the coordinator at once which members hold the state now: others may die before the change is complete."""
         machine, member = self._boundaries.driver.machine, self.member
         if machine.tries_now(preparation.proposal) and machine.world is not None and member.id in machine.world.members:
             member.enter(machine.world)
@@ -273,13 +290,13 @@ class ElasticMembership(Elastic):
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def loaded(self, engine: int) -> tuple[Any, ...] | None:
-        """Return the result of the job's own `load_checkpoint` on a newcomer, whose state comes in the switch; else
-        None.
+        """Return the result of the job's own `load_checkpoint` on a newcomer, whose state comes in the switch;
+        otherwise None.
         """
         return tuple(self.loads.get(engine) or (None, {})) if self.is_newcomer else None
 
     def remember_load(self, engine: int, result: Sequence[Any]) -> None:
-        """Keep the parts of the result that JSON can hold."""
+        """Keep the parts of a `load_checkpoint` result that JSON can hold."""
         self.loads[engine] = [plain_part(part) for part in result]
 
 

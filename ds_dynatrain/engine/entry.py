@@ -37,17 +37,19 @@ START_SECONDS = 1800.0
 """Longest wait for processes that build their models at different speeds: as long as DeepSpeed itself waits."""
 POLL_SECONDS = 0.02
 LOOK_SECONDS = 0.5
-"""Time between two looks for a running job, of a process that waits for one to start."""
+"""Interval at which a process that waits for a job to start checks whether one is already running."""
 T = TypeVar("T")
 
 
 @dataclass
 class Entry:
-    """State of a process in a job before it has an engine.
+    """State of a process in a job before its engine exists.
 
-    launch: the group of all that start together; this process alone, if it joins a running job. mine, size: its number
-    in that group, and the group's size. record: the running job's record (`PostJob`), None if this process starts one.
-    number: of the engine among those that the process has made, from 1.
+    launch: the group of all processes that start together; this process alone if it joins a running job.
+    mine: this process's number as a member.
+    size: the number of processes in the group.
+    record: the running job's record (see `PostJob`); None if this process starts a job.
+    number: the number of the engine among those that the process has made, from 1.
     """
 
     launch: LaunchWorld
@@ -67,7 +69,7 @@ class Entry:
         return self.record is not None
 
     def exchange(self, key: str, mine: Any) -> dict[int, Any]:
-        """Post a value under a key, and return what each starting process has posted."""
+        """Post a value under a key, and return the values that all starting processes have posted, by member."""
         if self.joins:
             return {self.mine: mine}
         self.control.post(f"{key}/{self.mine}", mine)
@@ -77,7 +79,10 @@ class Entry:
             return self.control.gather(key, range(self.size), what, deadline, self.stop)
 
     def context(self, records: Mapping[int, Mapping[str, Any]]) -> Context:
-        """Return the context at the start. records: those that all have posted of themselves."""
+        """Return the context at the start.
+
+        records: the record that each process has posted about itself, by member.
+        """
         nodes = {member: str(record["node"]) for member, record in records.items()}
         return Context(self.launch, Candidates(self.mine, nodes), self.control, self.background)
 
@@ -90,13 +95,14 @@ class Entry:
         return 0 if self.world is None else self.world.generation
 
     def stop(self) -> None:
-        """Raise WorldChanged if a failure has overtaken what is being made."""
+        """Raise WorldChanged if a failure was published after the generation that is being entered."""
         self.membership.stop_if_over(self._generation)
 
 
 def with_launch(seconds: float, known: Membership | None) -> Entry:
-    """Enter with all processes of a launch, which make their engines in one order. known: earlier engines'
-    membership.
+    """Enter with all processes of a launch, which make their engines in the same order.
+
+    known: the membership of this process's earlier engines; None for the first.
     """
     launch, store = LaunchWorld.current(), connected(launch_store, seconds)
     serve_host(launch.group, store, seconds)
@@ -106,10 +112,11 @@ def with_launch(seconds: float, known: Membership | None) -> Entry:
 
 
 def with_members(place: WorkerPlace, settings: DynatrainConfig, known: ElasticMembership | None = None) -> Entry:
-    """Enter an elastic job once the coordinator lets this process in, to start it or as a newcomer.
+    """Enter an elastic job once the coordinator lets this process in, to start the job or as a newcomer.
 
-    known: the membership of this process, if the coordinator knows it. Raises SystemExit(0) if the job ends before
-    that. TimeoutError, PeerRefused: see `Member.start`.
+    known: the membership of this process, if the coordinator already knows it.
+
+    Raises SystemExit(0) if the job ends before that, and TimeoutError or PeerRefused as `Member.start` does.
     """
     elastic, alone = known or ElasticMembership(place, settings), LaunchWorld.current()
     with _to_the_end_of_the_job(elastic):
@@ -128,7 +135,9 @@ def with_members(place: WorkerPlace, settings: DynatrainConfig, known: ElasticMe
 
 
 def beside(membership: Membership, settings: DynatrainConfig, number: int) -> Entry:
-    """Enter with one more engine of a process that has some in an elastic job. number: of this engine, from 1.
+    """Enter an elastic job with a further engine of a process that already has some.
+
+    number: the number of the new engine, from 1.
 
     Raises ConfigError in a process that joins a job with fewer engines, ElasticError if a member is lost meanwhile,
     SystemExit(0) if the job ends.
@@ -157,7 +166,7 @@ def beside(membership: Membership, settings: DynatrainConfig, number: int) -> En
 
 @contextmanager
 def _to_the_end_of_the_job(elastic: Elastic) -> Iterator[None]:
-    """Raise SystemExit(0) in this block if the job ends before this process is in it."""
+    """Return a block that raises SystemExit(0) if the job ends before this process has joined it."""
     try:
         yield
     except JobFinished as end:
@@ -169,8 +178,9 @@ def _to_the_end_of_the_job(elastic: Elastic) -> Iterator[None]:
 def into(
     elastic: ElasticMembership, world: Generation, alone: LaunchWorld, seconds: float, engine: int = 1
 ) -> Entry | None:
-    """Enter one generation; return None if a later one is to be waited for. engine: the number of the engine being
-    made.
+    """Enter one generation; return None if this process has to wait for a later one.
+
+    engine: the number of the engine that is being made.
     """
     if elastic.member.id not in world.members:
         _stay_outside(elastic, world, engine)
@@ -205,10 +215,11 @@ def into(
 
 
 def _stay_outside(elastic: Elastic, world: Generation, engine: int) -> None:
-    """Stay out of a generation without this member, to join a later one; raise JobFinished if it was told to leave.
+    """Stay out of a generation that does not include this member, and join a later one.
 
-    After a failure the remaining members ask all leaving ones what they hold, also one that has not come to join.
-    Raises ElasticError for a further engine: what it must be like is on the board of the generation before.
+    After a failure the remaining members ask all leaving ones what they hold, also one that has not joined yet. Raises
+    JobFinished if this member was told to leave. Raises ElasticError if it was making a further engine, whose
+    description is on the previous generation's board.
     """
     if world.change == "failure" and elastic.member.id in world.leaving:
         with suppress(td.DistError, OSError):
@@ -228,10 +239,10 @@ def _say_nothing_is_held(elastic: Elastic, board: Control) -> None:
 
 
 def _all_start(elastic: Elastic, world: Generation, boards: Boards, engine: int) -> bool:
-    """Return whether no member of a generation has an engine yet, so that all start together; else some will lead.
+    """Return whether no member of a generation has an engine yet, so that all of them start together.
 
-    Some may have one although none is known to hold the state: they leave with it, or came a moment before it was lost.
-    Raises ElasticError on a member that is about to make another engine for such a job.
+    Some may have an engine although none is known to hold the state: they are about to leave with it, or came a moment
+    before it was lost. Raises ElasticError on a member that is about to make a further engine for such a job.
     """
     if world.survivors:
         return False
@@ -251,8 +262,9 @@ def _all_start(elastic: Elastic, world: Generation, boards: Boards, engine: int)
 
 
 def _wait_on(elastic: Elastic, world: Generation, whom: str, look: Callable[[], T]) -> T | None:
-    """Return what `look` finds in the end; None if a later generation comes first. Raise JobFinished if the job
-    ends.
+    """Call `look` until it returns something true, and return that; return None if a later generation comes first.
+
+    Raises JobFinished if the job ends.
     """
     with Wait(lambda: f"{whom}, in generation {world.generation}", elastic.member.waits_for) as wait:
         while elastic.member.is_newest(world):
@@ -266,16 +278,13 @@ def _wait_on(elastic: Elastic, world: Generation, whom: str, look: Callable[[], 
 
 
 def start_of_job(elastic: Elastic) -> str:
-    """Return what a process waits for until the coordinator has put it into a generation, as a line of the log."""
+    """Return, as a line for the log, what a process waits for until the coordinator has put it into a generation."""
     status = f"`ds-dynatrain status {elastic.member.place.coordinator}`"
     return f"the job to start, or to take this process in; {status} says which nodes are ready"
 
 
 def start_alone() -> None:
-    """Install a world of this process alone, in place of the node's own world, if the script has made that one.
-
-    Any groups of the script are gone then.
-    """
+    """Install a world of this process alone, in place of any process groups that the script has made."""
     if td.is_initialized():
         td.destroy_process_group()
     store = HashStore()
@@ -287,10 +296,11 @@ def start_alone() -> None:
 
 @dataclass(eq=False)
 class Early:
-    """Member without an engine, which `PROCESS` keeps until `initialize`.
+    """Member without an engine, which `PROCESS` keeps until `initialize` is called.
 
-    launch: the group that it stands in. entry: for a process that starts a job; None if it joins one. joins: whether a
-    job ran already when it came.
+    launch: the process group that it is in.
+    entry: the entry of a process that starts a job; None if it joins one.
+    joins: whether a job was already running when it came.
     """
 
     membership: ElasticMembership
@@ -304,12 +314,12 @@ class Early:
         self.joins = self.entry is None
 
     def install(self) -> None:
-        """Let `torch.distributed`, DeepSpeed and the environment variables speak of its group."""
+        """Make `torch.distributed`, DeepSpeed and the environment variables refer to its group."""
         self.launch.install()
         at_exit(self.end)
 
     def connect(self) -> None:
-        """Let tensors of an accelerator go over the group of processes that start a job; all of them call it.
+        """Prepare the group of processes that start a job to carry tensors of an accelerator; all of them call it.
 
         Raises WorldChanged if one of them is lost meanwhile.
         """
@@ -317,7 +327,7 @@ class Early:
             self.launch.connect(self.membership.timeout_seconds, self.entry.stop)
 
     def take_over(self, settings: DynatrainConfig) -> Entry:
-        """Enter the job with an engine; as `with_members`."""
+        """Enter the job with an engine; like `with_members`."""
         entry, launch = self.entry, self.launch
         self.is_taken = True
         self.entry, self.launch = None, self.alone  # the group is to go soon, and this object lives to the end
@@ -354,7 +364,7 @@ def begin(place: WorkerPlace) -> Early:
 
 
 def _start(elastic: ElasticMembership, alone: LaunchWorld, seconds: float) -> Entry | None:
-    """Start a job with all others that do; return None if another one runs that this process has to join."""
+    """Start a job with all other processes that start it; return None if a running job has to be joined instead."""
     member, generation = elastic.member, 0
     warm()
     member.ready()
@@ -374,7 +384,7 @@ def _start(elastic: ElasticMembership, alone: LaunchWorld, seconds: float) -> En
 
 
 def _is_running(elastic: Elastic) -> bool:
-    """Return whether the coordinator has a world already, without this process."""
+    """Return whether the coordinator already has a world that does not include this process."""
     try:
         where = elastic.member.place.coordinator
         status = ask_status(where, job_token(where)[0], CONNECT_SECONDS)
@@ -384,7 +394,7 @@ def _is_running(elastic: Elastic) -> bool:
 
 
 def _node_of(elastic: Elastic) -> LaunchWorld:
-    """Return the world of this process's node; its workers wait for each other."""
+    """Return the world of this process's node, whose workers wait for each other here."""
     place = elastic.member.place
     store = elastic.member.node_store(START_SECONDS)
     return LaunchWorld.formed(store, "node", place.local_rank, place.local_size, START_SECONDS, GroupStatus())

@@ -1,8 +1,8 @@
-"""The switches of one engine on one member: asked for, prepared, carried out at a boundary or given up, and reported.
+"""Switches of one engine on one member: requested, prepared, carried out at a boundary or given up, and reported.
 
-A working member comes by at every boundary; if a switch is pending and its step is reached, it takes part. An idle
-member stays there, polling the board, until it works again or the job has ended. A proposed number is used up, whatever
-becomes of the switch: no key on the board is ever used twice.
+A working member looks for a due switch at every boundary and takes part in it. An idle member stays at the boundary,
+polling the board (the job's key-value store), until it works again or the job has ended. The number of a proposed
+switch is used up whether or not the switch succeeds, so that no key on the board is ever used twice.
 """
 
 from __future__ import annotations
@@ -44,17 +44,18 @@ from ds_dynatrain.space import Layout
 from ds_dynatrain.support.proved import warning
 
 ASSUMED_BYTES_PER_SECOND = 1e9
-"""Speed of a link that estimates assume before a switch has been measured."""
+"""Link speed that estimates assume until a switch has been measured."""
 
 OnSwitch = Callable[[SwitchEvent], object]
 
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a switch is asked for.
+    """Reason for a switch request.
 
-    cause: the extension that asks, "" for the script. predicted_gain: see `Proposal`. without: members that are to have
-    no rank in it.
+    cause: the name of the extension that asks; "" if the script asks.
+    predicted_gain: see `Proposal`.
+    without: members that get no rank in the new layout.
     """
 
     cause: str = ""
@@ -66,9 +67,11 @@ SCRIPT = Reason()
 
 
 class Switcher:
-    """Switches of one engine; see the module. listeners: the user's, called after each switch that was committed.
+    """Switches of one engine on this member; see the module.
 
-    note_window, discard_window: remember where a global batch begins, and go back there.
+    listeners: the user's functions, called after each committed switch.
+    note_window: records where a global batch begins.
+    discard_window: goes back to where the global batch began.
     """
 
     def __init__(
@@ -86,7 +89,9 @@ class Switcher:
         self._steps = Steps()
         self._asked: tuple[tuple[str, int], int] = (("", 0), 0)
         self._entered: Transaction | None = None
-        """Late switch between its two votes."""
+        """Late switch (masters and moments follow after the pause) that was entered but not settled yet; None if there
+        is none.
+        """
         self.listeners: list[OnSwitch] = []
         self.bytes_per_second = ASSUMED_BYTES_PER_SECOND
         self._answered: PendingSwitch | None = None
@@ -103,8 +108,8 @@ class Switcher:
         late: bool | None = None,
         reason: Reason = SCRIPT,
     ) -> PendingSwitch:
-        """Ask for a switch; see `DynatrainEngine.switch`. A switch that an extension asked for gives way to the
-        script's.
+        """Ask for a switch; see `DynatrainEngine.switch`. A request of the script replaces a pending one of an
+        extension.
         """
         late = self.engine.settings.late if late is None else bool(late)
         if self.engine.idle:
@@ -136,7 +141,7 @@ class Switcher:
         return self.engine.pending
 
     def _is_pending(self, layout: Layout | None, at: int | None, changes: Mapping[str, Any], late: bool) -> bool:
-        """Return whether the same switch is pending already: a loop turns several times per optimizer step."""
+        """Return whether the requested switch is already pending, as when a loop repeats it within one optimizer step."""
         try:
             target = feasible.target_layout(self.engine.layout, layout, changes)
         except SwitchRefused:
@@ -145,8 +150,8 @@ class Switcher:
         return pending is not None and (pending.layout, pending.at, pending.late) == wanted
 
     def place_in_training(self) -> str:
-        """Return the key of a request: the same on all members that ask at the same place, another one at any other
-        place.
+        """Return the key of a request: equal on all members that ask at the same point of the training, and unique to
+        that point.
         """
         now = (self.engine.segment, self.engine.micro_steps)
         self._asked = (now, self._asked[1] + 1 if self._asked[0] == now else 1)
@@ -155,7 +160,10 @@ class Switcher:
     def dry_run(
         self, layout: Layout | None, changes: Mapping[str, Any], without: tuple[int, ...] = ()
     ) -> SwitchEstimate:
-        """Estimate a switch; see `DynatrainEngine.plan`. without: members that are to have no rank in it."""
+        """Estimate a switch; see `DynatrainEngine.plan`.
+
+        without: members that get no rank in the new layout.
+        """
         engine = self.engine
         try:
             target = self._targets.checked(layout, changes)
@@ -178,9 +186,9 @@ class Switcher:
         reason: Reason,
         gives_way: bool,
     ) -> tuple[SwitchRequest, Proposal]:
-        """Return this member's request, with its refusal if it has one, and the proposal that follows from it.
+        """Return this member's request, including its refusal if there is one, and the proposal that results from it.
 
-        gives_way: whether the pending switch is given up for this one.
+        gives_way: whether the pending switch is given up in favour of this one.
         """
         engine, refusal = self.engine, None
         try:
@@ -217,9 +225,9 @@ class Switcher:
         return regrouping.register(self.engine, self.place_in_training(), groups, self.in_the_way())
 
     def in_the_way(self, of_reading: bool = False) -> str:
-        """Return, in words, why an operation that needs the state to itself cannot run now; "" if it can.
+        """Return, in words, why an operation that needs exclusive use of the state cannot run now; "" if it can.
 
-        of_reading: the operation only reads the state, and may come before a pending switch.
+        of_reading: whether the operation only reads the state, so that a pending switch does not prevent it.
         """
         pending = self.engine.pending
         if self.engine.awaits_late:
@@ -231,10 +239,12 @@ class Switcher:
     # ---- made ready -----------------------------------------------------------------------------------------------
 
     def rehearse(self, layout: Layout, rank: int) -> SwitchRefused | None:
-        """Build a layout's optimizer once, under a world without peers and over memory that is never touched.
+        """Build a layout's optimizer once, in a world without peers and over memory that is never touched, and drop it
+        again.
 
-        All that a first build imports and compiles is then there. Called on idle members, whose random streams stay as
-        they were. Return why the layout cannot be built here, for the vote of the switch; None if it can.
+        This gets all imports and compilations of a first build done. Called on idle members, whose random streams are
+        left unchanged. Return None if the layout can be built, or else the refusal that this member brings to the vote
+        on the switch.
         """
         engine, before = self.engine, streams.capture()
         try:
@@ -264,11 +274,12 @@ class Switcher:
         nodes: Mapping[int, str] | None = None,
         refusal: SwitchRefused | None = None,
     ) -> None:
-        """Prepare, in the background, for a proposal.
+        """Prepare a proposed switch in the background.
 
-        boards: where it is negotiated, if that is not the present generation's board. check: called in the background,
-        raises SwitchRefused if this member cannot take part. nodes: of all members, if some are not in the present
-        generation. refusal: why this member cannot take part, if that is known already.
+        boards: the boards on which it is negotiated; by default those of the present generation.
+        check: function that raises SwitchRefused if this member cannot take part; called in the background.
+        nodes: the node of each member; needed if some members are not in the present generation.
+        refusal: the reason why this member cannot take part, if it is already known.
         """
         self._warn_of_hardware(proposal)
         engine, around = self.engine, self.engine.context
@@ -295,7 +306,7 @@ class Switcher:
         preparation.start()
 
     def _warn_of_hardware(self, proposal: Proposal) -> None:
-        """Warn, once, on rank 0, of parts that this job uses and that were never proved on such an accelerator."""
+        """Warn once, on rank 0, if this job uses parts that were never proved on this kind of accelerator."""
         if self._has_warned or self.engine.rank != 0:
             return
         self._has_warned = True
@@ -314,8 +325,8 @@ class Switcher:
             logger.warning("%s", notice)
 
     def connect_ahead(self) -> None:
-        """Connect the next world's members at a boundary before that of the switch; give the switch up if that
-        fails.
+        """Connect the members of the next world at a boundary before that of the switch; if this fails, give the switch
+        up.
         """
         preparation = self.engine.preparation
         if preparation is None:
@@ -328,7 +339,7 @@ class Switcher:
     # ---- at a boundary -------------------------------------------------------------------------------------------
 
     def at_boundary(self, place: str) -> None:
-        """Take part, at a boundary, in a switch that is due. An idle member returns only when it works."""
+        """Take part in any switch that is due at this boundary. An idle member returns only once it works again."""
         self.engine.has_stood = True
         self.engine.release_old_state(unless_needed=True)
         self.engine.control.raise_if_lost()
@@ -338,7 +349,7 @@ class Switcher:
         self._changes.look()
 
     def note_step(self) -> None:
-        """Warn, after an optimizer step, of anything that waits for a boundary if this loop comes to none."""
+        """Warn, after an optimizer step, if something waits for a boundary and this training loop reaches none."""
         for waiting in self._steps.past_boundary(self._waiting()):
             logger.warning(
                 "%s, and there was no boundary in %d optimizer steps: %s",
@@ -346,7 +357,7 @@ class Switcher:
             )
 
     def _waiting(self) -> Iterator[str]:
-        """Yield, in words, what waits for a boundary; on rank 0 alone what waits on all members."""
+        """Yield, in words, everything that waits for a boundary; rank 0 alone reports what waits on all members."""
         pending = self.engine.pending
         for extension in self.engine.job.extensions:
             yield from extension.waiting(self._steps.count)
@@ -356,7 +367,7 @@ class Switcher:
             yield f"a change of members waits ({change})"
 
     def pass_time(self, seconds: float) -> None:
-        """Let an idle member's time pass: call the user's `on_idle`, or sleep."""
+        """Call the user's `on_idle` on a member that waits for work; sleep if there is none."""
         on_idle = self.engine.job.on_idle
         if on_idle is not None:
             on_idle(self.engine.deepspeed)
@@ -366,7 +377,10 @@ class Switcher:
     # ---- carried out: a late switch, in two votes -----------------------------------------------------------------
 
     def enter(self, preparation: Preparation, place: str) -> None:
-        """Carry out the pause of a late switch; on a member that does not train in the new world, the whole switch."""
+        """Carry out the pause of a late switch, after which masters and moments follow.
+
+        A member that does not train in the new world completes the whole switch here.
+        """
         engine = self.engine
         transaction = self._entered = Transaction(engine, preparation, place)
         engine.late_worlds = transaction.worlds
@@ -384,9 +398,9 @@ class Switcher:
         transaction.outcome.pause_ms = 1e3 * (time.perf_counter() - transaction.begin)
 
     def settle(self) -> bool:
-        """End a late switch before an optimizer step. Return whether the step may be made.
+        """Complete a late switch before an optimizer step; return whether the step may be made.
 
-        It may not if late kinds did not come: then this batch is void.
+        The step may not be made if masters or moments did not arrive; the global batch is then void.
         """
         transaction, self._entered = self._entered, None
         if transaction is None:
@@ -405,18 +419,19 @@ class Switcher:
 
     @property
     def entered_at(self) -> str:
-        """Place at which a late switch was entered whose record is not written; "" if there is none."""
+        """Name of the boundary at which the unsettled late switch was entered; "" if there is none."""
         return "" if self._entered is None else self._entered.place
 
     def give_up_late(self, reason: str) -> None:
-        """Go back to the world before a late switch, if its record is not written."""
+        """Undo a late switch whose outcome is not recorded yet, and go back to the world before it."""
         if self._entered is not None:
             self._entered.give_up(reason)
             self.settle()
 
     def _compile_anew(self) -> None:
-        """Drop modules compiled over the old optimizer; compiling them again is measured with the switch, after the
-        pause.
+        """Drop modules that were compiled over the old optimizer.
+
+        The time to compile them again is reported with the switch, but not as part of its pause.
         """
         compilations = self.engine.host.compilations
         compilations.begin()
@@ -434,7 +449,7 @@ class Switcher:
         engine.last_switch, self._first_step_is_due = event, True
         if not outcome.is_rebuilt:
             engine.host.compilations.begin()
-        elif outcome.pause_ms is None or not outcome.committed:  # else it was done at the end of the pause
+        elif outcome.pause_ms is None or not outcome.committed:  # otherwise this was done at the end of the pause
             self._compile_anew()
         self.tell_of_batch()
         self._answer(event)
@@ -447,7 +462,7 @@ class Switcher:
                 listener(event)
 
     def _answer(self, event: SwitchEvent) -> None:
-        """Give the event to the pending switch that the user holds."""
+        """Record the event in the pending switch that the user holds."""
         pending = self.engine.pending
         if pending is not None:
             pending.event = event
@@ -459,7 +474,7 @@ class Switcher:
             tell(self.engine, self._drop(self.engine.preparation, reason, "rolled_back"), write=None)
 
     def cancel(self) -> None:
-        """Report a switch that no boundary has come for as cancelled. Called when the job ends."""
+        """Report a switch as cancelled if no boundary has come for it. Called when the job ends."""
         preparation = self.engine.preparation
         if preparation is None:
             return
@@ -469,7 +484,7 @@ class Switcher:
         tell(self.engine, self._drop(preparation, "the job ended before a boundary came for it", "cancelled"))
 
     def _drop(self, preparation: Preparation, reason: str, how: HowItEnded) -> SwitchEvent:
-        """Give up a preparation, and return the event that reports it, with no pause."""
+        """Give up a preparation; return the event that reports this, with a pause of 0."""
         self.engine.close_preparation()
         was = self.engine.layout, self.engine.members
         event = replace(event_of(self.engine, preparation, Outcome(reason=reason), was, 0.0), outcome=how)
@@ -478,9 +493,9 @@ class Switcher:
         return event
 
     def note_first_step(self) -> None:
-        """Add the time of compiling again to the event, after the first optimizer step since a switch.
+        """Add the time of compiling again to the last switch's event, after the first optimizer step since that switch.
 
-        `last_switch` and the pending switch get the new event, the report file a line of its own.
+        `last_switch` and the pending switch get the new event; the report file gets a line of its own.
         """
         engine = self.engine
         if not self._first_step_is_due:
@@ -495,7 +510,7 @@ class Switcher:
         tell(engine, engine.last_switch, log_recompile, EventWriter.write_recompile)
 
     def note_gain(self, event: SwitchEvent, gain: float) -> None:
-        """Report what a switch was worth, as a share of a step, once a later window has measured it.
+        """Report the gain of a switch, as a fraction of a step, once a later window has measured it.
 
         `last_switch` gets the new event if it is that switch; the report file gets a line of its own.
         """
@@ -506,7 +521,7 @@ class Switcher:
 
 
 def parts_in_use(engine: EngineCore, proposal: Proposal) -> list[str]:
-    """Return the parts of `support.proved` that a switch of this job uses."""
+    """Return the names of the parts (see `support.proved`) that a proposed switch of this job uses."""
     source, target = proposal.source_layout, proposal.layout
     transport, machines = engine.settings.transport, set(engine.candidates.nodes.values())
     used = {
