@@ -225,7 +225,9 @@ class Boundaries:
     # ---- after a loss ------------------------------------------------------------------------------------------------
 
     def see_failure(self) -> None:
-        """Form a new world if a collective of the present one has failed in the script, outside any call of an engine."""
+        """Form a new world if a collective of the present one has failed in the script, outside any call of an
+        engine.
+        """
         failure = self.losses.failure
         if failure is not None and self.losses.explains(failure):
             self.form_anew()

@@ -1,4 +1,4 @@
-"""The calls of an engine that save and load."""
+"""Implementation of an engine's calls that save and load checkpoints."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ COUNT = "loop over engine.epochs(n), which counts the job's epochs"
 
 
 class Checkpoints:
-    """Checkpoints of any layout, and DeepSpeed's own; see the calls of these names of `DynatrainEngine`."""
+    """Calls for checkpoints of any layout and for DeepSpeed's own; see the methods of `DynatrainEngine` with these
+    names.
+    """
 
     def __init__(self, engine: EngineCore, switcher: Switcher, saver: Saver, window: DiscardableBatch) -> None:
         self.engine, self._switcher, self._saver, self._window = engine, switcher, saver, window
@@ -44,7 +46,7 @@ class Checkpoints:
     def load(
         self, path: str | os.PathLike[str], tag: str | None, trust_pickle: bool, part: CheckpointPart = ALL
     ) -> Restored:
-        """Load a checkpoint; see `DynatrainEngine.load`. Uses up a generation, as a switch does.
+        """Load a checkpoint; see `DynatrainEngine.load`. This uses up a generation number, as a switch does.
 
         part: see `FromCheckpoint`.
         """
@@ -64,7 +66,10 @@ class Checkpoints:
         return found
 
     def save_stock(self, save: Callable[..., Any], folder: Any, tag: Any) -> bool:
-        """Save with DeepSpeed; see `DynatrainEngine.save_checkpoint`. save: DeepSpeed's call, of a folder and a tag."""
+        """Save a checkpoint with DeepSpeed; see `DynatrainEngine.save_checkpoint`.
+
+        save: DeepSpeed's call, which takes a folder and a tag.
+        """
         self._refuse_late("save_checkpoint")
         if not self.engine.is_discarded:
             agreed = PROCESS.sync_points.arrive("save_checkpoint", os.fspath(folder), tag)
@@ -89,7 +94,10 @@ class Checkpoints:
     def load_stock(
         self, load: Callable[..., Any], folder: Any, tag: Any, trust_pickle: bool, part: CheckpointPart
     ) -> Any:
-        """Load a checkpoint of either format; see `DynatrainEngine.load_checkpoint`. load: DeepSpeed's call."""
+        """Load a checkpoint of either format; see `DynatrainEngine.load_checkpoint`.
+
+        load: DeepSpeed's call.
+        """
         engine = self.engine
         known = PROCESS.membership.loaded(engine.job.number) if engine.idle else None
         self._refuse_late("load_checkpoint")
@@ -112,16 +120,20 @@ class Checkpoints:
         return result
 
     def _key(self, call: str) -> str:
-        """Return a unique key on the board."""
+        """Return a key on the board (the job's key-value store) that no other call uses."""
         return f"{call}/{self._switcher.place_in_training()}"
 
     def _refuse_late(self, call: str) -> None:
-        """Raise CheckpointError, on all members alike, while the state is on its way from one layout to another."""
+        """Raise CheckpointError, on all members alike, while part of the state is still moving after a late switch."""
         if self.engine.awaits_late:
             raise CheckpointError(f"{call}: {self._switcher.in_the_way()}; call it after that")
 
     def _arrive(self, call: str, path: str | os.PathLike[str], tag: str | None) -> list[Any] | None:
-        """Return folder and tag to take part with; None on a member that came late, while the others are elsewhere."""
+        """Return the agreed folder and tag; None on a member that came late, while the others are elsewhere in their
+        scripts.
+
+        Raises CheckpointError on an idle member, in a discarded batch, and during a late switch.
+        """
         if self.engine.idle:
             raise CheckpointError(
                 f"{call}: this member is idle and holds no shard; call it on the working members, where engine.idle "
@@ -133,6 +145,6 @@ class Checkpoints:
 
 
 def _not_saved(call: str, path: str | os.PathLike[str], tag: str | None) -> Path:
-    """Log that a member which came late saves nothing; return the path that its call returns."""
+    """Log that this late member saves nothing, and return the path that its call returns."""
     logger.warning("%s(%s, %s): %s save nothing here; %s", call, path, tag, ELSEWHERE, COUNT)
     return Path(path) / (tag or "")

@@ -1,7 +1,7 @@
-"""Changes that the script is told of: any change of this member's place, whatever caused it.
+"""Changes of this member's place (layout, members, rank and generation) that are reported to the script.
 
-Code that changes a world does not call this. At the end of every boundary, and while a member waits for work, its place
-is compared with the one that was told last.
+Code that changes a world does not call this. Instead, at the end of every boundary and while a member waits for work,
+its place is compared with the one that was reported last.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ OnChange = Callable[[Change], object]
 
 
 class Changes:
-    """Changes of one engine's place, and the user's listeners to them."""
+    """Changes of one engine's place, and the user's functions that are called with them."""
 
     def __init__(self, engine: EngineCore) -> None:
         self._engine = engine
@@ -60,12 +60,13 @@ class Changes:
         self._formed = 0
 
     def begin(self) -> None:
-        """Remember the first place: the engine is made, and the script can ask it for its place."""
+        """Remember the first place, once the engine is made and the script can ask it for its place."""
         self._told, self._formed = self._present(), PROCESS.membership.formed[0]
 
     def look(self) -> None:
-        """Tell the listeners of a change, if there is one; not while a new world is being formed, as the place is not
-        final then.
+        """Report a change to the listeners, if there is one.
+
+        Does nothing while a new world is being formed, since the place is not final then.
         """
         if self._told is None or PROCESS.membership.is_aborted:
             return
@@ -82,7 +83,10 @@ class Changes:
         return Place(engine.layout, engine.members, engine.rank, 0 if engine.idle else engine.generation)
 
     def _reason(self, before: Place, formed: int) -> str:
-        """Return why the place has changed. formed: the generation of members when the last place was told."""
+        """Return why the place has changed.
+
+        formed: the number of the members' generation when the last place was reported.
+        """
         event, (now, words) = self._engine.last_switch, PROCESS.membership.formed
         if event is not None and (event.outcome, event.generation) == ("rolled_back", before.generation):
             if now <= formed:  # else members have come or gone since

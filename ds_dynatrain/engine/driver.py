@@ -382,7 +382,9 @@ class Driver:
         return votes
 
     def entered(self, engine: EngineParts) -> None:
-        """Move an engine to the next generation's boards if it trains there before the change of members is recorded."""
+        """Move an engine to the next generation's boards if it trains there before the change of members is
+        recorded.
+        """
         machine = self.machine
         if engine.preparation is not None and machine.tries_now(engine.preparation.proposal):
             self._before, boards = engine.context, self._open_boards

@@ -268,7 +268,9 @@ class Elastic(Membership):
 
     @contextmanager
     def building_first(self, generation: int, engine: int) -> Iterator[Note]:
-        """Return a block for building an engine's first world, which is the current world afterwards; like `building`."""
+        """Return a block for building an engine's first world, which is the current world afterwards; like
+        `building`.
+        """
         with self.building(generation, engine) as note:
             yield note
         self.settle(engine)

@@ -219,7 +219,9 @@ class ElasticMembership(Elastic):
         return again()
 
     def returned(self, engine: EngineCore, output: Any) -> Any:
-        """Return the output of a forward pass with its losses wrapped so that their `backward` survives a death, too."""
+        """Return the output of a forward pass with its losses wrapped so that their `backward` survives a death,
+        too.
+        """
         return guarded(parts_of(engine).window.remember(output), engine, self)
 
     # ---- switches ----------------------------------------------------------------------------------------------------
@@ -269,7 +271,9 @@ class ElasticMembership(Elastic):
         return 0 if world is None else world.generation
 
     def _say_committed(self, preparation: Preparation) -> None:
-        """Tell the coordinator at once which members hold the state now: others may die before the change is complete."""
+        """Tell the coordinator at once which members hold the state now: others may die before the change is
+        complete.
+        """
         machine, member = self._boundaries.driver.machine, self.member
         if machine.tries_now(preparation.proposal) and machine.world is not None and member.id in machine.world.members:
             member.enter(machine.world)

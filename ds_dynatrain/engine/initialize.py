@@ -167,9 +167,9 @@ def init_distributed(*arguments: Any, **named: Any) -> bool:
 
 
 def join_at_zero_init() -> None:
-    """Let the first `deepspeed.zero.Init` of an elastic launch call `init_distributed`, unless the script has.
+    """Make the first `deepspeed.zero.Init` of an elastic launch call `init_distributed`, unless the script already has.
 
-    This is for frameworks that build a model under `zero.Init` by themselves. Does nothing in a fixed launch.
+    Needed by frameworks that build a model under `zero.Init` themselves. Does nothing in a fixed launch.
     """
     if worker_place() is not None:
         install_zero_init(_join_before_engines, read_config)
@@ -185,7 +185,7 @@ def _join_before_engines() -> bool:
 
 
 def _require_global_batch(own: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the global batch would follow from the number of ranks, and so change with it."""
+    """Raise ConfigError if the global batch is not given, and would therefore change with the number of ranks."""
     if not isinstance(own.get("train_batch_size"), int):
         micro, steps = (own.get(key) for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"))
         raise ConfigError(
@@ -196,8 +196,9 @@ def _require_global_batch(own: Mapping[str, Any]) -> None:
 
 
 def _settle_elastic_launch() -> None:
-    """Prepare an elastic launch, before anything else; raise UnsupportedError or ConfigError if it could not survive a
-    death.
+    """Prepare an elastic launch, before anything else is done.
+
+    Raises UnsupportedError or ConfigError if the launch could not survive a death.
     """
     check_elastic_launch()
     if is_watched():
@@ -206,7 +207,11 @@ def _settle_elastic_launch() -> None:
 
 @dataclass(frozen=True)
 class _Given:
-    """Arguments of the caller. own: DeepSpeed's configuration. arguments: those of DeepSpeed's constructor."""
+    """Arguments that the caller gave to `initialize`.
+
+    own: DeepSpeed's part of the configuration.
+    arguments: arguments of DeepSpeed's constructor.
+    """
 
     own: dict[str, Any]
     settings: DynatrainConfig
@@ -219,8 +224,9 @@ class _Given:
 
 
 def _joined(given: _Given, start: dict[str, Any]) -> DynatrainEngine:
-    """Return the engine, in the job that this process has come to. start: torch.distributed's arguments, as
-    DeepSpeed's.
+    """Join the job that this process has come to, and return the engine.
+
+    start: arguments of `deepspeed.init_distributed`.
     """
     start_without_compiler()
     take_own(local_rank())
@@ -242,7 +248,7 @@ def _joined(given: _Given, start: dict[str, Any]) -> DynatrainEngine:
 
 
 def _refuse_beside(others: list[EngineCore], model: nn.Module, place: WorkerPlace | None) -> None:
-    """Raise UnsupportedError or ConfigError if the model or the process's other engines exclude a new engine."""
+    """Raise UnsupportedError or ConfigError if the model or the process's other engines rule out a new engine."""
     if others and place is not None and is_pipeline(model):
         raise usage("a pipeline beside another engine where members come and go").error()
     stood = [other.job.number for other in others if other.has_stood]
@@ -254,7 +260,7 @@ def _refuse_beside(others: list[EngineCore], model: nn.Module, place: WorkerPlac
 
 
 def _build(given: _Given, place: WorkerPlace | None, early: Early | None) -> DynatrainEngine:
-    """Return the engine, on a working or an idle member."""
+    """Enter the job, and return the engine of this working or idle member."""
     own, settings, arguments, mpu = given.own, given.settings, given.arguments, given.mpu
     model, block = arguments["model"], settings.layout
     pipe = start_stages(model, block.pipe if block is not None and "pipe" in block.model_fields_set else None)
@@ -310,7 +316,9 @@ def _build(given: _Given, place: WorkerPlace | None, early: Early | None) -> Dyn
 
 
 def _enter(settings: DynatrainConfig, place: WorkerPlace | None, early: Early | None) -> Entry:
-    """Enter the job, in whichever way this process comes."""
+    """Enter the job in the way that this process comes: early, with a launch, with members, or with a further
+    engine.
+    """
     if early is not None:
         PROCESS.early = None
         return early.take_over(settings)
@@ -323,8 +331,10 @@ def _enter(settings: DynatrainConfig, place: WorkerPlace | None, early: Early | 
 def _split(
     args: Any, config: Config | None, config_params: Config | None
 ) -> tuple[dict[str, Any], DynatrainConfig | None]:
-    """Return DeepSpeed's part and ours of the configuration; DeepSpeed itself objects to none and, without ours, to
-    two.
+    """Return DeepSpeed's part and our part of the configuration.
+
+    Raises ConfigError if several configurations are given with a `dynatrain` block; DeepSpeed itself reports that
+    otherwise.
     """
     given = [each for each in (config, config_params, getattr(args, "deepspeed_config", None)) if each is not None]
     own, settings = split_config(given[0]) if given else ({}, None)
@@ -344,9 +354,10 @@ def _make(
     incoming: Incoming,
     shaper: Shaper,
 ) -> DynatrainEngine:
-    """Make the engine, ready for work; nothing of it is left if this raises.
+    """Make the engine, ready for work; nothing of it is left if this raises an error.
 
-    layout: the one that the job is in. arguments: of DeepSpeed's constructor.
+    layout: the present layout of the job.
+    arguments: arguments of DeepSpeed's constructor.
     """
     check_start(layout, arguments["model"], shaper, job, max(entry.size, layout.world_size))
     ties = check_axes(shaper, layout) if is_partitioned(layout) else ()
@@ -384,7 +395,10 @@ def _make(
 
 
 def _working(entry: Entry, ties: Sequence[tuple[int, ...]], given: dict[str, Any]) -> DynatrainEngine:
-    """Make the engine in the groups of its first world. ties: the sets of stages that share a tensor."""
+    """Make the engine of a working member, in the process groups of its first world.
+
+    ties: the sets of stages that share a tensor.
+    """
     job, layout, members = given["job"], given["layout"], given["members"]
     seconds = job.settings.timeout_seconds
     with entry.building() as note:
@@ -404,7 +418,7 @@ def _working(entry: Entry, ties: Sequence[tuple[int, ...]], given: dict[str, Any
 
 
 def _idle(entry: Entry, ties: Sequence[tuple[int, ...]], given: dict[str, Any]) -> DynatrainEngine:
-    """Make the engine on a member without a world."""
+    """Make the engine of an idle member, which has no world."""
     stand_in = stand_in_world(0, given["layout"], ties)
     with installed(stand_in, entry.launch):
         engine = _engine_in(None, stand_in, given)
@@ -413,7 +427,7 @@ def _idle(entry: Entry, ties: Sequence[tuple[int, ...]], given: dict[str, Any]) 
 
 
 def _settle(engine: EngineParts, entry: Entry) -> None:
-    """Replace the group of all that start together by one of this process alone, in which it stands while it is
+    """Replace the group of all processes that started together by one of this process alone, which it uses while it is
     idle.
     """
     if entry.world is None or entry.alone is None or entry.joins:
@@ -426,9 +440,9 @@ def _settle(engine: EngineParts, entry: Entry) -> None:
 
 
 def _engine_in(world: World | None, groups: World, arguments: dict[str, Any]) -> DynatrainEngine:
-    """Return an engine of the class that the model needs, and extensions make of it.
+    """Return an engine of the class that the model needs and that the extensions derive from it.
 
-    groups: of the world that is installed, which is a stand-in on an idle member.
+    groups: the groups of the installed world, which is a placeholder on an idle member.
     """
     has_stages = is_pipeline(arguments["model"])
     kind: type[DynatrainEngine] = DynatrainPipelineEngine if has_stages else DynatrainEngine
@@ -445,7 +459,7 @@ def _close(reference: weakref.ref[DynatrainEngine]) -> None:
 
 
 def lists_of(arguments: Mapping[str, Any]) -> list[list[nn.Parameter]]:
-    """Return the caller's lists of parameters, of an optimizer's groups or in place of them."""
+    """Return the caller's lists of parameters: those of the optimizer's groups, or of `model_parameters`."""
     given = getattr(arguments["optimizer"], "param_groups", arguments["model_parameters"])
     if not isinstance(given, list):
         return []
@@ -457,9 +471,9 @@ def lists_of(arguments: Mapping[str, Any]) -> list[list[nn.Parameter]]:
 
 
 def rows_of(entry: Entry, incoming: Incoming) -> list[Row]:
-    """Return the rows that must be equal on all processes.
+    """Return the descriptions of the parameters, which must be equal on all processes.
 
-    A process that joins a job takes the form of each parameter from the job, since all its values come from there.
+    A process that joins a job takes the form of each parameter from the job, since all values come from there.
     """
     rows = incoming.rows()
     if entry.record is None:
@@ -471,8 +485,11 @@ def rows_of(entry: Entry, incoming: Incoming) -> list[Row]:
 def introduce(entry: Entry, rows: Sequence[Row], machine: dict[str, str]) -> dict[int, dict[str, Any]]:
     """Tell the others about this member, and check that all have the same model.
 
-    rows: of `rows_of`; machine: further values that must be equal. Raises ConfigError, on all processes, naming the
-    first parameter or value of a machine that differs; in a process that joins a running job, on that one alone.
+    rows: the result of `rows_of`.
+    machine: further values that must be equal on all members.
+
+    Raises ConfigError, on all processes, naming the first parameter or value that differs; if this process joins a
+    running job, on this process alone.
     """
     if entry.record is not None:
         differs = differing_machine(entry.record["machine"], machine, "in the running job") or differing_parameter(

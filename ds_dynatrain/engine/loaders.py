@@ -1,4 +1,7 @@
-"""Loaders of an engine, which follow the world: how they are made, what they ask, and means over their batches."""
+"""Loaders of an engine, which follow the world: how they are made, what they ask of the engine, and means over batches.
+
+A leaf is a micro-batch of fixed size.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Shuffling:
-    """Order of a loader as its caller gives it; None for what the caller does not say."""
+    """Order of a loader as its caller gives it; a field is None if the caller does not set it."""
 
     shuffle: bool | None
     seed: int | None = None
@@ -34,14 +37,14 @@ class Shuffling:
 
 
 class Loaders:
-    """Host of an engine's loaders (`data.loader.Host`), and means over their batches."""
+    """Host of an engine's loaders (see `data.loader.Host`), which also takes means over their batches."""
 
     def __init__(self, engine: EngineCore, switcher: Switcher, window: DiscardableBatch) -> None:
         self.engine, self._switcher, self._window = engine, switcher, window
         self._evaluation_loaders = 0
         self._opened: dict[str, tuple[str, int]] = {}
-        """For each train loader, the segment in which its last global batch was opened, and the micro-batches done
-        before it.
+        """For each train loader, the segment in which its last global batch was opened and the number of micro-batches
+        done before.
         """
 
     # ---- what loaders ask --------------------------------------------------------------------------------------------
@@ -53,12 +56,12 @@ class Loaders:
 
     @property
     def batch(self) -> BatchArithmetic:
-        """How a global batch is dealt in the present world."""
+        """Division of a global batch among the ranks of the present world."""
         return self.engine.batch_for(self.engine.layout)
 
     @property
     def generation(self) -> int:
-        """Number of the present world."""
+        """Number of the present world, counted from 1."""
         return self.engine.generation
 
     @property
@@ -67,7 +70,7 @@ class Loaders:
         return self.engine.idle
 
     def turn(self) -> AbstractContextManager[None]:
-        """Return the block around a loader's work, in which the process is this engine's."""
+        """Return the block around a loader's work, within which process-wide state belongs to this engine."""
         return PROCESS.turn(self.engine)
 
     def begin_epoch(self, loader: TrainLoader) -> int | None:
@@ -75,17 +78,17 @@ class Loaders:
         return PROCESS.sync_points.begin_epoch(loader.name, loader.is_under_way, loader.source.sampler_epoch)
 
     def begin_evaluation(self, loader: EvaluationLoader) -> bool:
-        """Begin a pass over an evaluation loader; return whether it has batches here."""
+        """Begin a pass over an evaluation loader; return whether the loader has batches on this member."""
         return PROCESS.sync_points.arrive(f"a pass over {loader.name!r}") is not None
 
     def before_micro_batch(self) -> None:
-        """Handle a lost world. Called by a train loader before any of its batches: a world may end within a global
-        batch.
+        """Handle a lost world, since a world may end within a global batch. Called by a train loader before each
+        micro-batch.
         """
         PROCESS.membership.before_micro_batch(self.engine)
 
     def before_batch(self, loader: TrainLoader) -> None:
-        """Come to a boundary. Called by a train loader before it deals a global batch.
+        """Come to a boundary. Called by a train loader before it begins a global batch.
 
         Raises DataError if the loader's last global batch was trained only in part.
         """
@@ -97,8 +100,8 @@ class Loaders:
     def _refuse_part(self, loader: TrainLoader) -> None:
         """Raise DataError if only a part of the loader's last global batch was trained.
 
-        DeepSpeed's accumulation window would be open at all boundaries to come: no switch, save or SIGTERM could take
-        effect.
+        DeepSpeed's accumulation window would then stay open at all later boundaries, and no switch, save or SIGTERM
+        could take effect.
         """
         engine = self.engine
         segment, opened = self._opened.get(loader.name, ("", 0))
@@ -114,7 +117,7 @@ class Loaders:
         )
 
     def deal(self, slot: Slot, first: bool, last: bool) -> None:
-        """Note the slot of the micro-batch that a train loader is about to return."""
+        """Record the slot (weight and number of samples) of the micro-batch that a train loader is about to return."""
         host = self.engine.host
         host.slot_weight, host.slot_is_borrowed = slot.weight, slot.is_borrowed
         if isinstance(slot, Leaf):
@@ -123,12 +126,16 @@ class Loaders:
         self.engine.open_batch = OpenBatch(True, self._samples_with(slot), last)
 
     def open_batch(self, slots: Sequence[Slot]) -> None:
-        """Note this rank's slots of a global batch, of which none is dealt yet. Called by a train loader."""
+        """Record this rank's slots of a global batch before any of its micro-batches is returned. Called by a train
+        loader.
+        """
         for slot in slots:
             self.engine.open_batch = OpenBatch(True, self._samples_with(slot), False)
 
     def _samples_with(self, slot: Slot) -> int | None:
-        """Return the samples of the open global batch, which has this slot; None if no slot so far tells them."""
+        """Return the number of samples in the open global batch, given one of its slots; None if no slot so far reveals
+        it.
+        """
         if isinstance(slot, Leaf):
             return slot.batch_samples
         if slot.is_borrowed:
@@ -199,7 +206,7 @@ class Loaders:
 
     @property
     def of_curricula(self) -> list[TrainLoader]:
-        """Train loaders in the order of a curriculum."""
+        """Train loaders whose order follows a curriculum."""
         return [loader for loader in self.engine.train_loaders.values() if isinstance(loader.order, CurriculumOrder)]
 
     def mean(self, value: torch.Tensor | float, samples: int) -> torch.Tensor:
@@ -224,10 +231,12 @@ class Loaders:
         return found.to(value.device) if isinstance(value, torch.Tensor) else found
 
     def together(self, name: str, call: Callable[[], T], alone: Callable[[], T]) -> T:
-        """Run a collective of the working members, or return what `alone` returns if they do not all take part.
+        """Run a collective of the working members, or return the result of `alone` if they do not all take part.
 
-        This happens if the world is aborted in it, the global batch is discarded, or this member came late and the
-        others are elsewhere. name: for the log, the same on all members.
+        They do not if the world is aborted during the collective, if the global batch is discarded, or if this member
+        came late and the others are elsewhere in their scripts.
+
+        name: a name for the log, the same on all members.
         """
         if self.engine.is_discarded or not (self.engine.is_in_epoch or PROCESS.sync_points.arrive(name) is not None):
             return alone()
@@ -235,8 +244,6 @@ class Loaders:
 
 
 def _length(data: Any) -> int:
-    """Return the samples of a data set, or of the one that a torch loader reads; 0 without a length (`Source` refuses
-    it).
-    """
+    """Return the number of samples in a data set, or in the data set of a torch loader; 0 if it has no length."""
     dataset = getattr(data, "dataset", data)
     return len(dataset) if hasattr(dataset, "__len__") else 0

@@ -1,4 +1,4 @@
-"""The parts of an engine: its state, and everything that works on it, each part made of just what it needs."""
+"""Parts of an engine: its state, and the objects that work on it, each made of just what it needs."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from ds_dynatrain.space import VirtualParameterSpace
 
 @dataclass(eq=False)
 class EngineParts(EngineCore):
-    """State and parts of an engine: the one attribute of a `DynatrainEngine`, and what `members` works on."""
+    """State and parts of an engine, which a `DynatrainEngine` keeps in one attribute."""
 
     heartbeat: Heartbeat | None = None
-    """Heartbeat in jobs without a coordinator that sees who is dead."""
+    """Heartbeat of this member; None in jobs whose coordinator detects deaths."""
     kept: Kept | None = None
     """Copies of the state that members keep for each other; None in jobs without them."""
 
@@ -67,25 +67,28 @@ class EngineParts(EngineCore):
         return PROCESS.turn(self)
 
     def begin_segment(self) -> None:
-        """Note that another state is about to be loaded: steps may come again."""
+        """Record that another state is about to be loaded, so that step numbers may repeat, and tell the extensions."""
         super().begin_segment()
         for extension in self.extensions:
             extension.before_load()
 
     def before_leaving_world(self) -> None:
-        """Let the extensions finish what they have under way in the present world."""
+        """Let the extensions finish their work in the present world before it is left."""
         for extension in self.extensions:
             extension.before_leaving_world()
 
     def finish_step(self) -> None:
-        """Tell the extensions that a step is over; raise WorldChanged if a member was lost while replicas made it."""
+        """Tell the extensions at the end of a global batch that its step is over.
+
+        Raises WorldChanged if a member may have been lost while replicas made the step.
+        """
         for extension in () if self.micro_steps % self.accumulation else self.extensions:
             extension.after_step()
-        if self.is_in_doubt and self.layout.zero_stage == 0:  # replicas: survivors keep what they have
+        if self.is_in_doubt and self.layout.zero_stage == 0:  # surviving replicas keep their state
             self.agree()
 
     def forget_batch(self) -> None:
-        """Note that no global batch is open any more."""
+        """Record that no global batch is open any more, and tell the extensions."""
         super().forget_batch()
         for extension in self.extensions:
             extension.on_batch_forgotten()
@@ -124,7 +127,7 @@ class EngineParts(EngineCore):
             td.destroy_process_group()
 
     def end_job(self) -> bool:
-        """Leave the world and stand in the launch group again; return False if that was done before."""
+        """Leave the world and return to the launch group; return False if that was done before."""
         for extension in self.extensions:
             extension.on_end()
         if not self.is_open:
@@ -158,14 +161,14 @@ class EngineParts(EngineCore):
         self.host.drop_gradients()
 
     def give_state_up(self) -> None:
-        """Give the state up: others have a newer one, or all of it is restored from elsewhere."""
+        """Drop this member's state, because others have a newer one or all of it is restored from elsewhere."""
         self.host.detach()
         self.is_stepping = False
         self.host.leave_world()
         self.leave_groups()
 
     def leave_groups(self) -> None:
-        """Leave the world and install the launch group, unless another engine of the process is just being made."""
+        """Leave the world, and install the launch group unless another engine of the process is just being made."""
         if not PROCESS.is_joining:
             self.launch.install()
         self.release_old_state()

@@ -1,8 +1,9 @@
 """Engine of a `PipelineModule`: each call trains a whole global batch, and the boundary is at its beginning.
 
-An iterator of the user's own gives what one member reads in one world: a number of micro-batches, of one share of each
-global batch, from its position on this member. It cannot be dealt again, so it serves until any member's place in the
-pipelines, or its pipeline's share, changes; the ZeRO stage and the boundaries of stages may change.
+An iterator of the user's own yields what one member reads in one world: a number of micro-batches from one share of
+each global batch, starting at the member's position. Its samples cannot be assigned again. It is therefore usable until
+any member's position in the pipelines, or the share of its pipeline, changes; the ZeRO stage and the boundaries of
+stages may change.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ WAY_OUT = (
 
 @dataclass(frozen=True)
 class Passes:
-    """One pass of a loader of ours, or one after the other if it is in DeepSpeed's `RepeatingLoader`."""
+    """Source of samples that reads one pass of our loader, or pass after pass if it is in DeepSpeed's
+    `RepeatingLoader`.
+    """
 
     given: Pass | RepeatingLoader
 
@@ -41,7 +44,7 @@ class Passes:
     def reach_boundary(self, boundary: Callable[[], None]) -> None:
         """Come to the boundary at the next batch of the pass.
 
-        Raises StopIteration, on all members, if the pass was the only one and is over.
+        Raises StopIteration, on all members, if the only pass is over.
         """
         try:
             self._at.reach_boundary()
@@ -52,20 +55,26 @@ class Passes:
             self._at.reach_boundary()
 
     def samples(self, now: PipelinePlaces) -> Pass:
-        """Return the present pass, which is read in any place."""
+        """Return the present pass, which can be read at any position in the pipelines."""
         return self._at
 
     def reads(self, given: object) -> bool:
-        """Return whether this feed reads `given`, also the loader inside a `RepeatingLoader`."""
+        """Return whether this source reads `given`, which may also be the loader inside a `RepeatingLoader`."""
         return given is self.given or (isinstance(self.given, RepeatingLoader) and given is self.given.loader)
 
     def refuse_again(self) -> None:
-        """Do nothing: the loader has gone back to the beginning of the batch."""
+        """Do nothing, because the loader has already gone back to the beginning of the batch."""
 
 
 @dataclass(frozen=True)
 class PipelinePlaces:
-    """Places of all members in the pipelines. shares: of the pipelines, if they have any."""
+    """Positions of all members in the pipelines.
+
+    members: the member at each rank.
+    pipe: the number of stages.
+    data: the size of the data axis.
+    shares: the pipelines' shares of a global batch; None if they are equal.
+    """
 
     members: tuple[int, ...]
     pipe: int
@@ -79,18 +88,22 @@ class PipelinePlaces:
 
 @dataclass(frozen=True)
 class UserIterator:
-    """An iterator of the user's own. places: those that it was given for."""
+    """Source of samples that reads an iterator of the user's own.
+
+    places: the positions in the pipelines for which the iterator was given.
+    """
 
     given: Iterator[Any]
     places: PipelinePlaces
 
     def reach_boundary(self, boundary: Callable[[], None]) -> None:
-        """Come to a boundary, as in a loop without our loaders."""
+        """Come to a boundary, as in a training loop that uses none of our loaders."""
         boundary()
 
     def samples(self, now: PipelinePlaces) -> Iterator[Any]:
-        """Return the iterator; raise DataError, on all members and before anything is read, if it is not for these
-        places.
+        """Return the iterator, which must have been given for the present positions of the members.
+
+        Raises DataError, on all members and before anything is read, if it was given for other positions.
         """
         if now != self.places:
             raise DataError(
@@ -100,13 +113,14 @@ class UserIterator:
         return self.given
 
     def reads(self, given: object) -> bool:
-        """Return whether this feed reads `given`. An iterator given again stays one for the places of the first
-        time.
+        """Return whether this source reads `given`.
+
+        An iterator that is given again still belongs to the positions for which it was given first.
         """
         return given is self.given
 
     def refuse_again(self) -> None:
-        """Raise WorldChanged: an iterator of the user's cannot go back."""
+        """Raise WorldChanged, because an iterator of the user's own cannot go back."""
         raise WorldChanged(
             "train_batch: the world was aborted in this global batch and formed anew, and what was read of the "
             f"{type(self.given).__name__} cannot be read again; {WAY_OUT}"
@@ -114,17 +128,17 @@ class UserIterator:
 
 
 Feed = Passes | UserIterator
-"""Source of samples."""
+"""Source of samples for `train_batch`."""
 
 
 def places_of(engine: EngineCore) -> PipelinePlaces:
-    """Return the places in the present world."""
+    """Return the positions of all members in the present world's pipelines."""
     layout = engine.layout
     return PipelinePlaces(engine.members, layout.pipe, layout.data, layout.shares)
 
 
 def feed_of(engine: EngineCore, given: Any) -> Feed:
-    """Return what was given to `engine` as a feed; raise DataError if it is no iterator."""
+    """Return the source of samples that reads `given`; raise DataError if it is no iterator."""
     if isinstance(given, TrainLoader):
         given = RepeatingLoader(given)
     if isinstance(given, Pass) or (isinstance(given, RepeatingLoader) and isinstance(given.loader, TrainLoader)):
@@ -140,9 +154,9 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
     """DeepSpeed's pipeline engine whose stages, world and ZeRO stage change between two `train_batch` calls."""
 
     _feed: Feed | None = None
-    """Feed that `train_batch()` continues with."""
+    """Source of samples from which `train_batch()` continues."""
     _read: tuple[Feed, int] | None = None
-    """Feed and step number of the open global batch, once its members stand at it."""
+    """Source of samples and step number of the open global batch, once all members have reached its boundary."""
 
     @in_turn
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
@@ -170,20 +184,23 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
         return loss
 
     def _train_samples(self, samples: Iterator[Any]) -> torch.Tensor:
-        """Train a global batch that is read from `samples`, in DeepSpeed's `train_batch`."""
+        """Train a global batch that is read from `samples`, by DeepSpeed's `train_batch`."""
         super().set_dataiterator(samples)
         loss: torch.Tensor = super().train_batch()
         return loss
 
     def _take_model_step(self, *arguments: Any) -> None:
-        """Make DeepSpeed's step, once all ranks know the loss: a step made without a dead member has one, too."""
+        """Make DeepSpeed's step after all ranks know the loss, so that a step made without a dead member has its loss,
+        too.
+        """
         self._share_loss()
         super()._take_model_step(*arguments)
 
     def _train_again(self) -> torch.Tensor:
-        """Continue after the world was aborted and formed anew; a function of `on_switch` may have given another feed.
+        """Continue after the world was aborted and a new one formed; a function of `on_switch` may have set another
+        source.
 
-        At stage 0 the other replica may have made the step all the same: its loss is returned then.
+        At stage 0 another replica may have completed the step; its loss is then returned.
         """
         if self._read is not None:
             feed, step = self._read
@@ -194,7 +211,7 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
         return self.train_batch()
 
     def _reach_boundary(self) -> Iterator[Any]:
-        """Come to a boundary; return the source of the next global batch, in the world that trains it."""
+        """Come to a boundary; return an iterator over the next global batch, for the world that trains it."""
         if self._feed is None:
             if not self._parts.train_loaders:
                 raise DataError("train_batch() without data: pass an iterator, or training_data to initialize")

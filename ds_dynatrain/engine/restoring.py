@@ -1,4 +1,6 @@
-"""Restoration after a failure that lost state: all engines take theirs from copies or a checkpoint, in new worlds."""
+"""Restoration after a failure that lost state: all engines take their state from copies or a checkpoint, in new
+worlds.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ from ds_dynatrain.reshard.restoration import let_go as empty
 
 POLL_SECONDS = 0.002
 NOTICE_SECONDS = 0.5
-"""Time that a member that has failed waits for the coordinator to notice why."""
+"""Time that a member waits after a failure for the coordinator to notice the cause."""
 
 
 def restore(
@@ -37,11 +39,12 @@ def restore(
     registry: Registry,
     elastic: Elastic,
 ) -> bool:
-    """Take all state from copies, or else from the newest backup, with all members of the target.
+    """Restore all state from copies, or else from the newest backup, with all members of the target layout.
 
-    copies: of each engine, at one moment; () if there are none. Returns False if a member has died meanwhile: the
-    engines are as before then, and a later generation will come. Raises CheckpointError if there is no whole
-    checkpoint.
+    copies: whole copies of each engine's state, all from the same boundary; () if there are none.
+
+    Returns False if a failure or a death prevents it: the engines then hold no state, and a later generation will come.
+    Raises CheckpointError if there is no whole checkpoint.
     """
     worlds = dict[int, World]()
     try:
@@ -76,7 +79,10 @@ def _are_restored(
     newest: Generation,
     elastic: Elastic,
 ) -> bool:
-    """Restore all from copies; return False if that fails without a death, and there is a checkpoint to try instead."""
+    """Restore all engines from copies.
+
+    Returns False if that fails although no member has died, and there is a checkpoint to try instead.
+    """
     parts = list(zip(engines, proposals, copies, strict=True))
     try:
         for engine, proposal, whole in parts:
@@ -107,7 +113,7 @@ def serve(
     registry: Registry,
     elastic: Elastic,
 ) -> None:
-    """Give members that restore the copies that this member keeps. If that fails, they fail, too, or know why.
+    """Give the copies that this member keeps to the members that restore; log a failure, which they notice too.
 
     All worlds are built before anything is given, as on the members that restore.
     """
@@ -139,13 +145,13 @@ def serve(
 
 
 def _stay(engine: EngineParts, copies: WholeCopies) -> None:
-    """Keep an engine's copies of this moment until newer ones are whole: other copies are written over first."""
+    """Mark these copies of an engine as whole, so that other copies are overwritten first."""
     if engine.kept is not None and any(copy.mark == copies.mark for copy in engine.kept.copies()):
         engine.kept.is_whole(copies.mark)
 
 
 def void_before(engine: EngineParts, stretch: tuple[int, ...]) -> None:
-    """Discard an engine's copies from before a stretch of training; see `Kept.void_before`."""
+    """Discard an engine's copies from before this stretch of training; see `Kept.void_before`."""
     if engine.kept is not None:
         engine.kept.void_before(stretch)
 
@@ -156,7 +162,7 @@ def _goal(proposal: Proposal, world: World) -> Goal:
 
 
 def let_go(engine: EngineParts) -> None:
-    """Let an engine give its state up."""
+    """Let an engine drop its state, if it has any."""
     if not engine.idle:
         with engine.turn():
             engine.give_state_up()
@@ -165,7 +171,9 @@ def let_go(engine: EngineParts) -> None:
 def _world_of(
     engine: EngineParts, proposal: Proposal, holders: Sequence[int], world: Generation, elastic: Elastic
 ) -> World:
-    """Return the groups of an engine's next world; the transfer group includes the holders of copies."""
+    """Return the process groups of an engine's next world; the group for transfers includes the members that hold
+    copies.
+    """
     number, mine = engine.job.number, engine.control.member
     layout, members, seconds = proposal.layout, proposal.members, engine.settings.timeout_seconds
     with elastic.building(world.generation, number) as note:
@@ -178,7 +186,9 @@ def _world_of(
 
 
 def _is_overtaken(world: Generation, elastic: Elastic) -> bool:
-    """Return whether a member has died since that generation; another member may have heard of it a moment earlier."""
+    """Return whether a later generation has come; wait a moment for it, as another member may have heard of a death
+    first.
+    """
     end = time.monotonic() + NOTICE_SECONDS
     while elastic.member.is_newest(world) and time.monotonic() < end:
         time.sleep(POLL_SECONDS)

@@ -141,7 +141,9 @@ class Switcher:
         return self.engine.pending
 
     def _is_pending(self, layout: Layout | None, at: int | None, changes: Mapping[str, Any], late: bool) -> bool:
-        """Return whether the requested switch is already pending, as when a loop repeats it within one optimizer step."""
+        """Return whether the requested switch is already pending, as when a loop repeats it within one optimizer
+        step.
+        """
         try:
             target = feasible.target_layout(self.engine.layout, layout, changes)
         except SwitchRefused:
