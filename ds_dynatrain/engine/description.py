@@ -1,4 +1,4 @@
-"""Comparison of processes: their configurations, their models, and what extensions want must be equal on all."""
+"""Comparison of processes: their configurations, models, and values that extensions name must be equal on all of them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from ds_dynatrain.config import DynatrainConfig
 
 FREE = ("dynatrain.report.", "dynatrain.timeout_seconds")
-"""Keys that may differ from process to process."""
+"""Keys of the configuration that may differ between processes."""
 
 
 def described(own: Mapping[str, Any], settings: DynatrainConfig) -> dict[str, str]:
-    """Return every value of a configuration by its path, such as {"optimizer.params.lr": "0.1"}."""
+    """Return every value of a configuration by its path, for example {"optimizer.params.lr": "0.1"}."""
     found: dict[str, str] = {}
     _flatten({**own, "dynatrain": settings.model_dump()}, "", found)
     return {path: value for path, value in found.items() if not path.startswith(FREE)}
@@ -45,7 +45,7 @@ def differing_parameter(
 
 
 def differing_machine(first: Mapping[str, str], other: Mapping[str, str], of_first: str, of_other: str = "here") -> str:
-    """Return, in words, the first property that extensions want to be equal and that differs; "" if none does."""
+    """Return, in words, the first value that differs although extensions want it to be equal; "" if none does."""
     for name, value in first.items():
         if other[name] != value:
             return f"{name} is {value} {of_first} and {other[name]} {of_other}: make them equal"

@@ -1,8 +1,8 @@
-"""Discarded global batches: DeepSpeed's calls after the world was aborted inside of one of them.
+"""Discarded global batches: DeepSpeed's calls after the world was aborted in the middle of a global batch.
 
-The world is formed anew there and then. The global batch that was open is discarded: its gradients are dropped, and
-`backward` and `step` do nothing until the loader deals the same batch again. Until then nothing is sent or received:
-other members may be in another line of the script, and newcomers have not started it.
+A new world is formed at once. The global batch that was open is discarded: its gradients are dropped, and `backward`
+and `step` do nothing until the loader returns the same batch again. Until then nothing is sent or received, because
+other members may be at another line of the script, and newcomers have not started it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DISCARDED = (
 
 
 class DiscardableBatch:
-    """The open global batch of one engine: its beginning, so that it can be dealt again."""
+    """The open global batch of one engine, with its beginning remembered so that it can be trained again."""
 
     def __init__(self, engine: EngineCore) -> None:
         self._engine = engine
@@ -35,10 +35,10 @@ class DiscardableBatch:
         self._output: Any = None
 
     def open(self, stays_discarded: bool = False) -> None:
-        """Note the beginning of a global batch. Called before a loader deals the first micro-batch.
+        """Record the beginning of a global batch. Called before a loader returns the first micro-batch.
 
-        stays_discarded: whether this batch is dealt again if it is discarded: the first engine of the process has not
-        finished the global batch in which the world was aborted.
+        stays_discarded: whether the first engine of the process has not finished the global batch in which the world
+        was aborted, so that a discarded batch of this engine stays discarded.
         """
         if self._engine.is_discarded and stays_discarded:
             return
@@ -46,12 +46,14 @@ class DiscardableBatch:
         self.note()
 
     def note(self) -> None:
-        """Note the present positions of the loaders and the random streams as the beginning."""
+        """Record the present positions of the loaders and the random streams as the beginning of the global batch."""
         self._loaders = {name: loader.state_dict() for name, loader in self._engine.train_loaders.items()}
         self._streams = streams.capture()
 
     def discard(self, has_dealt: bool) -> None:
-        """Go back to the beginning. has_dealt: whether one of our loaders has dealt it; other positions are the
+        """Go back to the beginning of the global batch.
+
+        has_dealt: whether one of our loaders has returned part of the batch; otherwise the position in the data is the
         user's.
         """
         self._engine.is_discarded = True
@@ -64,26 +66,26 @@ class DiscardableBatch:
                 streams.restore(self._streams)
 
     def refuse_switch(self) -> None:
-        """Raise SwitchRefused in a discarded batch: newcomers do not go through it, and would not answer."""
+        """Raise SwitchRefused in a discarded batch, because newcomers do not go through it and would not answer."""
         if self._engine.is_discarded:
             raise SwitchRefused(*DISCARDED)
 
     def refuse_checkpoint(self) -> None:
-        """Raise CheckpointError in a discarded batch, for the same reason as `refuse_switch`."""
+        """Raise CheckpointError in a discarded batch, because newcomers do not go through it and would not answer."""
         if self._engine.is_discarded:
             raise CheckpointError(f"{'; '.join(DISCARDED)}")
 
     def remember(self, output: Any) -> Any:
-        """Note the output of a forward pass, if it cannot be run again without other ranks; return it."""
+        """Remember the output of a forward pass if it cannot be computed again without other ranks; return the output."""
         if needs_peers(self._engine.layout) and (self._engine.host.module.training or self._output is None):
             self._output = pytree.tree_map(_leaf, output)
         return output
 
     def forward_again(self, forward: Callable[[], Any], needed_peers: bool) -> Any:
-        """Return a value like a forward pass's output, after the world was formed anew; it trains nothing.
+        """Return a value like a forward pass's output, after a new world was formed; it trains nothing.
 
-        It is the output itself if no other rank is needed for it; else that of the last forward pass in training, or
-        NaN if the module evaluates. Raises WorldChanged if there was none.
+        The value is the real output if that needs no other rank. Otherwise it is the output of the last forward pass in
+        training, or NaN if the module is evaluating. Raises WorldChanged if there was none.
         """
         before = streams.capture()
         try:
@@ -99,23 +101,26 @@ class DiscardableBatch:
 
 
 def needs_peers(layout: Layout) -> bool:
-    """Return whether a forward pass sends or receives."""
+    """Return whether a forward pass in this layout sends or receives."""
     return layout.zero_stage == 3 or layout.pipe * layout.tensor * layout.sequence * layout.expert > 1
 
 
 def _leaf(value: Any) -> Any:
-    """Return a tensor without its graph: `backward` works if it did before, and reaches no parameter."""
+    """Return a tensor detached from its graph, so that `backward` works if it did before but reaches no parameter."""
     return value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
 
 
 def _unknown(value: Any) -> Any:
-    """Return a floating-point tensor with NaN for each number; any other value as it is."""
+    """Return a floating-point tensor filled with NaN; return any other value as it is."""
     is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
     return torch.full_like(value, float("nan"), requires_grad=value.requires_grad) if is_float else value
 
 
 class Loss(torch.Tensor):
-    """One number with a graph. Any result computed from it is a plain tensor, whose `backward` raises WorldChanged."""
+    """A tensor of one number with a graph, whose `backward` survives a lost world.
+
+    Any result computed from it is a plain tensor, whose `backward` raises WorldChanged.
+    """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     _engine: EngineCore
@@ -141,12 +146,12 @@ class Loss(torch.Tensor):
 
 
 def plain(value: torch.Tensor) -> torch.Tensor:
-    """Return the tensor as torch knows it."""
+    """Return a plain torch tensor in place of a `Loss`; return any other tensor as it is."""
     return value.as_subclass(torch.Tensor) if isinstance(value, Loss) else value
 
 
 def guarded(output: Any, engine: EngineCore, membership: Membership) -> Any:
-    """Return a forward pass's output, with each number that has a graph as a `Loss`."""
+    """Return a forward pass's output with each number that has a graph turned into a `Loss`."""
 
     def guard(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or value.grad_fn is None or value.numel() != 1:

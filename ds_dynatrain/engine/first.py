@@ -1,5 +1,6 @@
-"""The first layout of a launch, from the `dynatrain` block or DeepSpeed's configuration, and the state in it of a model
-whose parameters come in one by one.
+"""The first layout of a launch, and the state in it of a model whose parameters come in one by one.
+
+The layout follows from the `dynatrain` block or from DeepSpeed's configuration. A leaf is a micro-batch of fixed size.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from ds_dynatrain.support import Target, refuse_layout
 from ds_dynatrain.transfer import digest
 
 DRAW_SECONDS = 1800.0
-"""Longest wait for members that draw a large model's parameters: as long as DeepSpeed waits for a collective."""
+"""Longest wait for members that initialize a large model's parameters: as long as DeepSpeed waits for a collective."""
 
 
 def first_layout(
@@ -43,11 +44,14 @@ def first_layout(
     grows: bool,
     in_leaves: bool,
 ) -> Layout:
-    """Return the layout in which a launch of so many processes begins.
+    """Return the layout in which a launch with this number of processes begins.
 
-    model: with all its layers, if it was built in stages; pipe: the number of stages. grows: whether members come and
-    go, so that any number of them may start. in_leaves: whether batches come in leaves; ranks without a leaf are idle
-    then. Raises ConfigError if there are too few processes, or the axes do not divide their number.
+    model: the model, with all its layers if it was built in stages.
+    pipe: the number of pipeline stages.
+    grows: whether members come and go, so that any number of them may start.
+    in_leaves: whether batches consist of leaves (micro-batches of fixed size); ranks without a leaf are then idle.
+
+    Raises ConfigError if there are too few processes, or if the axes do not divide their number.
     """
     block = settings.layout
     named = set() if block is None else block.model_fields_set
@@ -81,7 +85,7 @@ def first_layout(
 
 
 def check_start(layout: Layout, model: nn.Module, shaper: Shaper, job: Job, processes: int) -> None:
-    """Raise ConfigError if the first layout cannot deal the batch to this model, or excludes what the user asks for."""
+    """Raise ConfigError if the first layout cannot split the batch for this model, or rules out what the user asks for."""
     try:
         feasible.check_combination(job.features, layout, processes)
         feasible.check_batch(layout, job.batch_sizes, shaper.whole(model), job.has_stages)
@@ -105,7 +109,7 @@ def check_axes(shaper: Shaper, layout: Layout) -> tuple[tuple[int, ...], ...]:
 
 
 def take_in(engine: EngineCore, incoming: Incoming, space: VirtualParameterSpace) -> None:
-    """Put the first layout together from parameters that come in one by one; all processes take part."""
+    """Build the state of the first layout from parameters that come in one by one; all processes take part."""
     engine.adopt_space(space)
     values = incoming.values(engine.launch, engine.job.job_seed, works=engine.world is not None)
     numbers = {id(parameter): number for number, parameter in enumerate(engine.host.model_map.parameters)}
@@ -131,7 +135,7 @@ def _fill(
     values: Iterator[tuple[nn.Parameter, torch.Tensor]],
     numbers: dict[int, int],
 ) -> tuple[Buffers, dict[str, int]]:
-    """Return the buffers of the first layout, and the digests of what this member drew for itself, by name."""
+    """Return the buffers of the first layout, and the digests of the parameters that this member initialized, by name."""
     drawn: dict[str, int] = {}
 
     def noted() -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
@@ -147,7 +151,10 @@ def _fill(
 
 
 def _compare_draws(engine: EngineCore, incoming: Incoming, mine: dict[str, Any] | None = None) -> None:
-    """Raise ConfigError on all processes, naming the parameter, unless all working members drew the same values."""
+    """Compare the parameters that the working members initialized from random generators.
+
+    Raises ConfigError on all processes, naming a parameter, if values differ or a member has failed.
+    """
     if not incoming.draws:
         return
     if mine is not None:

@@ -1,4 +1,4 @@
-"""Membership of a launch of fixed size: all members are there from the start, and none comes later."""
+"""Membership of a launch of fixed size: all members are present from the start, and none joins later."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ SEE_OFF_SECONDS = 5.0
 
 
 class FixedLaunch(Membership):
-    """Membership of a fixed launch: a job whose generation never changes.
+    """Membership of a job whose generation never changes.
 
-    Heartbeats tell which members are dead, and a lost peer is the end of the job.
+    Heartbeats show which members are dead, and a lost peer ends the job.
     """
 
     def __init__(self) -> None:
         self._driver = Driver()
 
     def add(self, engine: EngineCore) -> None:
-        """Start the engine's heartbeat, for members that wait for work."""
+        """Start this member's heartbeat, which members that wait for work look at."""
         beating = parts_of(engine).heartbeat = Heartbeat(engine.control)
         beating.start()
 
     def say_end(self, engine: EngineCore) -> None:
-        """Post that the script has ended, with the error that ended the job, if there was one."""
+        """Post that the script has ended, including the error that ended it, if there was one."""
         error = ending_error()
         say_last_words(engine.control, error)
         post_end(engine.control, error)
@@ -82,5 +82,5 @@ class FixedLaunch(Membership):
         engine.note_safe()
 
     def returned(self, engine: EngineCore, output: Any) -> Any:
-        """Keep the output while the batch may become void."""
+        """Return the output of a forward pass; remember it while the batch may still become void."""
         return parts_of(engine).window.remember(output) if engine.awaits_late else output

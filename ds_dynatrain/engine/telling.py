@@ -23,7 +23,7 @@ def event_of(
     was: tuple[Layout, tuple[int, ...]],
     pause_ms: float,
 ) -> SwitchEvent:
-    """Return the event as this member reports it: bytes are sums over all members, phases its own."""
+    """Return the event of a switch as this member reports it: bytes are sums over all members, phases are its own."""
     proposal = preparation.proposal
     everyone = measured.over_all or {**measured.measured(), **dict.fromkeys(SUMS, 0)}
     kinds = measured.kinds
@@ -82,7 +82,9 @@ def tell(
 
 
 def tell_of_switch(engine: EngineCore, event: SwitchEvent) -> None:
-    """Report a switch that was carried out, however it ended, to all that watch the job. Does so on rank 0."""
+    """Report a switch that was carried out, whatever its outcome, to all that watch the job. Does nothing except on
+    rank 0.
+    """
     tell(engine, event)
     if engine.rank == 0:
         if engine.settings.report.monitor:
@@ -91,7 +93,7 @@ def tell_of_switch(engine: EngineCore, event: SwitchEvent) -> None:
 
 
 def _write_to_monitors(engine: Any, event: SwitchEvent) -> None:
-    """Write an event to DeepSpeed's monitors. None of them may end a switch that all others have committed."""
+    """Write an event to DeepSpeed's monitors; log an error of a monitor, since it must not undo a committed switch."""
     try:
         engine.monitor.write_events(rows(event, int(engine.global_samples)))
     except Exception as error:  # whatever a monitor's own library raises

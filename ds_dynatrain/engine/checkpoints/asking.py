@@ -1,4 +1,4 @@
-"""Agreement before saving or loading a checkpoint: all working members ask for the same, and nothing is in the way."""
+"""Agreement before a checkpoint is saved or loaded: all working members ask for the same, and nothing is in the way."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from ds_dynatrain.reshard.core import EngineCore
 
 
 def ask(session: Session, engine: EngineCore, path: Path, tag: str | None, in_the_way: str) -> None:
-    """Agree on a save or a load of a checkpoint, which `session.what` names.
+    """Agree with all members on a save or a load of a checkpoint, which `session.what` names.
 
-    Raise CheckpointError, on all members alike, if one refuses, asks for something else, or does not ask at all.
-    in_the_way: a reason to refuse that is known already, or "".
+    in_the_way: a reason to refuse that is already known, or "".
+
+    Raises CheckpointError, on all members alike, if one refuses, asks for something else, or does not ask at all.
     """
     refusal = (in_the_way, "") if in_the_way else None
     try:

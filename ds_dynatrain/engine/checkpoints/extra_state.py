@@ -1,9 +1,9 @@
-"""The carry in a checkpoint: what all ranks share, and what belongs to single ones, in and out.
+"""Extra state in a checkpoint (the carry): what all ranks share, and what belongs to single ranks, saved and loaded.
 
-A rank has random streams, and the rest of the carry with its tensors. It goes on with the state of its place in the
-saved layout. A new place gets the streams that a switch would give it, and the rest of rank 0; buffers of layers that
-it did not have before come from the pipeline stages that had them. The types of all values that are read are checked
-before anything takes them over.
+Each rank has random streams and per-rank extra state (the rest), which includes tensors. A rank continues with the
+state of its position in the saved layout. A new position gets the random streams that a switch would give it, and the
+rest of rank 0; buffers of layers that it did not have before come from the pipeline stages that had them. The types of
+all values that are read are checked before they are used.
 """
 
 from __future__ import annotations
@@ -31,13 +31,17 @@ from ds_dynatrain.space import Layout
 from ds_dynatrain.transfer import digest
 
 REST = "rest"
-"""Placeholder of a state kind: a tensor of a rank's rest, by the rank and its number."""
+"""Placeholder for a state kind: a tensor of a rank's rest (per-rank extra state), named by the rank and the tensor's
+number.
+"""
 Number = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,18})$")]
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 class _Shared(BaseModel):
-    """Known parts of a shared carry, each of which may be absent; other parts are up to the training that saved it."""
+    """Known parts of the shared extra state, each of which may be absent. Other parts depend on the training that saved
+    it.
+    """
 
     model_config = ConfigDict(strict=True, extra="allow")
     groups: list[dict[str, Any]] = []
@@ -50,7 +54,7 @@ class _Shared(BaseModel):
 
 
 def shared_of(saved: Saved) -> dict[str, Any]:
-    """Return the shared carry; CheckpointDamaged for one that no training can have had."""
+    """Return the shared extra state; raise CheckpointDamaged if no training can have saved such values."""
     tensors = saved.record.logical_tensors()
     try:
         found: dict[str, Any] = decode(saved.record.carry, [])
@@ -76,7 +80,10 @@ def shared_of(saved: Saved) -> dict[str, Any]:
 
 
 def packed(rank: int, rest: Mapping[str, Any]) -> tuple[Any, list[Share]]:
-    """Return (the rest of a rank as plain JSON, its tensors as shares to write); ConfigError if it cannot be saved."""
+    """Return a rank's rest (per-rank extra state) as plain JSON, and its tensors as shares to write.
+
+    Raises ConfigError if it cannot be saved.
+    """
     tensors: list[torch.Tensor] = []
     encoded = encode(dict(rest), tensors)
     return encoded, [_share(rank, number, each) for number, each in enumerate(tensors) if each.numel()]
@@ -89,7 +96,7 @@ def _share(rank: int, number: int, tensor: torch.Tensor) -> Share:
 
 
 def streams_for(saved: Saved, layout: Layout, rank: int) -> streams.Streams:
-    """Return the random streams of a rank of any layout, as after a switch there from the saved layout."""
+    """Return the random streams of a rank in any layout, as they would be after a switch there from the saved layout."""
 
     def found(origin: int) -> streams.Streams:
         held = saved.of_rank(origin).get("streams")
@@ -102,7 +109,7 @@ def streams_for(saved: Saved, layout: Layout, rank: int) -> streams.Streams:
 
 
 def rest_for(saved: Saved, reader: Reader, layout: Layout, rank: int) -> dict[str, Any]:
-    """Return the rest of a rank of any layout."""
+    """Return the rest (per-rank extra state) of a rank in any layout."""
     rests, world = saved.record.rests, saved.record.world
     return merged_rest(
         [_unpacked(saved, reader, rests[each]) for each in rest_ranks(world, layout, rank)], world, layout
@@ -110,13 +117,19 @@ def rest_for(saved: Saved, reader: Reader, layout: Layout, rank: int) -> dict[st
 
 
 def rest_ranks(source: Layout, layout: Layout, rank: int) -> list[int]:
-    """Return whose rests a rank of a layout goes on with: its own place's or rank 0's, and those of all stages."""
+    """Return the ranks whose rests (per-rank extra state) a rank of a layout continues with.
+
+    These are the rank at its own position, or rank 0, followed by one rank of each pipeline stage.
+    """
     stages = [source.rank(pipe=stage) for stage in range(source.pipe if source.pipe > 1 else 0)]
     return [streams.origin(source, layout, rank) or 0, *stages]
 
 
 def merged_rest(rests: Sequence[dict[str, Any]], source: Layout, layout: Layout) -> dict[str, Any]:
-    """Return the first rest, completed with the state of modules that only others have. source: the layout of all."""
+    """Return the first rest (per-rank extra state), completed with the state of modules that only others have.
+
+    source: the layout that all of these rests come from.
+    """
     resized = (source.expert, source.tensor) != (layout.expert, layout.tensor)
     return {**rests[0], **merged(rests), "resized": resized}
 
@@ -137,7 +150,7 @@ def _unpacked(saved: Saved, reader: Reader, rank: int) -> dict[str, Any]:
 
 
 def _check_rest(rest: Any) -> None:
-    """Raise TypeError, at the first wrong value, for a rest with values that code other than the user's cannot use."""
+    """Raise TypeError, at the first wrong value, if a rest (per-rank extra state) has values that our code cannot use."""
     tables = ("buffers", "objects", "extra", "modes", "attributes")
     if not isinstance(rest, dict) or not all(isinstance(rest.get(part, {}), dict) for part in tables):
         raise TypeError("it, its buffers, objects, extra states, modes or attributes are no tables")
@@ -153,7 +166,7 @@ def _check_rest(rest: Any) -> None:
 
 
 def _tensor(reader: Reader, rank: int, number: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return one tensor of a rest, after checks that its announced size and its digest are those stored."""
+    """Return one tensor of a rest after checking that its type, size and digest are as announced and stored."""
     if not math.prod(shape):
         return torch.empty(shape, dtype=dtype)
     rows = reader.manifest.rows[f"{rank}/{number}", REST]
@@ -169,9 +182,9 @@ def _tensor(reader: Reader, rank: int, number: int, dtype: torch.dtype, shape: t
 
 
 def convert_foreign(foreign: Foreign, folder: Path, progress: Progress = silent) -> Path:
-    """Write another tool's checkpoint into a folder of checkpoints; return the new one.
+    """Write another tool's checkpoint, in our format, into a folder of checkpoints; return the new checkpoint's path.
 
-    Errors as for `take`, and CheckpointError for values of a carry that have no place in ours.
+    Raises the errors of `take`, and CheckpointError for extra state that has no place in our format.
     """
     buffers = {name: value_of(foreign.path, stored) for name, stored in foreign.buffers.items()}
     try:

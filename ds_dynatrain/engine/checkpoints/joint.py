@@ -1,4 +1,4 @@
-"""Restoration of all engines of a process from checkpoints of one boundary, which have one tag in all their folders."""
+"""Restoration of all engines of a process from checkpoints of one boundary, which have the same tag in all folders."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from ds_dynatrain.reshard.restoration import Restored
 def restore_all(
     engines: Sequence[EngineCore], proposals: Sequence[Proposal], worlds: Mapping[int, World]
 ) -> list[Restored]:
-    """Restore all engines, which have backups, from the newest tag of all; see `restore`. worlds: by the engine's
-    number.
+    """Restore all engines, which have backups, from the newest tag that all of them have; see `restore`.
 
-    Raise CheckpointError, on all members alike, if there is none; the engines then hold nothing.
+    worlds: the new worlds, by the engine's number.
+
+    Raises CheckpointError, on all members alike, if there is no such tag; the engines then hold no state.
     """
     paths = [found.path.absolute() for engine in engines if (found := backups_of(engine.job.extensions))]
     left_out: list[str] = []
@@ -39,7 +40,7 @@ def _restored(
     paths: Sequence[Path],
     left_out: list[str],
 ) -> list[Restored]:
-    """Restore all engines from one tag, which the first engine chooses."""
+    """Restore all engines from the tag that the first engine chooses."""
     found: list[Restored] = []
 
     def is_wanted(tag: str) -> bool:

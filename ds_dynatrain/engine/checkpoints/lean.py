@@ -1,11 +1,12 @@
-"""A switch that holds no more than the larger side: save, then restore from that checkpoint ("safety": "lean").
+"""A switch by way of a checkpoint, for when memory holds only one side of a switch at a time ("safety": "lean").
 
 There are two votes. In the first one the working members save a checkpoint, as `engine.save` does, and read it back to
-check it: until it is a yes every failure leaves all as it was. Then the source is freed, before anything of the target
-is allocated. In the second one the members of the target restore from the checkpoint in the new world, by the same
-`Restoration` and under the same proofs as `engine.load`; its decision is the record of the switch. If it is a no, the
-swap is undone: the members of the source restore from the checkpoint in the old world, whose groups are kept until
-then. So the memory held at once is at most max(source, target), and the staging of reads and writes.
+check it. Until all agree, any failure leaves everything as it was. Then the source's state is freed before anything of
+the target is allocated. In the second vote the members of the target restore from the checkpoint in the new world, by
+the same `Restoration` and with the same proofs as `engine.load`; its decision is the record of the switch. If the
+decision is no, the swap is undone: the members of the source restore from the checkpoint in the old world, whose groups
+are kept until then. The memory held at once is therefore at most max(source, target) plus the staging memory for reads
+and writes.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from ds_dynatrain.space import Layout
 
 
 class LeanTransaction:
-    """One switch on one member: every member of either world calls `vote` at a boundary, and then `conclude`."""
+    """One lean switch on one member. Every member of either world calls `vote` at a boundary, and then `conclude`."""
 
     def __init__(self, engine: EngineCore, preparation: Preparation, place: str, saver: Saver) -> None:
         self.begin, self.was = time.perf_counter(), (engine.layout, engine.members)
@@ -50,9 +51,9 @@ class LeanTransaction:
         return Session(self.control, key, self.proposal.union, what, record=record, is_patient=True, stop=stop)
 
     def vote(self) -> VoteResult:
-        """Save a checkpoint, and return the decision of all members whether to go on from it.
+        """Save a checkpoint, and return the decision of all members whether to continue from it.
 
-        Raise OutcomeUnknown if it cannot be read whether others have let go.
+        Raises OutcomeUnknown if this member cannot read whether the others have freed their state.
         """
         try:
             saved = self.session.vote(self._save, _joined, _yes)
@@ -65,11 +66,12 @@ class LeanTransaction:
         return saved
 
     def conclude(self, saved: VoteResult) -> None:
-        """Do what was decided: go on from the checkpoint, or stay, with the same outcome on every member.
+        """Carry out the decision, with the same outcome on every member: continue from the checkpoint, or stay in the
+        old world.
 
-        Raise CheckpointError, on all members alike, if neither side could be restored: the engine then holds nothing,
-        and the checkpoint that the error names has the state. Raise OutcomeUnknown if it cannot be read whether others
-        have restored.
+        Raises CheckpointError, on all members alike, if neither side could be restored: the engine then holds no state,
+        and the checkpoint that the error names has it. Raises OutcomeUnknown if this member cannot read whether the
+        others have restored.
         """
         outcome = self.outcome
         if not saved.commit:
@@ -93,7 +95,7 @@ class LeanTransaction:
                 self.preparation.abandon()
 
     def _save(self) -> dict[str, Any]:
-        """Save a checkpoint and check it; return its path, on members that have a part of it."""
+        """Save a checkpoint and check it; return its path on members that hold state in the old layout."""
         engine, rank, found = self.engine, self.preparation.source_rank, dict[str, Any]()
         backups = backups_of(engine.job.extensions)
         with self.outcome.phase("meet"):
@@ -110,9 +112,8 @@ class LeanTransaction:
         return found
 
     def _read_back(self, path: str, rank: int) -> None:
-        """Check the checkpoint, each member that holds the state a part of it; CheckpointError if it differs.
-
-        Called before any member lets go of its state.
+        """Check this member's share of the checkpoint, before any member frees its state; raise CheckpointError if it
+        differs.
         """
         saved = Saved.open(Path(path))
         rows = [row for row in saved.manifest if row.file][rank :: len(self.proposal.source_members)]
@@ -125,7 +126,7 @@ class LeanTransaction:
             )
 
     def _free(self, path: Path) -> None:
-        """Let go of the source. From here on only the checkpoint has the state."""
+        """Free the state of the source. From here on only the checkpoint has the state."""
         proposal, world = self.proposal, self.old_world
         if world is None:
             self.swap.on_undo(self.engine.launch.install)
@@ -135,7 +136,7 @@ class LeanTransaction:
             let_go(self.engine)
 
     def _restore(self, path: Path) -> dict[str, Any]:
-        """Restore in the new world; return what was restored, on members that have a part of it."""
+        """Restore in the new world; return the digest and the state kinds on members that have a rank there."""
         engine, proposal, world = self.engine, self.proposal, self.preparation.world
         if self.preparation.target_rank is None or world is None:
             return {}
@@ -145,12 +146,12 @@ class LeanTransaction:
         return {"digest": found.digest, "kinds": list(found.kinds)}
 
     def _goal(self, step: str, layout: Layout, members: tuple[int, ...], world: World) -> Goal:
-        """Return the goal of a restoration that is a step of this switch, and no start of a training."""
+        """Return the goal of a restoration that is a step of this switch rather than the start of a training."""
         key = f"{self.key}/{step}"
         return Goal(layout, members, world, key, f"{key}/record", begins_anew=False)
 
     def _commit(self) -> None:
-        """Let go of the old world once all members have read the record."""
+        """Complete the switch, and release the old world once all members have read the record."""
         engine, world, track = self.engine, self.preparation.world, self.control.track_teardown
         self.swap.keep()
         works = self.preparation.target_rank is not None
@@ -165,12 +166,12 @@ class LeanTransaction:
 
 
 def _joined(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Join what two members report; all that report something report the same."""
+    """Join the reports of two members; all members that report something report the same."""
     return one or other
 
 
 def _yes(report: dict[str, Any]) -> VoteResult:
-    """Return the decision that follows if no member has failed."""
+    """Return the decision that is made if no member has failed."""
     return VoteResult(True, said=report)
 
 

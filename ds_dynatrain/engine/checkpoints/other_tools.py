@@ -1,7 +1,7 @@
-"""Checkpoints of other tools as sources: converted to ours, or DeepSpeed's own in whatever layout it was written.
+"""Checkpoints of other tools as sources of state: those converted to our format, and DeepSpeed's own in any layout.
 
-They have less than ours: random streams, loaders' positions and the user's objects stay as they are, as with
-DeepSpeed's own load.
+They hold less than ours: random streams, the positions of loaders and the user's objects stay as they are, as they do
+with DeepSpeed's own load.
 """
 
 from __future__ import annotations
@@ -57,18 +57,19 @@ NO_CLIENT_STATE = frozenset(
         "sparse_tensor_module_names",
     }
 )
-"""Keys that DeepSpeed does not return from `load_checkpoint`, and the parts of frozen tensors."""
+"""Keys of the saved model states that DeepSpeed does not return from `load_checkpoint`, and parts of frozen tensors."""
 
 
 class Converted(Universal):
-    """A checkpoint of ours that was converted from another tool's.
+    """A checkpoint in our format that was converted from another tool's.
 
-    Its tensors are those of this training by name and shape. Groups and frozen tensors stay as they are here, and each
-    group takes the hyper-parameters that its tensors have in the checkpoint. If it has weights only, the optimizer
-    begins as new.
+    Its tensors must match this training's by name and shape. Groups and frozen tensors stay as they are here, and each
+    group takes the hyper-parameters that its tensors have in the checkpoint. If the checkpoint has weights only, the
+    optimizer starts as new.
 
-    there: number and tensor in the checkpoint, by name. parameters: of this model, by each of their names. names: name
-    here -> name in the checkpoint, which for a tied parameter may be another of its names.
+    there: (number, tensor) in the checkpoint, by the tensor's name there.
+    parameters: the parameters of this model, by each of their names.
+    names: name here -> name in the checkpoint, which for a tied parameter may be another of its names.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class Converted(Universal):
         self.manifest = self.reader.manifest = Manifest(rows)
 
     def _check_tensors(self) -> None:
-        """Raise CheckpointError, naming them, for tensors that do not match."""
+        """Raise CheckpointError, naming the tensors, if tensors of the model and the checkpoint do not match."""
         others = {*self.names.values(), *(name for name, _ in self.engine.host.module.named_buffers())}
         wrong = list[str]()
         for tensor in self.engine.vps.tensors:
@@ -112,7 +113,7 @@ class Converted(Universal):
             raise CheckpointError(f"{'; '.join(wrong[:3])}{more}; build the model of the job that saved it")
 
     def _is_copy(self, name: str) -> bool:
-        """Return whether a name in the checkpoint is a tied parameter's second copy."""
+        """Return whether a name in the checkpoint is the second copy of a tied parameter."""
         kind = MASTER if (name, MASTER) in self.saved.manifest.rows else WEIGHT
         return name in self.parameters and any(
             self.parameters.get(other) is self.parameters[name]
@@ -125,7 +126,7 @@ class Converted(Universal):
         return manifest.digest(name, kind) if (name, kind) in manifest.rows else None
 
     def _shared(self, numbers: Mapping[int, int]) -> dict[str, Any]:
-        """Return the present carry, updated from the checkpoint."""
+        """Return the present shared extra state, updated from the checkpoint."""
         said = self.carry
         if "groups" in said:
             said = {**said, "groups": self._groups(said["groups"])}
@@ -137,7 +138,10 @@ class Converted(Universal):
         return over(self.present, {**said, "scalars": kept_scalars(self, there)})
 
     def _groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the hyper-parameters of each group's tensors; CheckpointError if they differ within a group here."""
+        """Return the hyper-parameters of each group's tensors.
+
+        Raises CheckpointError if they differ between tensors that are in one group here.
+        """
         found: list[dict[str, Any]] = [{} for _ in self.present["groups"]]
         first: dict[int, str] = {}
         for tensor in self.tensors:
@@ -162,7 +166,9 @@ class Converted(Universal):
         return found
 
     def _buffer(self, name: str, shape: torch.Size) -> torch.Tensor:
-        """Return a buffer that is among the checkpoint's tensors, since another tool did not tell them apart."""
+        """Return a buffer that is stored among the checkpoint's tensors, because the other tool did not tell them
+        apart.
+        """
         tensor = self.there[name][1]
         rows: tuple[ManifestRow, ...] = ()
         for kind in (MASTER, WEIGHT):
@@ -183,7 +189,10 @@ class Converted(Universal):
 
 
 class Stock(FromCheckpoint):
-    """A checkpoint of DeepSpeed's. space: under the layout that it was saved in."""
+    """A checkpoint that DeepSpeed saved.
+
+    space: the parameter space under the layout in which the checkpoint was saved.
+    """
 
     def __init__(
         self, folder: ZeroFolder, engine: EngineCore, goal: Goal, present: dict[str, Any], part: CheckpointPart
@@ -198,7 +207,9 @@ class Stock(FromCheckpoint):
 
     @property
     def client_state(self) -> dict[str, Any]:
-        """The rest of the model states, with values for small tensors."""
+        """The client state: entries of the saved model states that are not DeepSpeed's own, with values for small
+        tensors.
+        """
         said = self.folder.model(0)
         found: dict[str, Any] = with_values(
             self.path, {key: value for key, value in said.items() if key not in NO_CLIENT_STATE}
@@ -247,9 +258,10 @@ class Stock(FromCheckpoint):
 def opened(
     path: Path, engine: EngineCore, goal: Goal, present: dict[str, Any] | None, part: CheckpointPart, trust_pickle: bool
 ) -> FromCheckpoint:
-    """Open the checkpoint in a folder; see `FromCheckpoint`. Another tool's is read into the present shared carry.
+    """Open the checkpoint in a folder; see `FromCheckpoint`. Another tool's checkpoint updates the present shared extra
+    state.
 
-    Raise CheckpointError for a folder without a checkpoint, and for another tool's checkpoint if there is no carry.
+    Raises CheckpointError for a folder without a checkpoint, and for another tool's checkpoint if `present` is None.
     """
     if (path / RECORD).is_file() or present is None or not is_zero_folder(path):
         saved = Saved.open(path)
@@ -269,9 +281,9 @@ def opened(
 
 
 def check_batch(engine: EngineCore, held: ZeroFolder) -> None:
-    """Raise CheckpointError if a checkpoint of DeepSpeed's was trained with another global batch than this job has.
+    """Raise CheckpointError if DeepSpeed saved a checkpoint with a different global batch than this job has.
 
-    DeepSpeed's own load does not notice if the batch follows from the micro-batch and the number of ranks.
+    DeepSpeed's own load does not notice a difference if the batch follows from the micro-batch and the number of ranks.
     """
     there, here = held.global_batches(), int(engine.job.batch_sizes.train_batch_size)
     if there and here not in there:
@@ -282,9 +294,9 @@ def check_batch(engine: EngineCore, held: ZeroFolder) -> None:
 
 
 def over(present: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the whole carry: `present`, updated by `said`.
+    """Return the whole shared extra state: `present`, updated by `said`.
 
-    said: keys as in `checkpoint.others.foreign`; groups and scalars are numbered as here.
+    said: its keys are those in `checkpoint.others.foreign`; groups and scalars are numbered as in this job.
     """
     taken = {key: said[key] for key in ("windows", "scalars") if key in said}
     taken["counters"] = {**present["counters"], **said.get("counters", {})}
@@ -304,7 +316,9 @@ def over(present: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
 def kept_scalars(source: FromCheckpoint, there: Mapping[str, Mapping[int, Any]]) -> dict[str, dict[str, float]]:
     """Return the scalars that the present optimizer keeps: name -> number of the tensor -> value.
 
-    there: the scalars of the source. Raise CheckpointError for a missing scalar of a tensor that has moments.
+    there: the scalars in the source, in the same form.
+
+    Raises CheckpointError if a tensor with moments lacks a scalar.
     """
     engine, found = source.engine, dict[str, dict[str, float]]()
     basic, moments = engine.host.basic_optimizer, {kind for kind in source.kinds if row_of(kind).is_moment}

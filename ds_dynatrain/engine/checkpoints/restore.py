@@ -1,9 +1,10 @@
-"""Restoration from a checkpoint into living processes: `engine.load`, and `restore` for members whose state is gone.
+"""Restoration from a checkpoint into running processes: `engine.load`, and `restore` for members whose state is gone.
 
-Both are one transaction (`restoration`), like a switch whose source is the checkpoint. Each member fills new buffers
-with its own byte ranges; digests over all members must be those of the checkpoint before anything of the engine is
-touched; then the optimizer is put over the new buffers, the carry taken over, and the outcome written once.
-`engine.load` keeps the old state until then and goes back to it on failure; `restore` has none to go back to.
+Both are one transaction (see `restoration`), like a switch whose source is the checkpoint. Each member fills new
+buffers with its own byte ranges. Digests over all members must equal those of the checkpoint before anything of the
+engine is changed. Then the optimizer is put over the new buffers, the extra state is taken over, and the outcome is
+recorded once. `engine.load` keeps the old state until then and goes back to it on failure; `restore` has no state to go
+back to.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from ds_dynatrain.space import Layout
 def from_checkpoint(
     engine: EngineCore, goal: Goal, path: Path, present: dict[str, Any] | None, trust_pickle: bool, part: CheckpointPart
 ) -> Iterator[StateSource]:
-    """Open the checkpoint in a folder, which errors name; see `other_tools.opened`."""
+    """Open the checkpoint in a folder as a source of state, with the folder named in errors; see `other_tools.opened`."""
     with naming(path), opened(path, engine, goal, present, part, trust_pickle) as source:
         yield source
 
@@ -55,9 +56,11 @@ def load(
     trust_pickle: bool = False,
     part: CheckpointPart = ALL,
 ) -> Restored:
-    """Load a checkpoint; see `DynatrainEngine.load`. generation: the number that the load uses up, as a switch does.
+    """Load a checkpoint; see `DynatrainEngine.load`.
 
-    place, is_open: as for `regrouping.register`. part: as for `from_checkpoint`.
+    generation: the number that the load uses up, as a switch does.
+    place, is_open: see `regrouping.register`.
+    part: see `from_checkpoint`.
     """
     control, members, where = engine.control, engine.members, Path(path).absolute()
     in_the_way = is_open and f"{is_open}: load after engine.step(), with no switch pending"
@@ -121,10 +124,12 @@ def restored(
     trust_pickle: bool = False,
     part: CheckpointPart = ALL,
 ) -> Restored:
-    """Restore everything from one given checkpoint; a damaged one raises CheckpointDamaged.
+    """Restore everything from one given checkpoint.
 
-    old: the state to go back to; without it members have let go of theirs. Raise CheckpointError, on all members alike,
-    if it fails: the engine is then as before.
+    old: the state to go back to on failure; None if members have already let go of theirs.
+
+    Raises CheckpointError, on all members alike, if it fails, and CheckpointDamaged for a damaged checkpoint: the
+    engine is then as before.
     """
     present = None if old is None else old.shared
     opener = partial(from_checkpoint, engine, goal, path, present, trust_pickle, part)
@@ -134,7 +139,10 @@ def restored(
 
 
 def _named(where: Path, tag: str | None) -> Path:
-    """Return the checkpoint of a tag, or the latest; CheckpointError if there is none, of ours or of DeepSpeed's."""
+    """Return the path of the checkpoint with this tag, or of the latest, in our format or DeepSpeed's.
+
+    Raises CheckpointError if there is none.
+    """
     path = where / (folder.latest(where) if tag is None else tag)
     return path if is_zero_folder(path) and not (path / RECORD).is_file() else Saved.open(path).path
 
@@ -149,7 +157,7 @@ def _newest(where: Path, left_out: list[str], is_wanted: Callable[[str], bool]) 
 
 
 def _chosen(engine: EngineCore, goal: Goal, find: Callable[[], Path]) -> Path:
-    """Return the checkpoint that rank 0 finds; CheckpointError, on all members, if it finds none."""
+    """Return the checkpoint that rank 0 finds; raise CheckpointError, on all members, if rank 0 finds none."""
     session = goal.session(engine.control)
     try:
         return Path(session.first("chosen", lambda: str(find()), "choosing a checkpoint"))

@@ -1,7 +1,7 @@
-"""State that a job starts from: `dynatrain.resume` names a folder, with checkpoints of either format.
+"""State that a job starts from: `dynatrain.resume` names a folder with checkpoints of either format.
 
-If all members have gone with the state, and the job is started again, it goes on from its own newest backup, or from
-the checkpoint in `dynatrain.resume`. Without either its script starts again, as under stock torchrun.
+If all members that held the state are gone and the job is started again, it continues from its own newest backup, or
+from the checkpoint in `dynatrain.resume`. Without either its script starts from the beginning, as under stock torchrun.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ from ds_dynatrain.reshard.process import PROCESS
 from ds_dynatrain.reshard.restoration import Restored
 
 Load = Callable[[Path, str, bool], Restored]
-"""Function of folder, tag, and whether pickles are trusted, as `engine.load`."""
+"""Function that loads a checkpoint as `engine.load` does; it takes the folder, the tag, and whether pickles are
+trusted.
+"""
 
 
 def first_state(engine: EngineCore, load: Load) -> Restored | None:
-    """Load the first state on all working members of a job that starts; None if there is nothing to load.
+    """Load the first state on all working members of a job that starts; return None if there is nothing to load.
 
-    Raise CheckpointError, on all members alike, if it cannot be loaded.
+    Raises CheckpointError, on all members alike, if the state cannot be loaded.
     """
     if engine.idle or PROCESS.membership.is_newcomer:
         return None
@@ -47,7 +49,7 @@ def first_state(engine: EngineCore, load: Load) -> Restored | None:
 
 
 def _newest(engine: EngineCore, backups: Backups, load: Load) -> Restored | None:
-    """Load the newest backup that is whole; None if there is none. Rank 0 looks for them.
+    """Load the newest whole backup, which rank 0 looks for; return None if there is none.
 
     All engines of a process load the tag that the first engine has loaded.
     """
@@ -64,10 +66,10 @@ def _newest(engine: EngineCore, backups: Backups, load: Load) -> Restored | None
 
 
 def resume(engine: EngineCore, settings: ResumeConfig, load: Load) -> Restored | None:
-    """Load on all working members of a job that starts; None if there is nothing in the folder.
+    """Load the configured checkpoint on all working members of a job that starts; return None if the folder has none.
 
-    Rank 0 looks, and all others do as it says. Raise CheckpointError, on all members alike, for a checkpoint that
-    exists and cannot be loaded: a job does not begin anew by mistake.
+    Rank 0 looks for it, and the others follow. Raises CheckpointError, on all members alike, for a checkpoint that
+    exists but cannot be loaded, so that a job does not start from the beginning by mistake.
     """
     path, doing = Path(settings.path).absolute(), "looking for a checkpoint to go on from"
     session = Session(engine.control, "resume", engine.members, doing, is_patient=True)
@@ -83,7 +85,7 @@ def resume(engine: EngineCore, settings: ResumeConfig, load: Load) -> Restored |
 
 
 def _tag(path: Path, wanted: str | None) -> str:
-    """Return the tag to load; empty if there is none."""
+    """Return the tag of the checkpoint to load; "" if there is none."""
     if wanted is not None or not (path / folder.LATEST).exists():
         return wanted or ""
     try:

@@ -1,8 +1,9 @@
-"""`engine.save`: all working members write one checkpoint at a boundary, or none remains.
+"""`engine.save`: all working members together write one checkpoint at a boundary; if any of them fails, none remains.
 
 Rank 0 opens a hidden folder and announces it; each member writes its share and reports; rank 0 puts the manifest and
-the record together, gives the folder its name, and announces that. The training itself is not touched: it goes on,
-whatever fails. For a save in the background, the step waits only for a copy in host memory, and a thread does the rest.
+the record together, gives the folder its name, and announces that. Training itself is not affected and can continue
+even if the save fails. During a save in the background, a step waits only for a copy into host memory, and a thread
+does the writing.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from ds_dynatrain.reshard.registration import registration_of
 from ds_dynatrain.space import Layout, VirtualParameterSpace
 
 SAVING = "saving"
-"""Reason for waiting that a member's status shows."""
+"""Reason for waiting that a member's status shows during a save."""
 
 
 class PendingSave:
@@ -71,7 +72,7 @@ class PendingSave:
 
 
 class Saver:
-    """The saving half of an engine, which runs one save at a time."""
+    """Saving of an engine's checkpoints, one at a time."""
 
     def __init__(self, engine: EngineCore) -> None:
         self.engine = engine
@@ -80,9 +81,11 @@ class Saver:
         self._running: tuple[PendingSave, threading.Thread] | None = None
 
     def save(self, path: str | os.PathLike[str], tag: str | None, key: str, is_open: str, keep: int | None) -> Path:
-        """Save, and return when the checkpoint is on the disk. key: unique on the board.
+        """Save a checkpoint, and return its folder once it is on the disk.
 
-        is_open: reason why this member cannot save now, or empty. keep: how many of the newest stay, None for all.
+        key: a key that is unique on the board (the job's key-value store).
+        is_open: the reason why this member cannot save now; "" if it can.
+        keep: how many of the newest checkpoints stay; None for all of them.
         """
         self.settle()
         saving = _Saving(self.engine, self.engine.control, Path(path).absolute(), tag, key, keep)
@@ -93,7 +96,7 @@ class Saver:
     def start(
         self, path: str | os.PathLike[str], tag: str | None, key: str, is_open: str, keep: int | None
     ) -> PendingSave:
-        """Start a save in the background, and return when the values are copied; arguments as for `save`."""
+        """Start a save in the background, and return once the values are copied; the arguments are those of `save`."""
         self.settle()
         saving = _Saving(self.engine, self._own_board(), Path(path).absolute(), tag, key, keep)
         saving.take(is_open, self._memory)
@@ -102,21 +105,23 @@ class Saver:
         return pending
 
     def _own_board(self) -> Control:
-        """Return the board over a connection of its own for the thread; made anew if the engine's board has changed."""
+        """Return a board for the thread, with its own connection; it is made anew if the engine's board has changed."""
         if self._boards is None or self._boards[0] is not self.engine.control:
             self.engine.control.read("save/board")  # fails at once if the board is lost; a new connection would wait
             self._boards = self.engine.control, self.engine.control.clone()
         return self._boards[1]
 
     def look(self) -> None:
-        """Log the error of a background save that has failed, once. Called at boundaries; does not wait."""
+        """Log, once, the error of a background save that has failed. Called at boundaries; never waits."""
         if self._running is not None and self._running[0].done:
             self.settle()
 
     def settle(self, seconds: float | None = None) -> bool:
-        """Wait for a save that runs, and log its error if it had one; `PendingSave.wait` raises it.
+        """Wait for a running save, and log its error if it fails; `PendingSave.wait` raises that error.
 
-        seconds: how long to wait at most. Return whether no save runs any more.
+        seconds: the longest time to wait; None for no limit.
+
+        Return whether no save is running any more.
         """
         if self._running is None:
             return True
@@ -153,9 +158,9 @@ class _Saving:
     # ---- while training stands still ---------------------------------------------------------------------------------
 
     def take(self, is_open: str, memory: HostMemory | None) -> None:
-        """Agree with the other members, and take the snapshot.
+        """Agree with the other members to save, and take the snapshot.
 
-        Raise CheckpointError, on all members, if one refuses or asks for something else. A later failure is kept for
+        Raises CheckpointError, on all members, if one refuses or asks for something else. A later failure is kept for
         `carry_out`, where all members learn of it.
         """
         in_the_way = is_open and f"{is_open}: save after engine.step()"
@@ -170,7 +175,7 @@ class _Saving:
     # ---- beside it ---------------------------------------------------------------------------------------------------
 
     def carry_out(self) -> Path:
-        """Write the checkpoint and return its folder; CheckpointError, on all members, if one fails."""
+        """Write the checkpoint and return its folder; raise CheckpointError, on all members, if one of them fails."""
         try:
             with ExitStack() as stack:
                 snapshot, hidden = self._written(stack)
@@ -183,7 +188,9 @@ class _Saving:
             self.snapshot = None
 
     def _written(self, stack: ExitStack) -> tuple[Snapshot, Path]:
-        """Write this member's files into the hidden folder, and report that to the first member."""
+        """Write this member's files into the hidden folder, and report their checksum; return the snapshot and that
+        folder.
+        """
         try:
             if self.error is not None or self.snapshot is None:
                 raise self.error or CheckpointError("there is no copy of this member's state to write: save again")
@@ -201,14 +208,16 @@ class _Saving:
         return self.snapshot, hidden
 
     def _open(self, stack: ExitStack) -> Path:
-        """Make the hidden folder, under the lock. Called on rank 0."""
+        """Make the hidden folder while holding the lock of the checkpoints' folder. Called on rank 0."""
         stack.enter_context(folder.locked(self.path))
         if self.tag is None and self.snapshot is not None:
             self.tag = folder.free_tag(self.path, f"step{self.snapshot.record.step}")
         return folder.begin(self.path, str(self.tag))
 
     def _write(self, snapshot: Snapshot, hidden: Path) -> str:
-        """Write this member's files, and compare replicas meanwhile; return the checksum of its small file."""
+        """Write this member's files and compare replicas at the same time; return the checksum of the member's small
+        file.
+        """
         with ThreadPoolExecutor(1, "dynatrain-replicas") as beside:
             replicas = None if snapshot.replicas is None else beside.submit(snapshot.replicas)
             rows = write_shares(hidden, snapshot.rank, snapshot.shares)
@@ -220,7 +229,9 @@ class _Saving:
         return record.sum_of(data)
 
     def _finish(self, snapshot: Snapshot, hidden: Path) -> Path:
-        """Write manifest and record, and give the folder its name. Called on rank 0 once all have written."""
+        """Write the manifest and the record, and give the folder its name. Called on rank 0 once all members have
+        written.
+        """
         found = self.sums or {}
         parts = [hidden / _part(rank) for rank in range(len(self.members))]
         rows = [row for part in parts for row in Manifest.from_bytes(part.read_bytes())]
@@ -231,10 +242,10 @@ class _Saving:
         return folder.finish(hidden, str(self.tag), self.keep)
 
     def _compare_replicas(self, own: SideDigests) -> None:
-        """Raise CheckpointError, naming tensor and members, for copies on the data axis that are not equal.
+        """Raise CheckpointError, naming tensors and members, if copies of the state on the data axis are not equal.
 
-        Values that stages or tensor ranks each compute for themselves may have drifted, as in a switch: the owner's are
-        saved.
+        Values that several stages or tensor ranks each compute for themselves may have drifted apart, as in a switch;
+        in that case the owner's values are saved, with a warning.
         """
         engine = self.engine
         try:
@@ -261,10 +272,13 @@ def _part(rank: int) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """One member's part of a save; once it is taken, the engine is not looked at any more.
+    """One member's part of a checkpoint. Once it is taken, saving does not read the engine's state any more.
 
-    own: content of the member's own small file. record: without the checksums of the files. replicas: computes the
-    digests of elements that other members hold, too; None if the values were copied, as the training's go on changing.
+    shares: the values to write.
+    own: the content of the member's own small file.
+    record: the training record, still without the checksums of the files.
+    replicas: function that computes the digests of elements that other members hold, too; None if the values were
+    copied, since the originals may change meanwhile.
     """
 
     rank: int
@@ -279,9 +293,11 @@ class Snapshot:
     ) -> Snapshot:
         """Take a snapshot of the engine.
 
-        exchange: posts a record, and returns the records of all working members. memory: where to copy the values;
-        without it they must not change until they are written. Raise CheckpointError if the carry differs between
-        members, CensusError if DeepSpeed keeps its state elsewhere, ConfigError for an object that cannot be saved.
+        exchange: function that posts a record and returns the records of all working members.
+        memory: memory to copy the values to; without it they must not change until they are written.
+
+        Raises CheckpointError if the shared extra state differs between members, CensusError if DeepSpeed keeps its
+        state elsewhere, ConfigError for an object that cannot be saved.
         """
         rank = engine.rank
         engine.host.settle_parameters()
@@ -321,7 +337,7 @@ class Snapshot:
 
 
 def _copied(vps: VirtualParameterSpace, layout: Layout, rank: int, buffers: Buffers) -> SideDigests:
-    """Return digests of the state kinds of which several ranks hold the same elements."""
+    """Return the digests of those state kinds of which several ranks hold the same elements."""
     several = vps.mesh(layout) is not None
     held = {kind for kind, _ in buffers if several or vps.is_replicated(layout, kind)}
     kinds = tuple(kind for kind in vps.present_kinds(layout) if kind in held)
@@ -329,7 +345,12 @@ def _copied(vps: VirtualParameterSpace, layout: Layout, rank: int, buffers: Buff
 
 
 def _compared(engine: EngineCore, found: Mapping[int, Any]) -> tuple[list[int], list[str]]:
-    """Return (for each rank the first one with the same rest, the state kinds that some member has)."""
+    """Compare the members' extra state; return the state kinds that some member has, and which per-rank states are
+    equal.
+
+    The first item of the result lists, for each rank, the first rank with equal per-rank state. Raises CheckpointError
+    if state that all members share differs between them.
+    """
     first, *others = engine.members
     for member in others:
         if found[member]["shared"] != found[first]["shared"]:

@@ -1,7 +1,7 @@
-"""Checkpoints as sources to restore a state from; here those of ours, and what all have in common.
+"""Checkpoints as sources to restore a state from: those in our format, and the common base of all.
 
-A checkpoint is a manifest, whose rows say where each element lies, and a carry. Checkpoints of other tools are in
-`other_tools`.
+A checkpoint consists of a manifest, whose rows say where each element is stored, and extra state that is no tensor
+element (the carry). Checkpoints of other tools are in `other_tools`.
 """
 
 from __future__ import annotations
@@ -30,13 +30,15 @@ from ds_dynatrain.reshard.restoration import Goal, StateSource
 from ds_dynatrain.space import WEIGHT, LogicalTensor, Pieces, VirtualParameterSpace, row_of
 
 Key = tuple[str, str]
-"""Tensor and state kind."""
+"""Name of a tensor, and its state kind."""
 Gather = Callable[[str, Any], Mapping[int, Any]]
-"""Function that posts a record under a name, and returns the records of all members."""
+"""Function that posts a record under a name and returns the records of all members."""
 
 
 class CheckpointPart(NamedTuple):
-    """Part of a checkpoint that DeepSpeed's `load_checkpoint` is asked for, in its order; by default all of it."""
+    """Part of a checkpoint that DeepSpeed's `load_checkpoint` is asked for, with its arguments in order; by default all
+    of it.
+    """
 
     load_module_strict: bool = True
     load_optimizer_states: bool = True
@@ -46,21 +48,23 @@ class CheckpointPart(NamedTuple):
 
     @property
     def is_read_here(self) -> bool:
-        """Whether it can be read here: masters and states, with or without the schedule and the frozen weights."""
+        """Whether we can read this part: masters and other states, with or without the schedule and the frozen weights."""
         return self._replace(load_module_strict=True, load_lr_scheduler_states=True) == CheckpointPart()
 
 
 ALL = CheckpointPart()
-"""All of the state, which `engine.load` asks for."""
+"""All of a checkpoint's state, which `engine.load` asks for."""
 
 
 class FromCheckpoint(StateSource):
-    """A checkpoint in a folder as a `StateSource`.
+    """A checkpoint in a folder, as a `StateSource`.
 
-    present: the present shared carry, empty if there is none. part: the part that is asked for; `is_read_here` is true.
-    State that it leaves out stays as it is: the schedule, and frozen weights that the checkpoint lacks, which are
-    refused otherwise. tensors: those that it has. kept: numbers of the frozen tensors that it was saved without.
-    registration: of its parameters and groups, if it has any.
+    present: the present shared extra state; empty if there is none.
+    part: the part that is asked for; its `is_read_here` is true. State that it leaves out stays as it is: the schedule,
+    and frozen weights that the checkpoint lacks (otherwise an error).
+    tensors: the tensors that the checkpoint has.
+    kept: the numbers of the frozen tensors that it was saved without.
+    registration: the registration of its parameters and optimizer groups, if it has any.
     """
 
     kinds: Sequence[str] = ()
@@ -93,7 +97,7 @@ class FromCheckpoint(StateSource):
 
     @cached_property
     def _vps(self) -> VirtualParameterSpace:
-        """Space to fill, once the parameters are registered as in the checkpoint."""
+        """Parameter space to fill, used once the parameters are registered as in the checkpoint."""
         return self.engine.vps.with_layout(self.goal.layout, self.goal.members)
 
     def memory(self, memory: Mapping[str, Memory]) -> dict[str, Memory]:
@@ -119,7 +123,9 @@ class FromCheckpoint(StateSource):
         return self._memory
 
     def _checked_tensors(self) -> dict[int, int]:
-        """Map tensor numbers in the checkpoint to numbers here; CheckpointError, naming a tensor, for another model."""
+        """Map tensor numbers in the checkpoint to numbers here; raise CheckpointError, naming a tensor, if the models
+        differ.
+        """
         here = {tensor.name: (number, tensor) for number, tensor in enumerate(self._vps.tensors)}
         found = {}
         for number, tensor in enumerate(self.tensors):
@@ -155,7 +161,9 @@ class FromCheckpoint(StateSource):
         self.reader.fill(self._vps, self.goal.layout, rank, buffers, self._keep(rank, buffers))
 
     def _keep(self, rank: int, buffers: Buffers) -> Pieces | None:
-        """Copy weights that stay as they are from the engine, which is in this layout; return their pieces."""
+        """Copy frozen weights that stay as they are from the engine, which is in this layout; return the pieces that
+        they fill.
+        """
         vps, kept = self._vps, np.array(self.kept, dtype=np.int64)
         if not len(kept):
             return None
@@ -190,15 +198,22 @@ class FromCheckpoint(StateSource):
         return {**shared, "scheduler": self.present["scheduler"]}
 
     def _shared(self, numbers: Mapping[int, int]) -> dict[str, Any]:
-        """Return the shared carry. numbers: a tensor's number in the checkpoint -> its number here."""
+        """Return the shared extra state.
+
+        numbers: a tensor's number in the checkpoint -> its number here.
+        """
         raise NotImplementedError
 
     def _digests(self, place: int, places: int, gather: Gather) -> dict[Key, int]:
-        """Return the digests of whole tensors in their stored types; `places` members share any reading for that."""
+        """Return the digests of whole tensors in the types in which they are stored.
+
+        place: this member's position among the members that share any reading for this.
+        places: the number of those members.
+        """
         raise NotImplementedError
 
     def _damaged(self, keys: list[Key], place: int, places: int) -> list[str]:
-        """Return which stored extents of these tensors are damaged, in this member's share of the reading."""
+        """Return the damaged stored extents of these tensors, in this member's share of the reading."""
         return []
 
     def prove(self, rank: int, buffers: Buffers, kinds: Sequence[str]) -> str:
@@ -214,7 +229,7 @@ class FromCheckpoint(StateSource):
                 if rows is None or rows[0].dtype != name_of(self._memory[kind].dtype):
                     continue
                 if not tensor.trainable and kind != WEIGHT:
-                    continue  # it has a master there, from which its weight was cast
+                    continue  # it is trained in the checkpoint, where its weight was cast from a master
                 if int(whole[kind][number]) != there[tensor.name, kind]:
                     wrong.append((tensor.name, kind))
         if not wrong:
@@ -228,7 +243,10 @@ class FromCheckpoint(StateSource):
 
 
 class Universal(FromCheckpoint):
-    """A checkpoint of ours. carry: state that is no tensor and that all ranks share, as it was saved."""
+    """A checkpoint in our format.
+
+    carry: the extra state as it was saved, which is no tensor and which all ranks share.
+    """
 
     def __init__(
         self, saved: Saved, engine: EngineCore, goal: Goal, present: dict[str, Any] | None, part: CheckpointPart

@@ -1,4 +1,4 @@
-"""Checkpoints for `engine.load_checkpoint`: which DeepSpeed reads itself, and which are read here."""
+"""Choice for `engine.load_checkpoint`: whether DeepSpeed reads a checkpoint itself, or it is read here."""
 
 from __future__ import annotations
 
@@ -28,8 +28,11 @@ def is_for_us(
 ) -> bool:
     """Return whether a checkpoint is read here: one of ours, or one of DeepSpeed's that its own call may not read.
 
-    Rank 0 looks, and tells all working members, which must go the same way. key: unique on the board. Raise
-    CheckpointError, on all alike, if it cannot be told, and for weights alone that DeepSpeed would not read.
+    Rank 0 looks, and tells all working members, which must go the same way.
+    key: a key that is unique on the board (the job's key-value store).
+
+    Raises CheckpointError, on all members alike, if this cannot be decided, or if weights alone are asked for and
+    DeepSpeed would not read them.
     """
     if engine.deepspeed.load_universal_checkpoint():
         return False
@@ -60,7 +63,7 @@ def _is_read_here(engine: EngineCore, load_dir: Any, tag: Any, part: CheckpointP
 
 
 def _opened(path: Path, trust_pickle: bool) -> ZeroFolder | None:
-    """Open a checkpoint of DeepSpeed's; None if it is none, or has experts or content that is not read here."""
+    """Open a checkpoint of DeepSpeed's; return None if it is none, or has experts or content that is not read here."""
     try:
         return ZeroFolder.open(path, trust_pickle)
     except CheckpointError:
@@ -68,7 +71,9 @@ def _opened(path: Path, trust_pickle: bool) -> ZeroFolder | None:
 
 
 def _differs(engine: EngineCore, held: ZeroFolder) -> bool:
-    """Return whether a checkpoint was cut in another way: by its layout, or by ZeRO's numbers (`ZeroRules`)."""
+    """Return whether a checkpoint was cut in another way than now: by its layout, or by ZeRO's settings (see
+    `ZeroRules`).
+    """
     try:
         if not _is_same_layout(engine, held):
             return True
@@ -78,9 +83,10 @@ def _differs(engine: EngineCore, held: ZeroFolder) -> bool:
 
 
 def _is_beyond(engine: EngineCore, held: ZeroFolder, part: CheckpointPart) -> bool:
-    """Return whether DeepSpeed would fail to read this part, or read nothing.
+    """Return whether DeepSpeed would fail to read this part of a checkpoint, or read nothing.
 
-    It gathers the weights of stage 3 from files of as many ranks, and omits them with `load_module_only` alone.
+    DeepSpeed gathers the weights of stage 3 from files of an equal number of ranks, and omits them with
+    `load_module_only` alone.
     """
     if part.load_optimizer_states and not part.load_module_only:
         return _differs(engine, held)
@@ -96,7 +102,9 @@ def _is_same_layout(engine: EngineCore, held: ZeroFolder) -> bool:
 
 
 def _is_cut_anew(engine: EngineCore, held: ZeroFolder) -> bool:
-    """Return whether ranks held their parts at other places: another `round_robin_gradients`, `sub_group_size` ..."""
+    """Return whether ranks held their parts at other places, as with another `round_robin_gradients` or
+    `sub_group_size`.
+    """
     layout, now = engine.layout, engine.vps
     if not layout.zero_stage:
         return False
@@ -112,7 +120,9 @@ def _is_cut_anew(engine: EngineCore, held: ZeroFolder) -> bool:
 
 
 def _trains_alike(engine: EngineCore, held: ZeroFolder) -> bool:
-    """Return whether each stage trained the tensors that it trains now: boundaries are noted nowhere."""
+    """Return whether each stage trained the tensors that it trains now; the checkpoint does not record stage
+    boundaries.
+    """
     layout = engine.layout
     for stage in range(layout.pipe):
         there, local = held.shapes(stage), engine.vps.local(layout, layout.rank(pipe=stage))

@@ -1,7 +1,7 @@
-"""A copy: the state that one rank of a layout held alone, at one step, in host memory.
+"""A copy in host memory of the state that one rank of a layout alone held at one step.
 
 It has all flat buffers of the state kinds that are cut between ranks, frozen weights if these are cut, too, and the
-rank's carry and random streams. Trained weights are left out, since they are cast from their masters.
+rank's extra state and random streams. Trained weights are left out, since they are cast from their masters.
 """
 
 from __future__ import annotations
@@ -26,13 +26,16 @@ from ds_dynatrain.transfer import digest_pieces
 
 @dataclass(frozen=True, eq=False)
 class Copy:
-    """A copy of a rank's state; see the module. Nothing in it changes as long as it is among `Kept.copies`.
+    """A copy of a rank's state; see the module. It does not change as long as it is among `Kept.copies`.
 
-    rank: in the layout of the mark. buffers: (kind, buffer) -> flat CPU tensor, padding included, under the names of
-    `Host.state_buffers`. said: plain JSON: the encoded carry ("shared" and "rest"), "streams" as `streams.capture`
-    gives them, the job's "seed", and "kinds", all state kinds that the rank held. tensors: those of the encoded rest,
-    on the CPU. digests: kind -> one number per logical tensor, over what the buffers hold. said_digest: digest of
-    `said` and `tensors`.
+    mark: identifies the boundary at which the copy was taken.
+    rank: the rank in the mark's layout.
+    buffers: (kind, buffer) -> flat CPU tensor, padding included, under the names of `Host.state_buffers`.
+    said: plain JSON: the encoded extra state ("shared" and "rest"), "streams" as `streams.capture` returns them, the
+    job's "seed", and "kinds", all state kinds that the rank held.
+    tensors: the tensors of the encoded rest, on the CPU.
+    digests: kind -> one number per logical tensor, over the content of the buffers.
+    said_digest: the digest of `said` and `tensors`.
     """
 
     mark: Mark
@@ -44,9 +47,9 @@ class Copy:
     said_digest: str
 
     def is_sound(self, vps: VirtualParameterSpace) -> bool:
-        """Return whether it is unchanged: all digests computed again agree. One flipped bit is found.
+        """Return whether the copy is unchanged, by computing all digests again. A single flipped bit is detected.
 
-        vps: the engine's. A copy of another line, from before parameters were registered anew, is not sound.
+        vps: the engine's parameter space. A copy from before parameters were registered anew is not sound.
         """
         try:
             found = digests_of(vps, self.mark.layout, self.rank, self.buffers)
@@ -61,26 +64,26 @@ class Copy:
 
 
 def copied(vps: VirtualParameterSpace, layout: Layout, buffers: Buffers, everything: bool = False) -> Buffers:
-    """Return the buffers of a rank that belong into a copy; see `is_copied`."""
+    """Return those of a rank's buffers that must be part of its copy; see `is_copied`."""
     return {key: held for key, held in buffers.items() if is_copied(vps, layout, *key, everything)}
 
 
 def lacks_frozen(vps: VirtualParameterSpace, layout: Layout) -> bool:
-    """Return whether some frozen weights are in no copy, since several ranks of the layout have them."""
+    """Return whether some frozen weights are in no copy, because several ranks of the layout hold them."""
     return any(not tensor.trainable for tensor in vps.tensors) and not has_one_holder(vps, layout, WEIGHT)
 
 
 def frozen_elsewhere(vps: VirtualParameterSpace, layout: Layout, buffers: Buffers) -> Buffers:
-    """Return the buffers of a rank's frozen weights that other ranks have, too; they are in no copy."""
+    """Return the buffers of a rank's frozen weights that other ranks hold as well, so that they are in no copy."""
     if has_one_holder(vps, layout, WEIGHT):
         return {}
     return {key: held for key, held in buffers.items() if key[0] == WEIGHT and not is_trained_weight(vps, *key)}
 
 
 def digests_of(vps: VirtualParameterSpace, layout: Layout, rank: int, buffers: Buffers) -> dict[str, Digests]:
-    """Return kind -> one number per logical tensor, over these buffers of a rank.
+    """Return the digests of these buffers of a rank: kind -> one number per logical tensor.
 
-    Raise TransferError if the buffers do not fit, LayoutError for a kind or a rank that the space does not have.
+    Raises TransferError if the buffers do not fit, LayoutError for a kind or a rank that the space does not have.
     """
     found = {}
     for kind in sorted({kind for kind, _ in buffers}):

@@ -1,7 +1,8 @@
-"""Restoration from copies: by a plan from the layout of their moment to that of the goal.
+"""Restoration from copies, by a plan that moves state from the layout of the copies to that of the goal.
 
-The copy of each rank has one holder. A holder carries out the part of each rank that it has a copy of: of the first
-one under its own number, of the others as a stand-in. A holder without a place in the goal calls `serve`.
+The copy of each rank has one holder. A holder carries out the part in the plan of each rank whose copy it has: for the
+first of these ranks under its own number, for the others under numbers that no member has. A holder without a rank in
+the goal calls `serve`.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ DOING = "restoring from copies"
 
 
 def serve(engine: EngineCore, goal: Goal, whole: WholeCopies, kept: Kept | None) -> None:
-    """Give this member's copies until all have them. Called on a holder without a place in the goal.
+    """Give this member's copies until all members have them. Called on a holder that has no rank in the goal.
 
-    Raise CheckpointError if the others fail.
+    Raises CheckpointError if the other members fail.
     """
     try:
         source = FromCopies(engine, goal, whole, kept)
@@ -51,9 +52,11 @@ def serve(engine: EngineCore, goal: Goal, whole: WholeCopies, kept: Kept | None)
 
 
 class FromCopies(StateSource):
-    """Copies as a `StateSource`. kept: the copies of this process.
+    """Copies of state as a `StateSource`.
 
-    The group for the moves of the goal's world spans the holders.
+    kept: the copies of this process.
+
+    The transfer group of the goal's world includes all holders.
     """
 
     def __init__(self, engine: EngineCore, goal: Goal, whole: WholeCopies, kept: Kept | None) -> None:
@@ -72,7 +75,7 @@ class FromCopies(StateSource):
             self._session.say(f"said/{rank}", copy.said)
 
     def _found(self, kept: Kept | None) -> dict[int, Copy]:
-        """Return the copy of each rank that this member is to give."""
+        """Return the copies that this member is to provide, by rank; raise TransferError if one is missing."""
         found = {}
         for rank in [rank for rank, holder in enumerate(self._whole.holders) if holder == self._me]:
             copy = None if kept is None else kept.find(self._whole.mark, rank)
@@ -82,7 +85,7 @@ class FromCopies(StateSource):
         return found
 
     def _said(self, rank: int) -> dict[str, Any]:
-        """Return what the copy of a rank says besides its buffers."""
+        """Return the state that the copy of a rank has besides its buffers, as plain JSON."""
         found: dict[str, Any] = self._session.said_by(self._whole.holders[rank], f"said/{rank}", DOING)
         return found
 
@@ -120,7 +123,7 @@ class FromCopies(StateSource):
     # ---- the moves ---------------------------------------------------------------------------------------------------
 
     def give(self, target: Buffers | None = None) -> None:
-        """Carry out this member's parts of the plans, and its own if it has a place in the goal."""
+        """Carry out this member's part of the plans, both as a holder of copies and as a rank of the goal."""
         transport = GroupTransport(*_transfer_group(self._goal.world), self._engine.control.watch)
         seconds, budget = self._engine.control.timeout_seconds, self._engine.settings.memory_budget_bytes
         played = [name for rank, name in enumerate(self._names) if rank in self._copies and name != self._me]
@@ -137,7 +140,9 @@ class FromCopies(StateSource):
         self._give_rests(transport, time.monotonic() + seconds)
 
     def _plans(self) -> list[SwitchPlan]:
-        """Return the plans: trained state with weights cast from masters, and frozen weights if copies have any."""
+        """Return the plans for trained state, with weights cast from masters, and for frozen weights if copies have
+        any.
+        """
         vps = self._target.with_layout(self._layout, self._names)
         goal = self._goal.layout, self._goal.members
         trained = {tensor.group for tensor in vps.tensors if tensor.trainable}
@@ -152,7 +157,7 @@ class FromCopies(StateSource):
 
     @cached_property
     def _cast(self) -> dict[int, dict[BufferId, torch.Tensor]]:
-        """Trained weights by rank, cast from the rank's masters, and cut as these are."""
+        """Trained weights by rank, cast from the rank's masters and cut like them."""
         dtype = self._engine.memory_in(self._goal.layout)[WEIGHT].dtype
         return {
             rank: {name: held.to(dtype) for name, held in of_kind(copy.buffers, MASTER).items()}
@@ -160,7 +165,7 @@ class FromCopies(StateSource):
         }
 
     def _give_rests(self, transport: GroupTransport, deadline: float) -> None:
-        """Send the tensors of each rank's rest to the members whose ranks go on with it."""
+        """Send the tensors of each rank's rest (per-rank extra state) to the members that continue with it."""
         begun, wanted = [], dict[int, list[torch.Tensor]]()
         for rank, member in enumerate(self._goal.members):
             for each in dict.fromkeys(rest_ranks(self._layout, self._goal.layout, rank)):
@@ -183,8 +188,9 @@ class FromCopies(StateSource):
     def report(self, after: Shares | None) -> str:
         """Return the digest of the whole state, which must be the same before and after the moves.
 
-        after: this member's part of the state after them, if any. Raise CheckpointDamaged, on all alike, if they
-        differ.
+        after: this member's part of the state after the moves; None if it has none.
+
+        Raises CheckpointDamaged, on all members alike, if the digests differ.
         """
         before = [self._shares_of(rank, copy) for rank, copy in self._copies.items()]
         if self._whole.frozen is not None and self._me in self._whole.frozen.members:
@@ -202,7 +208,9 @@ class FromCopies(StateSource):
         return str(said["digest"])
 
     def _shares_of(self, rank: int, copy: Copy) -> Shares:
-        """Return the shares of a copy: its own digests, those of the weights that were cast, and of frozen ones."""
+        """Return a copy's shares of the digests: its own digests, and those of weights cast from masters and of frozen
+        weights.
+        """
         vps = self._target.with_layout(self._layout, self._names)
         cast, pieces = self._cast[rank], vps.holding(self._layout, rank, MASTER)
         total = Shares(kinds=[(self._names[rank], sorted(self.kinds))], whole={}, copies={}, places={})
@@ -222,7 +230,7 @@ class FromCopies(StateSource):
         return total
 
     def _shares_of_frozen(self, frozen: Frozen) -> Shares:
-        """Return the shares of frozen weights that are in no copy."""
+        """Return the digest shares of frozen weights that are in no copy."""
         vps, rank = self._target.with_layout(frozen.layout, frozen.members), frozen.members.index(self._me)
         held, pieces = of_kind(self._frozen, WEIGHT), vps.holding(frozen.layout, rank, WEIGHT)
         mine = SideDigests({WEIGHT: digest_pieces(only(pieces, tuple(held)), held, vps.bases)})
@@ -230,15 +238,15 @@ class FromCopies(StateSource):
 
 
 def _session(engine: EngineCore, goal: Goal, whole: WholeCopies) -> Session:
-    """Return the session of all members that restore, or give something for it."""
+    """Return the session of all members that restore or provide copies."""
     members = (*goal.members, *(one for one in whole.members if one not in goal.members))
     return Session(engine.control, f"{goal.key}/copies", members, DOING, record=goal.record, is_patient=True)
 
 
 def _names(holders: Sequence[int], above: int) -> tuple[int, ...]:
-    """Return the number of each rank's holder in the plan.
+    """Return the number in the plan of each rank's holder.
 
-    A member has the first rank that it holds under its own number, and each other rank under a number of no member.
+    A member has its own number for the first rank that it holds, and a number of no member for each further rank.
     """
     return tuple(holder if holder not in holders[:rank] else above + 1 + rank for rank, holder in enumerate(holders))
 

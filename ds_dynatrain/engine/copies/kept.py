@@ -1,7 +1,7 @@
-"""The copies that a process has, in two places, so that there is a whole one at every moment.
+"""Copies that a process keeps in two slots, so that one slot always has a whole copy.
 
-While one place is written, the other one holds the moment that all members have whole. The memory of a place is used
-again: touching new memory costs more than copying into it.
+While one slot is written, the other one keeps the copies that are known to be whole on all members. The memory of a
+slot is used again, because touching new memory costs more than copying into it.
 """
 
 from __future__ import annotations
@@ -19,18 +19,21 @@ from ds_dynatrain.transfer import allocate, prefault
 
 
 class Room:
-    """Host memory for one copy at a time, as much as the largest one needed."""
+    """Host memory for one copy at a time; it stays as large as the largest copy needed."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of host memory that the room takes."""
+        """Bytes of host memory that are allocated."""
         return self._memory.numel()
 
     def fit(self, nbytes: int) -> torch.Tensor:
-        """Return its first bytes, as uint8; their old content is lost. Raise MemoryError if there is not enough."""
+        """Return the first `nbytes` of the memory, as uint8; their old content is lost.
+
+        Raises MemoryError if not enough memory is available.
+        """
         if self.nbytes < nbytes:
             self._memory = torch.empty(0, dtype=torch.uint8)  # free the old before allocating the new
             if nbytes > (free := available_bytes()):
@@ -41,7 +44,10 @@ class Room:
 
 
 class _Place:
-    """A moment: a room for the own copy, one for each ward's, and the copies that are whole."""
+    """One of the two slots: memory for the process's own copy and for each ward's copy, and the copies that are whole.
+
+    A ward is a rank whose state this process copies.
+    """
 
     def __init__(self) -> None:
         self.mark: Mark | None = None
@@ -51,14 +57,16 @@ class _Place:
 
 
 class Kept:
-    """The copies of one process: of its own rank and of its wards, the last two moments each.
+    """Copies that one process keeps of its own rank and of its wards, the ranks whose state it copies, at two
+    boundaries.
 
-    It outlives worlds: copies of an older one stay until those of the present one are whole on all members.
+    Copies outlive worlds: those from an older world stay until those of the present one are whole on all members.
 
-    frozen: the rank's own frozen weights that other ranks have, too. They are the same at every step, so they are not
-    copied, but kept as they lay in `frozen_of`, (layout, rank).
-
-    since: the stretch of training with the newest load (`Mark.stretch`); copies of older ones count no more.
+    frozen: this rank's frozen weights that other ranks have, too. They are the same at every step, so they are not
+    copied but kept in their original form.
+    frozen_of: the (layout, rank) in which the frozen weights were held.
+    since: the stretch of training that began with the newest load (see `Mark.stretch`); copies from older ones do not
+    count any more.
     """
 
     def __init__(self) -> None:
@@ -73,19 +81,19 @@ class Kept:
     # ---- what is there -----------------------------------------------------------------------------------------------
 
     def copies(self) -> list[Copy]:
-        """Return all copies that this process has whole, of itself and of its wards; the newest first."""
+        """Return all whole copies that this process has, of its own rank and of its wards, the newest first."""
         with self._lock:
             found = [copy for place in self._places for copy in place.copies.values()]
         found = [copy for copy in found if copy.mark.stretch >= self.since]
         return sorted(found, key=lambda copy: (copy.mark.moment, -copy.rank), reverse=True)
 
     def find(self, mark: Mark, rank: int) -> Copy | None:
-        """Return the copy of a rank at a moment, or None if this process does not have it."""
+        """Return the copy of a rank with this mark; None if this process does not have it."""
         return next((copy for copy in self.copies() if (copy.mark, copy.rank) == (mark, rank)), None)
 
     @property
     def whole(self) -> Mark | None:
-        """Newest moment of which all members are known to have all copies."""
+        """Mark of the newest copies that are known to be whole on all members; None if there are none."""
         return self._whole
 
     @property
@@ -96,7 +104,9 @@ class Kept:
     # ---- writing -----------------------------------------------------------------------------------------------------
 
     def begin(self, mark: Mark, wards: int) -> tuple[Room, list[Room]]:
-        """Return rooms for the own copy and those of `wards` wards, outside the moment that is whole on all members."""
+        """Return memory for the own copy and for the copies of `wards` wards, in the slot whose copies are not needed
+        any more.
+        """
         with self._lock:
             place = next(each for each in self._places if each.mark is None or each.mark != self._whole)
             place.copies, place.mark = {}, mark
@@ -106,21 +116,23 @@ class Kept:
             return place.own, place.wards
 
     def add(self, copy: Copy) -> None:
-        """Add a copy that is whole in this process; it counts if it is of the moment that was begun last."""
+        """Add a copy that is whole in this process; it is ignored unless it has the mark that was begun last."""
         with self._lock:
             if self._open is not None and self._open.mark == copy.mark:
                 self._open.copies[copy.rank] = copy
 
     def is_whole(self, mark: Mark) -> None:
-        """Note that all members have all copies of a moment: the other place may be written from then on."""
+        """Record that all members have all copies with this mark, so that the other slot may be overwritten."""
         self._whole = mark
 
     def void_before(self, stretch: tuple[int, ...]) -> None:
-        """Void copies of stretches before this one, also copies that are added later: a state was loaded in it."""
+        """Ignore copies from before this stretch of training, in which a state was loaded; copies added later are
+        checked, too.
+        """
         self.since = max(self.since, stretch)
 
     def forget(self) -> None:
-        """Void all copies, also one that is being taken. Their memory stays."""
+        """Discard all copies, including one that is being taken; their memory stays allocated."""
         with self._lock:
             for place in self._places:
                 place.copies, place.mark = {}, None
