@@ -214,7 +214,7 @@ class Boundaries:
 
     @property
     def _all_leave(self) -> bool:
-        """Whether all members were told to leave, and those that train have not saved yet."""
+        """Whether all members were told to leave, while the working members have not saved yet."""
         newest = self.elastic.member.newest
         return newest is not None and newest.change == "planned" and not newest.members
 

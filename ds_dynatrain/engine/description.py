@@ -1,4 +1,6 @@
-"""Comparison of processes: their configurations, models, and values that extensions name must be equal on all of them."""
+"""Comparison of processes: their configurations, models, and values that extensions name must be equal on all of
+them.
+"""
 
 from __future__ import annotations
 

@@ -76,7 +76,9 @@ class DiscardableBatch:
             raise CheckpointError(f"{'; '.join(DISCARDED)}")
 
     def remember(self, output: Any) -> Any:
-        """Remember the output of a forward pass if it cannot be computed again without other ranks; return the output."""
+        """Remember the output of a forward pass if it cannot be computed again without other ranks; return the
+        output.
+        """
         if needs_peers(self._engine.layout) and (self._engine.host.module.training or self._output is None):
             self._output = pytree.tree_map(_leaf, output)
         return output

@@ -85,7 +85,9 @@ def first_layout(
 
 
 def check_start(layout: Layout, model: nn.Module, shaper: Shaper, job: Job, processes: int) -> None:
-    """Raise ConfigError if the first layout cannot split the batch for this model, or rules out what the user asks for."""
+    """Raise ConfigError if the first layout cannot split the batch for this model, or rules out what the user asks
+    for.
+    """
     try:
         feasible.check_combination(job.features, layout, processes)
         feasible.check_batch(layout, job.batch_sizes, shaper.whole(model), job.has_stages)
@@ -135,7 +137,9 @@ def _fill(
     values: Iterator[tuple[nn.Parameter, torch.Tensor]],
     numbers: dict[int, int],
 ) -> tuple[Buffers, dict[str, int]]:
-    """Return the buffers of the first layout, and the digests of the parameters that this member initialized, by name."""
+    """Return the buffers of the first layout, and the digests of the parameters that this member initialized, by
+    name.
+    """
     drawn: dict[str, int] = {}
 
     def noted() -> Iterator[tuple[nn.Parameter, torch.Tensor]]:

@@ -471,7 +471,7 @@ class Switcher:
             self._answered, self.engine.pending = pending, None
 
     def give_up(self, reason: str) -> None:
-        """Give up the switch that is being prepared: no member can carry it out any more."""
+        """Give up the switch that is being prepared, because no member can carry it out any more."""
         if self.engine.preparation is not None:
             tell(self.engine, self._drop(self.engine.preparation, reason, "rolled_back"), write=None)
 

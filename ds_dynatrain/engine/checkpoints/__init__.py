@@ -6,7 +6,7 @@
 | `saving` | saves the state of all members into a checkpoint |
 | `extra_state` | the extra state in a checkpoint (the carry), shared or per rank; converts another tool's |
 | `restore`, `lean` | load a checkpoint into the present layout; switch by way of one if both sides do not fit |
-| `sources`, `other_tools`, `stock_folder` | sources to restore from: ours, converted, DeepSpeed's, or left to DeepSpeed |
+| `sources`, `other_tools`, `stock_folder` | what to restore from: ours, converted, DeepSpeed's, or left to DeepSpeed |
 | `resume` | state that a job starts from |
 | `joint` | the newest checkpoint that all engines of a process have |
 

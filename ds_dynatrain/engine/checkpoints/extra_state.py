@@ -96,7 +96,9 @@ def _share(rank: int, number: int, tensor: torch.Tensor) -> Share:
 
 
 def streams_for(saved: Saved, layout: Layout, rank: int) -> streams.Streams:
-    """Return the random streams of a rank in any layout, as they would be after a switch there from the saved layout."""
+    """Return the random streams of a rank in any layout, as they would be after a switch there from the saved
+    layout.
+    """
 
     def found(origin: int) -> streams.Streams:
         held = saved.of_rank(origin).get("streams")
@@ -150,7 +152,9 @@ def _unpacked(saved: Saved, reader: Reader, rank: int) -> dict[str, Any]:
 
 
 def _check_rest(rest: Any) -> None:
-    """Raise TypeError, at the first wrong value, if a rest (per-rank extra state) has values that our code cannot use."""
+    """Raise TypeError, at the first wrong value, if a rest (per-rank extra state) has values that our code cannot
+    use.
+    """
     tables = ("buffers", "objects", "extra", "modes", "attributes")
     if not isinstance(rest, dict) or not all(isinstance(rest.get(part, {}), dict) for part in tables):
         raise TypeError("it, its buffers, objects, extra states, modes or attributes are no tables")

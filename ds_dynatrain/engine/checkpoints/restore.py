@@ -38,7 +38,9 @@ from ds_dynatrain.space import Layout
 def from_checkpoint(
     engine: EngineCore, goal: Goal, path: Path, present: dict[str, Any] | None, trust_pickle: bool, part: CheckpointPart
 ) -> Iterator[StateSource]:
-    """Open the checkpoint in a folder as a source of state, with the folder named in errors; see `other_tools.opened`."""
+    """Open the checkpoint in a folder as a source of state, with the folder named in errors; see
+    `other_tools.opened`.
+    """
     with naming(path), opened(path, engine, goal, present, part, trust_pickle) as source:
         yield source
 

@@ -48,7 +48,9 @@ class CheckpointPart(NamedTuple):
 
     @property
     def is_read_here(self) -> bool:
-        """Whether we can read this part: masters and other states, with or without the schedule and the frozen weights."""
+        """Whether we can read this part: masters and other states, with or without the schedule and the frozen
+        weights.
+        """
         return self._replace(load_module_strict=True, load_lr_scheduler_states=True) == CheckpointPart()
 
 

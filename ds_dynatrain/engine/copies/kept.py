@@ -126,8 +126,8 @@ class Kept:
         self._whole = mark
 
     def void_before(self, stretch: tuple[int, ...]) -> None:
-        """Ignore copies from before this stretch of training, in which a state was loaded; copies added later are
-        checked, too.
+        """Ignore all copies, also those added later, from before this stretch of training, in which a state was
+        loaded.
         """
         self.since = max(self.since, stretch)
 
