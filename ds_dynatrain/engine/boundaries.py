@@ -42,7 +42,7 @@ SPARE = 1000
 
 
 class Boundaries:
-    """Boundaries of the engines of one process, where they switch, wait for work, or form a new world."""
+    """Boundaries of the engines of one process, at which they switch, wait for work, or form a new world."""
 
     def __init__(self, elastic: Elastic) -> None:
         self.elastic = elastic
@@ -54,7 +54,7 @@ class Boundaries:
 
     @property
     def engines(self) -> list[EngineParts]:
-        """Open engines, in the order in which they were made."""
+        """Open engines of the process, in the order in which they were made."""
         return open_engines()
 
     @property
@@ -86,7 +86,7 @@ class Boundaries:
         self.see_failure()
         self._form_anew_if_aborted()
         for other in self.engines[1:]:
-            if other.is_discarded:  # its batches since the world was aborted are dealt again
+            if other.is_discarded:  # it trains its batches since the abort again
                 with other.turn():
                     other.discard_window()
                 other.is_discarded = False
@@ -214,7 +214,7 @@ class Boundaries:
 
     @property
     def _all_leave(self) -> bool:
-        """Whether all members were told to leave, while the working members have not saved yet."""
+        """Whether all members were told to leave, and the working ones have not saved the state yet."""
         newest = self.elastic.member.newest
         return newest is not None and newest.change == "planned" and not newest.members
 

@@ -109,7 +109,11 @@ class Driver:
         return open_engines()
 
     def advance(self, engine: EngineParts, place: str, has_waited: bool = True) -> None:
-        """Carry out all actions that are due now, at a boundary of an engine. has_waited: see `OwnFacts`."""
+        """Carry out all actions that are due now, at a boundary of an engine.
+
+        place: the name of the boundary.
+        has_waited: see `OwnFacts`.
+        """
         self._at, self._place, self._has_waited = self.engines.index(engine), place, has_waited
         engine.release_old_state(unless_needed=True)
         if self._elastic is not None:
@@ -118,7 +122,7 @@ class Driver:
             self.on_board(partial(self._carry_out, actions))
 
     def waits_for(self) -> str:
-        """Return, in words, whom the next action waits for."""
+        """Return, in words, which members the next action waits for."""
         boards = () if self._boards is None else self._boards.fronts
         return self.on_board(lambda: self.machine.waits_for(boards)) or "the board"
 

@@ -133,7 +133,10 @@ class Elastic(Membership):
             raise WorldChanged("a member of this world is dead, or a collective of it has failed")
 
     def enter(self, world: Generation, registry: Registry, training: frozenset[str]) -> None:
-        """Enter a generation. training: the ids of the members that hold the state now."""
+        """Enter a generation.
+
+        training: the ids of the members that hold the state now.
+        """
         with self._lock:
             self.world, self.registry, self._training = world, registry.only(world.members), training
             self.is_aborted = False
@@ -225,7 +228,9 @@ class Elastic(Membership):
         return f"{unfinished() or what}, {seconds:.0f} s"
 
     def _say_where(self, world: Generation) -> None:
-        """Log where the main thread is while a collective of the world hangs."""
+        """Log where the main thread is while a collective of the world hangs; on a repeated hang, set the reason to end
+        the job.
+        """
         what, seconds = self.waits(self._blocked_seconds)
         here = [f"{what}, {seconds:.0f} s" if what else "no collective", f"at {stands_at()}", unfinished()]
         logger.error("%s; the main thread here is in %s", world.reason, "; ".join(filter(None, here)))
@@ -351,7 +356,7 @@ class Elastic(Membership):
         return Control(store, "board", NOBODY, self.timeout_seconds, seal=self._seal(f"job/{world.term}"))
 
     def candidates(self, world: Generation, registry: Registry) -> Candidates:
-        """Return the members of a generation as those that could work."""
+        """Return the members of a generation, with their nodes, as candidates for work in a layout."""
         mine = registry.numbers.get(self.member.id, NOBODY)
         return Candidates(mine, {registry.numbers[member]: node_of(member) for member in world.members})
 
@@ -378,7 +383,7 @@ class GenerationBoards:
 
     @property
     def fronts(self) -> tuple[Control, ...]:
-        """Boards for the main thread, one for each engine; () while they are not open."""
+        """Boards for the main thread, one for each engine; () until they are open."""
         return tuple(front for front, _ in self._opened)
 
     def of(self, engine: int = 0) -> Boards:

@@ -70,13 +70,13 @@ class ElasticMembership(Elastic):
     # ---- an engine is made, and ends ---------------------------------------------------------------------------------
 
     def refuse(self, settings: DynatrainConfig, model: nn.Module) -> None:
-        """Raise UnsupportedError for a model that is cut already, and for lean switches."""
+        """Raise UnsupportedError for a model that is partitioned over other processes, and for lean switches."""
         refuse_cut(model, beside=bool(self._jobs))
         if settings.safety == "lean":
             raise usage("lean switches where members come and go").error()
 
     def new_status(self) -> GroupStatus:
-        """Return a status that turns a lost peer into WorldChanged."""
+        """Return a status for process groups that turns a lost peer into WorldChanged."""
         made = GroupStatus()
         self._first.add(made)
         return made
@@ -284,11 +284,11 @@ class ElasticMembership(Elastic):
         self._boundaries.driver.entered(parts_of(engine))
 
     def ended(self, engine: EngineCore, proposal: Proposal, outcome: Outcome) -> None:
-        """Follow the end of a late switch; see `Driver.ended`."""
+        """Update the membership at the end of a late switch; see `Driver.ended`."""
         self._boundaries.driver.ended([engine], proposal, outcome)
 
     def tell(self, engine: EngineCore, event: SwitchEvent) -> None:
-        """Send the event to the coordinator, which keeps it for those that watch the job."""
+        """Send the event to the coordinator, which keeps it for observers of the job."""
         self.member.switched(told(engine.job.number, event))
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
@@ -307,7 +307,7 @@ class ElasticMembership(Elastic):
 def plain_part(value: Any) -> Any:
     """Return the part of a value that JSON can hold.
 
-    Other entries of a dictionary are left out; any other value is None.
+    Entries of a dictionary that JSON cannot hold are left out; any other such value becomes None.
     """
     if isinstance(value, Mapping):
         parts = {str(key): plain_part(part) for key, part in value.items()}

@@ -87,7 +87,7 @@ class Entry:
         return Context(self.launch, Candidates(self.mine, nodes), self.control, self.background)
 
     def building(self) -> AbstractContextManager[Note]:
-        """Return the block for building the first world."""
+        """Return the block for building an engine's first world."""
         return self.membership.building_first(self._generation, self.number)
 
     @property
@@ -343,13 +343,13 @@ class Early:
         return with_members(elastic.member.place, settings, self.membership)
 
     def end(self) -> None:
-        """Tell the coordinator that the script has ended, since there is no engine to do so."""
+        """Tell the coordinator that the script has ended, if no engine was made that would do so."""
         if not self.is_taken:
             self.membership.member.stop(has_ended=not ended_in_error())
 
 
 def begin(place: WorkerPlace) -> Early:
-    """Enter the job of an elastic launch without an engine; raise SystemExit(0) if it ends before that."""
+    """Enter an elastic job without an engine; raise SystemExit(0) if the job ends before that."""
     settings = DynatrainConfig()
     elastic = ElasticMembership(place, settings)
     start_alone()

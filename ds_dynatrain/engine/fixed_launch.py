@@ -40,8 +40,8 @@ class FixedLaunch(Membership):
             beating.stop()
 
     def end_script(self, engine: EngineCore) -> None:
-        """Wait until idle and late members have read that the job has ended, since the store may live in this
-        process.
+        """Wait on member 0, whose process may hold the store, until idle and late members have read that the job has
+        ended.
         """
         board = engine.control
         if board.member != 0:

@@ -333,8 +333,8 @@ def _split(
 ) -> tuple[dict[str, Any], DynatrainConfig | None]:
     """Return DeepSpeed's part and our part of the configuration.
 
-    Raises ConfigError if several configurations are given with a `dynatrain` block; DeepSpeed itself reports that
-    otherwise.
+    Raises ConfigError if several configurations are given and the first has a `dynatrain` block; all other mistakes are
+    left for DeepSpeed to report.
     """
     given = [each for each in (config, config_params, getattr(args, "deepspeed_config", None)) if each is not None]
     own, settings = split_config(given[0]) if given else ({}, None)

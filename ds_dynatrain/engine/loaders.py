@@ -43,15 +43,15 @@ class Loaders:
         self.engine, self._switcher, self._window = engine, switcher, window
         self._evaluation_loaders = 0
         self._opened: dict[str, tuple[str, int]] = {}
-        """For each train loader, the segment in which its last global batch was opened and the number of micro-batches
-        done before.
+        """Segment in which each train loader's last global batch was opened, and the number of micro-batches trained
+        before it.
         """
 
     # ---- what loaders ask --------------------------------------------------------------------------------------------
 
     @property
     def data_rank(self) -> int:
-        """This member's place on the data axis (-1 on an idle member)."""
+        """This member's index on the data axis (-1 on an idle member)."""
         return self.engine.place("data")
 
     @property
@@ -210,7 +210,7 @@ class Loaders:
         return [loader for loader in self.engine.train_loaders.values() if isinstance(loader.order, CurriculumOrder)]
 
     def mean(self, value: torch.Tensor | float, samples: int) -> torch.Tensor:
-        """Return a mean over the data axis; see `DynatrainEngine.mean`."""
+        """Return a weighted mean over the data axis; see `DynatrainEngine.mean`."""
         plain = float(value.detach()) if isinstance(value, torch.Tensor) else float(value)
         pair = torch.tensor([plain * samples if samples else 0.0, float(samples)], dtype=torch.float64)
         alone = torch.tensor([plain, 1.0], dtype=torch.float64)

@@ -96,7 +96,9 @@ class EngineParts(EngineCore):
     # ---- the begin and the end -------------------------------------------------------------------------------------
 
     def begin_work(self, space: VirtualParameterSpace) -> None:
-        """Open the engine: register its space, and make it known to the process. Last step of `initialize`."""
+        """Open the engine as the last step of `initialize`: register its parameter space, and make it known to the
+        process.
+        """
         self.adopt_space(space)
         self.is_open = True
         if self.world is not None:
@@ -116,7 +118,7 @@ class EngineParts(EngineCore):
         self.changes.begin()
 
     def close(self) -> None:
-        """End the engine with the script: tell the others, and take the process groups down while they can still
+        """End the engine with the script: tell the other members, and destroy the process groups while they can still
         answer.
         """
         with self.turn():
@@ -179,7 +181,7 @@ class EngineParts(EngineCore):
 
 
 def parts_of(engine: EngineCore) -> EngineParts:
-    """Return an open engine with its parts; raise TypeError for one that has none."""
+    """Return an engine as `EngineParts`; raise TypeError if it is of another class."""
     if not isinstance(engine, EngineParts):
         raise TypeError(f"an engine without its parts: {engine!r}")
     return engine

@@ -73,7 +73,7 @@ class PipelinePlaces:
     members: the member at each rank.
     pipe: the number of stages.
     data: the size of the data axis.
-    shares: the pipelines' shares of a global batch; None if they are equal.
+    shares: the pipelines' shares of a global batch; None if the layout gives none.
     """
 
     members: tuple[int, ...]

@@ -69,9 +69,10 @@ def tell(
     log: Callable[[SwitchEvent], None] = log_event,
     write: Callable[[EventWriter, SwitchEvent], None] | None = EventWriter.write,
 ) -> None:
-    """Report an event to the log and the report file, on rank 0.
+    """Report an event to the log and the report file. Does nothing except on rank 0.
 
-    write: writes its line in the report file; None for an event without one.
+    log: function that logs the event.
+    write: function that writes the event's line into the report file; None to write no line.
     """
     if engine.rank != 0:
         return

@@ -85,23 +85,28 @@ def restore(
     is_wanted: Callable[[str], bool] = lambda tag: True,
     left_out: list[str] | None = None,
 ) -> Restored:
-    """Restore everything from the newest whole checkpoint in a folder, in a world that was built just now.
+    """Restore everything from the newest whole checkpoint in a folder, in a world that was just built. Used after
+    failures.
 
-    For a failure path. Call it on the main thread of every member in `members`, which has the member at each rank of
-    `layout`; open accumulation windows are void, and loaders may be at any position. `world` is this member's, from
-    `adapters.worlds.build_world` for (layout, members) and a generation that was never used, connected; it is installed
-    here. No state of the members is used: an optimizer that is on comes off, without a message to anybody, and members
-    that were idle or have just joined make the same call. Groups of an old world are neither used nor taken down: abort
-    them before, drop them after. All members must share `engine.control`.
+    Call it on the main thread of every member in `members`, including members that were idle or have just joined. All
+    of them must share `engine.control`. Open accumulation windows are void, and loaders may be at any position. No
+    state of the members is used: an optimizer that is attached is detached, without a message to any member. Groups of
+    an old world are neither used nor taken down: abort them before this call, and drop them after it.
 
-    Afterwards the engine is in `world` with all state, counters, hyper-parameters, random streams and loaders'
-    positions of the checkpoint; `engine.global_steps` has its step. A checkpoint that turns out to be damaged is passed
-    over for the next older one, by all members alike. is_wanted: whether a tag is acceptable, asked on rank 0.
-    left_out: tags that are known to be damaged; if given, a further damaged checkpoint is added and raises
-    CheckpointDamaged on all members alike.
+    members: the member at each rank of `layout`.
+    world: this member's world, which `adapters.worlds.build_world` has built for the layout and members, with a
+    generation that was never used. It must be connected, and is installed here.
+    is_wanted: function that says whether a tag is acceptable; called on rank 0.
+    left_out: tags that are known to be damaged. If given, a further damaged checkpoint is added to it and raises
+    CheckpointDamaged, on all members alike.
 
-    Raise CheckpointError, on all members alike, if none is whole, none fits the model, or a member does not take part:
-    the engine then holds no state and no world (`engine.idle`). Raise MemberMissing if rank 0 does not take part.
+    Afterwards the engine is in `world`, with all state, counters, hyper-parameters, random streams and loaders'
+    positions of the checkpoint; `engine.global_steps` has its step. If `left_out` is not given, all members pass over a
+    damaged checkpoint and use the next older one.
+
+    Raises CheckpointError, on all members alike, if no checkpoint is whole, none fits the model, or a member does not
+    take part: the engine then holds no state and no world (`engine.idle`). Raises MemberMissing if rank 0 does not take
+    part.
     """
     where, known = Path(path).absolute(), list(left_out or ())
     let_go(engine)

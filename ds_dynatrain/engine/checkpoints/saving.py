@@ -143,7 +143,7 @@ class Saver:
 
 
 class _Saving:
-    """One save on one working member."""
+    """One save of a checkpoint on one working member."""
 
     def __init__(
         self, engine: EngineCore, control: Control, path: Path, tag: str | None, key: str, keep: int | None

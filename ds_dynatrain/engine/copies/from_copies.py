@@ -188,7 +188,7 @@ class FromCopies(StateSource):
     def report(self, after: Shares | None) -> str:
         """Return the digest of the whole state, which must be the same before and after the moves.
 
-        after: this member's part of the state after the moves; None if it has none.
+        after: this member's part of the digests after the moves; None if it has no rank in the goal.
 
         Raises CheckpointDamaged, on all members alike, if the digests differ.
         """

@@ -98,7 +98,7 @@ class Kept:
 
     @property
     def nbytes(self) -> int:
-        """Host memory that the copies take."""
+        """Bytes of host memory that all copies take."""
         return sum(room.nbytes for place in self._places for room in (place.own, *place.wards))
 
     # ---- writing -----------------------------------------------------------------------------------------------------
