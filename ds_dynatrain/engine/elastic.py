@@ -1,6 +1,7 @@
-"""This process as a member of a job whose members come and go: what it hears, and what it aborts at once.
+"""Membership of this process in a job whose members come and go: the changes it learns of, and the worlds it aborts.
 
-The coordinator says which members there are (`ds_dynatrain.elastic`); `change` decides what follows at the boundaries.
+The coordinator (`ds_dynatrain.elastic`) publishes which members there are; `membership.boundary_machine` decides what
+follows at the boundaries.
 """
 
 from __future__ import annotations
