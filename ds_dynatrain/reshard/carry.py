@@ -77,9 +77,7 @@ def _load_progress(engine: EngineCore, state: dict[str, Any]) -> None:
     engine.job_epoch = state["epoch"]
     engine.host.take_scaling(state["scaling"])
     engine.host.forward_passes = state["forward passes"]
-    if (
-        state.get("stream seed") is not None
-    ):  # a checkpoint of a job without leaves (micro-batches of fixed size) has none
+    if state.get("stream seed") is not None:  # checkpoints of jobs without leaves lack it
         engine.stream_seed = state["stream seed"]
 
 
@@ -104,9 +102,7 @@ def _load_schedule(engine: EngineCore, state: dict[str, Any]) -> None:
         group.update(values)
     if scheduler is not None:
         scheduler.load_state_dict(state["scheduler"])
-    if (
-        hasattr(scheduler, "_last_lr") and "_last_lr" not in state["scheduler"]
-    ):  # DeepSpeed's own schedulers leave it stale
+    if hasattr(scheduler, "_last_lr") and "_last_lr" not in state["scheduler"]:  # else DeepSpeed's leave it stale
         scheduler._last_lr = [group["lr"] for group in groups]
     if engine.deepspeed.random_ltd_enabled():
         engine.deepspeed.random_ltd_scheduler.load_state_dict(state["random-LTD"])
@@ -207,8 +203,9 @@ def rest_carry(engine: EngineCore, has_module: bool = True) -> dict[str, Any]:
 
 
 def take(engine: EngineCore, carry: Mapping[str, Any], after: LoadReason) -> None:
-    """Load the states of a carry that a change of this kind requires. On a working member the optimizer must be
-    attached.
+    """Load the states of a carry that this kind of change requires.
+
+    The optimizer of a working member must be attached.
     """
     for state in STATES:
         if state.taken <= after and not carry.keys().isdisjoint(state.keys):
@@ -260,8 +257,7 @@ def differing_values(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[s
 
 
 def refuse_tensor_settings(engine: EngineCore) -> None:
-    """Raise SwitchRefused if a hyper-parameter or the scheduler's state is a tensor, which shared extra state cannot
-    have.
+    """Raise SwitchRefused if a hyper-parameter or the scheduler's state is a tensor: shared extra state has none.
 
     Called on working members when a switch is requested.
     """

@@ -1,5 +1,4 @@
-"""Restoration of a state into surviving processes: new buffers, proof of their contents, the engine over them, and a
-vote.
+"""Restoration of a state into surviving processes: new buffers, proof of their contents, a rebuilt engine, and a vote.
 
 The state comes from a `StateSource`: a checkpoint, copies that members keep of each other, or the same members under
 other parameter groups (`regrouping`).
