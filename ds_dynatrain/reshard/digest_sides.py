@@ -1,5 +1,4 @@
-"""Digests of the state that one rank holds on one side of a change, and the tables by which its buffers are cut for
-them.
+"""Digests of the state that one rank holds on one side of a change, and the tables that cut its buffers into pieces.
 
 For each state kind, a member has one 64-bit digest per logical tensor, over the pieces that it holds. For a partitioned
 kind, the digests of all members add up to that of the whole tensor. For a replicated kind, or one that keeps tensors
@@ -61,9 +60,7 @@ class DigestSide:
         self._pieces = lru_cache(1)(partial(vps.holding, layout, rank))
 
     def is_of(self, vps: VirtualParameterSpace, layout: Layout, rank: int) -> bool:
-        """Return whether this is the side of the given rank and layout, with the same tensors, rules and kinds as
-        `vps`.
-        """
+        """Return whether this is the side of that rank and layout, with the tensors, rules and kinds of `vps`."""
         mine, other = (self.vps.line, self.vps.rules, self.vps.kinds), (vps.line, vps.rules, vps.kinds)
         return (self.layout, self.rank) == (layout, rank) and all(map(is_, mine, other))
 
@@ -189,7 +186,7 @@ def only(pieces: Pieces, names: Names) -> Pieces:
 
 
 def _are_masters(buffers: Buffers, names: Names) -> bool:
-    """Return whether the weights in the named buffers share the memory of all masters there; False if there are none."""
+    """Return whether the weights in the named buffers share the memory of all masters there, if there are any."""
     has_masters = False
     for name in names:
         master = buffers.get((MASTER, name))

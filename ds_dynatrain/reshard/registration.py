@@ -1,4 +1,4 @@
-"""Registration of trained parameters and optimizer groups: their parameter space, the job's changes, and applying them."""
+"""Registration of trained parameters and optimizer groups: their space, the job's changes, and applying them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from ds_dynatrain.space import STATE, Layout, LogicalTensor, Partition, VirtualP
 def space_of(
     engine: EngineCore, layout: Layout, members: tuple[int, ...], tensors: tuple[LogicalTensor, ...] | None = None
 ) -> VirtualParameterSpace:
-    """Return the Virtual Parameter Space of a model under a layout: all of its logical tensors, and the rules that cut
-    them.
+    """Return the Virtual Parameter Space of a model under a layout: all logical tensors, and the rules that cut them.
 
     The rules come from DeepSpeed's own reading of the configuration. tensors: the uncut tensors; by default those of
     the module, which must not be cut then.
