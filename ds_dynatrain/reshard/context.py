@@ -45,8 +45,7 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Context:
-    """Surroundings of an engine. They are replaced as a whole when members join or leave; in a fixed launch they never
-    change.
+    """Surroundings of an engine, replaced as a whole when members join or leave; in a fixed launch they never change.
 
     launch: the process group that this process uses while it is idle.
     candidates: the members that could work.

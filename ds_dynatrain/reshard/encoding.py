@@ -57,7 +57,7 @@ def encode(value: Any, tensors: list[torch.Tensor] | None, path: str = "") -> An
 
 
 def decode(value: Any, tensors: list[torch.Tensor], depth: int = 0) -> Any:
-    """Return the value that `encode` turned into this JSON; raise TransferError for JSON that it cannot have written."""
+    """Return the value that `encode` turned into this JSON; raise TransferError for any other JSON."""
     if depth > MOST_DEPTH:
         raise TransferError(f"an encoded value is nested more than {MOST_DEPTH} deep")
     if isinstance(value, list):

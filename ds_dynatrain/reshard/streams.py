@@ -129,8 +129,7 @@ def seeded(job_seed: int, place: dict[str, int], generation: int) -> Streams:
 
 
 def begin_leaf(job_seed: int, step: int, leaf: int, layer: int | None = None) -> None:
-    """Set all generators to their states at the start of a leaf (a micro-batch of fixed size), the same on whichever
-    rank.
+    """Set all generators to their states at the start of a leaf (a micro-batch of fixed size), the same on every rank.
 
     layer: the layer of a pipeline before which the generators are set again; None at the start of the leaf.
     """
@@ -152,7 +151,7 @@ def _place_seed(job_seed: int, name: str, place: dict[str, int], generation: int
 
 
 def _index(place: dict[str, int]) -> int | tuple[int, int]:
-    """Return the index that distinguishes ranks with different streams: the data index, and the stage if not the first."""
+    """Return the index by which streams of ranks differ: the data index, and the stage unless it is the first."""
     stage = place.get("pipe", 0)
     return (place["data"], stage) if stage else place["data"]
 
