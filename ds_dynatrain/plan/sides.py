@@ -159,8 +159,7 @@ class Sides:
 
 
 def _even_shares(start: Ints, stop: Ints, ranks: int, rotation: int) -> Rows:
-    """Split sorted runs that do not overlap into `ranks` equal shares; share i goes to rank (i + rotation) modulo
-    `ranks`.
+    """Split sorted runs that do not overlap into `ranks` equal shares, the first for rank `rotation` (modulo `ranks`).
 
     Return (start, stop, rank) of the resulting runs.
     """

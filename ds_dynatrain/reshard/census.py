@@ -11,7 +11,7 @@ from ds_dynatrain.space import VirtualParameterSpace
 FROZEN_PARTS = "partition"
 """Value of `BufferId.place` for the buffers of frozen tensors under stage 3."""
 Row = tuple[str, int, int, int, int]
-"""(state kind, tensor number, first row-major index, elements, address)."""
+"""One piece of a state: (state kind, tensor number, first row-major index, number of elements, address)."""
 
 
 def predicted(vps: VirtualParameterSpace, rank: int, buffers: Buffers, kinds: set[str]) -> set[Row]:

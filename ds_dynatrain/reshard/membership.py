@@ -174,7 +174,7 @@ class Membership:
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def loaded(self, engine: int) -> tuple[Any, ...] | None:
-        """Return a newcomer's result of `load_checkpoint`, which loads nothing there; None if the caller has to load."""
+        """Return a newcomer's result of `load_checkpoint`, which loads nothing there; None if the caller must load."""
         return None
 
     def remember_load(self, engine: int, result: Sequence[Any]) -> None:
