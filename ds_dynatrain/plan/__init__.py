@@ -1,10 +1,10 @@
-"""The plan of a switch: who takes which slot, who sends what to whom, in which order, and what it costs.
+"""The plan of a switch: which member gets which rank, who sends what to whom and in which order, and what it costs.
 
-`slots` assigns members to the ranks of the new world. `sides` puts source and target beside each other, and finds out
-what each member lacks and who sends it; `moves` turns that into moves. `plan` is the whole as one member sees it, with
-the order of exchanges, an estimate of memory and time, and the parts of absent members that another one carries out.
-`copies` says what a death takes away, and which part of a rank's state belongs into a copy. Nothing here communicates:
-a plan is computed from two layouts and two lists of members alone.
+`slots` assigns members to the ranks of the new world. `sides` compares source and target: it finds what each member
+lacks and which member sends it. `moves` turns that into moves. `plan` is the whole plan as one member sees it, with the
+order of exchanges, an estimate of memory and time, and the parts of absent members that another member carries out.
+`copies` tells which state is lost when a member dies, and which buffers of a rank must therefore be copied. Nothing
+here communicates: a plan follows from two layouts and two lists of members alone.
 
 May import `space`; start with `plan`.
 """

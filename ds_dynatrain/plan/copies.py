@@ -1,4 +1,4 @@
-"""Losses of state when a rank or node dies, and the buffers of a rank that other ranks must therefore copy."""
+"""State that is lost when a rank or a node dies, and the buffers of a rank that other ranks must therefore copy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def has_one_holder(vps: VirtualParameterSpace, layout: Layout, kind: str) -> boo
 
 
 def is_trained_weight(vps: VirtualParameterSpace, kind: str, name: BufferId) -> bool:
-    """Return whether a buffer holds trained weights, which need no copy because they can be cast from their masters."""
+    """Return whether a buffer holds trained weights, which need no copy because their masters can be cast to them."""
     is_frozen = name.place == "partition" or (name.place == "tensor" and not vps.tensors[name.index].trainable)
     return row_of(kind).is_cast and not is_frozen
 
@@ -35,14 +35,17 @@ def has_single_holders(vps: VirtualParameterSpace, layout: Layout) -> bool:
 
 
 def needs_copies(vps: VirtualParameterSpace, layout: Layout, nodes: Sequence[str]) -> bool:
-    """Return whether the death of a single node may lose state. nodes: the node of each rank."""
+    """Return whether the death of a single node may lose state.
+
+    nodes: the name of each rank's node.
+    """
     return has_single_holders(vps, layout) or not outlives_a_node(layout, nodes)
 
 
 def outlives_a_node(layout: Layout, nodes: Sequence[str]) -> bool:
     """Return whether a whole replica of the state survives the death of any single node.
 
-    nodes: the node of each rank. If all ranks are on one node, each rank counts as its own node.
+    nodes: the name of each rank's node. If all ranks are on one node, each rank counts as a node of its own.
     """
     names = nodes if len(set(nodes)) > 1 else [str(rank) for rank in range(len(nodes))]
     left = [{rank for rank, name in enumerate(names) if name != lost} for lost in set(names)]
@@ -52,8 +55,8 @@ def outlives_a_node(layout: Layout, nodes: Sequence[str]) -> bool:
 def is_copied(vps: VirtualParameterSpace, layout: Layout, kind: str, name: BufferId, everything: bool = False) -> bool:
     """Return whether a buffer of a rank must be part of the rank's copy.
 
-    everything: include kinds that other ranks hold as well, except weights. Surviving ranks have them, but with newer
-    values than the copy.
+    everything: also include kinds that other ranks hold, except weights. Surviving ranks do hold them, but with newer
+    values than those of the copy.
     """
     belongs = has_one_holder(vps, layout, kind) or (everything and not row_of(kind).is_cast)
     return belongs and not is_trained_weight(vps, kind, name)

@@ -1,4 +1,4 @@
-"""Moves: runs of coordinates to copy from the buffers of one member into those of another, or of the same one."""
+"""Moves: runs of coordinates to copy from buffers of one member into buffers of another member, or of the same one."""
 
 from __future__ import annotations
 
@@ -28,12 +28,15 @@ COLUMNS = (
 
 @dataclass(frozen=True, eq=False)
 class Moves:
-    """Runs to copy, as int64 arrays with one entry per run.
+    """Runs of elements to copy, as int64 arrays with one entry per run.
 
-    kind, source_kind: index into `kinds` of what is written and of what is read. start, stop: coordinates. source,
-    target: members. source_buffer, target_buffer: index into `source_buffers`, `target_buffers`. source_offset,
-    target_offset: elements into these buffers. `kind` and `source_kind` differ in element size only if a weight is cast
-    from its master.
+    kind: index into `kinds` of the state kind that is written.
+    start, stop: the coordinates of the run.
+    source, target: the members that send and receive.
+    source_kind: index into `kinds` of the state kind that is read. Its element size differs from that of `kind` only if
+    a weight is cast from its master.
+    source_buffer, target_buffer: indices into `source_buffers` and `target_buffers`.
+    source_offset, target_offset: the first element within these buffers.
     """
 
     kind: Ints
@@ -56,7 +59,7 @@ class Moves:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all runs at the source."""
+        """Number of bytes of all runs, as read at the source."""
         itemsize = np.array([kind.itemsize for kind in self.kinds], dtype=np.int64)
         return int(((self.stop - self.start) * itemsize[self.source_kind]).sum())
 
@@ -70,7 +73,10 @@ class Moves:
         return self.select(np.flatnonzero(is_one[self.kind]))
 
     def split(self, kinds: Collection[str], into: Collection[str] | None) -> tuple[Moves, Moves]:
-        """Return (other moves, moves from buffers of `kinds` into buffers of `into`). into: None for any kind."""
+        """Return (all other moves, the moves from buffers of `kinds` into buffers of `into`).
+
+        into: the state kinds that are written; None for any kind.
+        """
         is_apart = np.array([kind.name in kinds for kind in self.kinds], dtype=bool)[self.source_kind]
         if into is not None:
             is_apart &= np.array([kind.name in into for kind in self.kinds], dtype=bool)[self.kind]
@@ -94,7 +100,10 @@ class Moves:
 
 
 def within(sides: Sides, member: int, kind: Kind, source_kind: str, wanted: Pieces, held: Pieces) -> Ints:
-    """Return the columns of the moves within one member: from `held` to `wanted`, where both have a coordinate."""
+    """Return a table of the moves within one member, for all coordinates that are both in `wanted` and in `held`.
+
+    The rows of the table are the fields named in `COLUMNS`.
+    """
     to, out_of = wanted.intersect(held)
     return _table(
         sides.code[kind.name],
@@ -111,7 +120,10 @@ def within(sides: Sides, member: int, kind: Kind, source_kind: str, wanted: Piec
 
 
 def between(sides: Sides, kind: Kind, start: Ints, stop: Ints, sender: Ints, receiver: Ints) -> Ints:
-    """Return the columns of the moves from source ranks to target ranks, each contiguous in both buffers."""
+    """Return a table of the moves from source ranks to target ranks, each of them contiguous in both buffers.
+
+    The rows of the table are the fields named in `COLUMNS`.
+    """
     source_kind = sides.read_from(kind)
     row, begin, stop, buffer, offset = sides.source(source_kind).place(start, stop, sender)
     sender, receiver = sender[row], receiver[row]
@@ -132,7 +144,10 @@ def between(sides: Sides, kind: Kind, start: Ints, stop: Ints, sender: Ints, rec
 
 
 def joined(sides: Sides, tables: Sequence[Ints], is_derived: bool = False) -> Moves:
-    """Concatenate tables of columns into moves. is_derived: whether the moves read from target buffers."""
+    """Merge tables, whose rows are the fields named in `COLUMNS`, into one `Moves` object.
+
+    is_derived: whether the moves read from target buffers.
+    """
     table = np.concatenate([np.empty((len(COLUMNS), 0), np.int64), *tables], axis=1)
     columns: dict[str, Any] = dict(zip(COLUMNS, table, strict=True))
     source, target = sides.vps.buffers(sides.vps.layout), sides.vps.buffers(sides.layout)
@@ -141,5 +156,5 @@ def joined(sides: Sides, tables: Sequence[Ints], is_derived: bool = False) -> Mo
 
 
 def _table(*columns: Ints | int) -> Ints:
-    """Stack columns into a table; a single number is repeated for all rows."""
+    """Stack arrays, one for each name in `COLUMNS`, into a table; a single number is repeated for all runs."""
     return np.stack(np.broadcast_arrays(*columns))

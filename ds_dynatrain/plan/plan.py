@@ -17,7 +17,12 @@ from ds_dynatrain.space.interval import Ints
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
-    """The moves between a member and a peer in one round. `receives` equals the peer's `sends`, row by row."""
+    """The moves between a member and a peer in one round.
+
+    peer: the number of the other member.
+    sends: moves from this member to the peer.
+    receives: moves from the peer to this member; equal to the peer's `sends`, row by row.
+    """
 
     peer: int
     sends: Moves
@@ -28,9 +33,9 @@ class Exchange:
 class MemberPlan:
     """The moves that one member carries out in a switch.
 
-    local: copies from the member's own source buffers, which are read before they are released. derived: casts from the
-    member's own target buffers, after all other moves. rounds: exchanges with peers, in order; both members omit a
-    round in which neither sends a byte.
+    local: copies from the member's own source buffers, made before these are released.
+    derived: casts from the member's own target buffers, made after all other moves.
+    rounds: exchanges with peers, in order. Both members omit a round in which neither sends a byte.
     """
 
     member: int
@@ -39,7 +44,7 @@ class MemberPlan:
     rounds: tuple[Exchange, ...]
 
     def only(self, kinds: Collection[str]) -> MemberPlan:
-        """Return the moves of the given state kinds only.
+        """Return the part of the plan that moves the given state kinds.
 
         All members must select the same kinds, so that their plans still fit together.
         """
@@ -50,10 +55,13 @@ class MemberPlan:
     def split(
         self, members: Collection[int], kinds: Collection[str], into: Collection[str] | None = None
     ) -> tuple[MemberPlan, list[Exchange]]:
-        """Return the plan without the exchanges with `members` of buffers of `kinds`, and these exchanges.
+        """Return (the plan without the separated exchanges, these exchanges).
 
-        The separated exchanges do not go by messages over the host. into: kinds of the target buffers; None for all.
-        Two members split consistently if each is among the other's `members` and both pass the same kinds.
+        An exchange is separated, because it does not use messages over the host, if its peer is in `members` and its
+        buffers at the source are of `kinds`. The plans of two members stay consistent if each is in the other's
+        `members` and both pass the same kinds.
+
+        into: the state kinds of the target buffers; None for all.
         """
         rest, apart = [], []
         for each in self.rounds:
@@ -70,13 +78,16 @@ class MemberPlan:
 
 @dataclass(frozen=True, eq=False)
 class SwitchPlan:
-    """Moves of a whole switch. The object is small: a member's moves are computed from `sides` on request."""
+    """The moves of a whole switch.
+
+    The object is small: the moves of a member are computed from `sides` on request.
+    """
 
     sides: Sides
 
     @property
     def target_members(self) -> tuple[int, ...]:
-        """The members after the switch, in rank order."""
+        """The members after the switch, in the order of their ranks."""
         return self.sides.members
 
     @property
@@ -86,7 +97,7 @@ class SwitchPlan:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The members before or after the switch, ascending."""
+        """The members before or after the switch, in ascending order."""
         return tuple(sorted({*self.sides.vps.members, *self.sides.members}))
 
     def for_member(self, member: int) -> MemberPlan:
@@ -122,7 +133,7 @@ class SwitchPlan:
 
     @cached_property
     def traffic(self) -> dict[int, tuple[int, int]]:
-        """Bytes (sent, received) of each member."""
+        """Number of bytes (sent, received) of each member."""
         sides, found = self.sides, dict[int, tuple[int, int]]()
         sent, received = np.zeros(len(sides.vps.members), np.int64), np.zeros(len(sides.members), np.int64)
         for rank in range(len(sides.members)):
@@ -152,10 +163,13 @@ def plan_switch(
 ) -> SwitchPlan:
     """Return the plan that moves the state from the current layout and members of `vps` to the target.
 
-    kinds: the state kinds that exist at the source (no moments before the first step); None for all that its layout
-    holds. held_as: kinds that are partitioned at the source like another kind, such as {"weight": "master"} if weights
-    are read from buffers to which masters were cast. Raise LayoutError if the members do not fill the world or an axis
-    is not supported, and SwitchRefused for a kind that no member holds.
+    kinds: the state kinds that exist at the source (no moments before the first step); None for all kinds that its
+    layout holds.
+    held_as: kinds that are partitioned at the source like another kind, such as {"weight": "master"} if weights are
+    read from buffers to which masters were cast.
+
+    Raise LayoutError if the members do not fill the world or an axis is not supported, and SwitchRefused for a kind
+    that no member holds.
     """
     names = vps.present_kinds() if kinds is None else kinds
     return SwitchPlan(Sides(vps, target_layout, tuple(target_members), tuple(map(vps.kind, names)), held_as))
@@ -191,13 +205,14 @@ def rounds(members: Iterable[int], me: int) -> list[int | None]:
 
 @dataclass(frozen=True, eq=False)
 class StandInPlan:
-    """The plans that one member carries out for itself and for absent members whose state it holds.
+    """The plans that one member, the stand-in, carries out for itself and for absent members whose state it holds.
 
     If another member holds the state of an absent one, the switch plan still names the absent member, by a number that
-    no living member has. Shardings and rounds stay the same; only the member that carries the moves out changes.
+    no present member has. Shardings and rounds stay the same; only the member that carries the moves out changes.
 
-    own: the plan of the stand-in itself. absent: the plan of each member that it stands in for; moves from such a
-    member to the stand-in are local moves, which write the stand-in's target buffers.
+    own: the plan of the stand-in itself.
+    absent: the plan of each member that it stands in for. Moves from such a member to the stand-in are local moves,
+    which write to the stand-in's target buffers.
     """
 
     own: MemberPlan
@@ -205,9 +220,9 @@ class StandInPlan:
 
 
 def standing_in(plan: SwitchPlan, member: int, absent: Iterable[int]) -> StandInPlan:
-    """Return the plans of a member and of the absent members that it stands in for.
+    """Return the plans of a member and of the absent members for which it acts.
 
-    Raise LayoutError if an absent member is in the target, where no other member can stand in for it.
+    Raise LayoutError if an absent member has a rank in the target, where no other member can act for it.
     """
     played = tuple(absent)
     wrong = sorted(set(played) & set(plan.target_members))
@@ -233,9 +248,10 @@ def standing_in(plan: SwitchPlan, member: int, absent: Iterable[int]) -> StandIn
 class Cost:
     """The estimated cost of a switch.
 
-    bytes_sent: total over all members. bytes_busiest: bytes in the busiest direction of the busiest member, for which
-    all others wait. peak_bytes: for each member, the bytes of its state before and after the switch plus its bytes in
-    flight. seconds: time to transfer `bytes_busiest` at the given bandwidth.
+    bytes_sent: the total over all members.
+    bytes_busiest: bytes in the busiest direction of the busiest member, for which all others wait.
+    peak_bytes: for each member, the bytes of its state before and after the switch plus its bytes in flight.
+    seconds: the time to transfer `bytes_busiest` at the given bandwidth.
     """
 
     bytes_sent: int
@@ -252,7 +268,8 @@ class Cost:
 def estimate(plan: SwitchPlan, budget_bytes: int, bytes_per_second: float) -> Cost:
     """Return the estimated cost of a plan.
 
-    budget_bytes: most bytes in flight per member. bytes_per_second: bandwidth of a member in each direction.
+    budget_bytes: the maximum number of bytes in flight per member.
+    bytes_per_second: the bandwidth of a member in each direction.
     """
     sides, kinds = plan.sides, plan.sides.names
     after = list(kinds)

@@ -21,14 +21,15 @@ from ds_dynatrain.space.vps import check_members
 
 AS_LAID_OUT: Mapping[str, str] = {}
 Rows = tuple[Ints, Ints, Ints]
-"""(start, stop, rank) of runs."""
+"""Runs of coordinates as arrays: (start, stop, rank)."""
 
 
 class Needs(NamedTuple):
     """The elements of a kind that a target rank will hold, by origin: local first, then derived, then remote.
 
-    local: (kind, wanted, held) for each kind of source buffers that the rank's member can copy from: the elements still
-    wanted, and those in these buffers. derived: the same for the target buffers from which the kind can be cast.
+    local: (kind, wanted, held) for each kind of source buffers from which the rank's member can copy. `wanted` are the
+    elements that earlier entries did not provide, and `held` are those in these buffers.
+    derived: the same for the target buffers from which the kind can be cast.
     remote: the remaining elements, which other members send.
     """
 
@@ -41,10 +42,12 @@ class Needs(NamedTuple):
 class Sides:
     """The source (current layout and members of `vps`) and the target (`layout`, `members`) of a switch.
 
-    kinds: the state kinds that move; their `sources` and `derived_from` refer to each other only. held_as: kinds that
-    are partitioned at the source like another kind, by name. names: the names of `kinds`. code: the index of each kind
-    in `vps.kinds`. source_rank, target_rank: the rank of each member. source_ranks: for each target rank, the source
-    rank of its member, or ABSENT.
+    kinds: the state kinds that move; their `sources` and `derived_from` refer only to each other.
+    held_as: kinds that are partitioned at the source like another kind, by name.
+    names: the names of `kinds`.
+    code: the index of each kind in `vps.kinds`.
+    source_rank, target_rank: the rank of each member.
+    source_ranks: for each target rank, the source rank of its member, or ABSENT.
     """
 
     vps: VirtualParameterSpace
@@ -108,14 +111,14 @@ class Sides:
         return Needs(local, derived, want)
 
     def read_from(self, kind: Kind) -> str:
-        """Return the kind that senders read to send `kind`: a replicated one of its sources, or the kind itself."""
+        """Return the kind that senders read to provide `kind`: a replicated one of its sources, or `kind` itself."""
         for name in kind.sources:
             if self.source(name).replicated:
                 return name
         return kind.name
 
     def senders(self, kind: Kind, rank: int, wanted: Pieces) -> Rows:
-        """Split the runs that a target rank wants by sender: return (start, stop, source rank).
+        """Split the runs that a target rank wants by their senders; return (start, stop, source rank).
 
         Raise SwitchRefused if no member of the source holds some of the elements.
         """
@@ -134,7 +137,7 @@ class Sides:
         return low, high, sender
 
     def receivers(self, kind: Kind, sender: int) -> Rows:
-        """Return the runs that a source rank sends, by receiver: (start, stop, target rank)."""
+        """Split the runs that a source rank sends by receiver; return (start, stop, target rank)."""
         cut = self.source(self.read_from(kind))
         if not cut.replicated:
             owned = cut.owned(sender)
@@ -156,7 +159,10 @@ class Sides:
 
 
 def _even_shares(start: Ints, stop: Ints, ranks: int, rotation: int) -> Rows:
-    """Split tidy runs into `ranks` equal shares; share i goes to rank (i + rotation) modulo `ranks`."""
+    """Split sorted runs that do not overlap into `ranks` equal shares, the first for rank `rotation` (modulo `ranks`).
+
+    Return (start, stop, rank) of the resulting runs.
+    """
     length = stop - start
     before = np.cumsum(length) - length
     total = int(length.sum())

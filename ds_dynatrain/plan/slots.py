@@ -1,8 +1,8 @@
-"""Slots: the assignment of members to the ranks of the new world that moves the fewest bytes.
+"""Slots: the assignment of members to the ranks (slots) of the new world that moves the fewest bytes.
 
 If the member at rank 0 stays, it keeps rank 0. All others are assigned by the Hungarian method (scipy's
-`linear_sum_assignment`), where the cost is the bytes that a member would receive in a slot. If several assignments are
-cheapest, a second run over the pairs that occur in any of them chooses the same one on every member.
+`linear_sum_assignment`), where the cost is the number of bytes that a member would receive in a slot. If several
+assignments are cheapest, a second run over the pairs that occur in any of them chooses the same one on every member.
 """
 
 from __future__ import annotations
@@ -36,11 +36,14 @@ def assign_slots(
     node_of: Mapping[int, str] | None = None,
     kinds: Iterable[str] | None = None,
 ) -> tuple[int, ...]:
-    """Return the members of the target in rank order.
+    """Return the members of the target, in the order of their ranks.
 
-    candidates: the members that may take a slot, working or idle. node_of: the node of each candidate. At equal cost,
-    members that already work are preferred, then members on nodes with more working members, then lower member numbers;
-    lower ranks get lower slots. Raise LayoutError if there are fewer candidates than slots.
+    candidates: the members that may take a slot, working or idle.
+    node_of: the node of each candidate.
+    kinds: the state kinds that move; None for all that the source holds.
+
+    At equal cost, members that already work are preferred, then members on nodes with more working members, then lower
+    member numbers; lower ranks get lower slots. Raise LayoutError if there are fewer candidates than slots.
     """
     node_of, members = node_of or {}, set(candidates)
     working = [member for member in vps.members if member in members]
@@ -61,7 +64,7 @@ def assign_slots(
 def slot_costs(
     vps: VirtualParameterSpace, target_layout: Layout, candidates: Iterable[int], kinds: Iterable[str] | None = None
 ) -> Ints:
-    """Return the bytes that each candidate (row) would receive in each slot (column)."""
+    """Return the number of bytes that each candidate (row) would receive in each slot (column)."""
     slots = target_layout.world_size
     sides = plan_switch(vps, target_layout, range(slots), kinds).sides
     by_rank = np.zeros((vps.layout.world_size + 1, slots), dtype=np.int64)
@@ -101,7 +104,10 @@ def _missing_in_slots(sides: Sides, kind: Kind) -> Ints:
 
 
 def _missing(sides: Sides, kind: Kind, start: Ints, stop: Ints) -> Ints:
-    """Count the elements of tidy runs that each source rank lacks; the last entry is for a member without a rank."""
+    """Count the elements that each source rank lacks, among runs that are sorted and do not overlap.
+
+    The last entry of the result is for a member without a source rank.
+    """
     ranks = sides.vps.layout.world_size
     result = np.full(ranks + 1, int((stop - start).sum()), dtype=np.int64)
     earlier: list[Sharding] = []
@@ -125,7 +131,7 @@ def _missing(sides: Sides, kind: Kind, start: Ints, stop: Ints) -> Ints:
 
 
 def _cheapest(cost: Ints) -> Ints:
-    """Return the row assigned to each column, at least total cost; ties prefer earlier rows, in their order."""
+    """Return the row assigned to each column at the least total cost; ties prefer earlier rows, in their order."""
     rows, columns = cost.shape
     square = np.zeros((rows, rows), dtype=np.int64)
     square[:, :columns] = cost
@@ -143,8 +149,8 @@ def _cheapest(cost: Ints) -> Ints:
 def _tight(cost: Ints, taken: Ints) -> npt.NDArray[np.bool_]:
     """Return which (row, column) pairs occur in a cheapest assignment: those with zero reduced cost at optimal prices.
 
-    taken: the column of each row in one cheapest assignment. Column prices come from the Bellman-Ford algorithm: no row
-    may gain by leaving its column.
+    taken: the column of each row in one cheapest assignment. The prices of columns come from the Bellman-Ford
+    algorithm: they are such that no row gains by leaving its column.
     """
     own = cost[np.arange(len(cost)), taken]
     gain = np.empty_like(cost)

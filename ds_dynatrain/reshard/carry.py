@@ -1,9 +1,9 @@
-"""The carry: everything of a training that is not a tensor element, and how a member takes it over.
+"""The carry: the extra state of a training that is not a tensor element, and how a member loads it.
 
-`STATES` is the table of it. A further state needs a further row: a switch, a checkpoint and members' copies go through
-the rows. *Shared* carry is equal on all working members and is compared before a commit. The *rest* may differ between
-members; a member that starts to work takes rank 0's. Two things have ways of their own. Optimizer scalars go with the
-optimizer's buffers, and are compared here. Random streams belong to a place in the layout (`streams`).
+`STATES` is its table. To add a state, add a row: a switch, a checkpoint and members' copies all use the table. *Shared*
+state is equal on all working members and is compared before a commit. The *rest* may differ between members; a member
+that starts to work takes that of rank 0. Two things are handled elsewhere. Optimizer scalars move with the optimizer's
+buffers, and are only compared here. Random streams belong to a position in the layout (`streams`).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from ds_dynatrain.reshard.core import EngineCore
 from ds_dynatrain.reshard.encoding import decode, encode, fingerprint
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
-"""DeepSpeed's counters that travel."""
+"""Names of DeepSpeed's counters that are part of the carry."""
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------
 
 
 class LoadReason(IntEnum):
-    """The least change after which a member loads a state: a new optimizer, a failed switch, or its start to work."""
+    """Change after which a member loads a state: a new optimizer, a failed switch, or its start to work."""
 
     NEW_OPTIMIZER = 1
     FAILED_SWITCH = 2
@@ -40,12 +40,14 @@ class LoadReason(IntEnum):
 
 @dataclass(frozen=True)
 class ExtraState:
-    """State that is no tensor element: one row of the table.
+    """A state that is no tensor element: one row of the table.
 
-    keys: the names of its values in the carry. is_shared: whether it is equal on all working members. taken: when it is
-    loaded. state_dict: returns the values by name, which `encoding.encode` takes. load_state_dict: gets containers of
-    its own, which it may keep and change. It is called without the values that an older checkpoint lacks, and not at
-    all if that has none of them.
+    keys: names of its values in the carry.
+    is_shared: whether it is equal on all working members.
+    taken: the least change after which it is loaded.
+    state_dict: returns the values by name, as values that `encoding.encode` accepts.
+    load_state_dict: loads the values. It may keep and change the containers that it gets. It is called without the
+    values that an older checkpoint lacks, and not at all if the checkpoint has none of them.
     """
 
     keys: tuple[str, ...]
@@ -68,14 +70,14 @@ def _progress(engine: EngineCore) -> dict[str, Any]:
 
 
 def _load_progress(engine: EngineCore, state: dict[str, Any]) -> None:
-    """Micro-steps start anew on a multiple of the accumulation."""
+    """Load counters, epoch and loss scaling; micro-steps restart at a multiple of the accumulation."""
     for name in COUNTERS:
         setattr(engine.deepspeed, name, state["counters"][name])
     engine.deepspeed.micro_steps = state["windows"] * engine.accumulation
     engine.job_epoch = state["epoch"]
     engine.host.take_scaling(state["scaling"])
     engine.host.forward_passes = state["forward passes"]
-    if state.get("stream seed") is not None:  # a checkpoint of a job without leaves has none
+    if state.get("stream seed") is not None:  # checkpoints of jobs without leaves lack it
         engine.stream_seed = state["stream seed"]
 
 
@@ -89,9 +91,7 @@ def _schedule(engine: EngineCore) -> dict[str, Any]:
 
 
 def _hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a group's values without those that the layout decides: its parameters, and the name of a group of
-    experts.
-    """
+    """Return a group's values except those that the layout decides: parameters, and the name of an expert group."""
     left_out = ("params", "name") if group.get("moe") else ("params",)
     return {name: value for name, value in group.items() if name not in left_out}
 
@@ -102,7 +102,7 @@ def _load_schedule(engine: EngineCore, state: dict[str, Any]) -> None:
         group.update(values)
     if scheduler is not None:
         scheduler.load_state_dict(state["scheduler"])
-    if hasattr(scheduler, "_last_lr") and "_last_lr" not in state["scheduler"]:  # DeepSpeed's own leave it stale
+    if hasattr(scheduler, "_last_lr") and "_last_lr" not in state["scheduler"]:  # else DeepSpeed's leave it stale
         scheduler._last_lr = [group["lr"] for group in groups]
     if engine.deepspeed.random_ltd_enabled():
         engine.deepspeed.random_ltd_scheduler.load_state_dict(state["random-LTD"])
@@ -116,7 +116,7 @@ def _state_of_each(what: str, engine: EngineCore) -> dict[str, Any]:
 
 
 def _load_each(what: str, engine: EngineCore, state: dict[str, Any]) -> None:
-    """Load states by name; keep those of loaders and objects that do not exist yet until they do."""
+    """Load states by name; store those of loaders and objects that do not exist yet until they are made."""
     held, engine.arrived[what] = _HELD[what](engine), {}
     for name, value in state[what].items():
         if name in held:
@@ -139,9 +139,12 @@ def _modules(engine: EngineCore) -> dict[str, Any]:
 
 
 def _load_modules(engine: EngineCore, state: dict[str, Any]) -> None:
-    """Load what modules keep besides parameters. "resized" and "casts" are of this load alone: see `take_state`."""
+    """Load the state that modules keep besides parameters.
+
+    The values "resized" and "casts" are not state; they only tell this load what to do: see `take_state`.
+    """
     module = engine.host.module
-    if "training" in state and state["training"] != module.training:  # an old checkpoint: the root's alone
+    if "training" in state and state["training"] != module.training:  # an old checkpoint has only the root's mode
         module.train(state["training"])
     take_state(module, state, casts=state.get("casts", False))
 
@@ -171,11 +174,11 @@ STATES = [
         ("objects",), False, LoadReason.START, partial(_state_of_each, "objects"), partial(_load_each, "objects")
     ),
 ]
-"""The table, in the order in which states are loaded."""
+"""The table of extra states, in the order in which they are loaded."""
 
 
 def shared_carry(engine: EngineCore, scalars: Scalars) -> dict[str, Any]:
-    """Return the state that must be equal on all working members."""
+    """Return the extra state that must be equal on all working members."""
     found: dict[str, Any] = {
         "scalars": {
             name: {str(number): value for number, value in table.items()} for name, table in scalars.values.items()
@@ -188,9 +191,9 @@ def shared_carry(engine: EngineCore, scalars: Scalars) -> dict[str, Any]:
 
 
 def rest_carry(engine: EngineCore, has_module: bool = True) -> dict[str, Any]:
-    """Return what a member that starts to work takes from rank 0 besides the shared carry.
+    """Return the extra state that a member that starts to work takes from rank 0, besides the shared one.
 
-    has_module: whether to include modules' state; without it only the root's mode is included.
+    has_module: whether to include the state of modules; if false, only the training mode of the root is included.
     """
     found: dict[str, Any] = {} if has_module else {**EMPTY, "modes": {"": engine.host.module.training}}
     for state in STATES:
@@ -200,21 +203,24 @@ def rest_carry(engine: EngineCore, has_module: bool = True) -> dict[str, Any]:
 
 
 def take(engine: EngineCore, carry: Mapping[str, Any], after: LoadReason) -> None:
-    """Load the states of a carry that a change makes necessary. The optimizer of a working member must be on."""
+    """Load the states of a carry that this kind of change requires.
+
+    The optimizer of a working member must be attached.
+    """
     for state in STATES:
         if state.taken <= after and not carry.keys().isdisjoint(state.keys):
             state.load_state_dict(engine, _own({key: carry[key] for key in state.keys if key in carry}))
 
 
 def _own(state: Any) -> Any:
-    """Return a state in containers of its own. Tensors are not copied."""
+    """Return a copy of a state whose containers are new; its tensors are not copied."""
     if type(state) is dict:
         return {key: _own(value) for key, value in state.items()}
     return type(state)(map(_own, state)) if type(state) in (list, tuple) else state
 
 
 def scalars_of(shared: dict[str, Any]) -> Scalars:
-    """Return the optimizer scalars of a shared carry."""
+    """Return the optimizer scalars that a shared carry contains."""
     return Scalars(
         {name: {int(key): value for key, value in table.items()} for name, table in shared["scalars"].items()}
     )
@@ -225,10 +231,12 @@ def scalars_of(shared: dict[str, Any]) -> Scalars:
 
 @dataclass(frozen=True)
 class Carried:
-    """Carry that rank 0 sends to all members in a switch.
+    """The carry (extra state that is no tensor) that rank 0 sends to all members in a switch.
 
-    rest: encoded, without its tensors, which travel apart. rest_print: a hash of rank 0's value, "" unless a member
-    starts to work. kinds: the state kinds that exist.
+    shared: the part that is equal on all members.
+    rest: the other part, encoded without its tensors, which are sent separately.
+    rest_print: a hash of that part on rank 0; "" if no member starts to work.
+    kinds: the state kinds that exist.
     """
 
     shared: dict[str, Any]
@@ -238,20 +246,20 @@ class Carried:
 
     @staticmethod
     def of(record: Mapping[str, Any]) -> Carried:
-        """Read what rank 0 has posted: these fields as plain JSON."""
+        """Decode the record, in plain JSON, that rank 0 has posted."""
         return Carried(decode(record["shared"], []), record["rest"], record["rest_print"], tuple(record["kinds"]))
 
 
 def differing_values(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Return the names of the values in which two carries differ."""
+    """Return the names of the values in which two carries (records of extra state) differ."""
     names = sorted(one.keys() | other.keys())
     return [name for name in names if fingerprint(one.get(name)) != fingerprint(other.get(name))]
 
 
 def refuse_tensor_settings(engine: EngineCore) -> None:
-    """Raise SwitchRefused if a hyper-parameter or the scheduler's state is a tensor: the shared carry has none.
+    """Raise SwitchRefused if a hyper-parameter or the scheduler's state is a tensor: shared extra state has none.
 
-    Called on working members where a switch is asked for.
+    Called on working members when a switch is requested.
     """
     schedule = _schedule(engine)
     named = [("the state of the scheduler", schedule["scheduler"])]

@@ -1,4 +1,4 @@
-"""Predicted = actual: where the layout says that elements lie, against where DeepSpeed says that it keeps them."""
+"""Check that every element lies where the layout predicts, by what DeepSpeed reports about its buffers."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from ds_dynatrain.errors import CensusError
 from ds_dynatrain.space import VirtualParameterSpace
 
 FROZEN_PARTS = "partition"
-"""Place of the buffers of frozen tensors under stage 3."""
+"""Value of `BufferId.place` for the buffers of frozen tensors under stage 3."""
 Row = tuple[str, int, int, int, int]
-"""(state kind, tensor number, first row-major index, elements, address)."""
+"""One piece of a state: (state kind, tensor number, first row-major index, number of elements, address)."""
 
 
 def predicted(vps: VirtualParameterSpace, rank: int, buffers: Buffers, kinds: set[str]) -> set[Row]:
-    """Return (kind, tensor number, first index, elements, address) of all that a rank holds of its local tensors.
+    """Return a row (kind, tensor number, first index, elements, address) for each piece that a rank should hold.
 
-    Raise CensusError if the layout names a buffer that does not exist, or that is too small.
+    Raise CensusError if the layout uses a buffer that does not exist or that is too small.
     """
     rows: set[Row] = set()
     local = vps.local(vps.layout, rank)
@@ -42,14 +42,14 @@ def predicted(vps: VirtualParameterSpace, rank: int, buffers: Buffers, kinds: se
 
 
 def check_census(host: Host, vps: VirtualParameterSpace, rank: int, buffers: Buffers, when: str) -> None:
-    """Raise CensusError unless every element lies where the layout says, in the memory that the placement says.
+    """Raise CensusError unless every element is where the layout predicts, on the predicted device.
 
-    The error names the tensor and both places. when: the moment of the check, for the error.
+    The error names the tensor and both locations. when: the point in time of the check, for the error.
     """
     memory = host.memory(tuple(kind for kind, _ in buffers), vps.layout)
     for (kind, name), held in buffers.items():
         place = memory[kind].place
-        if held.numel() and name.place == FROZEN_PARTS:  # pinned or not, as the user says
+        if held.numel() and name.place == FROZEN_PARTS:  # the user decides whether these are pinned
             place = place._replace(pinned=False)
         if held.numel() and not place.holds(held):
             raise CensusError(

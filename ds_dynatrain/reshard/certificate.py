@@ -1,16 +1,18 @@
-"""The certificate: what all members held before a change is what they hold after it, element for element.
+"""The certificate: proof that all members hold after a change, element for element, what they held before it.
 
-The state of all members is digested into sums: each member's digests give a share, and shares add up in any order.
+Each member computes digests of its own state and weights them into a share; the shares of all members are summed, in
+any order.
 
-Three vectors of one 64-bit number per logical tensor, for each state kind (modulo 2^64):
+There are three vectors of one 64-bit number per logical tensor, for each state kind (modulo 2^64):
 
-- `whole`: one holder of each element gives its digest, so that the sum is the digest of the whole tensor;
-- `copies`: the holders of one element in a ZeRO group give their digests times a weight of their own, and the one that
-  counts for `whole` gives its own times the number that brings the sum of weights to 0. So the sum is 0 if all copies
-  are equal, and otherwise 0 only with the odds that two digests are equal by chance;
-- `places`: the same for tensors that several places on the pipe and tensor axes hold.
+- `whole`: one holder of each element contributes its digest, so the sum is the digest of the whole tensor;
+- `copies`: the holders of one element in a ZeRO group contribute their digests, each times a weight of its own. The
+  holder that counts for `whole` has the weight that makes the sum of all weights 0. If all copies are equal, the sum is
+  0; if not, it is 0 only as rarely as two different values have equal digests;
+- `places`: the same for tensors that several ranks along the pipe and tensor axes hold.
 
-A sum that is not 0 names the tensor. Members then tell whose copies differ for these tensors alone (`explained`).
+A sum other than 0 identifies the tensor. Members then exchange the digests of that tensor alone, to find out whose
+copies differ (`explained`).
 """
 
 from __future__ import annotations
@@ -28,15 +30,16 @@ from ds_dynatrain.space.interval import Ints
 
 SIDES = ("source", "target")
 Doubts = dict[str, list[int]]
-"""Kind -> numbers of tensors whose copies are not equal."""
+"""State kind -> numbers of tensors whose copies differ."""
 _PLACES = 1 << 32
-"""Offset that makes the weights of places different from those of ranks."""
+"""Offset that keeps the weights for `places` apart from the weights of ranks in `copies`."""
 
 
 class Shares(TypedDict):
-    """The sums of some members of a side, as a record that travels (see `pack`).
+    """The sums over some members of one side, as a record that members send each other.
 
-    kinds: the state kinds of the first member, with its number, and of a member that holds others, if there is one.
+    kinds: (member, its state kinds) of the first member, and of one member that holds other kinds, if there is one.
+    whole, copies, places: the three vectors of the module's docstring, by state kind.
     """
 
     kinds: Sequence[tuple[int, list[str]]]
@@ -46,7 +49,7 @@ class Shares(TypedDict):
 
 
 def joined(one: Shares, other: Shares) -> Shares:
-    """Add the shares of two parts of the members."""
+    """Add the shares of two groups of members."""
     first, *others = (*one["kinds"], *other["kinds"])
     differing = [each for each in others if each[1] != first[1]]
     total = Shares(kinds=[first, *differing[:1]], whole={}, copies={}, places={})
@@ -62,7 +65,7 @@ def joined(one: Shares, other: Shares) -> Shares:
 
 
 def joined_sides(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Add two reports, each of which has shares, or None, for both sides."""
+    """Add two reports. A report has shares for each of the two sides, or None for a side without any."""
     found = dict[str, Any]()
     for side in SIDES:
         mine, theirs = one[side], other[side]
@@ -71,10 +74,12 @@ def joined_sides(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 
 def certify(vps: VirtualParameterSpace, source: Layout, target: Layout, report: Mapping[str, Shares]) -> dict[str, Any]:
-    """Return one digest of the whole state if both sides and all copies are equal: {"digest": ...}.
+    """Return {"digest": digest of the whole state} if both sides and all copies are equal.
 
-    Return {"doubts": ...} for copies that differ. report: the sums over all members of each side. Raise
-    CertificateError, naming the tensor and the kind, if the sides differ.
+    Return {"doubts": ...} if copies differ. Raise CertificateError, naming the tensor and the kind, if the two sides
+    differ.
+
+    report: the sums over all members, for each side.
     """
     wrong, wholes = dict[str, Doubts](), list[SideDigests]()
     for side in SIDES:
@@ -106,7 +111,7 @@ def certify(vps: VirtualParameterSpace, source: Layout, target: Layout, report: 
 
 
 def _check_kinds(sums: Shares, side: str) -> None:
-    """Raise CertificateError if members hold different state kinds."""
+    """Raise CertificateError if the members of a side hold different state kinds."""
     if len(sums["kinds"]) > 1:
         (one, first), (other, second) = sums["kinds"]
         only = ", ".join(sorted(set(first) ^ set(second)))
@@ -114,7 +119,7 @@ def _check_kinds(sums: Shares, side: str) -> None:
 
 
 def doubts(sums: Mapping[str, Digests]) -> Doubts:
-    """Return the tensors whose sums are not 0."""
+    """Return the tensors whose sums differ from 0, by state kind."""
     found = Doubts()
     for kind, values in sums.items():
         if values.any():
@@ -123,7 +128,7 @@ def doubts(sums: Mapping[str, Digests]) -> Doubts:
 
 
 def shares(vps: VirtualParameterSpace, layout: Layout, members: tuple[int, ...], rank: int, own: SideDigests) -> Shares:
-    """Return a member's part in the sums over all ranks of a layout."""
+    """Return one member's contribution to the sums over all ranks of a layout. own: the digests of that member."""
     whole, copies, places = SideDigests(), SideDigests(), SideDigests()
     for kind, digests in own.items():
         is_counted, by_copy, by_place = _weights(vps, layout, kind, rank)
@@ -138,10 +143,10 @@ def shares(vps: VirtualParameterSpace, layout: Layout, members: tuple[int, ...],
 def agreed(
     session: Session, step: str, vps: VirtualParameterSpace, layout: Layout, rank: int, own: SideDigests, side: str
 ) -> SideDigests:
-    """Return kind -> digests of whole tensors that all members of the session hold at the ranks of a layout.
+    """Return, by state kind, the digests of whole tensors that the members of the session hold together.
 
-    side: a word for it. Raise CertificateError, on all alike, naming the tensor, the kind and two members whose copies
-    differ.
+    side: a word for the state, used in errors. Raise CertificateError, on all members alike, if copies differ; it names
+    the tensor, the kind and two members.
     """
     members = session.members
 
@@ -160,9 +165,9 @@ def agreed(
 def differing(
     session: Session, step: str, vps: VirtualParameterSpace, layout: Layout, rank: int, own: SideDigests, side: str
 ) -> Doubts:
-    """Return tensors whose copies on several places of the pipe and tensor axes are not equal.
+    """Return the tensors whose copies differ between ranks along the pipe and tensor axes, by state kind.
 
-    Raise CertificateError for other copies that are not equal, as `agreed` does.
+    Raise CertificateError, as `agreed` does, if copies within a ZeRO group differ.
     """
     members = session.members
 
@@ -178,7 +183,7 @@ def differing(
 
 
 def filled(whole: Mapping[str, Digests], vps: VirtualParameterSpace, kinds: Iterable[str]) -> SideDigests:
-    """Add zeros for a kind of which no member has an element."""
+    """Add zeros for each kind of which no member holds an element."""
     return {**dict.fromkeys(kinds, np.zeros(len(vps.tensors), np.uint64)), **whole}
 
 
@@ -192,9 +197,10 @@ def explained(
     wrong: Doubts,
     side: str,
 ) -> str:
-    """Return a message about copies that differ, with two members that hold them; all members of the session call it.
+    """Return a message about copies that differ, naming two members that hold them. All members of the session call it.
 
-    members: at each rank of the layout. own: this member's digests if it is one of them.
+    members: the member at each rank of the layout.
+    own: the digests of this member; None if it has no rank in the layout.
     """
     kind, (number, *_) = next(iter(wrong.items()))
     mine = {} if own is None else {str(session.board.member): int(own[kind][number])}
@@ -213,7 +219,7 @@ def explained(
 def _two_that_differ(
     vps: VirtualParameterSpace, layout: Layout, kind: str, number: int, held: Sequence[int]
 ) -> tuple[int, int] | None:
-    """Return two ranks whose copies of a tensor are not equal, or None. held: each rank's digest of it."""
+    """Return two ranks whose copies of a tensor differ, or None. held: each rank's digest of the tensor."""
     mesh, together = vps.mesh(layout), list[int]()
     for ranks, rows in _groups(vps, layout):
         holders = _holders(vps, layout, kind, number, ranks) if rows[number] else []
@@ -231,7 +237,7 @@ def _two_that_differ(
 
 
 def _groups(vps: VirtualParameterSpace, layout: Layout) -> list[tuple[Ints, Ints]]:
-    """Return (ranks, which tensors are its own) of each ZeRO group."""
+    """Return (ranks, whether each tensor belongs to the group) of every ZeRO group."""
     mesh, routed = vps.mesh(layout), np.array([tensor.expert for tensor in vps.tensors], dtype=bool)
     if mesh is None:
         return [(np.arange(layout.world_size), np.ones(len(routed), bool))]
@@ -239,7 +245,7 @@ def _groups(vps: VirtualParameterSpace, layout: Layout) -> list[tuple[Ints, Ints
 
 
 def _holders(vps: VirtualParameterSpace, layout: Layout, kind: str, number: int, ranks: Ints) -> list[int]:
-    """Return the ranks of a group that hold a tensor whole; none if each holds a part."""
+    """Return the ranks of a group that hold a whole tensor; empty if each rank holds only a part."""
     if vps.kind(kind).overlaps(layout):
         return [rank for rank in ranks.tolist() if number in vps.local(layout, rank).rows(kind)[0]]
     return ranks.tolist() if vps.is_replicated(layout, kind) else []
@@ -249,7 +255,7 @@ def _holders(vps: VirtualParameterSpace, layout: Layout, kind: str, number: int,
 
 
 def _weights(vps: VirtualParameterSpace, layout: Layout, kind: str, rank: int) -> tuple[Ints, Digests, Digests]:
-    """Return, by tensor, (whether its digest counts for `whole`, its weight in `copies`, its weight in `places`)."""
+    """Return, for each tensor, (whether the rank counts for `whole`, its weights in `copies` and in `places`)."""
     count, mesh = len(vps.tensors), vps.mesh(layout)
     if mesh is None:
         ((ranks, rows),) = _groups(vps, layout)
@@ -276,9 +282,9 @@ def _weights(vps: VirtualParameterSpace, layout: Layout, kind: str, rank: int) -
 def _in_group(
     vps: VirtualParameterSpace, layout: Layout, kind: str, rank: int, ranks: Ints, rows: Ints
 ) -> tuple[Ints, Digests]:
-    """Return, by tensor, (whether a rank gives its digests for its ZeRO group, its weight in `copies`).
+    """Return, for each tensor, (whether the rank counts for `whole` in its ZeRO group, its weight in `copies`).
 
-    rows: whether each tensor is the group's.
+    rows: whether each tensor belongs to the group.
     """
     nothing, mine = np.zeros(len(rows), np.uint64), int(np.flatnonzero(ranks == rank)[0])
     if vps.kind(kind).overlaps(layout):
@@ -298,7 +304,7 @@ def _in_group(
 
 
 def _odd(numbers: Ints) -> Digests:
-    """Return an odd number for each number, as if drawn at random: splitmix64 (Steele, Lea and Flood, 2014)."""
+    """Return a pseudo-random odd number for each number, by splitmix64 (Steele, Lea and Flood, 2014)."""
     mixed = (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,4 +1,4 @@
-"""Surroundings of a member: who could work, the board, the group it idles in, the job, and the user's groups."""
+"""Surroundings of a member: the members that could work, the board, its idle group, the job, and the user's groups."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from ds_dynatrain.space import Layout
 from ds_dynatrain.support.axes import PIPELINE, ULYSSES, Features
 
 Boards = tuple[Control, Control]
-"""Two connections to the board of one generation: for the main thread, and for threads in the background."""
+"""Two connections to the board of one generation: one for the main thread, one for background threads."""
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """Members that could work: the numbers of all members of the job at present, idle ones too, and the node of each.
+    """The members that could work: all present members of the job, idle ones included.
 
     mine: this member's number. A number never changes and never belongs to two members.
+    nodes: the node of each member.
     """
 
     mine: int
@@ -35,7 +36,7 @@ class Candidates:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Numbers of the members, ascending."""
+        """The numbers of the members, in ascending order."""
         return tuple(sorted(self.nodes))
 
     def __len__(self) -> int:
@@ -44,10 +45,12 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Context:
-    """Surroundings of an engine, replaced as a whole when members come and go; in a fixed launch they never change.
+    """Surroundings of an engine, replaced as a whole when members join or leave; in a fixed launch they never change.
 
-    launch: the group that this process stands in while it is idle. control: the board; background: the same over
-    another connection, for preparations beside training.
+    launch: the process group that this process uses while it is idle.
+    candidates: the members that could work.
+    control: the board (the store with the members' records).
+    background: the same board over another connection, for preparations during training.
     """
 
     launch: LaunchWorld
@@ -57,16 +60,20 @@ class Context:
 
 
 OnIdle = Callable[[Any], object]
-"""The user's function for idle members, called with the engine."""
+"""The user's function for idle members; its argument is the engine."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """Settings that are fixed once for the whole job, the same on every process.
+    """Settings of the whole job that never change and are the same on every process.
 
-    features: of the model. rows: its parameters, and described: the configuration, as every process has to have them.
-    extensions: in the order in which their hooks are called; machine: values that they want to be equal on every
-    process, by name. number: of this engine among those that the process has made, from 1.
+    features: the features of the model that limit its layouts.
+    rows: the model's parameters, which every process must have alike.
+    described: the configuration, which every process must have alike.
+    extensions: the extensions, in the order in which their hooks are called.
+    machine: values that the extensions require to be equal on every process, by name.
+    on_idle: the user's function for idle members; None if there is none.
+    number: the number of this engine among those that the process has made, from 1.
     """
 
     settings: DynatrainConfig
@@ -83,7 +90,7 @@ class Job:
 
     @property
     def has_stages(self) -> bool:
-        """Whether the model is a PipelineModule, in whatever number of stages."""
+        """Whether the model is a PipelineModule, with any number of stages."""
         return PIPELINE in self.features
 
     @property
@@ -93,9 +100,7 @@ class Job:
 
 
 RanksOf = Callable[[Layout, Sequence[str]], Iterable[Iterable[int]]]
-"""Function of (layout, the node of each rank) that returns the ranks of each group; a rank is in at most one of
-them.
-"""
+"""Function of (layout, the node of each rank) that returns the ranks of each group; no rank may be in two groups."""
 OF_A_USER = "own"
 
 
@@ -126,9 +131,9 @@ class OwnGroup:
 
 
 class OwnGroups:
-    """Groups that the script has asked for, in order; the same on every process.
+    """Groups that the script has requested, in order; the same on every process.
 
-    of_all: kinds of groups of all ranks, for extensions.
+    of_all: the kinds of groups of all ranks that extensions use.
     """
 
     def __init__(self, of_all: Iterable[str] = ()) -> None:
@@ -139,15 +144,21 @@ class OwnGroups:
         return len(self._rules)
 
     def add(self, rule: RanksOf | None) -> str:
-        """Add a rule; return the kind of its groups."""
+        """Add a rule that decides the ranks of groups; return the kind of these groups.
+
+        rule: None makes one group of all ranks.
+        """
         self._rules.append(rule or (lambda layout, nodes: [range(layout.world_size)]))
         return f"{OF_A_USER}{len(self._rules) - 1}"
 
     def kinds(
         self, layout: Layout, members: Sequence[int], nodes: Mapping[int, str], mine: int
     ) -> dict[str, tuple[int, ...]]:
-        """Return, by kind, the ranks of the groups that a member is in, in a world; raise ConfigError for impossible
-        ranks.
+        """Return the ranks of the groups to which a member belongs in a world, by kind.
+
+        Raise ConfigError if a rule returns ranks that do not exist or are in two groups.
+
+        mine: the number of the member.
         """
         if mine not in members:
             return {}

@@ -1,7 +1,7 @@
-"""State of an engine on this member: the one place where it is declared, and the arithmetic on it.
+"""State of an engine on this member, declared in one place, and the arithmetic on it.
 
-Every part of an engine works on an `EngineCore` and on the other arguments of its constructor. `EngineCore` knows none
-of the parts.
+Every part of an engine works on an `EngineCore` and on the other arguments of its own constructor. `EngineCore` knows
+none of these parts.
 """
 
 from __future__ import annotations
@@ -35,28 +35,29 @@ from ds_dynatrain.space import Layout, VirtualParameterSpace
 
 @dataclass(frozen=True)
 class PutAsideState:
-    """State that an engine has put aside, apart from its world, while other engines use the process."""
+    """Process-wide state that an engine has saved while other engines use the process."""
 
     streams: GeneratorStates
     wide: ProcessWide
 
     @staticmethod
     def now() -> PutAsideState:
-        """Return the present state of the process."""
+        """Capture the present state of the process."""
         return PutAsideState(GeneratorStates.now(), ProcessWide.capture())
 
     def put(self) -> None:
-        """Make this the state of the process."""
+        """Restore this state in the process."""
         self.streams.put()
         self.wide.put()
 
 
 @dataclass(frozen=True)
 class OpenBatch:
-    """The open global batch, as far as it was dealt.
+    """The open global batch, as far as its micro-batches were drawn.
 
-    is_dealt: whether one of our loaders has begun it. samples: in the whole batch, None if unknown. is_last: whether
-    the micro-batch that was dealt last closes it.
+    is_dealt: whether one of our loaders has begun to draw it.
+    samples: the number of samples in the whole batch; None if unknown.
+    is_last: whether the micro-batch that was drawn last closes the batch.
     """
 
     is_dealt: bool = False
@@ -68,8 +69,9 @@ class OpenBatch:
 class EngineCore:
     """State of one engine on this member; see the module.
 
-    host: DeepSpeed's engine, and what can be done to it. layout, members: of the present world, also on an idle member.
-    world: this member's process groups in it, None if it is idle.
+    host: DeepSpeed's engine, and the operations on it.
+    layout, members: layout and members of the present world, also on an idle member.
+    world: this member's process groups in the present world; None if it is idle.
     """
 
     host: Host
@@ -79,48 +81,51 @@ class EngineCore:
     members: tuple[int, ...]
     world: World | None
     attempt: int = 1
-    """The highest generation number that was ever proposed: none is used twice."""
+    """The highest generation number that was ever proposed, since no number is used twice."""
     pending: PendingSwitch | None = None
-    """The switch that was asked for and has not happened yet."""
+    """The switch that was requested and has not happened yet."""
     preparation: Preparation | None = None
-    """The switch that is being prepared."""
+    """The switch that is being prepared; None if there is none."""
     old_state: OldState | None = None
-    """The state before the last switch, as long as a member has not acknowledged its commit."""
+    """The state before the last switch, until all members have acknowledged its commit."""
     own: PutAsideState | None = None
-    """State put aside while other engines use the process; None if this engine has the process to itself."""
+    """State saved while other engines use the process; None if this engine has the process to itself."""
     registered: list[dict[str, Any]] = field(default_factory=list)
-    """Registrations of the job since the start, in order; plain JSON."""
+    """Changes of trained parameters and groups that the job has registered, in order; plain JSON."""
     job_epoch: int = 0
-    """Epochs that the job has begun."""
+    """Number of epochs that the job has begun."""
     last_switch: SwitchEvent | None = None
     train_loaders: dict[str, TrainLoader] = field(default_factory=dict)
     carried: dict[str, Any] = field(default_factory=dict)
-    """The user's objects that travel, by name."""
+    """Objects that the user has registered to be transferred, by name."""
     arrived: dict[str, dict[str, Any]] = field(default_factory=lambda: {"loaders": {}, "objects": {}})
-    """Loaded states of loaders and objects that do not exist here yet."""
+    """Loaded states of loaders and objects that this process has not made yet."""
     open_batch: OpenBatch = OpenBatch()
     is_discarded: bool = False
-    """Whether the world was formed anew in this global batch: it trains nothing, and will be dealt again."""
+    """Whether the world was formed anew in this global batch: the batch trains nothing, and will be drawn again."""
     own_groups: OwnGroups = field(default_factory=OwnGroups)
     awaits_late: bool = False
-    """Whether the optimizer's state kinds are still on their way into the present world; the record is not written."""
+    """Whether the optimizer's state is still moving into the present world, before the switch's record is written."""
     late_worlds: tuple[World, ...] = ()
-    """The worlds before and after a late switch, until its record has been followed."""
+    """The worlds before and after a late switch, until the switch has ended."""
     is_stepping: bool = False
-    """Whether an optimizer step was begun and not finished."""
+    """Whether an optimizer step has begun and not finished."""
     has_stood: bool = False
-    """Whether the engine has come to a boundary yet."""
+    """Whether the engine has reached a boundary yet."""
     is_open: bool = False
-    """Whether the engine is open: from the last step of `initialize` to the end."""
+    """Whether the engine is open: from the last step of `initialize` until it is closed."""
     safe_at: tuple[str, int] = ("", 0)
-    """Segment and step of the state that was saved or put together last."""
+    """Segment and step of the state that was last saved, or last built by a switch or a restoration."""
     formed_at: tuple[str, int] = ("", 0)
-    """Segment and step of the state put together last; until the next step members need not meet at one boundary."""
+    """Segment and step of the state that a switch or a restoration built last.
+
+    Until the next optimizer step, members need not meet at one boundary.
+    """
     began_from: str = ""
-    """Tag of the backup that the engine started from, in place of a lost state."""
+    """Tag of the backup from which the engine started, in place of a lost state."""
     safe_since: float = field(default_factory=time.monotonic)
     stream_seed: int = 0
-    """Seed of the leaves' random streams: that of the job as it began, also in a job that resumes it."""
+    """Seed of the random streams of leaves (micro-batches of fixed size); a resumed job keeps its first seed."""
     _loads: tuple[int, int] = (0, 0)
     _space: VirtualParameterSpace | None = None
     _configs: dict[Layout, tuple[dict[str, Any], Any]] = field(default_factory=dict)
@@ -129,31 +134,31 @@ class EngineCore:
 
     @property
     def settings(self) -> DynatrainConfig:
-        """Settings of the `dynatrain` block."""
+        """Settings of the `dynatrain` block of the configuration."""
         return self.job.settings
 
     @property
     def launch(self) -> LaunchWorld:
-        """The group that this process stands in while it is idle."""
+        """The process group that this process uses while it is idle."""
         return self.context.launch
 
     @property
     def candidates(self) -> Candidates:
-        """Members that could work at present."""
+        """The members that could work at present, idle ones included."""
         return self.context.candidates
 
     @property
     def control(self) -> Control:
-        """The board of the present generation."""
+        """The board (shared key-value records) of the present generation."""
         return self.context.control
 
     @property
     def deepspeed(self) -> Any:
-        """DeepSpeed's engine, which is what a user holds."""
+        """DeepSpeed's engine, which is the object that the user holds."""
         return self.host.engine
 
     def activate(self) -> None:
-        """Let `torch.distributed` and DeepSpeed speak of this engine's world."""
+        """Make `torch.distributed` and DeepSpeed use this engine's world."""
         if self.world is None:
             self.launch.install()
         else:
@@ -169,11 +174,11 @@ class EngineCore:
 
     @property
     def rank(self) -> int:
-        """This member's place in the world (-1 on an idle member)."""
+        """This member's rank in the present world (-1 on an idle member)."""
         return -1 if self.world is None or self.world.rank is None else self.world.rank
 
     def place(self, axis: str) -> int:
-        """Return this member's place on an axis (-1 on an idle member)."""
+        """Return this member's index on an axis (-1 on an idle member)."""
         return -1 if self.idle else self.layout.coordinate(self.rank)[axis]
 
     @property
@@ -183,48 +188,48 @@ class EngineCore:
 
     @property
     def segment(self) -> str:
-        """Name of a stretch of training in which no step comes twice; keys of what working members do together begin
-        with it.
+        """Name of a part of training, within one world, in which no step number occurs twice.
 
-        It is the same on all of them, which `attempt` is not while a change of members is being prepared.
+        It is the same on all working members, so it prefixes the keys of their joint actions. `attempt` would not do,
+        as it differs between members while a change of members is being prepared.
         """
         generation, count = self._loads
         return f"{self.generation}.{count if generation == self.generation else 0}"
 
     def begin_segment(self) -> None:
-        """Begin a new segment before a load, on all working members: steps may come again from another state.
+        """Begin a new segment before a load, on all working members, since step numbers may recur with another state.
 
-        Raises CheckpointError, on all alike, if that cannot be.
+        Subclasses may raise CheckpointError, on all members alike, if this is impossible.
         """
         self.repeat_places()
 
     def repeat_places(self) -> None:
-        """Begin a new segment, since places in training come again in the same world."""
+        """Begin a new segment, since step numbers may recur in the same world."""
         self._loads = self.generation, 1 + (self._loads[1] if self._loads[0] == self.generation else 0)
 
     @property
     def global_steps(self) -> int:
-        """Number of optimizer steps done."""
+        """Number of optimizer steps completed."""
         return int(self.deepspeed.global_steps)
 
     @property
     def micro_steps(self) -> int:
-        """Micro-batches done in this world, and as many before it as its accumulation would make of the steps."""
+        """Micro-batches done in this world, plus earlier steps times the present gradient accumulation."""
         return int(self.deepspeed.micro_steps)
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches of a global batch, on each rank; in pipelines, in the longest column."""
+        """Micro-batches of a global batch on each rank; for pipelines, in the pipeline that has the most."""
         return int(self.deepspeed.gradient_accumulation_steps())
 
     @property
     def has_open_window(self) -> bool:
-        """Whether the engine is in a global batch; operations on the whole state run between two of them."""
+        """Whether a global batch is open; operations on the whole state run only between two global batches."""
         return self.awaits_late or self.open_batch.is_dealt or self.micro_steps % self.accumulation != 0
 
     @property
     def window_in_words(self) -> str:
-        """Progress of the open global batch and what to do, for a boundary inside of it; "" between two."""
+        """Progress of the open global batch and advice, for errors at a boundary within it; "" if none is open."""
         if not self.has_open_window:
             return ""
         trained, of = self.micro_steps % self.accumulation, self.accumulation
@@ -247,7 +252,7 @@ class EngineCore:
 
     @property
     def is_lean(self) -> bool:
-        """Whether a switch releases the source before it takes the target."""
+        """Whether a switch releases the old state's memory before it allocates the new one's."""
         return self.settings.safety == "lean"
 
     # ---- what it trains ----------------------------------------------------------------------------------------------
@@ -260,15 +265,15 @@ class EngineCore:
         return self._space.with_layout(self.layout, self.members)
 
     def adopt_space(self, space: VirtualParameterSpace) -> None:
-        """Register other logical tensors."""
+        """Replace the Virtual Parameter Space, which registers all logical tensors."""
         self._space = space
 
     def memory_in(self, layout: Layout) -> dict[str, Memory]:
-        """Return, by state kind, the memory that buffers are made of under a layout."""
+        """Return the element type and the place of buffers under a layout, by state kind."""
         return self.host.memory(self.vps.present_kinds(layout), layout)
 
     def config_for(self, layout: Layout) -> tuple[dict[str, Any], Any]:
-        """Return DeepSpeed's configuration of a layout, as a dictionary and parsed; made once."""
+        """Return DeepSpeed's configuration of a layout, as (dictionary, parsed object); cached."""
         if layout not in self._configs:
             config = copy.deepcopy(self.job.user_config)
             self.host.shaper.configure(config, layout)
@@ -276,14 +281,14 @@ class EngineCore:
         return self._configs[layout]
 
     def batch_for(self, layout: Layout) -> BatchArithmetic:
-        """Return how a global batch is dealt under a layout."""
+        """Return how a global batch is split over ranks under a layout."""
         return dealt(self.job.batch_sizes, layout, self.job.has_stages)
 
     def agree(self, meet: Callable[[int], object] | None = None) -> None:
         """Wait until an accelerator's collectives have given all ranks their results; see `adapters.groups.gate`.
 
-        All ranks call it before a state made from those results is stepped, copied, saved or moved. Raises WorldChanged
-        if a rank may lack some. meet: as in `World.agree`.
+        All ranks call it before they step, copy, save or move a state made from those results. Raise WorldChanged if a
+        rank may lack some of the results. meet: see `World.agree`.
         """
         if self.world is not None:
             self.world.agree(meet)
@@ -296,12 +301,15 @@ class EngineCore:
     # ---- what happens to it ------------------------------------------------------------------------------------------
 
     def enter(self, proposal: Proposal, world: World | None) -> None:
-        """Become part of a committed world, or idle; called by the transaction."""
+        """Set the world, layout and members of a switch; called by the transaction. world: None on an idle member."""
         self.release_old_state()
         self.world, self.layout, self.members = world, proposal.layout, proposal.members
 
     def release_old_state(self, unless_needed: bool = False) -> None:
-        """Let go of the state before the last switch, if it is held. unless_needed: keep it if a member may need it."""
+        """Release the state before the last switch, if it is held.
+
+        unless_needed: keep it if another member may still need it.
+        """
         if self.old_state is not None and not (unless_needed and self.old_state.is_needed(self.control)):
             self.old_state.release()
             self.old_state = None
@@ -309,16 +317,16 @@ class EngineCore:
     def take_shape(
         self, space: VirtualParameterSpace, layout: Layout, rank: int, made: Made | None = None
     ) -> Replaced | None:
-        """Call `Host.reshape` for a rank of a layout, whose world must be installed."""
+        """Call `Host.reshape` for a rank of a layout. The world of that layout must be installed."""
         return self.host.reshape(layout, rank, space.local(layout, rank).tensors, made)
 
     def forget_batch(self) -> None:
-        """Note that no global batch is open any more."""
+        """Reset the record of the open global batch: none is open any more."""
         self.open_batch = OpenBatch()
         self.host.slot_weight, self.host.slot_is_borrowed, self.host.micro_step = 1.0, False, None
 
     def begin_anew(self, generation: int) -> None:
-        """Drop the open batch and any pending change; generation numbers up to `generation` are used up."""
+        """Drop the open batch and any pending change; later worlds get numbers above `generation`."""
         self.forget_batch()
         self.host.window_tokens = None
         self.close_preparation()
@@ -327,22 +335,22 @@ class EngineCore:
         self.settle_state()
 
     def settle_state(self) -> None:
-        """Note that the state was put together just now, by a switch or a restoration."""
+        """Record that a switch or a restoration has just built the present state."""
         self.formed_at = self.segment, self.global_steps
         self.note_safe()
 
     def note_safe(self) -> None:
-        """Note that this step's state is safe, or was put together just now: no save is due before the next step."""
+        """Record that the present state is saved or newly built, so that no save is due before the next step."""
         self.safe_at, self.safe_since = (self.segment, self.global_steps), time.monotonic()
 
     def close_preparation(self) -> None:
-        """Abandon the preparation, if there is one."""
+        """Abandon the switch that is being prepared, if there is one."""
         if self.preparation is not None:
             self.preparation.abandon()
             self.attempt = self.preparation.proposal.generation
             self.preparation = None
 
     def close_loaders(self) -> None:
-        """End the worker processes of all train loaders; their positions stay."""
+        """Stop the worker processes of all train loaders; the loaders keep their positions."""
         for loader in self.train_loaders.values():
             loader.close()

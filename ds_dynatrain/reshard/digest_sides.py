@@ -1,10 +1,10 @@
-"""Digests of what one rank holds on one side of a change, and how its buffers are cut for them.
+"""Digests of the state that one rank holds on one side of a change, and the tables that cut its buffers into pieces.
 
-Per state kind a member has one 64-bit digest per logical tensor over the pieces that it holds. The members' digests of
-a partitioned kind add up to that of the whole tensor. Of a replicated kind, or one that keeps tensors whole, each
-holder's digest is that of the whole tensor. `transaction.certificate` turns both into sums.
+For each state kind, a member has one 64-bit digest per logical tensor, over the pieces that it holds. For a partitioned
+kind, the digests of all members add up to that of the whole tensor. For a replicated kind, or one that keeps tensors
+whole, each holder's digest is already that of the whole tensor. `certificate` combines both into sums.
 
-A switch cuts both sides while training runs (`engine.preparation`); its pause only reads memory.
+A switch makes the tables of both sides while training runs (`preparation`), so that its pause only has to read memory.
 """
 
 from __future__ import annotations
@@ -31,9 +31,12 @@ Names = tuple[BufferId, ...]
 
 
 class DigestedBuffers(NamedTuple):
-    """Buffers of one kind that are read: those that stay, and the others.
+    """The buffers of one kind that are to be read.
 
-    twin: the masters are the same memory as these weights; nothing of it is read again.
+    kind: the state kind.
+    twin: whether these weights are the same memory as the masters, which is then not read again.
+    stay: names of the buffers that the next layout reuses.
+    others: names of the remaining buffers.
     """
 
     kind: str
@@ -43,10 +46,10 @@ class DigestedBuffers(NamedTuple):
 
 
 class DigestSide:
-    """One rank's side of a change, and the tables by which its buffers are cut.
+    """One rank's side of a change, and the tables by which its buffers are cut into pieces.
 
-    A table serves the same buffers with elements of the same size on the same device; other buffers are cut anew. Kinds
-    with equal pieces are cut once. nbytes: memory that the tables take.
+    A table fits the same buffers with elements of the same size on the same device; for any other buffers a new table
+    is made. Kinds with equal pieces share a table. nbytes: memory that the tables take.
     """
 
     def __init__(self, vps: VirtualParameterSpace, layout: Layout, rank: int) -> None:
@@ -57,14 +60,14 @@ class DigestSide:
         self._pieces = lru_cache(1)(partial(vps.holding, layout, rank))
 
     def is_of(self, vps: VirtualParameterSpace, layout: Layout, rank: int) -> bool:
-        """Return whether this is the side of a rank in a layout, as a space with these tensors and kinds cuts them."""
+        """Return whether this is the side of that rank and layout, with the tensors, rules and kinds of `vps`."""
         mine, other = (self.vps.line, self.vps.rules, self.vps.kinds), (vps.line, vps.rules, vps.kinds)
         return (self.layout, self.rank) == (layout, rank) and all(map(is_, mine, other))
 
     def parts(
         self, buffers: Buffers, kinds: tuple[str, ...], kept: Collection[tuple[str, BufferId]]
     ) -> Iterator[DigestedBuffers]:
-        """Yield the buffers to read, kind by kind; the weight comes last, as it may be the master's memory."""
+        """Yield the buffers to read, kind by kind; weights come last, as they may share the masters' memory."""
         for kind in sorted(kinds, key=WEIGHT.__eq__):
             if kind not in self._names:
                 pieces = self._pieces(kind)
@@ -79,7 +82,7 @@ class DigestSide:
             yield DigestedBuffers(kind, twin, tuple(stay), tuple(others))
 
     def of(self, kind: str, names: Names, held: Mapping[BufferId, torch.Tensor]) -> ReadyDigest:
-        """Return the digest of one kind over the named buffers of `held`."""
+        """Return the digest computation of one kind over the named buffers of `held`."""
         forms = Form.all_of(held, names)
         found = self._ready.get((kind, names))
         if found is not None and found.forms == forms:
@@ -103,9 +106,9 @@ class DigestSide:
         room: int,
         has_share: bool = False,
     ) -> None:
-        """Cut now what `buffers` will be asked for, up to `room` bytes of tables. Kinds without buffers are left out.
+        """Make the tables for `buffers` in advance, up to `room` bytes of tables. Kinds without buffers are left out.
 
-        has_share: the buffers that stay are read on the other side, so only the others are cut here.
+        has_share: whether the reused buffers are read on the other side, so that only the others need tables here.
         """
         parts = self.parts(buffers, kinds, kept)
         for kind, names in ((part.kind, names) for part in parts for names in (part.stay, part.others)[has_share:]):
@@ -130,11 +133,12 @@ def side_digests(
     known: Mapping[str, Digests] | None = None,
     ready: DigestSide | None = None,
 ) -> tuple[SideDigests, SideDigests]:
-    """Return (digests of a side, their share that lies in `kept` buffers).
+    """Return (digests of a side, the share of them that lies in `kept` buffers).
 
-    known: the share of the kept buffers, if it was computed before the moves; it is not computed again then. ready:
-    tables made ahead; they are ignored if they are another rank's or another space's. Kinds that are one memory are
-    read once.
+    Kinds that share memory are read once.
+
+    known: the share of the kept buffers, if it was computed before the moves; it is then not computed again.
+    ready: tables made in advance; they are ignored if they belong to another rank or another space.
     """
     found, share = SideDigests(), SideDigests()
     side = ready if ready is not None and ready.is_of(vps, layout, rank) else DigestSide(vps, layout, rank)
@@ -151,7 +155,7 @@ def side_digests(
 
 
 def state_digest(whole: Mapping[str, Digests]) -> str:
-    """Return one digest over the whole state: the tensors of every kind, in the order of the kinds' names."""
+    """Return one digest of the whole state, over the tensors of every kind in the order of the kinds' names."""
     summary = hashlib.blake2b(digest_size=16)
     for kind in sorted(whole):
         summary.update(kind.encode())
@@ -160,9 +164,9 @@ def state_digest(whole: Mapping[str, Digests]) -> str:
 
 
 def hint(kind: str) -> str:
-    """Return a likely cause of differing digests of a kind, in words; "" if there is none.
+    """Return a likely reason, in words, why the digests of a kind differ; "" if none is known.
 
-    A weight is cast from its master where that is cheaper than to send it, so both must have been changed alike.
+    A weight is cast from its master where that is cheaper than sending it, so a user must change both alike.
     """
     if kind not in (WEIGHT, MASTER):
         return ""
@@ -172,7 +176,7 @@ def hint(kind: str) -> str:
 
 
 def only(pieces: Pieces, names: Names) -> Pieces:
-    """Return the pieces that lie in the named buffers; the buffer numbers in the result index `names`."""
+    """Return the pieces that lie in the named buffers; the buffer numbers of the result are indices into `names`."""
     if names == pieces.buffers:
         return pieces
     number = dict(zip(names, count()))
@@ -182,7 +186,7 @@ def only(pieces: Pieces, names: Names) -> Pieces:
 
 
 def _are_masters(buffers: Buffers, names: Names) -> bool:
-    """Return whether weights are the memory of the masters in the buffers of these names, as far as there are any."""
+    """Return whether the weights in the named buffers share the memory of all masters there, if there are any."""
     has_masters = False
     for name in names:
         master = buffers.get((MASTER, name))

@@ -1,4 +1,4 @@
-"""Encoding of Python values as plain JSON plus a list of tensors: no pickle, and nothing that is read is executed."""
+"""Encoding of Python values as plain JSON plus a list of tensors: no pickle, and decoding never executes code."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from ds_dynatrain.errors import ConfigError, TransferError
 _MARK = "__"
 MOST_DEPTH = 200
 MOST_TEXT = 80
-"""Most characters of an impossible value in an error."""
+"""Maximum number of characters of an invalid value that an error quotes."""
 _NOT_OF_NUMPY = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
 
 def encode(value: Any, tensors: list[torch.Tensor] | None, path: str = "") -> Any:
-    """Return `value` as JSON; tensors are appended to `tensors` and replaced by their number, type and shape.
+    """Return `value` as JSON; its tensors are appended to `tensors` and replaced by their number, type and shape.
 
-    Takes None, booleans, numbers, strings, lists, tuples, dictionaries, torch tensors, numpy arrays and numbers, bytes.
-    Raises ConfigError, naming the path and the type, for anything else, and for tensors and numpy's values if `tensors`
-    is None.
+    Supports None, booleans, numbers, strings, lists, tuples, dictionaries, torch tensors, numpy arrays and numbers,
+    bytes. Raise ConfigError, naming the path and the type, for anything else, and for tensors and numpy values if
+    `tensors` is None.
     """
     if value is None or isinstance(value, (bool, str)):
         return value
@@ -57,7 +57,7 @@ def encode(value: Any, tensors: list[torch.Tensor] | None, path: str = "") -> An
 
 
 def decode(value: Any, tensors: list[torch.Tensor], depth: int = 0) -> Any:
-    """Return the value that `encode` made JSON of; raise TransferError, saying what, for any other JSON."""
+    """Return the value that `encode` turned into this JSON; raise TransferError for any other JSON."""
     if depth > MOST_DEPTH:
         raise TransferError(f"an encoded value is nested more than {MOST_DEPTH} deep")
     if isinstance(value, list):
@@ -72,7 +72,7 @@ def decode(value: Any, tensors: list[torch.Tensor], depth: int = 0) -> Any:
 
 
 def _marked(mark: str, held: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return the value that a mark and what it marks stand for; raise TransferError if there is none."""
+    """Return the value that a mark such as "__tuple__" and its contents stand for; raise TransferError if invalid."""
     is_array = isinstance(held, torch.Tensor) and held.dtype not in _NOT_OF_NUMPY
     try:
         if mark == "__tensor__" and type(held) is int and 0 <= held < len(tensors):
@@ -93,8 +93,9 @@ def _marked(mark: str, held: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def announced(value: Any) -> dict[int, tuple[torch.dtype, tuple[int, ...]]]:
-    """Return the (type, shape) of each tensor of an encoded value, by number; raise TransferError for an impossible
-    one.
+    """Return the (type, shape) of each tensor of an encoded value, by number.
+
+    Raise TransferError for a type, number or shape that cannot exist.
     """
     found: dict[int, tuple[torch.dtype, tuple[int, ...]]] = {}
 
@@ -122,13 +123,13 @@ def _is_size(dim: object) -> bool:
 
 
 def blank_tensors(value: Any) -> list[torch.Tensor]:
-    """Return empty tensors of the types and shapes of an encoded value, in the order of their numbers."""
+    """Return uninitialized tensors with the types and shapes of an encoded value, in the order of their numbers."""
     found = announced(value)
     return [torch.empty(shape, dtype=dtype) for _, (dtype, shape) in sorted(found.items())]
 
 
 def fingerprint(value: Any) -> str:
-    """Return a short hexadecimal hash of any value that `encode` takes, tensors by their bytes."""
+    """Return a short hexadecimal hash of any value that `encode` accepts; tensors count by their bytes."""
     tensors: list[torch.Tensor] = []
     text = json.dumps(encode(value, tensors), sort_keys=True)
     sum_of = hashlib.blake2b(text.encode(), digest_size=16)

@@ -1,4 +1,4 @@
-"""Feasibility of a switch. Every check is arithmetic on data that all members share, or that each member posts."""
+"""Checks of whether a switch is feasible. All are arithmetic on data that members share, or that each member posts."""
 
 from __future__ import annotations
 
@@ -18,18 +18,21 @@ from ds_dynatrain.space import Layout, VirtualParameterSpace
 from ds_dynatrain.support import axes
 
 Needs = Mapping[tuple[int, str], int]
-"""Bytes that each member allocates, by (member, type of device)."""
+"""Bytes that each member allocates, by (member, device type)."""
 
 
 def check_combination(features: axes.Features, target: Layout, processes: int) -> None:
-    """Raise SwitchRefused for a combination of axes and stage in which DeepSpeed does not train such a model."""
+    """Raise SwitchRefused if DeepSpeed does not train such a model with this combination of axes and stage."""
     found = axes.refusal(features, target, processes)
     if found is not None:
         raise SwitchRefused(found.why, found.instead)
 
 
 def check_tensors(vps: VirtualParameterSpace, target: Layout) -> None:
-    """Raise SwitchRefused if a layout cannot cut the model's tensors: by its axes, or at ZeRO stage 3 an empty one."""
+    """Raise SwitchRefused if a layout cannot divide the model's tensors along its axes.
+
+    Also raise it for a tensor without elements in a ZeRO stage that does not support one.
+    """
     try:
         vps.mesh(target)
     except (LayoutError, UnsupportedError) as error:
@@ -46,7 +49,7 @@ def check_tensors(vps: VirtualParameterSpace, target: Layout) -> None:
 
 
 def target_layout(present: Layout, layout: Layout | None, changes: Mapping[str, int]) -> Layout:
-    """Return the layout that a call of `switch` or `plan` means; raise SwitchRefused if there is no such layout."""
+    """Return the layout that the arguments of `switch` or `plan` describe; raise SwitchRefused if there is none."""
     if layout is not None and changes:
         raise SwitchRefused(
             f"both {layout} and changes to the present layout ({', '.join(changes)}) were given",
@@ -73,10 +76,10 @@ def check_size(target: Layout, processes: int) -> None:
 
 
 def dealt(sizes: BatchSizes, layout: Layout, has_stages: bool = False) -> BatchArithmetic:
-    """Return how a global batch is dealt under a layout; raise DataError for shares that do not add up to all its
-    samples.
+    """Return how a global batch is split over ranks under a layout.
 
-    has_stages: whether the model is a PipelineModule.
+    Raise DataError if the layout's shares do not add up to the samples of the batch. has_stages: whether the model is a
+    PipelineModule.
     """
     if sizes.in_leaves:
         return LeafArithmetic(sizes.train_batch_size, sizes.micro_batch_size, layout.data, layout.shares)
@@ -85,9 +88,10 @@ def dealt(sizes: BatchSizes, layout: Layout, has_stages: bool = False) -> BatchA
 
 
 def check_batch(target: Layout, sizes: BatchSizes, module: nn.Module, has_stages: bool = False) -> None:
-    """Raise SwitchRefused if the global batch cannot be dealt to `target` with the same result.
+    """Raise SwitchRefused if splitting the global batch under `target` would change the result of training.
 
-    module: with all layers of the model. has_stages: whether that is a PipelineModule.
+    module: the model with all its layers.
+    has_stages: whether the model is a PipelineModule.
     """
     size = sizes.train_batch_size
     if sizes.in_leaves:
@@ -125,7 +129,7 @@ def check_batch(target: Layout, sizes: BatchSizes, module: nn.Module, has_stages
 
 
 def _check_leaves(target: Layout, sizes: BatchSizes) -> None:
-    """Raise SwitchRefused for more data ranks than a global batch has leaves."""
+    """Raise SwitchRefused if there are more data ranks than leaves (micro-batches of fixed size) in a global batch."""
     leaves = LeafArithmetic(sizes.train_batch_size, sizes.micro_batch_size, 1).leaves
     if target.data > leaves:
         raise SwitchRefused(
@@ -136,7 +140,7 @@ def _check_leaves(target: Layout, sizes: BatchSizes) -> None:
 
 
 def _evener(batch: BatchArithmetic) -> tuple[str, str]:
-    """Return, in words, what cuts a batch unevenly, and what would cut it evenly."""
+    """Return, in words, why a batch is split unevenly, and what would split it evenly."""
     size, data = batch.train_batch_size, batch.data
     if batch.shares is not None:
         return f"train_batch_size {size} in shares {batch.shares}", "leave shares out, or make them equal"
@@ -148,14 +152,14 @@ def _evener(batch: BatchArithmetic) -> tuple[str, str]:
 
 
 def available_bytes() -> int:
-    """Return the memory that this process may still take, by the system, its control group and its own limits."""
+    """Return the bytes that this process may still allocate, by the system, its control group and its own limits."""
     found = [_kilobytes(Path("/proc/meminfo"), "MemAvailable")]
     group = Path("/sys/fs/cgroup")
     try:
         limit = (group / "memory.max").read_text().strip()
         if limit != "max":
             found.append(int(limit) - int((group / "memory.current").read_text()))
-    except (OSError, ValueError):  # no control group of version 2
+    except (OSError, ValueError):  # there is no control group of version 2
         pass
     for kind, key in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
         soft, _ = resource.getrlimit(kind)
@@ -165,10 +169,10 @@ def available_bytes() -> int:
 
 
 def check_memory(member: int, needs: Needs, nodes: Mapping[int, str]) -> None:
-    """Raise SwitchRefused if the members of this node, or this member on its device, need more memory than is free.
+    """Raise SwitchRefused if this node's members, or this member on its accelerator, need more memory than is free.
 
-    needs: bytes that each member allocates for the switch. Members of a node share its memory; a device is one
-    member's.
+    needs: bytes that each member allocates for the switch. Members of a node share its memory, but not their
+    accelerators.
     """
     mine = needs.get((member, HOST.type), 0)
     here = [need for (other, device), need in needs.items() if device == HOST.type and nodes[other] == nodes[member]]
@@ -189,7 +193,10 @@ def check_memory(member: int, needs: Needs, nodes: Mapping[int, str]) -> None:
 
 
 def _kilobytes(file: Path, key: str, absent: int = 1 << 62) -> int:
-    """Return a figure of Linux's in bytes; `absent` if there is none, so that it refuses nothing."""
+    """Return a value of a Linux status file in bytes.
+
+    absent: the result if the file does not have it; the default is so large that it refuses nothing.
+    """
     try:
         for line in file.read_text().splitlines():
             if line.startswith(f"{key}:"):

@@ -1,7 +1,7 @@
 """State that layers keep besides parameters (`adapters.model.module_state`), moved between pipeline stages in a switch.
 
-The first process of the first stage that has a layer gives it to each member that gets the layer and had it not. Names,
-types and shapes are on the board; all tensors travel from member to member.
+The first process of the first stage that has a layer sends its state to each member that newly gets the layer. Names,
+types and shapes are posted on the board; all tensors are sent from member to member.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from ds_dynatrain.transfer import Transport
 
 LAYER_TAG = 3
 Stages = Sequence[Sequence[str]]
-"""Names of the layers of each stage."""
+"""The names of the layers of each stage."""
 
 
 @dataclass(frozen=True)
 class LayerMove:
-    """A move of one layer's state, by members."""
+    """A transfer of one layer's state from one member to others."""
 
     layer: str
     sender: int
@@ -36,7 +36,7 @@ class LayerMove:
 
 
 def layer_moves(before: Stages, after: Stages, proposal: Proposal) -> tuple[LayerMove, ...]:
-    """Return the moves of a switch, in the order of the layers before."""
+    """Return the transfers of a switch, in the order of the model's layers before it."""
     source, target = proposal.source_layout, proposal.layout
     had = {member: before[source.coordinate(rank)["pipe"]] for rank, member in enumerate(proposal.source_members)}
     wants = {member: after[target.coordinate(rank)["pipe"]] for rank, member in enumerate(proposal.members)}
@@ -50,7 +50,7 @@ def layer_moves(before: Stages, after: Stages, proposal: Proposal) -> tuple[Laye
 
 
 class LayerStates:
-    """The layers' states in one switch, on one member of a model that is dealt out by layers."""
+    """The layers' states in one switch, on one member of a model whose layers are divided into stages."""
 
     def __init__(self, engine: EngineCore, control: Control, proposal: Proposal) -> None:
         before, after = map(engine.host.stage_layers, (proposal.source_layout, proposal.layout))
@@ -61,9 +61,9 @@ class LayerStates:
         self._states: dict[str, ModuleState] = {}
 
     def offer(self) -> None:
-        """Note the states that this member gives, and post their types and shapes. Called before the members meet.
+        """Record the states that this member sends, and post their types and shapes. Called before the members meet.
 
-        Raise ConfigError for an extra state that cannot be carried.
+        Raise ConfigError for an extra state that cannot be transferred.
         """
         record = {}
         for move in self._given:
@@ -73,9 +73,9 @@ class LayerStates:
             self._control.post(f"{self._key}/{self._control.member}", record)
 
     def exchange(self, transport: Transport, seconds: float) -> int:
-        """Send and receive the states; return the bytes that this member has sent.
+        """Send and receive the states; return the number of bytes that this member has sent.
 
-        Raise CertificateError if a received state is not the one that was given.
+        Raise CertificateError if a received state differs from the one that was sent.
         """
         deadline, sent, records = time.monotonic() + seconds, 0, dict[int, Any]()
         handles, arriving = [], dict[str, tuple[Any, list[torch.Tensor]]]()
@@ -103,7 +103,7 @@ class LayerStates:
         return sent
 
     def put(self, is_resized: bool) -> None:
-        """Put the received states into their layers on this member. is_resized: see `ModuleState`."""
+        """Load the received states into the layers of this member. is_resized: see `ModuleState`."""
         for layer, state in self._states.items():
             take_state(self._module.get_submodule(layer), {**state, "resized": is_resized})
         self._states.clear()

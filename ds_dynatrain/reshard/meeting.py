@@ -1,4 +1,4 @@
-"""Meeting, connecting and ending of a switch's members, common to all switches, whichever way the state goes."""
+"""Steps that all switches share: members meet, connect the next world, record measurements and acknowledge the end."""
 
 from __future__ import annotations
 
@@ -29,23 +29,28 @@ from ds_dynatrain.transfer import TransferStats
 
 NO_MOVES = TransferStats(0, 0, 0, 0, 0.0, 0.0, 0.0)
 SUMS = frozenset({"kept", "local", "sent", "late_bytes", "layers"})
-"""Measures that are added up over all members; of all others the event has the largest value."""
+"""Names of measurements that are added up over all members; of all others the event has the maximum."""
 
 
 @dataclass
 class Outcome:
-    """The end of a switch on this member, and its measurements. Times in milliseconds, sizes in bytes.
+    """The end of a switch on this member, and its measurements. Times are in milliseconds, sizes in bytes.
 
-    certificate_ms: digests and census of both sides, without waiting for others. stats, late_stats: of the moves in the
-    pause, and of those after it. late_ms: how long the latter took, digests included; late_wait_ms: how long the step
-    waited in the end. pause_ms: of a late switch. layer_bytes: sent of what layers keep besides parameters. is_rebuilt:
-    whether the optimizer was taken off, even if it was put back on. connections: to the next world's members.
+    is_rebuilt: whether the optimizer was detached, even if it was attached again.
+    stats: statistics of the moves in the pause.
+    late_stats: statistics of the moves after the pause.
+    layer_bytes: bytes sent of the state that layers keep besides parameters.
+    late_ms: duration of the moves after the pause, digests included.
+    late_wait_ms: how long the optimizer step had to wait for these moves.
+    pause_ms: duration of the pause of a late switch; None for any other.
+    certificate_ms: duration of digests and census of both sides, without waiting for others.
+    connections: the connections to the next world's members.
     """
 
     committed: bool = False
     is_rebuilt: bool = False
     is_uncertain: bool = False
-    """The board was lost: this member rolled back, but others may have committed."""
+    """Whether the board was lost, so that this member rolled back while others may have committed."""
     reason: str = ""
     digest: str = ""
     kinds: tuple[str, ...] = ()
@@ -60,11 +65,11 @@ class Outcome:
     peak_memory: int = 0
     connections: Connections = field(default_factory=Connections)
     over_all: dict[str, Any] = field(default_factory=dict)
-    """Measures over all members: sums of the bytes kept, local and sent, and the largest value of all others."""
+    """Measurements over all members: sums of bytes kept, copied locally and sent; the maximum of all others."""
     warnings: list[str] = field(default_factory=list)
 
     def measured(self) -> dict[str, Any]:
-        """Return what this member measured, as one of the records that `over_all` adds up."""
+        """Return this member's measurements, as a record for `over_all`."""
         now, late = self.stats or NO_MOVES, self.late_stats or NO_MOVES
         return {
             "kept": now.bytes_in_place + late.bytes_in_place,
@@ -83,7 +88,7 @@ class Outcome:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time the block as a phase."""
+        """Return a block whose duration is recorded as that of a phase."""
         begin = time.perf_counter()
         try:
             yield
@@ -91,9 +96,9 @@ class Outcome:
             self.phases_ms[name] = 1e3 * (time.perf_counter() - begin)
 
     def acknowledge(self, session: Session) -> bool:
-        """Wait, after the commit, until all members have read it, and learn what all have measured.
+        """Wait, after the commit, until all members have read it, and collect the measurements of all.
 
-        Return whether they have; a member that is missing is only warned of, as no member may go back.
+        Return whether all have. A missing member only causes a warning, because no member may go back any more.
         """
         try:
             self.over_all = session.reduce(ACKNOWLEDGED, self.measured(), over_all, doing="acknowledging the commit")
@@ -103,21 +108,24 @@ class Outcome:
 
 
 def over_all(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Join the measures of two parts of the members."""
+    """Merge the measurements of two groups of members."""
     return {name: (mine + other[name]) if name in SUMS else max(mine, other[name]) for name, mine in one.items()}
 
 
 def meet(session: Session, engine: EngineCore, preparation: Preparation, place: str) -> None:
-    """Wait until all are prepared and stand at one boundary; SwitchFailed if one could not be prepared."""
+    """Wait until all members are prepared and stand at the same boundary.
+
+    Raise SwitchFailed if a member could not be prepared.
+    """
     agreement.wait_until_prepared(preparation.board, preparation.proposal, session.stop)
     agreement.meet(session, preparation.proposal, int(engine.global_steps), place)
     preparation.join()
 
 
 def drain(engine: EngineCore, proposal: Proposal, rank: int, outcome: Outcome) -> Before:
-    """Return the state of a working member, after checks that it stands still and lies where it should.
+    """Return the state of a working member, after checking that it is between global batches and lies where it should.
 
-    Raise SwitchRefused if a window is open or the registered parameters have changed, CensusError if a part of the
+    Raise SwitchRefused if a global batch is open or the registered parameters have changed, CensusError if part of the
     state is not where it should be.
     """
     refuse_at_boundary(engine.host)
@@ -130,9 +138,9 @@ def drain(engine: EngineCore, proposal: Proposal, rank: int, outcome: Outcome) -
 
 
 def last_gradients_warning(engine: EngineCore, proposal: Proposal) -> list[str]:
-    """Return a warning if parameters without a gradient are stepped differently before and after the switch.
+    """Return a warning if parameters without a gradient are updated differently before and after the switch.
 
-    ZeRO-3, and offload in stages 1 to 3, step such a parameter with its last gradient; other stages do not.
+    ZeRO-3, and CPU offload in stages 1 to 3, update such a parameter with its last gradient; other stages do not.
     """
     names, vps = engine.host.without_gradient, engine.vps
     rows = [row_of(kind.name) for kind in vps.kinds]
@@ -149,11 +157,11 @@ def last_gradients_warning(engine: EngineCore, proposal: Proposal) -> list[str]:
 
 
 def connect(preparation: Preparation, old_world: World | None, session: Session) -> None:
-    """Connect the next world's groups over the accelerator while all members wait and nothing is under way.
+    """Connect the next world's groups over the accelerator, while all members wait and no device work is in progress.
 
-    Does nothing without an accelerator, or if it was done before. All members of either world call it. Raise
-    MemberMissing for one that does not come, RuntimeError if they cannot be connected within the time-out; the
-    connections made until then end with the preparation.
+    Called by all members of either world; does nothing without an accelerator, or if the groups are connected already.
+    Raise MemberMissing if a member does not arrive, RuntimeError if connecting does not succeed within the time-out;
+    connections made so far are closed with the preparation.
     """
     world = preparation.world
     if not is_accelerated() or world is None or preparation.connections is not None:
@@ -166,8 +174,8 @@ def connect(preparation: Preparation, old_world: World | None, session: Session)
 def connect_ahead(preparation: Preparation, old_world: World | None) -> VoteResult:
     """Connect at a boundary before that of the switch; return the same decision on all members.
 
-    If it is a no, the switch cannot come about, and nothing else has changed. Raise OutcomeUnknown if the board is
-    gone.
+    If the decision is a no, the switch cannot happen, and nothing else has changed. Raise OutcomeUnknown if the board
+    is lost.
     """
     board, proposal = preparation.board, preparation.proposal
     what = f"connecting for the switch to {proposal.layout}"
@@ -180,10 +188,10 @@ def connect_ahead(preparation: Preparation, old_world: World | None) -> VoteResu
     decision = session.vote(work)
     if decision.commit and preparation.connections is not None:
         preparation.connections = replace(preparation.connections, is_ahead=True)
-    elif session.is_first and not decision.commit:  # for members that have no part in it
+    elif session.is_first and not decision.commit:  # for members that take no part in it
         board.decide(f"record/{proposal.generation}", {"commit": False, "reason": decision.reason})
     return decision
 
 
 def _nothing(one: None, other: None) -> None:
-    """Join nothing: it matters only that all members have come."""
+    """Merge two empty reports; all that matters is that every member has arrived."""

@@ -1,13 +1,13 @@
 """Membership: the processes that train together with this one, as one object for all engines of the process.
 
-Every process has one (`PROCESS.membership`); no caller asks which kind it is:
+Every process has one (`PROCESS.membership`), and callers need not know its class:
 
 | | `fixed_launch.FixedLaunch` | `elastic_membership.ElasticMembership` |
 |---|---|---|
 | members | the processes of the launch, to the end | those that the coordinator names |
-| a boundary | a switch that the user asked for, or waiting for one | also every change of members |
+| changes at a boundary | a requested switch, or waiting for one | also every change of members |
 | a call that loses its world | raises | returns in the next world |
-| deaths | are told by heartbeats on the board | are told by the coordinator |
+| deaths | are detected by heartbeats on the board | are reported by the coordinator |
 | SIGTERM | is left to the script | asks this member to leave |
 """
 
@@ -38,8 +38,9 @@ T = TypeVar("T")
 class Membership:
     """Base class: a job whose members never change. All methods are called on the main thread.
 
-    is_newcomer: this process has joined a running job. restores: it starts a job that has trained before, and whose
-    state no member holds any more. is_aborted: the world that trains cannot be used any more.
+    is_newcomer: whether this process has joined a running job.
+    restores: whether this process starts a job that has trained before, and whose state no member holds any more.
+    is_aborted: whether the current world cannot be used any more.
     """
 
     is_newcomer = restores = is_aborted = False
@@ -51,131 +52,137 @@ class Membership:
 
     @property
     def formed(self) -> tuple[int, str]:
-        """Number of the present generation of members, and the reason for it in words; (0, "") in a fixed launch."""
+        """Number of the present generation of members, and why it was formed; (0, "") in a fixed launch."""
         return 0, ""
 
     # ---- an engine is made, and ends ---------------------------------------------------------------------------------
 
     def refuse(self, settings: DynatrainConfig, model: nn.Module) -> None:
-        """Raise UnsupportedError for settings or a model that this kind of job excludes."""
+        """Raise UnsupportedError for settings or a model that this kind of job does not support."""
 
     def new_status(self) -> GroupStatus | None:
-        """Return a status that records failures of groups of an engine's first world; None if this job has no use for
-        one.
-        """
+        """Return an object that records failures of groups in an engine's first world; None if it is not needed."""
         return None
 
     def building_first(self, generation: int, engine: int) -> AbstractContextManager[Note]:
-        """Return a block for building an engine's first groups. generation: of the membership; engine: its number.
+        """Return a block around the building of an engine's first groups.
 
-        The block's value is called for each group that was built.
+        The value of the block is called for each group that was built.
+
+        generation: the generation of the membership.
+        engine: the number of the engine.
         """
         return nullcontext(ignore)
 
     def building_more(self, engine: int) -> AbstractContextManager[Note]:
-        """Return a block for building further groups of the world that trains; as `building_first`."""
+        """Return a block around the building of further groups in the current world; see `building_first`."""
         return nullcontext(ignore)
 
     def stop_if_over(self, generation: int) -> None:
-        """Raise WorldChanged if a failure has overtaken what is being built for a generation. Cheap; call it in
-        polls.
-        """
+        """Raise WorldChanged if a failure ended the generation that is being built. Cheap; call it in polling loops."""
 
     def could_not_build(self) -> None:
-        """Note that an engine could not be made, and the script ends with an error."""
+        """Record that an engine could not be made, so that the script ends with an error."""
 
     def add(self, engine: EngineCore) -> None:
-        """Note that an engine is open now."""
+        """Record that an engine has been opened."""
 
     def begin(self, world: Generation, members: tuple[int, ...]) -> None:
-        """Note that the job has started, in that generation. members: those that train."""
+        """Record that the job has started.
+
+        world: the generation in which it started.
+        members: the members that train.
+        """
 
     def say_end(self, engine: EngineCore) -> None:
-        """Tell the others that this engine's script has ended; raise torch's DistError if the board is gone."""
+        """Post that this engine's script has ended; raise torch's DistError if the board is lost."""
 
     def remove(self, engine: EngineCore) -> None:
-        """Note that an engine has ended, on all members at the same place of their scripts."""
+        """Record that an engine has ended. Called on all members at the same point of their scripts."""
 
     def end_script(self, engine: EngineCore) -> None:
         """Wait, at the end of the script, for members that still need this process."""
 
     def watch(self, board: Control) -> Watch:
-        """Return a watch that looks for the end of others' scripts, and for deaths unless a coordinator handles
-        these.
-        """
+        """Return a watch for the end of others' scripts, and for deaths unless a coordinator handles these."""
         return Watch(board)
 
     def activate_between(self, engine: EngineCore) -> None:
-        """Set what `torch.distributed` speaks of while none of several engines has the turn. engine: the first."""
+        """Set the world that `torch.distributed` uses while none of several engines has the turn.
+
+        engine: the first engine of the process.
+        """
         engine.launch.install()
 
     # ---- training ----------------------------------------------------------------------------------------------------
 
     def at_boundary(self, engine: EngineCore, place: str) -> str:
-        """Do what is due at a boundary of an engine; on an idle member, return only when it works.
+        """Carry out all changes that are due at a boundary of an engine; an idle member returns only once it has work.
 
-        Returns why nothing could take effect, in words: a global batch is open; "" if everything could. Raises
-        SystemExit if this process has nothing more to do.
+        Return why no change could take effect, in words (a global batch is open); "" if all could. Raise SystemExit if
+        this process has nothing more to do.
         """
         raise NotImplementedError
 
     def waiting_change(self, engine: EngineCore) -> str:
-        """Return, in words, the change of members that waits for a boundary of this engine; "" if none does."""
+        """Return, in words, the change of members that waits for a boundary of this engine; "" if there is none."""
         return ""
 
     def open_window(self, engine: EngineCore) -> None:
-        """Begin a global batch, before a loader deals its first micro-batch; an earlier discarded batch is over
-        then.
-        """
+        """Begin a global batch, before a loader draws its first micro-batch. This ends an earlier discarded batch."""
         engine.is_discarded = False
 
     def stays_discarded(self, engine: EngineCore) -> bool:
-        """Return whether an engine's next batches train nothing for the time being."""
+        """Return whether the engine's next global batches train nothing for the time being."""
         return False
 
     def before_micro_batch(self, engine: EngineCore) -> None:
-        """Handle a lost world before a loader deals any micro-batch."""
+        """Handle the loss of the world. Called before a loader draws any micro-batch."""
 
     def surviving(self, engine: EngineCore, call: Callable[[], T], again: Callable[[], T]) -> T:
-        """Return what `call` returns; in a job that survives a lost world, what `again` returns in the next one."""
+        """Return the result of `call`.
+
+        In a job that survives the loss of its world, return the result of `again` in the next world if that happens.
+        """
         return call()
 
     def returned(self, engine: EngineCore, output: Any) -> Any:
-        """Return what the user gets as the output of a forward pass."""
+        """Return the value that the user gets for a forward pass's output."""
         return output
 
     # ---- switches ----------------------------------------------------------------------------------------------------
 
     def reopen(self, engine: EngineCore) -> None:
-        """Make sure that there is a board, before the user asks for a switch; raise SwitchRefused if there is none."""
+        """Make sure that there is a board for a switch that the user requests; raise SwitchRefused if there is none."""
 
     def able(self, engine: EngineCore) -> tuple[int, ...]:
-        """Return the members that a switch of the user's may give a rank to."""
+        """Return the members to which a switch that the user requests may give a rank."""
         return engine.candidates.members
 
     def guard(self, preparation: Preparation) -> None:
-        """Set a preparation's hooks and status before it starts."""
+        """Set a preparation's hooks and status. Called before the preparation starts."""
 
     def entered(self, engine: EngineCore) -> None:
-        """Note that all train in the new world of a late switch; `ended` tells whether they stay there."""
+        """Record that all members train in the new world of a late switch; `ended` follows with the outcome."""
 
     def ended(self, engine: EngineCore, proposal: Proposal, outcome: Outcome) -> None:
-        """Note that a late switch has ended in which this member took part."""
+        """Record the end of a late switch in which this member took part."""
 
     def tell(self, engine: EngineCore, event: SwitchEvent) -> None:
-        """Report, on rank 0, how a switch of any kind ended, to those that watch the job."""
+        """Report the end of a switch of any kind to the observers of the job. Called on rank 0."""
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def loaded(self, engine: int) -> tuple[Any, ...] | None:
-        """Return the result of `load_checkpoint` on a newcomer, which loads nothing; None if the caller is to load."""
+        """Return a newcomer's result of `load_checkpoint`, which loads nothing there; None if the caller must load."""
         return None
 
     def remember_load(self, engine: int, result: Sequence[Any]) -> None:
-        """Keep the result of `load_checkpoint` for newcomers."""
+        """Store the result of `load_checkpoint` for newcomers."""
 
     def say_replaced(self, stretch: tuple[int, ...]) -> None:
-        """Tell all members that may have copies that a state is loaded in that stretch of training.
+        """Report, to all members that may hold copies, that a state is loaded.
 
-        Raises torch's DistError if they cannot be told.
+        stretch: the stretch of training (between two loads) to which this applies. Raise torch's DistError if the
+        members cannot be reached.
         """

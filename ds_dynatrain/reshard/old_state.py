@@ -1,4 +1,4 @@
-"""State from before a switch that was committed, held until no member can need it any more."""
+"""State from before a committed switch, held until no member can need it any more."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ds_dynatrain.membership.session import Session
 from ds_dynatrain.reshard.ways import Ways
 
 ACKNOWLEDGED = "acknowledged"
-"""Step of a switch's session in which members say that they have read the commit."""
+"""Step of a switch's session in which members report that they have read the commit."""
 
 
 @dataclass(frozen=True)
 class OldState:
-    """Buffers, groups and ways to them from before a switch.
+    """Buffers, process groups and transports from before a committed switch.
 
-    A member that has not acknowledged the commit may still stand in the switch. So this is released once all members
-    have acknowledged it, or a later generation is entered: no member of that stands in the switch any more.
+    A member that has not acknowledged the commit may still be in the switch. This object is therefore released only
+    once all members have acknowledged it, or a later generation is entered, whose members have all left the switch.
     """
 
     session: Session
@@ -32,14 +32,17 @@ class OldState:
     ways: Ways
 
     def is_needed(self, board: Control) -> bool:
-        """Return whether a member may still stand in the switch. Polls and never blocks. board: of the generation."""
+        """Return whether a member may still be in the switch. Polls and never blocks.
+
+        board: the board of the present generation.
+        """
         try:
             return board is self.session.board and not self.session.have_come(ACKNOWLEDGED)
-        except td.DistError:  # the board is gone, and the job ends, or another generation comes
+        except td.DistError:  # the board is gone: the job ends, or another generation follows
             return True
 
     def release(self) -> None:
-        """Give the memory back, and take the groups down, in threads."""
+        """Free the buffers and destroy the groups, in background threads."""
         self.ways.end()
         track = self.session.board.track_teardown
         track(release(self.buffers))

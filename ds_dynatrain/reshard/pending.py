@@ -1,4 +1,4 @@
-"""Answers that `engine.switch` and `engine.plan` give to a user, and warnings of boundaries that do not come."""
+"""Answers that `engine.switch` and `engine.plan` give to a user, and warnings that no boundary is reached."""
 
 from __future__ import annotations
 
@@ -31,16 +31,19 @@ class PendingSwitch:
 
 
 class Steps:
-    """Optimizer steps between boundaries. Some loops make several: as many as ever before are nothing to warn of."""
+    """A count of optimizer steps between boundaries, to warn if a change waits for a boundary that does not come.
+
+    Some loops make several steps between boundaries, so only more steps than ever before are worth a warning.
+    """
 
     def __init__(self) -> None:
         self.count = 0
-        """Steps since the last boundary at which something could take effect."""
+        """Steps since the last boundary at which a change could take effect."""
         self._most, self._missed, self._obstacle = 1, 0, ""
         self._warned: set[str] = set()
 
     def at_boundary(self, obstacle: str = "") -> None:
-        """Note a boundary. obstacle: why nothing could take effect at it, in words; "" if everything could."""
+        """Record a boundary. obstacle: why no change could take effect there, in words; "" if all could."""
         if obstacle:
             self._missed, self._obstacle = self._missed + 1, obstacle
             return
@@ -48,10 +51,9 @@ class Steps:
         self._warned.clear()
 
     def past_boundary(self, waiting: Iterable[str]) -> list[str]:
-        """Note an optimizer step. Return what to warn of, each once, after more steps without a boundary than ever
-        before.
+        """Record an optimizer step; return what to warn about, if there were never so many steps without a boundary.
 
-        waiting: what waits for a boundary, in words.
+        Each warning is returned once. waiting: what waits for a boundary, in words.
         """
         self.count += 1
         if self.count <= self._most:
@@ -62,7 +64,7 @@ class Steps:
 
     @property
     def reason(self) -> str:
-        """Why there was no boundary, in words, and what to do."""
+        """Why no change could take effect, in words, and what to do."""
         if self._missed:
             return f"the loop came to {self._missed}, at each of which nothing could take effect: {self._obstacle}"
         return (

@@ -1,6 +1,4 @@
-"""Preparation of a switch while training still runs: groups of the next world, the plan, modules, and touched
-memory.
-"""
+"""Preparation of a switch while training continues: the next world's groups, the plan, modules, and touched memory."""
 
 from __future__ import annotations
 
@@ -39,20 +37,21 @@ from ds_dynatrain.space import MASTER, BufferId, Layout, VirtualParameterSpace, 
 from ds_dynatrain.transfer import ReadyPlan, allocate, prefault
 
 LIMITS = (*map(os.strerror, (errno.EMFILE, errno.ENFILE, errno.ENOMEM)), "can't allocate memory")
-"""Words of errors, also torch's and gloo's, that mean the operating system has no more to give."""
+"""Fragments of error messages (also of torch and gloo) about a lack of open files or memory."""
 ABANDON_SECONDS = 5.0
 MOST_ERRORS = 4
-"""Members whose errors are told to all, at most."""
+"""Maximum number of members whose errors are reported to all."""
 SIDES_SHARE = 2
-"""Tables of digests that are made ahead take at most this fraction (1/n) of the budget for staging."""
+"""The digest tables made in advance take at most 1/n of the staging budget."""
 
 
 @dataclass(frozen=True)
 class Figures:
     """Figures of a plan over all members, in bytes.
 
-    bytes_sent: by all members. busiest_bytes: by or to the busiest member. peak_bytes: held at once by the fullest
-    member, at most.
+    bytes_sent: total sent by all members.
+    busiest_bytes: bytes sent or received by the busiest member, in its busiest direction.
+    peak_bytes: upper bound of what the fullest member holds at once.
     """
 
     bytes_sent: int
@@ -67,28 +66,38 @@ class Figures:
 
 
 def unguarded() -> AbstractContextManager[Note]:
-    """Return a block that does nothing around the building of groups."""
+    """Return a block that does nothing; the default block around the building of groups."""
     return nullcontext(ignore)
 
 
 def nothing() -> None:
-    """Do nothing: the default of a preparation's hooks."""
+    """Do nothing; the default of a preparation's hooks."""
 
 
 @dataclass
 class Preparation:
-    """One member's side of a switch to come. `start` runs it in a thread, and `join` waits for that.
+    """Preparation of a switch on one member. `start` runs it in a thread, and `join` waits for the thread.
 
-    board: where the switch is negotiated; control: the same over the connection for work in the background, which no
-    other thread may use meanwhile. live: this member's present buffers; memory: what the next ones are made of, by
-    state kind. on_device: the state kinds whose present buffers are on accelerators. make: makes the module's next
-    children for a rank of a layout; made: those of this member. number: of the engine in its process. has_sequence: as
-    in `World`. budget_bytes: for staging. way: as `dynatrain.transport`. check: raises SwitchRefused if this member
-    cannot take part. building: block around the building of groups; present: the world that this member trains in.
-    stop: called in every wait, raises if the switch will not come about; committed: called as soon as it is committed.
-    is_lean: no buffer of the target is made yet, since the source has to go first. connections: to the next world's
-    members, once they are made. source_rank, target_rank: this member's rank in the present world and in the next one;
-    None if it has none. ways: those that bytes take between members.
+    board: the board on which the switch is negotiated.
+    control: the same board over the background connection, which no other thread may use meanwhile.
+    live: this member's present buffers.
+    memory: what the next buffers are made of, by state kind.
+    on_device: state kinds whose present buffers are on accelerators.
+    make: function that makes the module's next children for a rank of a layout.
+    made: the children made for this member.
+    number: the number of the engine in its process.
+    has_sequence: see `World`.
+    budget_bytes: maximum size of staging buffers.
+    way: the setting `dynatrain.transport`.
+    check: raises SwitchRefused if this member cannot take part.
+    building: makes the block around the building of groups.
+    present: the world in which this member trains.
+    stop: called in every wait; raises if the switch will not happen.
+    committed: called as soon as the switch is committed.
+    is_lean: whether the target's buffers are made only once the source is released.
+    connections: the connections to the next world's members, once they are made.
+    source_rank, target_rank: this member's rank in the present and the next world; None if it has none.
+    ways: the transports between members.
     """
 
     proposal: Proposal
@@ -140,15 +149,15 @@ class Preparation:
 
     @property
     def own_error(self) -> BaseException | None:
-        """Error that is this member's own affair: what it may allocate or open. None for any other error."""
+        """The error, if its cause is this member's own limit (memory, files) or a SwitchRefused; else None."""
         error = self.error
-        if isinstance(error, DynatrainError):  # other errors than refusals may repeat another member's words
+        if isinstance(error, DynatrainError):  # errors other than refusals may repeat another member's message
             return error if isinstance(error, SwitchRefused) else None
         is_limit = isinstance(error, MemoryError) or any(words in str(error) for words in LIMITS)
         return error if is_limit else None
 
     def start(self) -> None:
-        """Begin in the background; post `prepared` at the end, with the error if there was one."""
+        """Start preparing in a thread, which finally posts `prepared`, with the error if there was one."""
         if self.proposal.late or (self.status is not None and is_accelerated()):
             self.present = None  # see `_build`
         self._thread = start_thread(self._run, f"dynatrain-prepare-{self.proposal.generation}")
@@ -162,10 +171,10 @@ class Preparation:
             raise self.error
 
     def abandon(self) -> None:
-        """Release groups and memory of a switch that does not come about."""
+        """Release the groups and the memory of a switch that will not happen."""
         self._stop.set()
         if self._thread is not None:
-            self._thread.join(self.control.timeout_seconds + ABANDON_SECONDS)  # a peer may die while groups are built
+            self._thread.join(self.control.timeout_seconds + ABANDON_SECONDS)  # a peer may die during a build
         self.ways.end()
         if self.world is not None:
             self.control.track_teardown(drop(self.world, is_broken=True))
@@ -202,11 +211,11 @@ class Preparation:
             if not self._has_said:
                 self._say_ready(said)
             agreement.say_prepared(self.control, self.proposal, said)
-        except (td.DistError, DynatrainError) as error:  # the store is gone, as the main thread will see, too
+        except (td.DistError, DynatrainError) as error:  # the store is gone; the main thread will notice it too
             self.error = self.error or error
 
     def _make_target(self) -> None:
-        """Make the target's buffers, the module's children, and what the pause would otherwise compute."""
+        """Make the target's buffers and the module's children, and compute what the pause would otherwise have to."""
         rank = self.target_rank
         if rank is not None:
             self.kept = self.reusable(self.live)
@@ -217,8 +226,9 @@ class Preparation:
             self.made = self.make(self.proposal.layout, rank)
 
     def _look_ahead(self) -> None:
-        """Compute holders for the certificate, on one member the event's figures, and the tables that digests of both
-        sides read, as far as the budget allows.
+        """Compute in advance what the certificate and the digests need, within the memory budget.
+
+        Rank 0 also posts the figures of the plan for the event.
         """
         proposal, source, target, kinds = self.proposal, self.source_rank, self.target_rank, self.vps.present_kinds()
         if source == 0:
@@ -249,12 +259,12 @@ class Preparation:
         return tensor
 
     def _say_ready(self, error: str | None) -> tuple[str, list[str]]:
-        """Tell the others, once, that this member is ready to build groups, or that they would wait in vain.
+        """Report, once, that this member is ready to build groups, or that it failed and others need not wait for it.
 
-        Return (why no groups are to be built, or ""; the groups that are not handed on), the same on all. They wait for
-        each other since building groups cannot be interrupted, and a thread that is doing so when Python ends aborts
-        the process. Raise MemberMissing for members that are not ready in time, SwitchFailed if the switch is given up
-        meanwhile.
+        Return (why no groups are to be built, or ""; the groups that the next world does not inherit), the same on all
+        members. Members wait for each other here because building groups cannot be interrupted, and a thread that is
+        still building when Python exits aborts the process. Raise MemberMissing if members are not ready in time,
+        SwitchFailed if the switch is given up meanwhile.
         """
         self._has_said = True
         mine, present = self.control.member, self.present
@@ -266,10 +276,11 @@ class Preparation:
         return wrong, anew
 
     def _build(self, own: Mapping[str, tuple[int, ...]], anew: Collection[str], note: Note) -> World:
-        """Build the next world. Groups of the present one may stay with their members.
+        """Build the next world, which may inherit groups of the present one that have the same members.
 
-        None do in a late switch: a batch that is given up in the new world leaves messages behind, and the old one has
-        to continue. None do on an accelerator in a job whose members come and go, in which no communicator is kept.
+        A late switch inherits none: a batch that is given up in the new world leaves messages behind, and the old world
+        has to continue. On accelerators, a job whose members come and go inherits none either, as it keeps no
+        communicator.
         """
         board, proposal = self.control, self.proposal
         spec = WorldSpec(
@@ -287,7 +298,7 @@ class Preparation:
         return build_world(board.store, spec, board.timeout_seconds, self.status, self.present, anew, note)
 
     def _make_moves(self, world: World) -> None:
-        """Find the ways, and make the moves that go by them."""
+        """Find the transports between members, and compute the moves that use them."""
         self.ways.meet()
         kinds = self.vps.present_kinds()
         if is_accelerated() or self.way == "nccl":
@@ -305,15 +316,15 @@ class Preparation:
     # ---- what the switch asks for ------------------------------------------------------------------------------------
 
     def plan(self, kinds: tuple[str, ...]) -> SwitchPlan:
-        """Return the plan for the state kinds that exist now (no moments before the first step)."""
+        """Return the plan for the given state kinds (the optimizer has no moments before its first step)."""
         if kinds not in self.plans:
             self.plans[kinds] = plan_switch(self.vps, self.proposal.layout, self.proposal.members, kinds)
         return self.plans[kinds]
 
     def _part(self, kinds: tuple[str, ...], is_late: bool = False) -> MemberPlan:
-        """Return this member's part of the plan: of the pause, or of the late kinds.
+        """Return this member's part of the plan: for the pause, or (`is_late`) for the late kinds, which move after it.
 
-        A late kind is not read in the pause: no weight is cast from a master that comes after it.
+        The pause does not read late kinds, so it casts no weight from a master that arrives later.
         """
         late = self.late_kinds(kinds)
         if late and not is_late:
@@ -322,10 +333,10 @@ class Preparation:
         return part.only(late) if is_late else part
 
     def moves(self, kinds: tuple[str, ...], is_late: bool = False) -> ReadyPlan:
-        """Return this member's moves of these kinds: those of the pause, or the late ones.
+        """Return this member's moves of the given state kinds: those of the pause, or (`is_late`) those after it.
 
-        Late kinds take no batches: two communicators wait for each other if ranks begin their kernels in different
-        orders.
+        Late moves never use the accelerators' communicators: two communicators can block each other if ranks start
+        their kernels in different orders.
         """
         if (kinds, is_late) not in self.mine:
             sharing = self.ways.sharing(self.on_device) if self.on_device else None
@@ -335,9 +346,9 @@ class Preparation:
         return self.mine[kinds, is_late]
 
     def late_kinds(self, kinds: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the kinds that no code reads or writes before an optimizer step; none if the switch is not late.
+        """Return the kinds that nothing reads or writes before an optimizer step; none if the switch is not late.
 
-        Masters are not among them if they are the weights' own memory.
+        Masters are excluded if they share the weights' memory.
         """
         if not self.proposal.late:
             return ()
@@ -345,9 +356,10 @@ class Preparation:
         return tuple(kind for kind in kinds if row_of(kind).needed_for == "step" and kind not in masters)
 
     def reusable(self, live: Buffers) -> set[tuple[str, BufferId]]:
-        """Return the keys of this member's present buffers that can serve in the next layout as they lie.
+        """Return the keys of this member's present buffers that the next layout can use in place.
 
-        A late switch reuses none that is written to before its record: the old world may have to continue with them.
+        A late switch reuses no gradient buffer: backward passes write to it before the record, and the old world may
+        have to continue with it.
         """
         vps, member, target = self.vps, self.control.member, self.target_rank
         if target is None:
@@ -357,7 +369,7 @@ class Preparation:
         return {key for key in kept if not row_of(key[0]).is_gradient} if self.proposal.late else kept
 
     def target(self, rank: int, live: Buffers, kinds: tuple[str, ...]) -> Buffers:
-        """Return the target buffers of these kinds; provide new ones if the live ones are not those that were kept."""
+        """Return the target buffers of these kinds; make new ones if the live buffers cannot be reused any more."""
         for key in self.kept:
             if key not in live or live[key].data_ptr() != self.buffers[key].data_ptr():
                 self.kept = self.reusable(live)
@@ -368,24 +380,24 @@ class Preparation:
         return {key: held for key, held in self.buffers.items() if key[0] not in absent}
 
     def figures(self, kinds: tuple[str, ...]) -> Figures:
-        """Return the figures of the plan for these state kinds: as rank 0 has posted them, or else computed here."""
+        """Return the figures of the plan for these state kinds, as posted by rank 0, or else computed here."""
         known = None
-        with suppress(td.DistError):  # the switch is over: no figure is worth an error
+        with suppress(td.DistError):  # the switch is over, and missing figures are no reason to fail
             known = self.board.read(f"figures/{self.proposal.generation}")
         if known is not None and tuple(known["kinds"]) == kinds:
             return Figures(*known["figures"])
         return Figures.of(self.plan(kinds), self.budget_bytes)
 
     def lacks(self, old_world: World | None) -> bool:
-        """Return whether the next world needs communicators, on this member, that the old one does not have."""
+        """Return whether the next world needs communicators on this member that the old world does not have."""
         return self.world is not None and self.world.lacks(old_world)
 
 
 def joined_readiness(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Join what two parts of the members say when they are ready.
+    """Merge the reports of two groups of members that are ready.
 
-    The result has the first errors, two members that asked for different numbers of groups, and the reports on the
-    present world's groups.
+    The result has the first few errors, up to two members that asked for different numbers of groups, and the merged
+    reports on the present world's groups.
     """
     first, *rest = one["own_groups"]
     differing = [each for each in (*rest, *other["own_groups"]) if each[1] != first[1]]
@@ -395,7 +407,7 @@ def joined_readiness(one: dict[str, Any], other: dict[str, Any]) -> dict[str, An
 
 
 def judged_readiness(found: dict[str, Any]) -> tuple[str, list[str]]:
-    """Return (why no groups are to be built, or ""; the present world's groups that are not handed on)."""
+    """Return (why no groups are to be built, or ""; the groups of the present world that are not inherited)."""
     wrong = "; ".join(found["errors"])
     if not wrong and len(found["own_groups"]) > 1:
         (one, first), (other, second) = found["own_groups"]

@@ -1,10 +1,10 @@
-"""State that exists once in a process: its engines and whose turn it is, its membership, and what came before an
-engine.
+"""State that exists once in a process: its open engines, which of them has the turn, and its membership.
 
 `torch.distributed`, DeepSpeed's modules, the random generators and the environment variables exist once in a process,
-while each engine has its own world and its own streams. A single engine keeps the process to itself. Of several, each
-puts its own in place when it is called, and takes it along when it returns. In between, torch.distributed speaks of the
-processes of the launch, or, if members come and go, of the first engine's world; and the generators are the script's.
+but each engine has its own world and its own random streams. A single engine has the process to itself. If there are
+several, each installs its own state when it is called, and saves it when the call returns. Between calls,
+`torch.distributed` refers to the processes of the launch (or, if members come and go, to the first engine's world), and
+the generators belong to the script.
 
 `PROCESS` is the only module-level state of this package.
 """
@@ -34,9 +34,10 @@ from ds_dynatrain.support import usage
 class Process:
     """State of a process; its one instance is `PROCESS`.
 
-    It has the open engines, in the order in which they were made, and whose turn it is; the `sync_points` of the
-    script; the `membership`; and what `init_distributed` has left for `initialize` (`early`, a `members.entry.Early`,
-    whose file imports this one).
+    engines: the open engines, in the order in which they were made.
+    sync_points: the sync points of the script.
+    membership: the membership that all engines share.
+    early: what `init_distributed` has prepared for `initialize`, a `members.entry.Early` (whose file imports this one).
     """
 
     def __init__(self) -> None:
@@ -46,14 +47,14 @@ class Process:
         self._forget()
 
     def _forget(self) -> None:
-        """Reset to the state without an open engine."""
+        """Reset to the state of a process without an open engine."""
         self._engines: list[weakref.ref[EngineCore]] = []
         self.sync_points = SyncPoints(lambda: next(iter(self.engines), None), lambda: self.membership)
         self._now: EngineCore | None = None
         self._backward: AbstractContextManager[None] | None = None
 
     def begin(self) -> None:
-        """Begin `initialize`: drop engines whose process groups the script has taken down."""
+        """Begin `initialize`: drop engines whose process groups the script has destroyed."""
         for engine in self.engines:
             if not is_known(engine.launch.group):
                 engine.own = None
@@ -62,13 +63,13 @@ class Process:
             self._forget()
 
     def found_early(self) -> Any:
-        """Return what `init_distributed` has left for `initialize`; None if the script has taken its group down."""
+        """Return what `init_distributed` has prepared for `initialize`; None if the script has destroyed its group."""
         group = td.group.WORLD if td.is_initialized() else None
         return self.early if self.early is not None and self.early.launch.group is group else None
 
     @property
     def membership(self) -> Membership:
-        """Membership that all engines share; set as soon as the first one is being made."""
+        """The membership that all engines share. Raise RuntimeError before the first engine is being made."""
         if self._membership is None:
             raise RuntimeError("this process has come into no job yet: call initialize")
         return self._membership
@@ -79,27 +80,26 @@ class Process:
 
     @property
     def engines(self) -> list[EngineCore]:
-        """Open engines, in the order in which they were made."""
+        """The open engines, in the order in which they were made."""
         return [engine for engine in (reference() for reference in self._engines) if engine is not None]
 
     @property
     def is_joining(self) -> bool:
-        """Whether an engine is being made: the process is its own then, also while another one ends."""
+        """Whether an engine is being made. It then has the process to itself, even while another engine ends."""
         return self._is_joining
 
     @property
     def is_shared(self) -> bool:
-        """Whether the process has several engines."""
+        """Whether the process has several open engines."""
         return len(self._engines) > 1
 
     # ---- engines come and go -----------------------------------------------------------------------------------------
 
     @contextmanager
     def joining(self) -> Iterator[None]:
-        """Return a block for building an engine, which finds the process as the launch has made it.
+        """Return a block for making an engine; within it, process-wide state is as the launch has left it.
 
-        Raises UnsupportedError or ConfigError, the same on every process, if the open engines leave no room for another
-        one.
+        Raise UnsupportedError or ConfigError, the same on every process, if the open engines do not permit another one.
         """
         for engine in self.engines:
             refuse_idle(engine.layout, len(engine.candidates))
@@ -123,11 +123,11 @@ class Process:
                 self._activate_between()
 
     def add(self, engine: EngineCore) -> None:
-        """Add an engine that is open now."""
+        """Add an engine that has just been opened."""
         self._engines.append(weakref.ref(engine))
 
     def leave(self, engine: EngineCore) -> None:
-        """Remove an engine that has ended. If one is left, it has the process to itself."""
+        """Remove an engine that has ended. If one engine remains, it gets the process to itself."""
         kept = [(reference, reference()) for reference in self._engines]
         self._engines = [reference for reference, held in kept if held is not None and held is not engine]
         if not self._engines:
@@ -137,9 +137,9 @@ class Process:
             self._activate_between()
 
     def _settle(self) -> None:
-        """Give the process to the only engine, or put the state of several aside.
+        """Give the process to the only engine, or save the state of each of several engines.
 
-        Does nothing in the middle of a call: a dropped engine ends when it is collected, wherever that is.
+        Does nothing in the middle of a call, since an engine may end at any point at which the garbage collector runs.
         """
         if self._is_joining or self._now is not None:
             return
@@ -155,14 +155,14 @@ class Process:
                 self._activate_between()
 
     def _activate_between(self) -> None:
-        """Put in place what holds while no engine has the turn."""
+        """Install the process-wide state that applies while no engine has the turn."""
         self.membership.activate_between(self.engines[0])
 
     # ---- and take turns ----------------------------------------------------------------------------------------------
 
     @contextmanager
     def turn(self, engine: EngineCore) -> Iterator[None]:
-        """Return a block for a call of an engine, in which process-wide state is the engine's."""
+        """Return a block for a call of an engine, in which process-wide state is that engine's."""
         self._end_broken_backward()
         if not self.is_shared or self._is_joining or self._now is engine or engine.own is None:
             yield
@@ -184,10 +184,10 @@ class Process:
 
     @contextmanager
     def backward(self, engine: EngineCore) -> Iterator[None]:
-        """Return a block for what begins a backward pass; the engine's turn lasts until the pass ends.
+        """Return a block around the start of a backward pass; the engine keeps the turn until the pass ends.
 
-        Raises UnsupportedError for a pass that goes through another engine as well: what DeepSpeed does for a
-        parameter's gradient depends on whose turn it is, and autograd takes the parameters in an order of its own.
+        Raise UnsupportedError if the pass goes through a second engine as well: how DeepSpeed handles a parameter's
+        gradient depends on which engine has the turn, and autograd visits parameters in its own order.
         """
         if not self.is_shared or self._now is engine:
             yield
@@ -202,7 +202,7 @@ class Process:
             turn.__exit__(None, None, None)
             raise
         self._backward = turn
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # after those of DeepSpeed
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # after DeepSpeed's callbacks
 
     def _end_backward(self) -> None:
         turn, self._backward = self._backward, None
@@ -210,7 +210,7 @@ class Process:
             turn.__exit__(None, None, None)
 
     def _end_broken_backward(self) -> None:
-        """End the turn of a backward pass that an error has ended, since such a pass calls no callback."""
+        """End the turn of a backward pass that raised an error, since such a pass never calls its callback."""
         if self._backward is not None and torch._C._current_graph_task_id() == -1:
             self._end_backward()
 
@@ -219,13 +219,13 @@ PROCESS = Process()
 
 
 def refuse_idle(layout: Layout, processes: int) -> None:
-    """Raise UnsupportedError if a layout leaves processes idle; called for each of several engines of a process."""
+    """Raise UnsupportedError if a layout leaves processes idle. Called only if the process has several engines."""
     if layout.world_size < processes:
         raise usage("idle processes beside another engine").error(_idle_in(layout, processes))
 
 
 def refuse_module_of_another(model: nn.Module, layout: Layout) -> None:
-    """Raise UnsupportedError for a model that an open engine holds in ZeRO-3, where this layout has another stage."""
+    """Raise UnsupportedError if an open engine holds the model in ZeRO-3 and this layout has another stage."""
     mine = {id(parameter) for parameter in model.parameters()}
     for engine in PROCESS.engines:
         is_shared = any(id(parameter) in mine for parameter in engine.host.module.parameters())
@@ -235,14 +235,14 @@ def refuse_module_of_another(model: nn.Module, layout: Layout) -> None:
 
 
 def refuse_beside_plain(layout: Layout, processes: int) -> None:
-    """Raise UnsupportedError for a first layout that leaves processes idle that a plain DeepSpeed engine needs."""
+    """Raise UnsupportedError if a first layout leaves processes idle that a plain DeepSpeed engine needs."""
     if layout.world_size < processes:
         for plain in plain_engines():
             raise usage("a plain engine beside idle processes").error(_without_plain(plain, layout))
 
 
 def refuse_target_beside_plain(layout: Layout, present: Layout) -> None:
-    """Raise SwitchRefused for a target without processes, or groups, that a plain DeepSpeed engine needs."""
+    """Raise SwitchRefused if a switch would remove processes or groups that a plain DeepSpeed engine needs."""
     if layout.world_size == present.world_size:
         return
     for plain in plain_engines():
@@ -258,7 +258,7 @@ def _without_plain(plain: PlainEngine, layout: Layout) -> str:
 
 
 def refuse_idle_target(layout: Layout, processes: int) -> None:
-    """Raise SwitchRefused for a target of one of several engines that leaves processes without work."""
+    """Raise SwitchRefused if the process has several engines and the target layout would leave processes idle."""
     if PROCESS.is_shared and layout.world_size < processes:
         raise usage("idle processes beside another engine").refused(_idle_in(layout, processes))
 

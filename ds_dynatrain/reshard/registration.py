@@ -1,6 +1,4 @@
-"""Registration of trained parameters and optimizer groups: their space, what the job has so far, how an engine follows
-it.
-"""
+"""Registration of trained parameters and optimizer groups: their space, the job's changes, and applying them."""
 
 from __future__ import annotations
 
@@ -20,9 +18,10 @@ from ds_dynatrain.space import STATE, Layout, LogicalTensor, Partition, VirtualP
 def space_of(
     engine: EngineCore, layout: Layout, members: tuple[int, ...], tensors: tuple[LogicalTensor, ...] | None = None
 ) -> VirtualParameterSpace:
-    """Register every logical tensor. The rules that cut them come from DeepSpeed's own reading of the configuration.
+    """Return the Virtual Parameter Space of a model under a layout: all logical tensors, and the rules that cut them.
 
-    tensors: whole; by default those of the module, which must not be cut then.
+    The rules come from DeepSpeed's own reading of the configuration. tensors: the uncut tensors; by default those of
+    the module, which must not be cut then.
     """
     tensors = tensors or engine.host.model_map.tensors
     names, shaper = tuple(tensor.name for tensor in tensors), engine.host.shaper
@@ -39,28 +38,28 @@ def space_of(
 
 
 def catch_up(engine: EngineCore) -> None:
-    """Take over what the working members have registered meanwhile. Called on idle members."""
+    """Apply the registrations that working members have made since this member became idle. Called on idle members."""
     while (record := engine.control.read(f"registration/{len(engine.registered) + 1}")) is not None:
         repeat(engine, [record])
 
 
 def repeat(engine: EngineCore, records: Sequence[dict[str, Any]]) -> None:
-    """Register what the job has registered, in its order. Called on idle members."""
+    """Apply registrations of the job, in their order. Called on idle members."""
     for record in records:
         Adoption(engine, Regrouping.from_json(record)).make()
         engine.registered.append(record)
 
 
 def note(engine: EngineCore, asked: Regrouping) -> None:
-    """Count a registration that is committed, and post it for idle members, which read it in `catch_up`."""
+    """Record a committed registration, and post it for idle members, which read it in `catch_up`."""
     engine.registered.append(asked.to_json())
     engine.control.decide(f"registration/{len(engine.registered)}", asked.to_json())
 
 
 def registration_of(engine: EngineCore) -> Regrouping:
-    """Return what is trained and in which groups, as a checkpoint says it.
+    """Return which parameters are trained and in which groups, in the form that a checkpoint stores.
 
-    Origins are the numbers of the groups that `initialize` made.
+    The origin of a group is the number of the group of `initialize` that it comes from.
     """
     model = engine.host.model_map
     groups = [NewGroup(first, False, names) for first, names in zip(_origins(engine), model.group_names, strict=True)]
@@ -69,10 +68,10 @@ def registration_of(engine: EngineCore) -> Regrouping:
 
 
 def regrouping_to(engine: EngineCore, saved: Regrouping) -> Regrouping | None:
-    """Return the registration that leads from the present groups to those of a checkpoint.
+    """Return the registration that turns the present groups into those of a checkpoint.
 
-    None if these are the same, and for a checkpoint of another model. Raises CheckpointError, naming the parameter, if
-    there is no such registration.
+    Return None if they are the same, or if the checkpoint belongs to another model. Raise CheckpointError, naming the
+    parameter, if no registration leads there.
     """
     model, present = engine.host.model_map, registration_of(engine)
     flags = {tensor.name: flag for tensor, flag in zip(model.tensors, model.requires_grad, strict=True)}
@@ -113,10 +112,10 @@ def _origins(engine: EngineCore) -> list[int]:
 
 
 class Adoption:
-    """Replacement of the optimizer groups of an engine whose optimizer is off, which can be undone.
+    """Replacement of an engine's optimizer groups while its optimizer is detached; it can be undone.
 
-    The constructor notes the present ones: model and space, the optimizer's dictionaries with their contents, and the
-    scheduler's lists. It raises SwitchRefused for a scheduler of a class that it does not know.
+    The constructor saves the present groups: model and space, the optimizer's dictionaries with their contents, and the
+    scheduler's lists. It raises SwitchRefused for a scheduler of an unknown class.
     """
 
     def __init__(self, engine: EngineCore, asked: Regrouping) -> None:
@@ -126,9 +125,9 @@ class Adoption:
         self._lists: Lists = lists_per_group(host.lr_scheduler, len(self._groups))
 
     def make(self) -> None:
-        """Make the new groups those of the optimizer; a group that lives on is the same dictionary.
+        """Give the optimizer the new groups. A group that continues keeps its dictionary object.
 
-        `requires_grad` is also set for parameters that this member does not hold.
+        `requires_grad` is also set on parameters that this member does not hold.
         """
         engine, asked, host = self._engine, self._asked, self._engine.host
         model = host.model_map.regrouped([group.names for group in asked.groups], set(asked.requires_grad))
@@ -148,7 +147,7 @@ class Adoption:
         engine.adopt_space(space_of(engine, engine.layout, engine.members, tensors))
 
     def undo(self) -> None:
-        """Put the previous groups back. The optimizer must be off."""
+        """Restore the previous groups. The optimizer must be detached."""
         engine = self._engine
         require_as(self.model)
         for (group, values), listed in zip(self._groups, self.model.groups, strict=True):
@@ -160,6 +159,6 @@ class Adoption:
 
 
 def require_as(model: ModelMap) -> None:
-    """Set every parameter's `requires_grad` as it was registered."""
+    """Set every parameter's `requires_grad` to its registered value."""
     for parameter, flag in zip(model.parameters, model.requires_grad, strict=True):
         parameter.requires_grad_(flag)

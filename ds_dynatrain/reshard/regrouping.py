@@ -1,9 +1,9 @@
-"""`engine.update_param_groups`: trained parameters and their groups change in the same world and layout.
+"""Implementation of `engine.update_param_groups`: changing trained parameters and optimizer groups in one layout.
 
-All working members judge the same records. The rest is a restoration whose source is the state of these very members:
-each fills new buffers, puts a new optimizer over them, and reports digests per tensor; the outcome is written once. A
-failure before that puts the old optimizer back over the old buffers. Idle members read the record when they are called
-(`registration.catch_up`).
+All working members compare their requests. The change is then a restoration whose source is the state of these same
+members: each fills new buffers, attaches a new optimizer to them, and reports digests per tensor; the outcome is
+written once. A failure before that restores the old optimizer with the old buffers. Idle members read the record when
+they are called to work (`registration.catch_up`).
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from ds_dynatrain.transfer import digest
 
 
 def register(engine: EngineCore, place: str, groups: Sequence[Mapping[str, Any]], is_open: str) -> bool:
-    """Carry out what has changed; return False if nothing has. See `DynatrainEngine.update_param_groups`.
+    """Apply the change of `DynatrainEngine.update_param_groups`; return False if nothing has changed.
 
-    place: where in the training it is asked, the same on all members. is_open: what stands in the way on this member,
-    in words; "" if nothing does.
+    place: name of the point in training at which the script calls it, the same on all members.
+    is_open: what prevents the change on this member, in words; "" if nothing does.
     """
     host = engine.host
     key = f"register/{place}"
@@ -74,7 +74,7 @@ def register(engine: EngineCore, place: str, groups: Sequence[Mapping[str, Any]]
 
 
 def _carry_out(engine: EngineCore, key: str, asked: Regrouping, begun: bool) -> None:
-    """Register everything on all members, or nothing on any of them; raise SwitchFailed if it is nothing."""
+    """Apply the change on all members, or on none of them; raise SwitchFailed if on none."""
     before = Before.of(engine)
     side = engine.layout, engine.members, before.world
     goal = Goal(*side, key, f"{key}/record", what="update_param_groups", is_patient=False)
@@ -88,7 +88,10 @@ def _carry_out(engine: EngineCore, key: str, asked: Regrouping, begun: bool) -> 
 
 
 def _asked(engine: EngineCore, wanted: RegroupRequest) -> Regrouping | None:
-    """Return the groups to register, None if they are registered already; raise SwitchRefused if they cannot be."""
+    """Return the groups to register, or None if they are registered already.
+
+    Raise SwitchRefused if these groups cannot be registered.
+    """
     host = engine.host
     asked = regroup(host.model_map, host.basic_optimizer, wanted)
     if asked is not None:
@@ -103,8 +106,9 @@ def _differ(one: int, other: int, asked: Mapping[int, Any]) -> str:
 
 
 def _has_begun(engine: EngineCore) -> bool:
-    """Return whether the optimizer keeps states on some member; one that holds no part of a whole tensor has none
-    itself.
+    """Return whether the optimizer holds states for some parameter, on this member or on others.
+
+    A member that holds no part of a tensor that the optimizer treats whole has no state itself, so steps count as well.
     """
     optimizer = engine.host.basic_optimizer
     stepped = bool(rule_of(optimizer).whole_tensors) and engine.global_steps > 0
@@ -112,10 +116,10 @@ def _has_begun(engine: EngineCore) -> bool:
 
 
 def _with_others(session: Session, mine: RegroupRequest) -> RegroupRequest:
-    """Return what all members want together, from what each wants of the parameters that it holds.
+    """Return the combined request of all members, each of which speaks for the parameters that it holds.
 
-    Raise SwitchRefused if they do not want the same of a parameter that several hold, or give different numbers of
-    groups; on all alike if one does not say it within the time-out.
+    Raise SwitchRefused if members that hold the same parameter disagree on it, if they give different numbers of
+    groups, or (on all members alike) if one member does not make the request within the time-out.
     """
     said = {
         "requires_grad": dict(mine.requires_grad),
@@ -148,8 +152,9 @@ def _with_others(session: Session, mine: RegroupRequest) -> RegroupRequest:
 
 
 def _joined_wishes(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Join what two members want. The first one's word counts for what both hold; the other finds the difference
-    itself.
+    """Merge the requests of two members.
+
+    If both hold a parameter, the first request is used; the other member detects the difference itself.
     """
     pairs = zip_longest(one["groups"], other["groups"], fillvalue=())
     return {
@@ -160,7 +165,7 @@ def _joined_wishes(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]
 
 
 class FromGroups(StateSource):
-    """The state of the same members in the same layout, under other parameter groups."""
+    """A state source: the state of the same members in the same layout, with other parameter groups."""
 
     compared = ("counters", "windows", "epoch", "scalars", "scaling", "loaders")
     is_proved_at_the_end = True
@@ -181,7 +186,7 @@ class FromGroups(StateSource):
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:
-        """The state kinds of the new groups: a moment that only new groups have begins with them."""
+        """State kinds of the new groups, including moments that only newly added groups need."""
         known = {kind.name for kind in self._old.kinds}
         return tuple(
             kind
@@ -193,7 +198,7 @@ class FromGroups(StateSource):
         return {kind: memory[kind] for kind in self.kinds}
 
     def fill(self, rank: int, buffers: Buffers) -> None:
-        """Fill the new buffers. Moments of newly trained tensors stay zeros; masters are cast from the weights."""
+        """Fill the new buffers. Moments of newly trained tensors stay zero; their masters are cast from the weights."""
         vps, old, layout, was_held = self._engine.vps, self._old, self._layout, self._held
         weights = pieces_by_tensor(old, layout, rank, WEIGHT)
         masters = pieces_by_tensor(vps, layout, rank, MASTER, owned=True) if MASTER in self.kinds else {}
@@ -218,10 +223,10 @@ class FromGroups(StateSource):
                     self._masters[[number]] += np.uint64(digest(values, start))
 
     def _value(self, kind: str, number: int, rows: Sequence[Place]) -> tuple[int, torch.Tensor]:
-        """Return (first index, elements) of a tensor, with zeros for elements that no rank of the group has.
+        """Return (first index, elements) of a tensor, with zeros for elements that no rank of its ZeRO group holds.
 
-        Under stage 3 it is this rank's part, which stays the same; else all elements of the ranks among which ZeRO cuts
-        it.
+        Under stage 3 the elements are this rank's own part, which does not change. Under other stages they are all
+        elements, gathered from the ranks among which ZeRO divides the tensor.
         """
         vps, buffers = self._old, self._before.buffers
         tensor, is_cut = vps.tensors[number], self._layout.zero_stage == 3
@@ -233,12 +238,12 @@ class FromGroups(StateSource):
             value.narrow(0, start - first, numel).copy_(buffers[kind, name].narrow(0, offset, numel))
         group = self._goal.world.group("expert_data" if tensor.expert else "data")
         if group.size() > 1 and not is_cut and not vps.is_replicated(self._layout, kind):
-            # several ranks may have an element, and the others have zeros: the largest bytes are the value's
+            # ranks that lack an element have zeros there, so the maximum of each byte is that of the value
             td.all_reduce(value.view(torch.uint8), td.ReduceOp.MAX, group=group)
         return first, value
 
     def shared(self) -> dict[str, Any]:
-        """Return the shared carry; step counts of newly trained tensors begin as the optimizer begins."""
+        """Return the shared extra state; newly trained tensors get the step counts of a new optimizer's state."""
         old, optimizer, model = self._old, self._engine.host.basic_optimizer, self._engine.host.model_map
         scalars: dict[str, dict[str, float]] = {}
         for number, tensor in enumerate(model.tensors[: model.trainable]):
@@ -252,9 +257,10 @@ class FromGroups(StateSource):
         return {**self._before.shared, "scalars": scalars}
 
     def prove(self, rank: int, buffers: Buffers, kinds: Sequence[str]) -> str:
-        """Raise CertificateError unless every tensor has the digests that it had, per state kind, on all members.
+        """Return the digest of the whole state, once all its tensors are proved unchanged on all members.
 
-        Return the digest of the whole state.
+        Raise CertificateError unless each tensor has the digest that it had before, per state kind. Newly trained
+        tensors must have zero moments, and masters that equal their weights.
         """
         new, old, layout, session = self._engine.vps, self._old, self._layout, self._session
         mine, _ = side_digests(new, layout, rank, buffers, tuple(kinds))

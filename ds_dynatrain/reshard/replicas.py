@@ -1,9 +1,11 @@
-"""Replicas that drifted: tensors that pipeline stages or tensor ranks hold whole, and compute each for itself.
+"""Replicas that drifted: tensors that several pipeline stages or tensor ranks hold whole, each computing its own
+values.
 
-Norms under tensor parallelism and tied weights are equal by arithmetic, not by a message: on an accelerator their last
-digits may differ. If digests differ before the moves, every holder gets its owner's values and compares them with its
-own. Within the tolerance all take the owner's, before anything is read; beyond it the switch fails. Copies along the
-data axis are equal by a reduction, and are not handled here.
+Norms under tensor parallelism and tied weights are equal by arithmetic, not by communication, so their last digits may
+differ on accelerators. If digests differ before the moves, every holder receives the values of the tensor's owner and
+compares them with its own. If all differences are within the tolerance, all holders take the owner's values before
+anything is read; otherwise the switch fails. Copies along the data axis are equal by a reduction, and are not handled
+here.
 """
 
 from __future__ import annotations
@@ -24,16 +26,19 @@ from ds_dynatrain.transfer import Transport
 
 TAG = 3
 NAMED = 3
-"""Tensors that a message names; the others it counts."""
+"""Maximum number of tensors that a message names; it only counts the others."""
 
 
 Distances = dict[str, dict[str, float]]
-"""By kind and tensor, how far a rank's values were from the owners' at most: a share of the owner's largest value."""
+"""State kind -> tensor name -> the largest difference between a rank's values and the owner's.
+
+It is given as a fraction of the owner's largest value.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """Runs [start[i], stop[i]) of tensors tensor[i], which the rank `holder` has and the rank `owner` owns."""
+    """Parts of tensors that rank `holder` has and rank `owner` owns: elements [start[i], stop[i]) of tensor[i]."""
 
     kind: str
     holder: int
@@ -45,20 +50,24 @@ class Parts:
 
 @dataclass
 class Settlement:
-    """Changes made on one rank. before: (memory, its earlier values). distances: see `Distances`."""
+    """The changes made to drifted replicas on one rank.
+
+    before: pairs (memory, its earlier values).
+    distances: see `Distances`.
+    """
 
     before: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     distances: Distances = field(default_factory=dict)
 
     def take(self, kind: str, name: str, held: torch.Tensor, values: torch.Tensor) -> None:
-        """Write an owner's values of a part of a tensor over this rank's, and keep these."""
+        """Overwrite a part of this rank's tensor with its owner's values, and save the old values."""
         own, of_kind = held.clone(), self.distances.setdefault(kind, {})
         self.before.append((held, own))
         of_kind[name] = max(of_kind.get(name, 0.0), distance(own, values))
         held.copy_(values)
 
     def undo(self) -> None:
-        """Put this rank's own values back; the last ones first, as memory of two kinds may be the same."""
+        """Restore this rank's own values, in reverse order, because two kinds may share memory."""
         while self.before:
             held, own = self.before.pop()
             held.copy_(own)
@@ -72,10 +81,11 @@ class Settlement:
         transport: Transport,
         seconds: float,
     ) -> None:
-        """Give every holder the owner's values of the tensors that drifted; each rank of the present layout calls it.
+        """Give every holder the owner's values of the tensors that drifted. Called on each rank of the present layout.
 
-        buffers: this rank's, which are written to. drifting: kind -> tensor numbers, the same on all ranks. Raises as
-        the transport does when `seconds` have passed.
+        buffers: this rank's buffers, which are overwritten.
+        drifting: state kind -> tensor numbers, the same on all ranks.
+        seconds: the time-out, after which this raises the transport's error.
         """
         deadline = time.monotonic() + seconds
         sends, receives = [], []
@@ -98,7 +108,7 @@ class Settlement:
 
 
 def furthest(one: Distances, other: Distances) -> Distances:
-    """Return the larger distance of each tensor in two parts of the ranks."""
+    """Merge the distances of two groups of ranks: the larger one for each tensor."""
     kinds = {kind: (one.get(kind, {}), other.get(kind, {})) for kind in {**one, **other}}
     return {
         kind: {name: max(mine.get(name, 0.0), theirs.get(name, 0.0)) for name in {**mine, **theirs}}
@@ -107,11 +117,13 @@ def furthest(one: Distances, other: Distances) -> Distances:
 
 
 def judge(distances: Distances, tolerance: float, types: Mapping[str, torch.dtype]) -> str:
-    """Return a warning of replicas that were set to their owners' values; raise CertificateError if one was too far
-    off.
+    """Return a warning about replicas that were set to their owners' values.
 
-    distances: the furthest of all ranks. types: of each kind. A kind of few bits may differ by one of its own steps, as
-    a cast of masters within the tolerance may.
+    Raise CertificateError if a replica was too far off.
+
+    distances: the largest over all ranks.
+    types: the element type of each kind. Values of a low-precision kind may differ by one step of its type, because
+    casts of masters within the tolerance may.
     """
     far_of = {(kind, name): far for kind, found in distances.items() for name, far in found.items()}
     for (kind, name), far in far_of.items():
@@ -131,8 +143,9 @@ def judge(distances: Distances, tolerance: float, types: Mapping[str, torch.dtyp
 
 
 def distance(own: torch.Tensor, owners: torch.Tensor) -> float:
-    """Return the largest difference, as a share of the owner's largest value; infinite if one is not finite or all are
-    0.
+    """Return the largest difference, as a fraction of the owner's largest value.
+
+    It is infinite if a value is not finite, and huge if all of the owner's values are 0 and this rank's are not.
     """
     if torch.equal(own, owners):
         return 0.0
@@ -141,7 +154,7 @@ def distance(own: torch.Tensor, owners: torch.Tensor) -> float:
 
 
 def _exchanged(vps: VirtualParameterSpace, kind: str, tensors: list[int]) -> Iterator[Parts]:
-    """Yield all parts of replicas that a rank holds and another one owns, in one order on all ranks."""
+    """Yield all parts of drifted replicas that one rank holds and another one owns, in the same order on all ranks."""
     for holder in range(vps.layout.world_size):
         number, held = vps.split_by_tensor(vps.holding(vps.layout, holder, kind))
         wanted = np.flatnonzero(np.isin(number, tensors))
@@ -154,7 +167,7 @@ def _exchanged(vps: VirtualParameterSpace, kind: str, tensors: list[int]) -> Ite
 def _views(
     vps: VirtualParameterSpace, parts: Parts, rank: int, buffers: Buffers
 ) -> tuple[list[int], list[torch.Tensor]]:
-    """Return (tensor, memory on a rank) of each piece of the parts, in their order."""
+    """Return (tensor number of each piece, its memory on the rank), for all pieces of the parts in order."""
     sharding = vps.sharding(vps.layout, parts.kind)
     places = sharding.place(parts.start, parts.stop, np.full(len(parts.start), rank))
     row, low, high, buffer, offset = (column.tolist() for column in places)

@@ -1,7 +1,7 @@
-"""Restoration of a state into living processes: new buffers, their proofs, the engine over them, one outcome.
+"""Restoration of a state into surviving processes: new buffers, proof of their contents, a rebuilt engine, and a vote.
 
-The state comes from a `StateSource`: a checkpoint (`restore`), copies that members keep of each other
-(`copies.from_copies`), or the same members under other parameter groups (`engine.regrouping`).
+The state comes from a `StateSource`: a checkpoint, copies that members keep of each other, or the same members under
+other parameter groups (`regrouping`).
 """
 
 from __future__ import annotations
@@ -34,10 +34,14 @@ from ds_dynatrain.space import Layout, VirtualParameterSpace, row_of
 
 @dataclass(frozen=True)
 class Restored:
-    """The state that training goes on from. path: of the checkpoint. step: optimizer steps done there.
+    """The state from which training continues.
 
-    client_state: given to DeepSpeed's `save_checkpoint`, and its additions; empty for a checkpoint of ours. kinds:
-    state kinds that were saved. digest: of the whole state, as in a switch's certificate.
+    path: the folder of the checkpoint.
+    step: the number of optimizer steps that had been completed when it was saved.
+    client_state: what the user passed to DeepSpeed's `save_checkpoint`, with DeepSpeed's additions; empty for a
+    checkpoint of this package.
+    kinds: the state kinds that were saved.
+    digest: the digest of the whole state, as in the certificate of a switch.
     """
 
     path: Path
@@ -51,8 +55,11 @@ class Restored:
 class Goal:
     """The layout and world to restore into, and the keys on the board for it.
 
-    record: the key of the outcome. begins_anew: whether an engine without state begins as after a failure; otherwise it
-    is in a switch. what: the call, for errors. is_patient: see `Session`.
+    layout, members, world: the layout, the member at each rank, and the process groups.
+    key, record: the key of the session, and the key of its outcome.
+    begins_anew: whether an engine without state starts as after a failure; if false, it is in the middle of a switch.
+    what: the name of the call, for errors.
+    is_patient: see `Session`.
     """
 
     layout: Layout
@@ -65,17 +72,20 @@ class Goal:
     is_patient: bool = True
 
     def session(self, board: Control) -> Session:
-        """Return the session of its members."""
+        """Return the session of all members of the goal."""
         return Session(board, self.key, self.members, self.what, record=self.record, is_patient=self.is_patient)
 
 
 class StateSource:
     """A source of a whole state, as one member of a goal reads it.
 
-    kinds: state kinds in it. client_state: see `Restored`. compared: parts of the shared carry that must be the same in
-    the engine once they are taken over. is_proved_at_the_end: whether `prove` looks at the buffers of the rebuilt
-    engine instead of the new ones before that. After `regrouping`, which the engine then follows, `memory` is called
-    first and `prove` last.
+    kinds: state kinds that the source has.
+    client_state: see `Restored`.
+    compared: parts of the shared extra state that must be equal in the engine after it was loaded.
+    is_proved_at_the_end: whether `prove` checks the buffers of the rebuilt engine, not the new buffers before the
+    rebuild.
+
+    The engine first adopts the groups of `regrouping`. After that `memory` is called first and `prove` last.
     """
 
     compared: Sequence[str] = ("counters", "windows", "epoch", "groups", "scalars", "scaling", "scheduler")
@@ -97,34 +107,37 @@ class StateSource:
 
     @property
     def regrouping(self) -> Regrouping | None:
-        """Change from the present parameter groups to those of the source; None if they are the same."""
+        """The change from the present parameter groups to those of the source; None if they are the same."""
         return None
 
     def memory(self, memory: Mapping[str, Memory]) -> dict[str, Memory]:
-        """Return the memory of each kind that there will be; CheckpointError if it is of another model or optimizer."""
+        """Return the element type and place of the buffers of each kind that the engine will have.
+
+        Raise CheckpointError if the source belongs to another model or optimizer.
+        """
         return {kind: made_of for kind, made_of in memory.items() if kind in self.kinds or not row_of(kind).is_moment}
 
     def fill(self, rank: int, buffers: Buffers) -> None:
-        """Fill the buffers of a rank."""
+        """Fill the buffers of a rank with the source's state."""
         raise NotImplementedError
 
     def shared(self) -> dict[str, Any]:
-        """Return what all ranks share of the state that is no tensor: counters, schedule, hyper-parameters."""
+        """Return the extra state that is equal on all ranks: counters, schedule, hyper-parameters."""
         raise NotImplementedError
 
     def rest(self, rank: int) -> dict[str, Any] | None:
-        """Return the state of one rank that is no tensor of a plan, such as buffers and objects of the user.
+        """Return the extra state of one rank that is no part of a tensor plan, such as module buffers and user objects.
 
-        None if that and the rank's random streams stay as they are.
+        Return None if the rank keeps its own, and its random streams as well.
         """
         return None
 
     def streams(self, rank: int) -> streams.Streams:
-        """Return a rank's random streams."""
+        """Return the random streams that a rank is to have."""
         return streams.capture()
 
     def prove(self, rank: int, buffers: Buffers, kinds: Sequence[str]) -> str:
-        """Return one digest of the whole state, once all members together hold the state of the source.
+        """Return one digest of the whole state, once all members together are proved to hold the state of the source.
 
         kinds: state kinds that have buffers. Raise CheckpointDamaged or CertificateError, naming tensor and kind, if
         members hold anything else.
@@ -133,13 +146,15 @@ class StateSource:
 
 
 Opener = Callable[[], AbstractContextManager[StateSource]]
-"""Function that opens a source. Called within the vote, so it may fail."""
+"""Function that opens a source. It is called within the vote, so it may fail."""
 
 
 class Restoration:
-    """The transaction on one member. where: name of the source, for messages. old: the state to go back to, if any.
+    """The restoration of a state on one member; all members of the goal restore it or none does.
 
-    kinds, digest, client_state: as in `Restored`, once it has run.
+    where: the name of the source, for messages.
+    old: the state to return to after a failure; None if this member holds none.
+    kinds, digest, client_state: see `Restored`; set once the restoration has run.
     """
 
     def __init__(self, engine: EngineCore, goal: Goal, opener: Opener, where: str, old: Before | None) -> None:
@@ -161,7 +176,7 @@ class Restoration:
         self.swap = Swap(engine)
 
     def run(self) -> None:
-        """Restore everything or nothing, on all members alike; CheckpointError says why nothing was restored."""
+        """Restore everything or nothing, on all members alike; raise CheckpointError with the reason if nothing."""
         decision = self.vote()
         if decision.commit:
             return
@@ -171,12 +186,12 @@ class Restoration:
         raise decision.checkpoint_error(f"{what}{where}{decision.reason}{end}")
 
     def vote(self) -> VoteResult:
-        """Return the decision of all members, after carrying it out."""
+        """Restore the state, commit or undo as all members decide, and return their decision."""
         try:
             decision = self.session.vote(self._carry_out)
         except OutcomeUnknown:
             self._undo()
-            if self.old is None:  # it holds no state: a later generation can restore
+            if self.old is None:  # it holds no state, so a later generation can restore it
                 self.control.lost = None
             raise
         self._commit() if decision.commit else self._undo()
@@ -197,7 +212,7 @@ class Restoration:
         self._verify_carry(source)
 
     def _register(self, source: StateSource) -> None:
-        """Register the parameters and groups of the source; the optimizer is off afterwards."""
+        """Register the parameters and groups of the source, if they change. This detaches the optimizer."""
         engine = self.engine
         self.registered = source.regrouping
         if self.registered is None:
@@ -210,7 +225,7 @@ class Restoration:
         self.vps = engine.vps.with_layout(self.goal.layout, self.goal.members)
 
     def _read(self, source: StateSource) -> None:
-        """Fill new buffers, and read the carry; the engine's own buffers are not touched."""
+        """Fill new buffers and read the extra state, without touching the engine's own buffers."""
         engine, layout = self.engine, self.goal.layout
         self.memory = source.memory(engine.memory_in(layout))
         if self.old is not None:
@@ -226,7 +241,7 @@ class Restoration:
         self.kinds, self.digest = tuple(source.kinds), source.prove(self.rank, held, kinds)
 
     def _verify_carry(self, source: StateSource) -> None:
-        """Raise CensusError or CheckpointError unless the rebuilt engine has the restored state on all members."""
+        """Raise CensusError or CheckpointError unless the rebuilt engines of all members have the restored state."""
         engine = self.engine
         held, scalars = engine.host.state_buffers()
         check_census(engine.host, self.vps, self.rank, held, "after loading")
@@ -263,7 +278,7 @@ class Restoration:
         self._take()
 
     def _take(self) -> None:
-        """Put the state that is no tensor into the engine: the shared part, this rank's part, random streams."""
+        """Load the extra state into the engine: the shared part, this rank's part, and random streams."""
         if self.rest is None:
             take(self.engine, self.shared, LoadReason.NEW_OPTIMIZER)
             return
@@ -284,13 +299,13 @@ class Restoration:
         engine.host.forget_steps()
 
     def _undo(self) -> None:
-        """Go back to the old state, or without one to that of an idle member."""
+        """Return to the old state, or to the state of an idle member if there is none."""
         self.swap.undo()
         self.buffers = {}
 
 
 def let_go(engine: EngineCore) -> None:
-    """Make an engine as empty as an idle member's, without a message to anybody; its state is lost."""
+    """Reset an engine to an idle member's, without any message to others; its state is lost."""
     engine.close_loaders()
     engine.release_old_state()
     if engine.world is not None:
@@ -300,6 +315,6 @@ def let_go(engine: EngineCore) -> None:
 
 
 def _two_that_differ(one: list[list[Any]], other: list[list[Any]]) -> list[list[Any]]:
-    """Return the first member and its value, and one with another value if there is any."""
+    """Return the first member and its value, and one member with another value if there is any."""
     first, *rest = one
     return [first, *[each for each in (*rest, *other) if each[1] != first[1]][:1]]

@@ -1,10 +1,10 @@
-"""Random streams: they belong to a place in the layout, not to a process, and move with it.
+"""Random streams: the states of random generators, which belong to a position in the layout and move with it.
 
-A place that lives on keeps its streams, whichever member holds it; the streams of a place that vanishes are dropped. A
-new data index or pipeline stage gets streams seeded from (job seed, name, index, stage, generation). Another new place
-of a data index that lives on gets a copy of the streams of its place 0: tensor ranks must draw alike what they compute
-alike, or replicas part. Only streams that are meant to differ between tensor ranks (those of DeepSpeed's tracker) are
-seeded there, by the tensor index too.
+A position that continues keeps its streams, whichever member holds it; the streams of a position that disappears are
+dropped. A new data index or pipeline stage gets streams seeded from (job seed, name, index, stage, generation). Any
+other new position of a data index that continues gets a copy of the streams of its position 0: tensor ranks that
+compute the same values must draw the same numbers, or their replicas diverge. Only streams that are meant to differ
+between tensor ranks (those of DeepSpeed's tracker) are newly seeded there, also from the tensor index.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Streams = dict[str, Any]
 
 @dataclass(frozen=True)
 class GeneratorStates:
-    """States of all generators as they are, for this process alone; `capture` returns them for others."""
+    """Present states of all generators, for use within this process; `capture` returns them for others."""
 
     torch: torch.Tensor
     numpy: Any
@@ -42,7 +42,7 @@ class GeneratorStates:
 
     @staticmethod
     def now() -> GeneratorStates:
-        """Return the present states."""
+        """Return the present states of all generators."""
         return GeneratorStates(torch.get_rng_state(), np.random.get_state(), random.getstate(), further_streams())
 
     def put(self) -> None:
@@ -67,7 +67,7 @@ def capture() -> Streams:
 
 
 def restore(streams: Streams) -> None:
-    """Set all generators to captured states."""
+    """Set all generators to states from `capture`."""
     name, keys, position, has_gauss, gauss = streams["numpy"]
     version, words, spare = streams["python"]
     GeneratorStates(
@@ -79,10 +79,9 @@ def restore(streams: Streams) -> None:
 
 
 def origin(source: Layout, target: Layout, rank: int) -> int | None:
-    """Return the rank of `source` whose streams a rank of `target` continues; None if its data index or its stage is
-    new.
+    """Return the rank of `source` whose streams a rank of `target` continues; None if its data index or stage is new.
 
-    It is the rank at the same place, where an index that is new on another axis counts as 0.
+    It is the rank at the same position, where an index that is new on any other axis counts as 0.
     """
     place = target.coordinate(rank)
     if place["data"] >= source.data or place["pipe"] >= source.pipe:
@@ -93,9 +92,13 @@ def origin(source: Layout, target: Layout, rank: int) -> int | None:
 def continued(
     source: Layout, target: Layout, rank: int, job_seed: int, generation: int, of_rank: Callable[[int], Streams]
 ) -> Streams:
-    """Return the streams of a rank of `target`, given those of each rank of `source`. generation: of the target.
+    """Return the streams of a rank of `target`, given those of each rank of `source`.
 
-    A new tensor index has those of index 0, but for the ones that differ between tensor ranks.
+    A new tensor index gets those of index 0, except for streams that differ between tensor ranks, which are newly
+    seeded.
+
+    generation: the generation number of the target.
+    of_rank: returns the streams of a rank of `source`.
     """
     place, known = target.coordinate(rank), origin(source, target, rank)
     if known is None:
@@ -113,9 +116,9 @@ def continued(
 
 
 def seeded(job_seed: int, place: dict[str, int], generation: int) -> Streams:
-    """Return newly seeded streams of all of this process's generators, for a place whose data index or stage is new.
+    """Return newly seeded streams for a position whose data index or pipeline stage is new; no generator is changed.
 
-    The generators themselves are left as they are. place: its index on each axis; only data, pipe and tensor count.
+    place: the index of the position on each axis; only data, pipe and tensor are used.
     """
     before = capture()
     try:
@@ -126,16 +129,16 @@ def seeded(job_seed: int, place: dict[str, int], generation: int) -> Streams:
 
 
 def begin_leaf(job_seed: int, step: int, leaf: int, layer: int | None = None) -> None:
-    """Set all generators to their states before a leaf, which are the same on whichever rank trains it.
+    """Set all generators to their states at the start of a leaf (a micro-batch of fixed size), the same on every rank.
 
-    layer: layer of a pipeline before which the generators are set anew.
+    layer: the layer of a pipeline before which the generators are set again; None at the start of the leaf.
     """
     place = 0 if layer is None else layer + 1
     _seed_all(lambda name: leaf_seed(job_seed, name, step, leaf, place))
 
 
 def _seed_all(seed: Callable[[str], int]) -> None:
-    """Seed every generator. seed: called with its name."""
+    """Seed every generator. seed: function of the name of a generator that returns its seed."""
     torch.manual_seed(seed("torch"))
     np.random.seed(seed("numpy") % 2**32)
     random.seed(seed("python"))
@@ -148,7 +151,7 @@ def _place_seed(job_seed: int, name: str, place: dict[str, int], generation: int
 
 
 def _index(place: dict[str, int]) -> int | tuple[int, int]:
-    """Return what tells apart ranks with different streams: the data index, and the stage unless it is the first."""
+    """Return the index by which streams of ranks differ: the data index, and the stage unless it is the first."""
     stage = place.get("pipe", 0)
     return (place["data"], stage) if stage else place["data"]
 

@@ -1,6 +1,6 @@
-"""Taking an engine's optimizer off one memory and putting it over another, with a way back.
+"""Detaching an engine's optimizer from one set of buffers and attaching it to another, in a way that can be undone.
 
-Each step leaves what undoes it on a stack before it is taken, so that a step that fails in the middle is undone, too.
+Each step registers its undo function before it starts, so that a step that fails halfway is undone, too.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from ds_dynatrain.space import Layout, VirtualParameterSpace
 
 @dataclass(frozen=True)
 class Before:
-    """State of a working engine before a change, to which it goes back if the change fails.
+    """State of a working engine before a change, to which it returns if the change fails.
 
-    rest: of the carry, if the change takes over another one.
+    shared: the extra state that is equal on all members.
+    rest: the other extra state, if the change replaces it; else None.
     """
 
     world: World
@@ -38,7 +39,7 @@ class Before:
 
     @staticmethod
     def of(engine: EngineCore, has_rest: bool = False) -> Before:
-        """Note the present state; the engine must stand between two global batches."""
+        """Capture the present state of an engine, which must be between two global batches."""
         if engine.world is None:
             raise RuntimeError("an idle member holds no state that could change")
         engine.host.settle_parameters()
@@ -49,10 +50,10 @@ class Before:
 
 
 class Swap:
-    """A change of an engine's memory, in this order: `off`, `into`, `over`.
+    """A change of an engine's memory, by the methods `off`, `into` and `over`, in this order.
 
-    A member that holds nothing, or will hold nothing, leaves steps out. `undo` puts random streams back to where they
-    were when this was made.
+    A member that holds no state before or after the change leaves some of them out. `undo` also restores the random
+    streams as they were when this object was made.
     """
 
     def __init__(self, engine: EngineCore) -> None:
@@ -62,18 +63,18 @@ class Swap:
         self.on_undo(streams.restore, self.streams)
 
     def on_undo(self, call: Callable[..., object], *arguments: Any) -> None:
-        """Have `undo` call `call`, before it undoes everything that was done until now."""
+        """Register `call` to be called by `undo`, before everything that was registered earlier."""
         self._undo.callback(call, *arguments)
 
     def off(self, before: Before) -> None:
-        """Take the optimizer off, unless it is off."""
+        """Detach the optimizer, unless it is detached already."""
         if not self.has_begun:
             self.has_begun = True
             self.on_undo(self._back, before)
             self._engine.host.detach()
 
     def into(self, world: World) -> None:
-        """Enter a world; `undo` takes a member that came from none back to the group that it idles in."""
+        """Enter a world. For a member that had no world, `undo` returns it to the group that it uses while idle."""
         if not self.has_begun:
             self.has_begun = True
             self.on_undo(self._leave)
@@ -89,7 +90,7 @@ class Swap:
         scalars: Scalars,
         made: Made | None = None,
     ) -> None:
-        """Give the module the shape of a rank, and put the optimizer over `buffers`. made: the module's children."""
+        """Give the module a rank's shape, and attach the optimizer to `buffers`. made: the module's children."""
         engine = self._engine
         replaced = engine.take_shape(vps, layout, rank, made)
         if replaced is not None:
@@ -98,15 +99,15 @@ class Swap:
         engine.host.attach(layout, world, engine.config_for(layout), buffers, scalars)
 
     def undo(self) -> None:
-        """Undo everything, the last step first."""
+        """Undo all steps in reverse order."""
         self._undo.close()
 
     def keep(self) -> None:
-        """Keep the change: drop everything that would undo it."""
+        """Make the change permanent by dropping all registered undo functions."""
         self._undo.pop_all()
 
     def _back(self, before: Before) -> None:
-        """Put the old optimizer over the old memory, in the old world."""
+        """Attach the old optimizer to the old buffers, in the old world."""
         engine = self._engine
         install(before.world)
         engine.host.attach(before.layout, before.world, before.config, before.buffers, before.scalars)

@@ -1,29 +1,30 @@
-"""One switch on one member: the path from its call to its commit, or back.
+"""A switch on one member: everything from its start to its commit or roll-back.
 
 Read `vote`, then the phases that `_carry_out` names, in order, then `conclude`:
 
 | phase | every member |
 |---|---|
-| drain | checks that nothing is under way, notes its state, and posts what others need of it |
-| meet | waits for all others at one boundary, and reads what rank 0 carries |
-| digest | digests the state that it holds |
-| rebuild | connects the next world; the old optimizer comes off, the new one goes over the prepared memory |
+| drain | checks that no work is in progress, records its state, and posts what other members need of it |
+| meet | waits for all others at one boundary, and reads the carry (extra state that is no tensor) of rank 0 |
+| digest | computes digests of the state that it holds |
+| rebuild | connects the next world, detaches the old optimizer, and attaches the new one to the prepared memory |
 | move | sends and receives |
-| carry | takes over counters, hyper-parameters and random streams |
-| verify | proves its own part of the new state, and reports both sides for the certificate |
+| carry | loads counters, hyper-parameters and random streams |
+| verify | checks its own part of the new state, and reports digests of both sides for the certificate |
 
-The first member judges the sum of all reports, and its decision is the record, which is written once: then each one
-commits or goes back. Until the record every failure ends in a roll-back on all members, after it in none. The source is
-held until every member has acknowledged the record, or another world is entered.
+The first member judges the sum of all reports. Its decision is the record, which is written once; every member then
+commits or rolls back. A failure before the record rolls the switch back on all members; a failure after it does so on
+none. Every member keeps the source until all members have acknowledged the record, or another world is entered.
 
-A *late* switch has two votes: state that no forward pass reads moves during the first global batch of the new world.
-The first vote, in the pause, says that everything that a forward pass reads has arrived (`Preparation.late_kinds` are
-the other kinds). If it is a yes, the new world is *entered*: it trains, and no record is written. Every member keeps
-the source: buffers, groups, and the means to undo the swap. A thread on each member moves the late kinds into buffers
-that lie under the new optimizer already, over a group of their own, and computes the digests of both sides, of weights
-too: nothing writes to either before an optimizer step. The second vote comes before that step, and its certificate is
-about all kinds. If it is a yes, the record is written, and the switch ends like any other. If it is a no, the global
-batch is void: entering is undone, the last step first.
+A *late* switch has two votes, because state that no forward pass reads moves during the first global batch of the new
+world. The first vote, in the pause, confirms that everything that a forward pass reads has arrived; the remaining state
+kinds are the *late kinds* (`Preparation.late_kinds`). If the first vote is a yes, the new world is *entered*: it
+trains, but no record is written yet. Every member keeps the source: its buffers, its groups, and the means to undo the
+swap. A thread on each member moves the late kinds into buffers that the new optimizer already uses, over a process
+group of their own, and computes the digests of both sides, including the weights, since nothing writes to either side
+before an optimizer step. The second vote comes before that step, and its certificate covers all kinds. If it is a yes,
+the record is written, and the switch ends like any other. If it is a no, the global batch is void, and all steps of
+entering are undone in reverse order.
 """
 
 from __future__ import annotations
@@ -68,14 +69,17 @@ POLL_SECONDS = 0.02
 
 
 class Transaction:
-    """A switch on one member; see the module. Called by every member of either world at a boundary.
+    """A switch on one member; see the module. Every member of the old or the new world makes one at a boundary.
 
-    Call `vote`, and then `conclude`; or for a late switch `enter`, and `settle` before the next optimizer step.
+    Call `vote`, and then `conclude`. For a late switch call `enter`, and then `settle` before the next optimizer step.
 
-    is_part: whether it is one of several engines' in a process, for which the caller decides together. interrupt: to be
-    raised once it is concluded. begin, was: when it began, in seconds, and layout and members before it. source_rank,
-    target_rank: None if this member has none. old_world: None if it was idle. sides: the layout, the members and this
-    member's rank before and after.
+    is_part: whether this is one of several engines in the process, for which the caller makes one decision.
+    interrupt: an exception to raise after `conclude`.
+    begin: the start of the switch, from `time.perf_counter()`.
+    was: layout and members before the switch.
+    source_rank, target_rank: this member's rank before and after the switch; None if it has none.
+    old_world: the world before the switch; None if this member was idle.
+    sides: layout, members and this member's rank, before ("source") and after ("target").
     """
 
     def __init__(self, engine: EngineCore, preparation: Preparation, place: str, is_part: bool = False) -> None:
@@ -91,7 +95,7 @@ class Transaction:
             "target": (proposal.layout, proposal.members, self.target_rank),
         }
         self.newcomers = sorted({*proposal.members} - {*proposal.source_members})
-        """Members that start to work with this switch."""
+        """Members that have a rank after this switch but none before it."""
         has_layers = bool(engine.host.stage_layers(proposal.source_layout))
         self.layers = LayerStates(engine, self.control, proposal) if has_layers else None
         self.before: Before | None = None
@@ -106,7 +110,7 @@ class Transaction:
         self.new_streams: streams.Streams | None = None
         self.digests: dict[str, SideDigests] = {side: {} for side in SIDES}
         self.kept_share: SideDigests = {}
-        """Digests of the source in buffers that stay."""
+        """Digests of the part of the source that lies in buffers that the next layout reuses."""
         self.digest = ""
         self.interrupt: BaseException | None = None
         kind = "part" if is_part else "entered" if proposal.late else "record"
@@ -119,7 +123,7 @@ class Transaction:
     def _session(
         self, key: str, record: str | None = None, members: tuple[int, ...] = (), is_patient: bool = False
     ) -> Session:
-        """Return a session of all members of both worlds, or of some of them."""
+        """Return a session of the given members; by default, of all members of the old and the new world."""
         what, stop = f"switch to {self.proposal.layout}", self.preparation.stop
         members = members or self.proposal.union
         return Session(self.control, key, members, what, record=record, is_patient=is_patient, stop=stop)
@@ -127,15 +131,15 @@ class Transaction:
     # ---- from the call to the end --------------------------------------------------------------------------------
 
     def vote(self, work: Callable[[], dict[str, Any]] | None = None) -> VoteResult:
-        """Do everything that can fail, and return the decision of all members; one that fails says no for all.
+        """Do everything that can fail, and return the decision of all members; a failure on one member is a no for all.
 
-        work: does it and returns this member's report; by default `_carry_out`.
+        work: a function that does this and returns the member's report; by default `_carry_out`.
         """
         try:
             decision = self.session.vote(work or self._carry_out, joined_sides, self._judge)
-        except OutcomeUnknown as lost:  # others may have read a commit
+        except OutcomeUnknown as lost:  # other members may have read a commit
             self.outcome.is_uncertain, self.interrupt = True, lost.__cause__ or lost
-            if self.control.watch is not None:  # in an elastic job the outcome is found out later
+            if self.control.watch is not None:  # an elastic job finds the outcome out later
                 self.control.lost, self.interrupt = None, lost.__cause__
             return VoteResult(False, str(lost))
         self.interrupt = decision.interrupt
@@ -146,7 +150,7 @@ class Transaction:
         return decision
 
     def conclude(self, decision: VoteResult) -> None:
-        """Do what was decided. Called with or without a vote: another engine may have failed before that."""
+        """Commit or roll back, as decided. Called without `vote` if another engine failed before it."""
         self.outcome.committed, self.outcome.reason = decision.commit, decision.reason
         self.outcome.digest = self.digest if decision.commit else ""
         self.outcome.is_rebuilt = self.swap.has_begun
@@ -154,7 +158,7 @@ class Transaction:
             self._commit() if decision.commit else self._roll_back()
 
     def _carry_out(self) -> dict[str, Any]:
-        """Take all steps up to the vote; return this member's report."""
+        """Run all phases before the vote; return this member's report."""
         phase = self.outcome.phase
         with phase("drain"):
             self._drain()
@@ -177,13 +181,16 @@ class Transaction:
     # ---- the phases before the vote ------------------------------------------------------------------------------
 
     def _drain(self) -> None:
-        """Check that nothing is under way and no window is open; note this member's state, and post its carry."""
+        """Check that no work is in progress; record this member's state, and post what other members need of it.
+
+        Rank 0 posts the carry (extra state that is no tensor), and every rank its random streams.
+        """
         engine, generation, rank = self.engine, self.proposal.generation, self.source_rank
         if rank is None:
             return
         self.before = drain(engine, self.proposal, rank, self.outcome)
         self.source = self.before.buffers
-        if self.proposal.late:  # forward passes of a void batch must leave no trace in the module's buffers
+        if self.proposal.late:  # forward passes of a void batch must not change the module's buffers
             held = [(buffer, buffer.detach().clone()) for buffer in engine.host.module.buffers()]
             self.swap.on_undo(_put_back, held)
         own = self.swap.streams
@@ -199,13 +206,13 @@ class Transaction:
             self.control.post(f"carry/{generation}", record)
 
     def _meet(self) -> None:
-        """Wait until all members are prepared and stand at one boundary, and learn there what rank 0 carries."""
+        """Wait until all members are prepared and stand at one boundary; read the carry that rank 0 has posted."""
         meet(self.session, self.engine, self.preparation, self.place)
         if self.old_world is not None and self.old_world.has_gate:
             self._settle_results()
         self.carried = Carried.of(self.control.value(f"carry/{self.proposal.generation}"))
         self.kinds = self.outcome.kinds = self.proved_at_once = self.carried.kinds
-        if self.proposal.late:  # a backward pass writes to these: later there would be nothing left to compare
+        if self.proposal.late:  # a backward pass overwrites gradients, so they can only be compared now
             self.proved_at_once = tuple(kind for kind in self.kinds if row_of(kind).is_gradient)
         if self.before is not None:
             self._compare_carry(self.before.shared, "before")
@@ -215,23 +222,23 @@ class Transaction:
     def _settle_results(self) -> None:
         """Make sure that all members of the source have the results of the last step's collectives.
 
-        Called only if a death may abort an accelerator's collectives; a later death in the switch then leaves nothing
-        in doubt. In a world that has lost a member, none of the remaining ones is in doubt.
+        Called only if a member's death may abort collectives on an accelerator; a later death in this switch then casts
+        no doubt on those results. If the world has already lost a member, none of the remaining members is in doubt.
         """
         among = self._among_sources()
         if among.reduce("doubts", self.engine.is_in_doubt, or_):
             self.engine.agree(lambda number: among.reduce(f"results/{number}", number, max))
 
     def _among_sources(self) -> Session:
-        """Return a session of the members of the old world, for a step in between."""
+        """Return a session of only the members of the old world, for a step between two phases."""
         return self._session(f"{self.session.key}/source", self.session.record, self.proposal.source_members)
 
     def _digest(
         self, side: str, held: Buffers, kinds: tuple[str, ...], share: SideDigests | None = None
     ) -> SideDigests:
-        """Add digests of this member's buffers of a side; return their share that lies in buffers that stay.
+        """Compute digests of this member's buffers on one side; return the share of them that lies in reused buffers.
 
-        share: the same, if it is known already.
+        share: that share, if it was computed before.
         """
         layout, members, rank = self.sides[side]
         if rank is None:
@@ -243,7 +250,7 @@ class Transaction:
         return share
 
     def _settle_replicas(self, rank: int) -> None:
-        """Set tensors that several stages or tensor ranks hold to their owners' values, before anything is read."""
+        """Overwrite drifted replicas of a tensor with its owner's values, before anything reads them."""
         vps, session = self.engine.vps, self._among_sources()
         drifting = differing(session, "drifting", vps, vps.layout, rank, self.digests["source"], "source")
         if not drifting:
@@ -258,13 +265,13 @@ class Transaction:
         self.kept_share = self._digest("source", self.source, self.proved_at_once)
 
     def _rebuild(self) -> None:
-        """Take the old optimizer off, install the new groups, and put the new optimizer over the prepared memory."""
+        """Detach the old optimizer, install the new groups, and attach the new optimizer to the prepared memory."""
         if is_accelerated():
             self.connect()
         world, before = self.preparation.world, self.before
         if before is not None:
             self.swap.off(before)
-            self.swap.on_undo(self.settlement.undo)  # before the old optimizer reads them
+            self.swap.on_undo(self.settlement.undo)  # undone before the old optimizer reads them
         if self.target_rank is not None and world is not None:
             self.swap.into(world)
             scalars = scalars_of(self.carried.shared) if before is None else before.scalars
@@ -273,12 +280,12 @@ class Transaction:
             self.swap.over(vps, layout, world, self.target_rank, self.target, scalars, made)
 
     def connect(self) -> None:
-        """Connect the next world's groups over the accelerator, unless they are connected."""
+        """Connect the next world's groups over the accelerator, unless they are connected already."""
         connect(self.preparation, self.old_world, self.session)
         self.outcome.connections = self.preparation.connections or self.outcome.connections
 
     def _move(self) -> None:
-        """Fill the new buffers; send what else the next world needs, to members that lack it."""
+        """Fill the new buffers; send module buffers, user objects and layer states to members that lack them."""
         transport, seconds = self.preparation.ways.transport(self.preparation.world), self.control.timeout_seconds
         link = None if self.preparation.ways.batching is None else self._link()
         self.outcome.stats = self._execute(self.preparation.moves(self.kinds), transport, link)
@@ -291,9 +298,10 @@ class Transaction:
         return execute(plan, self.source, self.target, transport, self.control.timeout_seconds, link)
 
     def _link(self) -> DeviceLink | None:
-        """Return the link between devices, or None if there is none.
+        """Return the link between accelerators, or None if there is none.
 
-        Raise SwitchFailed if the link is lent by the old world and another member has gone back without using it.
+        Raise SwitchFailed if the link uses a communicator of the old world and another member has already given up the
+        switch.
         """
         link = self.preparation.ways.link(self.preparation.world, self.session.stop)
         is_lent = link is not None and link.communicator is self.preparation.ways.may_lend(self.old_world)
@@ -302,13 +310,14 @@ class Transaction:
         return link
 
     def _decides(self, begins: bool) -> bool:
-        """Return whether moves over a communicator of the old world begin: the first member to say decides for all."""
+        """Return whether moves over a communicator of the old world begin; the first caller decides for all."""
         return bool(self.control.decide(f"batches/{self.proposal.generation}", {"begin": begins})["begin"])
 
     def _send_rest(self, transport: Transport) -> None:
-        """Send tensors of the carry (module buffers, the user's objects) from rank 0 to the members that start to work.
+        """Send tensors of the per-rank extra state (module buffers, user objects) from rank 0 to newcomers.
 
-        They go down a tree in which no member sends to more than two others.
+        They are forwarded along a tree in which each member sends to at most two others. Raise CertificateError if what
+        has arrived differs from what rank 0 had.
         """
         deadline = time.monotonic() + self.control.timeout_seconds
         tree = [self.proposal.source_members[0], *self.newcomers]
@@ -326,7 +335,7 @@ class Transaction:
                 )
 
     def _carry(self) -> None:
-        """Load rank 0's counters and hyper-parameters, and the random streams of this member's place."""
+        """Load rank 0's counters and hyper-parameters, and the random streams that belong to this member's new rank."""
         source, target, rank = self.proposal.source_layout, self.proposal.layout, self.target_rank
         if rank is None:
             return
@@ -342,7 +351,7 @@ class Transaction:
         streams.restore(self.new_streams)
 
     def _streams_of(self, rank: int) -> streams.Streams:
-        """Return the random streams of a rank of the old world."""
+        """Return the random streams of a rank of the old world; raise CertificateError if they arrived altered."""
         record = self.control.value(f"stream/{self.proposal.generation}/{rank}")
         found: streams.Streams = record["states"]
         if fingerprint(found) != record["print"]:
@@ -353,7 +362,7 @@ class Transaction:
         return found
 
     def _verify(self) -> dict[str, Any]:
-        """Check the target; return this member's report on both sides."""
+        """Check the new state on this member; return its report on both sides."""
         begin, rank, layout = time.perf_counter(), self.target_rank, self.proposal.layout
         if rank is not None:
             vps = self.preparation.vps.with_layout(layout, self.proposal.members)
@@ -370,7 +379,7 @@ class Transaction:
         return self._report()
 
     def _compare_carry(self, mine: dict[str, Any], when: str) -> None:
-        """Raise CertificateError unless this member has the carry that rank 0 had before the moves."""
+        """Raise CertificateError if this member's shared extra state differs from that of rank 0 before the moves."""
         parts = differing_values(mine, self.carried.shared)
         if parts:
             raise CertificateError(
@@ -379,7 +388,7 @@ class Transaction:
             )
 
     def _report(self) -> dict[str, Any]:
-        """Return this member's digests, as shares of the sums over all."""
+        """Return this member's digests of both sides, as terms of the sums over all members."""
         self._measure()
         report = dict[str, Any]()
         for side, (layout, members, rank) in self.sides.items():
@@ -388,7 +397,7 @@ class Transaction:
         return report
 
     def _measure(self) -> None:
-        """Measure the state held at once on this member: source, additions of the target, and staging."""
+        """Record the bytes that this member holds at once: the source, new buffers of the target, and staging."""
         total, end = 0, 0
         for held in sorted([*self.source.values(), *self.target.values()], key=torch.Tensor.data_ptr):
             start, stop = held.data_ptr(), held.data_ptr() + held.nbytes
@@ -399,7 +408,7 @@ class Transaction:
     # ---- the judgement -------------------------------------------------------------------------------------------
 
     def _judge(self, report: dict[str, Any]) -> VoteResult:
-        """Return the decision by the certificate, from what all members report. Called on the first member."""
+        """Return the decision that follows from the reports of all members. Called on the first member."""
         vps, layouts = self.preparation.vps, (self.proposal.source_layout, self.proposal.layout)
         try:
             said = certify(vps, *layouts, report)
@@ -408,7 +417,7 @@ class Transaction:
         return VoteResult("digest" in said, "copies of one state differ" if "doubts" in said else "", said=said)
 
     def _explained(self, wrong: dict[str, Doubts]) -> str:
-        """Return a message about whose copies differ, the same on all members."""
+        """Return a message that names the members whose copies differ; all members get the same one."""
         side = next(each for each in SIDES if wrong[each])
         layout, members, _ = self.sides[side]
         among, own = self._session(self.session.key), self.digests[side] or None
@@ -421,13 +430,13 @@ class Transaction:
     # ---- commit, or undo -----------------------------------------------------------------------------------------
 
     def _commit(self) -> None:
-        """Enter the new world for good; let go of the old one once all members have read the record."""
+        """Enter the new world permanently; release the old one once all members have read the record."""
         engine, world, ways = self.engine, self.preparation.world, self.preparation.ways
         works, track = self.target_rank is not None, self.control.track_teardown
         self.swap.keep()
         engine.enter(self.proposal, world if works else None)
         if PROCESS.is_shared and works:
-            engine.activate()  # another engine has had its turn since the vote
+            engine.activate()  # another engine may have used the process since the vote
         self.preparation.committed()
         engine.old_state = OldState(self.session, self.source, self.old_world, ways)
         if self.outcome.acknowledge(self.session):
@@ -442,7 +451,7 @@ class Transaction:
             track(world.retire_transfer() if works else drop(world))
 
     def _roll_back(self) -> None:
-        """Put back the old optimizer over the old memory, the old groups and the old streams."""
+        """Restore the old optimizer with its memory, the old groups and the old random streams."""
         try:
             self._mend_communicator()
         finally:
@@ -451,20 +460,21 @@ class Transaction:
             self.source, self.target, self.before = {}, {}, None
             self.preparation.abandon()
         if self._thread is not None:
-            self._thread.join(ABANDON_SECONDS)  # it may still wait for messages that will not come
+            self._thread.join(ABANDON_SECONDS)  # it may still wait for messages that will never come
             if self.source_rank is not None:
                 self.engine.repeat_places()
 
     def _mend_communicator(self) -> None:
-        """Renew a communicator of the old world over which moves have failed: it may be in any state. All do so.
+        """Replace the communicator of the old world that the moves used, as failed moves may have broken it.
 
-        Raise SwitchFailed if that fails: the old world cannot compute without it, and the job has to end.
+        Called on all members. Raise SwitchFailed if it cannot be replaced: the old world cannot compute without it, and
+        the job has to end.
         """
         old, lent = self.old_world, self.preparation.ways.may_lend(self.old_world)
         if old is None or lent is None or self.outcome.is_uncertain or not self._decides(begins=False):
             return
         end([lent], is_broken=True)
-        seconds = self.control.timeout_seconds + END_SECONDS  # as long as another member may wait for its device
+        seconds = self.control.timeout_seconds + END_SECONDS  # another member may wait as long for its device
         try:
             old.renew(lent, f"anew/{self.proposal.generation}", seconds)
         except RuntimeError as error:
@@ -476,9 +486,9 @@ class Transaction:
     # ---- a late switch: the two votes ----------------------------------------------------------------------------
 
     def enter(self, discard: Callable[[], None]) -> bool:
-        """Hold the first vote; return whether this member trains in the new world now. If not, call `settle` at once.
+        """Hold the first vote; return whether this member now trains in the new world. If not, call `settle` at once.
 
-        discard: drops what was trained of a global batch, and goes back to its beginning.
+        discard: function that drops what was trained of a global batch, and returns to the beginning of that batch.
         """
         self._entered = self.vote()
         if not self._entered.commit:
@@ -500,16 +510,16 @@ class Transaction:
 
     @property
     def worlds(self) -> tuple[World, ...]:
-        """Worlds before and after it, as far as this member has them by now."""
+        """The worlds before and after the switch, as far as this member has them at present."""
         return tuple(world for world in (self.old_world, self.preparation.world) if world is not None)
 
     @property
     def has_entered(self) -> bool:
-        """Whether the first vote was a yes: the new world trains, on this member or on others."""
+        """Whether the first vote was a yes, so that the new world trains on this member or on others."""
         return self._entered is not None and self._entered.commit
 
     def settle(self) -> None:
-        """Hold the second vote of a late switch and carry its decision out; end a switch that was not entered."""
+        """Hold the second vote of a late switch and act on its result; end a switch that was not entered."""
         decision = self._entered
         if decision is None:
             raise RuntimeError("enter comes first")
@@ -518,17 +528,17 @@ class Transaction:
             with self.outcome.phase("late"):
                 decision = self.vote(self._arrive)
         elif not self.outcome.is_uncertain:
-            with suppress(RuntimeError, OSError):  # for members without a part in it, which read only the record
+            with suppress(RuntimeError, OSError):  # for members without a part in it: they only read the record
                 self._final.decide(replace(decision, said=None, interrupt=None))
         self.conclude(decision)
 
     def give_up(self, reason: str) -> None:
-        """Say no for all, before the second vote: `settle` then goes back."""
+        """Decide against the switch for all members, before the second vote; `settle` then rolls it back."""
         with suppress(RuntimeError, OSError):
             self._final.decide(VoteResult(False, f"member {self.control.member}: {reason}"))
 
     def _move_late(self) -> None:
-        """Move the late kinds, and compute the digests of both sides. Runs in a thread."""
+        """Move the late kinds, and compute the digests of both sides. Runs in a background thread."""
         begin = time.perf_counter()
         try:
             with beside():
@@ -544,7 +554,7 @@ class Transaction:
     def _arrive(self) -> dict[str, Any]:
         """Wait until the late kinds have moved; return this member's report on all kinds for the second vote.
 
-        Raise what the thread that moves them raised. All waits of that thread have a time-out.
+        Re-raise an error of the thread that moves them. Every wait in that thread has a time-out.
         """
         self._final.stop()
         while self._thread is not None and self._thread.is_alive():

@@ -1,19 +1,19 @@
-"""Sync points: where the members' scripts are between two steps, and how a late one ends where the others do.
+"""Sync points: points between two steps at which members' scripts meet, so that late scripts end where others do.
 
-All members run one script. One that came late, or was idle for some epochs, has gone through fewer of them: it still
-asks for an epoch when the others have left their loops. No time-out can tell that from a long evaluation; facts can.
-The members that have gone through the most epochs, the *leaders*, post at which *sync point* they arrive: an epoch or
-an evaluation begins, something is saved, their script has ended. At each sync point of its own a late member waits
-until it knows which one its leader came to next:
+All members run one script. A member that joined late, or was idle for some epochs, has run through fewer of them, so it
+would start another epoch after the others have left their loops. No time-out can tell this case from a long evaluation,
+so members exchange facts. The members that have begun the most epochs, the *leaders*, post each *sync point* that they
+reach: an epoch or an evaluation begins, something is saved, or the script has ended. At each of its own sync points, a
+late member waits until it knows which one its leader reached next:
 
 - the same one: it takes part, with the leader's arguments;
-- another one: its own is skipped (an epoch without batches, a save that saves nothing), and its script runs on until
-  it is where the others are;
+- another one: it skips its own (an epoch without batches, a save that saves nothing), and its script runs on until it
+  reaches the others;
 - none, because the leader's script has ended: the late member ends too, as an idle member does.
 
-All members must agree on which ones are late: at the first sync point of a world each waits until all have said how
-many epochs they have begun. No sync point is posted while no member is late. Without a board each member goes on by its
-own script.
+All members must agree on which of them are late, so at the first sync point of a world each waits until all have posted
+how many epochs they have begun. No sync point is posted while no member is late. Without a board (the store with the
+members' records), each member follows its own script.
 """
 
 from __future__ import annotations
@@ -36,13 +36,19 @@ LONGEST_POLL_SECONDS = 0.05
 GROWTH = 1.1
 SAID_AFTER_SECONDS = 10.0
 LONGEST_SECONDS = 1800.0
-"""Longest wait for another member, as long as collectives of training wait: a member that is later has stopped."""
+"""Longest wait for another member, equal to the time-out of training's collectives.
+
+A member that takes longer has stopped.
+"""
 
 
 class SyncPoints:
-    """The points between two steps at which the scripts of a process meet those of others.
+    """The sync points of the scripts: the points between two steps at which this process meets others.
 
-    If a process has several engines, the first one speaks for all of them.
+    If a process has several engines, the first one represents all of them.
+
+    first: returns the first open engine; None if there is none.
+    membership: returns the membership of the process.
     """
 
     def __init__(self, first: Callable[[], EngineCore | None], membership: Callable[[], Membership]) -> None:
@@ -56,11 +62,11 @@ class SyncPoints:
     # ---- how far the members are -------------------------------------------------------------------------------------
 
     def note(self) -> None:
-        """Say how many epochs this script has begun. Called at every boundary; posts once in each new world."""
+        """Post how many epochs this script has begun. Called at every boundary; posts once in each new world."""
         engine = self._first()
         if engine is None or engine.idle:
             return
-        if engine.generation == 1:  # no member comes late to the first world, nor when a switch goes back to it
+        if engine.generation == 1:  # nobody is late in the first world, also after a roll-back to it
             self._mark = self._begun = None
             return
         mark = engine.control, engine.segment
@@ -70,16 +76,16 @@ class SyncPoints:
         try:
             engine.control.post(f"epochs/{engine.segment}/{engine.control.member}", self._epochs)
         except td.DistError:
-            pass  # the others take it for one of them
+            pass  # the others then treat this member as one of them
 
     @property
     def late(self) -> tuple[int, ...]:
-        """Members that have begun fewer epochs than others, as they said when this world began."""
+        """The members that have begun fewer epochs than others, by the counts posted when this world began."""
         begun = self._epochs_begun()
         return tuple(member for member, count in begun.items() if count < max(begun.values()))
 
     def _epochs_begun(self) -> dict[int, int]:
-        """Return the number of epochs of each member that has told it in this world."""
+        """Return the number of epochs of each member that has posted it in this world."""
         engine = self._first()
         if engine is None or self._mark is None:
             return {}
@@ -94,22 +100,24 @@ class SyncPoints:
     # ---- sync points -------------------------------------------------------------------------------------------------
 
     def begin_epoch(self, loader: str, is_under_way: bool, sampler_epoch: int) -> int | None:
-        """Begin a pass over a loader; return None if it has no batches here, since the others are elsewhere.
+        """Begin a pass over a loader; return None if it has no batches here because the other members are elsewhere.
 
-        Returns the epoch to set the user's sampler to: `sampler_epoch`, or on a member that came late, the others'.
-        is_under_way: the others are in this very pass, which is no sync point then. This happens with another engine's
-        loader, which a member that came in the middle asks first in the middle of a step.
+        Otherwise return the epoch to set the user's sampler to: `sampler_epoch`, or the leaders' on a member that came
+        late.
+
+        is_under_way: whether the others are in the middle of this very pass, which is then no sync point. This happens
+        with a second engine's loader: a member that joined in the middle of a step draws from it first in the middle of
+        that step.
         """
         agreed = [sampler_epoch] if is_under_way else self.arrive(f"an epoch of {loader!r}", sampler_epoch)
         self._epochs += 1
         return None if agreed is None else int(agreed[0])
 
     def arrive(self, sync_point: str, *arguments: Any) -> list[Any] | None:
-        """Arrive at a sync point; return the arguments (plain JSON) to take part with, None if the others are
-        elsewhere.
+        """Arrive at a sync point; return the arguments to take part with, or None if the other members are elsewhere.
 
-        Raises SystemExit(0) if their scripts have ended, SystemExit(1) if by an error, MemberMissing for a silent
-        leader.
+        arguments: this member's own, as plain JSON. Raise SystemExit(0) if the others' scripts have ended,
+        SystemExit(1) if they ended by an error, MemberMissing if the leader is silent.
         """
         engine = self._first()
         if engine is None or engine.idle or engine.is_discarded or len(engine.members) == 1:
@@ -134,7 +142,7 @@ class SyncPoints:
             engine.control.post(f"{key}/{mine}", [sync_point, arguments])
             self._count += 1
             return arguments
-        leader = [one for one in engine.members if begun[one] == most][-1]  # rank 0 may call alone
+        leader = [one for one in engine.members if begun[one] == most][-1]  # rank 0 may make calls alone
         found = wait(lambda: engine.control.read(f"{key}/{leader}"), lambda: {leader})
         if found is not None and found[0] != sync_point:
             logger.info("member %d came late: not %s here, the others are at %s", mine, sync_point, found[0])
@@ -143,13 +151,14 @@ class SyncPoints:
         return arguments if found is None else list(found[1])
 
     def _epochs_of_all(self) -> dict[int, int] | None:
-        """Return the number of epochs of each member, once all have told it; None before."""
+        """Return the number of epochs of each member, or None until all members have posted it."""
         self._epochs_begun()
         return self._begun
 
     def _key(self, engine: EngineCore) -> str:
-        """Return the key of the next sync point. They are counted between two steps, so no member stays astray for
-        longer.
+        """Return the key of the next sync point.
+
+        Sync points are numbered anew after each optimizer step, so a wrong count does not last longer than a step.
         """
         place = engine.segment, engine.global_steps
         if place != self._place:
@@ -164,15 +173,17 @@ def _await(
     look: Callable[[], T | None],
     missing: Callable[[], Collection[int]],
 ) -> T | None:
-    """Return what `look` finds in the end, or None if the world is aborted; the next boundary handles that.
+    """Return the first result of `look` that is not None.
 
-    missing: the members that it waits for. Raises SystemExit(0) if their scripts have ended, MemberMissing after
-    `LONGEST_SECONDS`.
+    Return None if the world is aborted; the next boundary handles that. Raise SystemExit(0) if the scripts of the
+    missing members have ended, MemberMissing after `LONGEST_SECONDS`.
+
+    missing: function that returns the members that are waited for.
     """
     begin, pause, is_said, has_ended = time.monotonic(), POLL_SECONDS, False, False
     watch, mine = membership.watch(engine.control), engine.control.member
     while (found := look()) is None:
-        if has_ended:  # had ended before this look: a script may post and then end
+        if has_ended:  # it had ended before this look, as a script may post and then end
             logger.info("member %d came late, and the scripts of the others have ended: it ends, too", mine)
             raise SystemExit(0)
         has_ended = watch.look(missing())

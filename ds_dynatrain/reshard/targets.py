@@ -1,6 +1,4 @@
-"""Targets of an engine's switches: whether a layout is possible, which member gets which rank, and the memory that this
-takes, for one engine or for all of a process.
-"""
+"""Target layouts of switches: whether a layout is possible, which member gets which rank, and what memory it takes."""
 
 from __future__ import annotations
 
@@ -29,25 +27,32 @@ from ds_dynatrain.support import Target, refuse_layout, usage
 
 
 class Targets:
-    """Checks of layouts for one engine. rule: the layouts for n members, in a job whose members come and go."""
+    """Checks of target layouts for one engine.
+
+    rule: yields the layouts to consider for n members, in a job whose members come and go.
+    """
 
     def __init__(self, engine: EngineCore) -> None:
         self.engine = engine
         self.rule = rule_of(engine.settings.raw_layouts, self._best)
 
     def _best(self, members: int, present: Layout) -> Iterator[Layout]:
-        """Yield layouts for so many members, best first, as an extension ranks them; without one, the widest data
-        axes.
+        """Yield layouts for a number of members, best first.
+
+        An extension ranks them; without one, layouts with the largest data axis come first.
         """
         found = (extension.best_layouts(members) for extension in self.engine.job.extensions)
         yield from next((layouts for layouts in found if layouts is not None), growing(members, present))
 
     def step_ms(self, target: Layout, members: Sequence[int]) -> dict[str, float]:
-        """Return how long a step takes in a layout, as an extension predicts it; {} if none does. members: by rank."""
+        """Return an extension's prediction of how long a step takes in a layout, by part; {} if none predicts it.
+
+        members: the member at each rank.
+        """
         return next(filter(None, (each.step_ms(target, members) for each in self.engine.job.extensions)), {})
 
     def checked(self, layout: Layout | None, changes: Mapping[str, Any]) -> Layout:
-        """Return the layout that is asked for; raise SwitchRefused if the engine cannot go there."""
+        """Return the layout that a call asks for; raise SwitchRefused if the engine cannot switch to it."""
         engine = self.engine
         refuse_moved_states(engine.host)
         target = feasible.target_layout(engine.layout, layout, changes)
@@ -57,7 +62,7 @@ class Targets:
         return target
 
     def check(self, target: Layout, processes: int) -> None:
-        """Raise SwitchRefused if so many processes cannot train this model in a layout."""
+        """Raise SwitchRefused if this number of processes cannot train the model in a layout."""
         engine = self.engine
         refuse_moved_states(engine.host)
         if not engine.idle:
@@ -73,7 +78,7 @@ class Targets:
         self.check_features(target, processes)
 
     def check_late(self, target: Layout) -> None:
-        """Raise SwitchRefused if masters and moments cannot follow after the pause."""
+        """Raise SwitchRefused if a late switch, in which masters and moments move after the pause, is impossible."""
         engine = self.engine
         if engine.is_lean:
             raise usage("late lean switches").refused()
@@ -88,7 +93,7 @@ class Targets:
             raise usage("late switches without a loader").refused()
 
     def check_features(self, target: Layout, processes: int | None = None) -> None:
-        """Raise SwitchRefused if a layout excludes the model or a key of the configuration."""
+        """Raise SwitchRefused if the model or a key of the configuration is not supported in a layout."""
         engine = self.engine
         processes = len(engine.candidates) if processes is None else processes
         feasible.check_combination(engine.job.features, target, processes)
@@ -104,9 +109,12 @@ class Targets:
             raise SwitchRefused(reason, "choose another stage, or change the key that it names") from error
 
     def members_for(self, target: Layout, without: tuple[int, ...] = (), late: bool = False) -> tuple[int, ...]:
-        """Return the member at each rank of a layout; raise SwitchRefused if members or this node's memory are too few.
+        """Return the member at each rank of a layout.
 
-        without: members that are to have no rank. late: whether the switch is late.
+        Raise SwitchRefused if there are too few members, or too little memory on this node.
+
+        without: members that must not get a rank.
+        late: whether the switch is late.
         """
         pool, engine = self.engine.candidates, self.engine
         able = tuple(member for member in PROCESS.membership.able(engine) if member not in without)
@@ -121,10 +129,10 @@ class Targets:
 
 
 def needs(engine: EngineCore, target: Layout, members: tuple[int, ...], late: bool = False) -> feasible.Needs:
-    """Return the bytes that each member allocates at most: the target's buffers and staging; if lean, less its source.
+    """Return the most bytes that each member allocates: for the target's buffers and staging, minus the source if lean.
 
-    late: both sides are held while a global batch is trained. The memory that training has taken on this member's
-    accelerator so far is counted for every member; each one only looks at its own sum.
+    late: count training's memory too, because both sides are held while a global batch is trained. It is the memory
+    used so far on this member's accelerator, assumed for every member; each member only looks at its own sum.
     """
     beside = Counter({compute_device().type: training_bytes()} if late else {})
     vps, budget = engine.vps, engine.settings.memory_budget_bytes
@@ -133,7 +141,7 @@ def needs(engine: EngineCore, target: Layout, members: tuple[int, ...], late: bo
 
     def held(layout: Layout, rank: int) -> Counter[str]:
         local = vps.local(layout, rank)
-        alike = layout, id(local.line), local.zero_rank if differ else 0  # ranks with one line need the same
+        alike = layout, id(local.line), local.zero_rank if differ else 0  # ranks with the same line need the same bytes
         if alike not in known:
             known[alike] = _state_bytes(engine, local)
         return known[alike]
@@ -150,7 +158,7 @@ def needs(engine: EngineCore, target: Layout, members: tuple[int, ...], late: bo
 
 
 def _state_bytes(engine: EngineCore, local: LocalSpace) -> Counter[str]:
-    """Return the bytes of all buffers of a rank, by the type of device."""
+    """Return the bytes of all buffers of a rank, by device type."""
     memory, accumulates = engine.memory_in(local.layout), engine.batch_for(local.layout).accumulation > 1
     state = Counter[str]()
     for (kind, _), size in local.sizes().items():
@@ -162,10 +170,14 @@ def _state_bytes(engine: EngineCore, local: LocalSpace) -> Counter[str]:
 
 
 class NodeMemory:
-    """Check of a node's memory: room for all engines of its processes in a change of members.
+    """A check that a node has memory for all engines of its processes in a change of members.
 
-    It is made once, by the first engine's thread to ask: memory that an engine has taken by then is not counted twice.
-    needs: of each engine. nodes: of all members.
+    The sum is computed once, by the first engine's thread that calls `check`, so that memory that another engine has
+    taken since is not counted twice.
+
+    member: this member's number.
+    needs: for each engine, a function that returns the bytes it needs.
+    nodes: the node of each member.
     """
 
     def __init__(self, member: int, needs: Sequence[Callable[[], feasible.Needs]], nodes: Mapping[int, str]) -> None:
@@ -175,7 +187,7 @@ class NodeMemory:
         self._refusal: SwitchRefused | None = None
 
     def check(self) -> None:
-        """Raise SwitchRefused, for every engine that asks, if there is too little for all of them together."""
+        """Raise SwitchRefused, on every engine that calls, if memory is too small for all engines together."""
         with self._lock:
             if not self._is_known:
                 together = Counter[tuple[int, str]]()

@@ -1,7 +1,8 @@
-"""Ways of bytes between any two members of a switch: found while it is prepared, the same at both ends.
+"""Ways (transports) of bytes between any two members of a switch. They are chosen while the switch is prepared.
 
-Members of one machine read each other's memory if that is permitted, also on their accelerators. Between other
-accelerators the library of their collectives sends, and all remaining bytes go over the transfer group, by gloo.
+Both ends choose the same one. Members on one machine read each other's memory if the system permits it, also on their
+accelerators. Other accelerators use the library of their collectives. All remaining bytes go over the transfer group,
+by gloo.
 """
 
 from __future__ import annotations
@@ -30,15 +31,17 @@ from ds_dynatrain.transfer import (
 from ds_dynatrain.transfer.neighbors import machine, permit_readers
 
 POLL_SECONDS = 0.05
-"""Time between two looks; it can be long, as training continues meanwhile."""
+"""Time between two polls; it can be long, because training continues meanwhile."""
 
 
 @dataclass
 class Ways:
-    """Ways from one member to all others, and back.
+    """The transports between one member and all others, in both directions.
 
-    way: as `dynatrain.transport`. stop: called in every wait, raises if the switch will not come about. neighbors:
-    members on this machine that may be read; batching: moves that the accelerators' library sends.
+    way: the setting `dynatrain.transport`.
+    stop: called in every wait; raises if the switch will not happen.
+    neighbors: members on this machine whose memory can be read.
+    batching: the moves that use the library of the accelerators' collectives.
     """
 
     way: str
@@ -53,13 +56,16 @@ class Ways:
     """Members on this machine, including this one."""
 
     def announce(self) -> None:
-        """Say which machine this member is on; all do so before any of them calls `meet`."""
+        """Post which machine this member is on. All members must do so before any of them calls `meet`."""
         if self.way != "gloo":
             self._machine = f"machine/{self.proposal.generation}/{machine()}"
             self.control.add_to_list(self._machine, self.control.member)
 
     def meet(self) -> None:
-        """Find the neighbors; raise SwitchRefused if all members were to be read, and some cannot be."""
+        """Find the members whose memory can be read.
+
+        Raise SwitchRefused if the user asked for memory reads between all members and some cannot read each other.
+        """
         if self.way == "gloo":
             return
         self._on_machine = self.control.read_list(self._machine)
@@ -78,12 +84,15 @@ class Ways:
     def agree_on_batching(
         self, plan: MemberPlan, kinds: frozenset[str], budget_bytes: int, session: Session, world: World
     ) -> None:
-        """Agree on the moves that go by the library of the accelerators' collectives.
+        """Agree with all members on the moves that use the library of the accelerators' collectives.
 
-        These are moves of all state on devices between members that do not read each other's memory; none, on all
-        members alike, if another way was asked for. plan: this member's moves. kinds: the state kinds on devices,
-        before and after. world: the next one, which is told whether it needs a communicator for that. Raises
-        SwitchRefused if this way was asked for and there is no such library.
+        These are the moves of state on accelerators between members that do not read each other's memory. There are
+        none, on all members alike, if the user asked for another transport. Raise SwitchRefused if the user asked for
+        this one and there is no such library.
+
+        plan: this member's moves.
+        kinds: the state kinds that are on accelerators before and after the switch.
+        world: the next world; its `moves_by_device` is set to whether there are such moves.
         """
         if self.way == "nccl" and not can_send_between_devices():
             device = compute_device()
@@ -100,7 +109,7 @@ class Ways:
         self.batching = Batching(self._far, kinds, most, budget_bytes) if most else None
 
     def sharing(self, kinds: frozenset[str]) -> Sharing | None:
-        """Return whose memory on accelerators this member reads; None if it reads none.
+        """Return whose accelerator memory this member reads; None if it reads none.
 
         kinds: the state kinds whose present buffers are on accelerators.
         """
@@ -108,8 +117,9 @@ class Ways:
         return Sharing(memory, lenders, kinds) if memory is not None and lenders else None
 
     def transport(self, world: World | None) -> Transport:
-        """Return the transport over the host between all members of both worlds; raise SwitchFailed without a next
-        world.
+        """Return the transport through host memory between all members of both worlds.
+
+        Raise SwitchFailed if there is no next world.
         """
         if world is None or world.transfer is None:
             raise SwitchFailed("the groups of the next world are not there")
@@ -121,41 +131,42 @@ class Ways:
         return RoutedTransport(self.neighbors, group)
 
     def link(self, world: World | None, stop: Callable[[], None]) -> CommunicatorLink | None:
-        """Return the link between the devices of all members of both worlds, once connected; None if no moves go by
-        it.
+        """Return the link between the accelerators of all members of both worlds, once it is connected.
+
+        Return None if it is not, or if no moves use it.
         """
         if self.batching is None or world is None or world.moving is None:
             return None
         return CommunicatorLink(world.moving, self.control.member, world.transfer_members, stop)
 
     def may_lend(self, old: World | None) -> Communicator | None:
-        """Return the old world's communicator if moves between devices go by it; else None.
+        """Return the communicator of the old world that moves between accelerators may use; None if there is none.
 
-        All members of the old world know it alike, also those that have not come to the moves. It then serves the new
-        world, too, or connects members that leave it. None is kept in a job whose members come and go.
+        All members of the old world get the same answer, even before they reach the moves. The new world then uses the
+        communicator as well, or it connects members that leave. A job whose members come and go keeps none.
         """
         if self.way not in ("auto", "nccl") or not can_send_between_devices() or old is None or old.status is not None:
             return None
         return old.communicators.get(("", self.proposal.union))
 
     def end(self) -> None:
-        """Let no neighbor read this member any more."""
+        """Stop letting other members read this member's memory."""
         if self.neighbors is not None:
             self.neighbors.close()
             self.neighbors = None
 
     @property
     def _lenders(self) -> frozenset[int]:
-        """Members whose devices this member reads."""
+        """Members whose accelerator memory this member reads."""
         return frozenset() if self.neighbors is None else self.neighbors.lenders
 
     @property
     def _far(self) -> frozenset[int]:
-        """Other members whose devices this member does not read."""
+        """Other members whose accelerator memory this member does not read."""
         return frozenset(self.proposal.union) - {self.control.member} - self._lenders
 
     def _share(self, what: str, record: Any) -> Mapping[int, Any]:
-        """Post a record for all members on this machine, and return theirs."""
+        """Post a record for all members on this machine, and return their records by member."""
         board, key = self.control, f"{what}/{self.proposal.generation}"
         board.post(f"{key}/{board.member}", record)
         keys = {member: f"{key}/{member}" for member in self._on_machine}
