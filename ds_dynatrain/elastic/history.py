@@ -198,7 +198,7 @@ class Goodput:
 
 @dataclass(frozen=True)
 class Point:
-    """Steps between two samples of the history, which the web page draws as one point.
+    """Steps between two samples of the history.
 
     seconds: time between the samples.
     stepping: the part of `seconds` spent in steps.
