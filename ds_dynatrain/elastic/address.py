@@ -193,7 +193,7 @@ def announced(file: Path, address: Address, job: str, on_replaced: Callable[[], 
                 if found.mark != mark:
                     others.append(found)
                     on_replaced()
-            except (OSError, MessageError) as error:  # a folder that is away for a while; the job needs it not
+            except (OSError, MessageError) as error:  # the folder may be away for a while, and the job does not need it
                 logger.warning(
                     "the announcement cannot be seen (%s); the job goes on, and processes that start now do not find "
                     "it",

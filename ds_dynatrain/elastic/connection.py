@@ -255,7 +255,7 @@ def _unproved(answer: Message) -> str:
 def readable(descriptors: Iterable[int], seconds: float) -> set[int]:
     """Wait until at least one descriptor can be read or has ended, and return all such descriptors; an empty set after
     `seconds`."""
-    poll = select.poll()  # select itself takes no descriptor above 1023
+    poll = select.poll()  # select() takes no descriptor above 1023
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)
     return {descriptor for descriptor, _ in poll.poll(max(0.0, seconds) * 1000)}

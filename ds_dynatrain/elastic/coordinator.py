@@ -93,7 +93,7 @@ class Coordinator:
             await asyncio.gather(keeper, doorman, stopper, return_exceptions=True)
         for task in (keeper, doorman):
             if not task.cancelled():
-                task.result()  # raises what it ended with, if it did
+                task.result()  # raises the error with which it ended, if any
 
     @property
     def connected(self) -> int:
@@ -168,7 +168,7 @@ class Coordinator:
         if not isinstance(said, Announce | Agent | Query | Dismiss):
             raise MessageError(f"{said.kind}: announce, agent, query or dismiss comes after hello")
         if isinstance(said, Announce | Agent):
-            self._check_job(hello.job)  # again: another one may have come first
+            self._check_job(hello.job)  # again: another peer may have named the job meanwhile
             self._job = self._job or hello.job
         return said
 

@@ -119,7 +119,7 @@ class Door:
         try:
             while True:
                 await self._accept()
-                await asyncio.sleep(0)  # an accept that does not wait gives other tasks no turn
+                await asyncio.sleep(0)  # an accept that does not wait would starve other tasks
         finally:
             self._listener.close()
             for task in self._tasks:
@@ -129,7 +129,7 @@ class Door:
     async def _accept(self) -> None:
         try:
             link, there = await asyncio.get_running_loop().sock_accept(self._listener)
-        except OSError as error:  # no descriptors, for example; strangers can be spared first
+        except OSError as error:  # out of descriptors, for example: drop a stranger first
             self._complaints.say(f"no connection can be accepted: {error}; raise `ulimit -n`")
             self._close_oldest()
             await asyncio.sleep(RETRY_SECONDS)
@@ -152,11 +152,11 @@ class Door:
         self._unproved.pop(task, None)
 
     async def _take(self, link: socket.socket, name: str) -> None:
-        """Handle one connection from beginning to end."""
+        """Handle one connection from its beginning to its end."""
         try:
             tune(link)
             reader, writer = await asyncio.open_connection(sock=link)
-        except OSError:  # it has gone already
+        except OSError:  # the peer has gone already
             link.close()
             return
         try:
@@ -200,7 +200,7 @@ class Complaints:
         self._unsaid = 0
 
     def say(self, text: str) -> None:
-        """Log the text, or count it if the last line is too recent."""
+        """Log the text, or only count it if the last line is too recent."""
         now = time.monotonic()
         if now < self._next:
             self._unsaid += 1
@@ -218,6 +218,6 @@ async def _next(reader: asyncio.StreamReader, limit: int) -> tuple[bytes, bytes]
 
 
 def _files() -> int:
-    """Return how many files this process may open."""
+    """Return the soft limit of files that this process may open."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return 1 << 20 if soft == resource.RLIM_INFINITY else soft

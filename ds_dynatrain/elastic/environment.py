@@ -20,12 +20,14 @@ NODE = "DYNATRAIN_NODE"
 COORDINATOR = "DYNATRAIN_COORDINATOR"
 JOB = "DYNATRAIN_JOB"
 AGENT = "DYNATRAIN_AGENT"
-"""The last of the variables that an agent sets for its workers: their node, the coordinator's address, the job, and the
+"""The four variables that an agent sets for its workers: their node, the coordinator's address, the job, and the
 agent's process id."""
 LOCAL_RANK, LOCAL_SIZE = "LOCAL_RANK", "LOCAL_WORLD_SIZE"
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
-"""Variable in which torchrun counts the restarts of workers. Like the two before it, it is set by torchrun; those two
-describe the node's own world until a worker has joined."""
+"""Restart count of the workers, set by torchrun.
+
+torchrun also sets `LOCAL_RANK` and `LOCAL_SIZE`, which describe the node's own world until a worker has joined.
+"""
 LONGEST_HOST = 64
 
 WATCHDOG: Mapping[str, str] = {
@@ -38,7 +40,7 @@ WATCHDOG: Mapping[str, str] = {
 """Values that switch off torch's NCCL watchdog, which would end a process whose peer has died, or abort on one rank
 alone."""
 OF_TORCHRUN: Mapping[str, str] = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
-"""Values that torchrun sets by default."""
+"""Values that torchrun sets by default, which count as not set by the user."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class WorkerPlace:
     agent: int | None = None
     """Process id of the agent that started the worker; None if it was not an agent of this package."""
     restarts: int = 0
-    """How often the agent has started workers before."""
+    """Number of times that the agent has restarted its workers."""
 
 
 def token_from(variables: Mapping[str, str] = os.environ, file: str | None = None) -> str | None:

@@ -18,7 +18,7 @@ NodeId = Annotated[str, Field(pattern=rf"^[A-Za-z0-9._:@-]{{1,{LONGEST_NODE}}}$"
 MemberId = Annotated[str, Field(pattern=rf"^[A-Za-z0-9._:@-]{{1,{LONGEST_NODE}}}/[0-9]{{1,5}}$")]
 Members = Annotated[tuple[MemberId, ...], Field(max_length=MOST_MEMBERS)]
 Text = Annotated[str, Field(max_length=LONGEST_TEXT)]
-# (pydantic's `$` is the very end of the text, also where a line break comes last.)
+# pydantic's `$` matches only at the very end of the text, not before a final line break.
 Change = Literal["planned", "failure"]
 
 

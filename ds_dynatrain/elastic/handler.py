@@ -38,7 +38,7 @@ def get_handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
     if os.environ.get(REPLACE_C10D) == "1":
         from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 
-        rendezvous_handler_registry._registry["c10d"] = create  # `register` refuses a name that is taken
+        rendezvous_handler_registry._registry["c10d"] = create  # `register` refuses names that are taken
     return create
 
 

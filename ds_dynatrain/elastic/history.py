@@ -133,7 +133,7 @@ class Goodput:
         self._pause = self._attributed = 0.0
 
     def paused(self, seconds: float) -> None:
-        """Add the seconds for which a switch held training up."""
+        """Add the seconds for which a switch paused training."""
         self._pause += seconds
 
     def add(self, made: Progress, now: float) -> float:
@@ -294,7 +294,7 @@ class JobHistory:
         self._spacing = LEAST_SPACING
         self._open: Point | None = None
         self._reports: dict[str, Report] = {}
-        """The last report of each member."""
+        """The last report of each member, by member id."""
         self._leader = ""
         self._known: deque[tuple[int, int]] = deque(maxlen=MOST_CHANGES)
 
@@ -305,7 +305,7 @@ class JobHistory:
         self.goodput.begin(now)
 
     def gone(self, member: str) -> None:
-        """Forget a member that has gone."""
+        """Forget the last report of a member that has gone."""
         self._reports.pop(member, None)
 
     def finished(self, now: float) -> None:

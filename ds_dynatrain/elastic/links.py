@@ -49,7 +49,7 @@ class HostLinks:
         self.look(now)
 
     def look(self, now: float) -> None:
-        """Schedule the next probes soon."""
+        """Schedule the next probes soon, at the latest `silent_seconds` from now."""
         self._pause = self._seconds
         self._probe_at = min(self._probe_at, now + self._seconds)
 

@@ -75,7 +75,7 @@ class MainThread:
         `waits_in`."""
         if not self._is_asked:
             self._asked_at, self._is_asked = time.monotonic(), True
-            self._is_asked = self._ask(self._callback, None) == 0  # else too many are pending: next time
+            self._is_asked = self._ask(self._callback, None) == 0  # else too many are pending: try again next time
         seconds = time.monotonic() - self._asked_at
         return 0.0 if str(OWN_WAITS) or is_in(self._waits_in) else seconds
 
@@ -85,7 +85,7 @@ class MainThread:
 
 
 def stands_at() -> str:
-    """Return the file, line and function that the main thread is executing, for the log; "" if it has ended."""
+    """Return the file, line and function that the main thread is executing, for the log; "" if the thread has ended."""
     frame = _frame()
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name}"
 

@@ -218,7 +218,7 @@ class Member:
         """Report a switch for people who watch the job; called on the member of rank 0."""
         with self._reporting:
             self._switched.append(said)
-            with suppress(OSError):  # it is told again after the next connect
+            with suppress(OSError):  # it is sent again after the next connect
                 if self._connection is not None:
                     self._connection.send(said)
 
@@ -243,7 +243,7 @@ class Member:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the scripts of the working members have ended, so that no work will come."""
+        """Whether the scripts of the working members have ended, so that waiting members will get no work."""
         return self._is_finished
 
     def wait_for_world(self, after: int = 0, seconds: float | None = None) -> Generation:
@@ -378,9 +378,10 @@ class Member:
                 next_beat = time.monotonic() + beat
 
     def _look_at_main_thread(self, most: float) -> None:
-        """Report how long the main thread has been blocked, what it waits for, and a collective that does not end.
+        """Record how long the main thread has been blocked and what it waits for, and report a collective that does not
+        end.
 
-        Dump all stacks, once, when it has been blocked for longer than `most` seconds.
+        Dump all stacks, once, when the thread has been blocked for longer than `most` seconds.
         """
         seconds, waits_for = self._main_thread.blocked_seconds(), self._waits_for or str(OWN_WAITS)
         self._note(blocked_seconds=seconds, waits_for=waits_for)
@@ -456,7 +457,7 @@ class Member:
                 self._announce()
                 logger.warning("%s: a coordinator is there again after %.1f s", self.id, time.monotonic() - begin)
                 return True
-            except (OSError, MessageError, CoordinatorUnproved) as error:  # also where another one has taken its port
+            except (OSError, MessageError, CoordinatorUnproved) as error:  # also if another process has taken its port
                 if time.monotonic() - begin > self._orphan_seconds:
                     self._end(Ending.ORPHANED, f"no coordinator for {self._orphan_seconds:g} s ({error})")
                     return False

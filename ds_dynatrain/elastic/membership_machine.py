@@ -44,7 +44,7 @@ from ds_dynatrain.errors import JobFinished, PeerRefused
 LEAVER_SECONDS = 5.0
 """How long leaving members wait for nodes that are still building their engines."""
 HANG_STEPS = 10
-"""Two collectives that hang within this many steps of each other end the job."""
+"""The job ends if two collectives hang within this many steps of each other."""
 REMEMBERED_CHANGES = 20
 REMEMBERED_GONE = 16_384
 """The maximum number of given-up members that are remembered and refused; the oldest are forgotten."""
@@ -88,7 +88,8 @@ class MembershipStateMachine:
         """The highest generation number that this coordinator ever published or took over."""
         self._gone: dict[str, str] = {}
         self._done: set[str] = set()
-        """Members of the world whose scripts have ended, with exit code 0 unless their agent reports otherwise."""
+        """Members of the present world whose scripts have ended, with exit code 0 unless their agent reports
+        otherwise."""
         self.watched: dict[str, float] = {}
         """Time at which each connected agent connected, by node; an agent will report how its workers ended. Maintained
         by the coordinator."""
@@ -184,7 +185,7 @@ class MembershipStateMachine:
                 self._back[member] = missed
                 self._breach = f"{member} was heard of again"
             else:
-                self._owed.append(Publish(self._world, (member,)))  # it waits for a generation that is over
+                self._owed.append(Publish(self._world, (member,)))  # its generation is over: tell it the newest
         self._note(now)
 
     def _held_state_in(self, world: Generation, member: str) -> bool:
@@ -225,7 +226,7 @@ class MembershipStateMachine:
         if self.roster.update(member, said, now):
             if _answered(said) >= newest:
                 self._mute.pop(member, None)
-            if self._recovery is None or not self._recovery.heard_of(member):  # else of another job, for now
+            if self._recovery is None or not self._recovery.heard_of(member):  # else another job's
                 self._entered = max(self._entered, said.entered)
             if self._takes_part(member) and said.broken == newest:
                 self._break(member, said)
@@ -267,7 +268,7 @@ class MembershipStateMachine:
             self._note(now)
         elif said.has_left and said.newest < self._world.generation:
             self._is_gone(member, f"left after generation {said.newest}, which went on without it", now)
-        elif entry.report.leaving:  # the others still count on it
+        elif entry.report.leaving:  # the others still rely on it
             self._is_gone(member, "ended before the others could let it go", now)
         else:
             self._done.add(member)
@@ -527,7 +528,7 @@ class MembershipStateMachine:
             told = recovery.told(entry.member)
             if told is None or entry.member in (*world.members, *started):
                 continue
-            if entry.report.entered or not recovery.has_reported(entry.member):  # it holds something, or may
+            if entry.report.entered or not recovery.has_reported(entry.member):  # it holds state, or may hold some
                 continue
             if told.generation < world.generation or told.term == world.term:
                 found.append(entry.member)
@@ -567,7 +568,7 @@ class MembershipStateMachine:
         stay = tuple(one for one in self._in_order(members) if one in self.roster and not self._is_leaving(one))
         leaving, late = self._leaving(old), self._left_out(now) if is_failure else ()
         stay, leaving = (tuple(one for one in some if one not in late) for some in (stay, leaving))
-        needs_who_leaves = bool(leaving) and not stay  # members that begin anew wait for what these save
+        needs_who_leaves = bool(leaving) and not stay  # newcomers wait for the state that these save
         joined = () if needs_who_leaves else self._newcomers(stay, are_built=is_failure and self._can_go_alone)
         is_ending = not self._done.isdisjoint(members)  # members that have ended take part in no change
         if not is_failure and (stay + joined == members or is_ending):
@@ -771,7 +772,7 @@ class MembershipStateMachine:
     # -- small things ------------------------------------------------------------------------------------------------
 
     def phase(self, entry: RosterEntry) -> Phase:
-        """Return the phase of a member, as the status names it."""
+        """Return the phase of a member, as shown in the status."""
         if entry.report.leaving:
             return "leaving"
         if entry.report.engines == "building":

@@ -77,7 +77,7 @@ class Welcome(WireRecord):
     store_port: Port
     """Port of the store for process groups, on the coordinator's host."""
     beat_seconds: Seconds
-    """Interval of the peer's heartbeats."""
+    """Interval between the peer's heartbeats, in seconds."""
     stuck_seconds: Seconds
     """How long a worker may stand still before it is given up; 0 for no limit."""
     min_nodes: Count
@@ -137,7 +137,7 @@ class Tally(WireRecord):
     saving_seconds: Seconds = 0.0
     """The part of `held_seconds` spent on checkpoints."""
     generation: Count = 0
-    """The worker's generation when it left its last boundary."""
+    """The worker's generation at the time it left its last boundary."""
 
 
 class Report(WireRecord):
@@ -289,7 +289,7 @@ class Fence(WireRecord):
 
 
 class Finished(WireRecord):
-    """Notice to waiting members that the scripts of the working ones have ended, so no work will come."""
+    """Notice to waiting members that the scripts of the working members have ended, so no work will come."""
 
     kind: Literal["finished"] = "finished"
 
@@ -330,7 +330,7 @@ class StartingNode(WireRecord):
 
 
 class Status(WireRecord):
-    """The coordinator's knowledge of the job, to be shown to people."""
+    """The coordinator's knowledge of the job, for people."""
 
     kind: Literal["status"] = "status"
     job: Text

@@ -60,7 +60,7 @@ class Reach:
                 self._listener.accept()[0].close()
 
     def ask(self, addresses: Sequence[str]) -> None:
-        """Try to connect to these addresses in a thread, which calls `tell`."""
+        """Try to connect to these addresses in a thread, which calls `tell` with the results."""
         threading.Thread(target=self._try, args=(addresses,), name="dynatrain-reach", daemon=True).start()
 
     def close(self) -> None:

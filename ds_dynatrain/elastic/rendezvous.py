@@ -116,7 +116,7 @@ class NodeRendezvous(RendezvousHandler):
         Raises RendezvousConnectionError if no coordinator answers in time or it refuses this agent,
         RendezvousClosedError if the job has finished.
         """
-        self._end_line(failed=True)  # torchrun asks again only where it starts workers anew that have failed
+        self._end_line(failed=True)  # torchrun asks again only to restart failed workers
         node = self._new_node()
         seconds = float(self._parameters.get("join_timeout", JOIN_SECONDS))
         job = str(self._parameters.run_id)
@@ -138,7 +138,7 @@ class NodeRendezvous(RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
-        """Do nothing; see `is_closed`."""
+        """Do nothing, because no agent closes the rendezvous for the others."""
 
     def num_nodes_waiting(self) -> int:
         """Return 0, because a new node is no reason to restart workers."""
@@ -271,7 +271,7 @@ def processes_of(member: str) -> list[int]:
         try:
             variables = (folder / "environ").read_bytes().split(b"\0")
         except OSError:
-            continue  # ended since, or another user's
+            continue  # the process has ended, or is another user's
         if wanted.issubset(variables):
             found.append(int(folder.name))
     return found

@@ -43,7 +43,7 @@ class ProbeMembers:
 
 @dataclass(frozen=True)
 class Finish:
-    """Effect: tell these members that the job has finished."""
+    """Effect: inform these members that the job has finished."""
 
     to: tuple[str, ...]
 

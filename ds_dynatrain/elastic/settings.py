@@ -26,7 +26,7 @@ class Settings:
     debounce_seconds: float = 0.05
     """How long to collect further events after the first sign of a change, before deciding."""
     beat_seconds: float = 0.5
-    """Interval of every peer's heartbeats."""
+    """Interval between the heartbeats of every peer, in seconds."""
     silent_seconds: float = 5.0
     """Time without a heartbeat after which a member is given up."""
     stuck_seconds: float = 300.0

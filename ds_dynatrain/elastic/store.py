@@ -75,7 +75,7 @@ def answered(ask: Callable[[], Answer], seconds: float) -> Answer:
     def run() -> None:
         try:
             found.put((ask(), None))
-        except BaseException as error:  # any error is raised in the thread that waits
+        except BaseException as error:  # raised again in the thread that waits
             found.put((None, error))
 
     threading.Thread(target=run, name="dynatrain-ask", daemon=True).start()

@@ -112,7 +112,7 @@ def derive(token: str | None, purpose: str) -> bytes:
 def users_file(name: str, variables: Mapping[str, str] = os.environ) -> Path:
     """Return the path of a secret that all jobs of this user share, and make its folder."""
     folder = Path(variables.get(STATE) or os.path.expanduser("~/.local/state")) / "dynatrain"
-    with suppress(OSError):  # it is told when the file cannot be made
+    with suppress(OSError):  # reported when the file cannot be made
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder / name
 

@@ -33,7 +33,7 @@ QUIET_STEPS = 5.0
 `LEAST_QUIET_SECONDS`."""
 MOST_NAMED = 5
 REPORTED = {"entered", "step", "layout", "pause_ms", "protected", "waits_for"}
-"""Fields of a member's report that the status shows."""
+"""Fields of a member's report that the status shows, too."""
 FRESH_SECONDS = 0.5
 """The shortest time in seconds between two values of a feed, however many readers ask."""
 REST = 20.0

@@ -104,13 +104,13 @@ class Termination:
         self._previous = signal.signal(signal.SIGTERM, self._handle)
         taken = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
         self._wakes = taken == -1
-        if not self._wakes:  # an event loop's, which keeps it: SIGTERM is noticed a little later
+        if not self._wakes:  # an event loop keeps its own: SIGTERM is noticed a little later
             signal.set_wakeup_fd(taken)
         self._is_watching = True
         in_forked_children(self._leave_to_the_parent)
 
     def fileno(self) -> int:
-        """Return the descriptor to poll."""
+        """Return the descriptor that becomes readable after a signal, for polling."""
         return self._receiver.fileno()
 
     def read(self) -> bool:
@@ -139,7 +139,7 @@ class Termination:
             signal.raise_signal(number)
 
     def _send(self, what: bytes) -> None:
-        with suppress(BlockingIOError):  # full: it is readable
+        with suppress(BlockingIOError):  # the buffer is full, so it is readable
             self._sender.send(what)
 
     def _restore(self) -> None:

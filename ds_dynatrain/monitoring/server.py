@@ -153,8 +153,8 @@ class _Request(BaseHTTPRequestHandler):
         super().setup()
         self.rfile.close()
         self._said = _head(self.connection)
-        self.rfile = BytesIO(self._said)  # all that is asked of it is readline
-        self.connection.settimeout(WRITE_SECONDS)  # of sendall: for all of the bytes together
+        self.rfile = BytesIO(self._said)  # only its readline is used
+        self.connection.settimeout(WRITE_SECONDS)  # sendall's limit for all bytes together
 
     def handle(self) -> None:
         """Answer one request, if it is complete."""
