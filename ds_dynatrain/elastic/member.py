@@ -203,7 +203,7 @@ class Member:
     ) -> None:
         """Record progress for the status; it is sent with the next heartbeat.
 
-        It is sent at once on the first step, from which on state can be lost, and on the first call in a new
+        It is sent at once on the first step, because from then on state can be lost, and on the first call in a new
         generation, because that shows that the change is over.
         """
         with self._reporting:

@@ -97,8 +97,8 @@ class Refused(WireRecord):
 class Announce(WireRecord):
     """Introduction of a worker. On a later connection it includes the newest world that the worker was told of.
 
-    nonce: drawn once by each process. An announcement with the same pid and nonce replaces the process's earlier
-    connection; empty for a peer that never returns.
+    nonce: a random id that each process draws once; empty for a peer that never returns. An announcement with the same
+    pid and nonce replaces the process's earlier connection.
     restarts: how often the worker's agent has started workers before.
     reach: an address, on the host of the worker's process groups, to which others can try to connect; empty if unknown.
     """
@@ -131,7 +131,7 @@ class Tally(WireRecord):
     samples: Count = 0
     """Samples before the present step, over all ranks, counted from the start of the job."""
     stepping_seconds: Seconds = 0.0
-    """Time between boundaries, if a step was made there."""
+    """Time between two boundaries in which a step was made."""
     held_seconds: Seconds = 0.0
     """Time spent at boundaries, and in global batches that were discarded."""
     saving_seconds: Seconds = 0.0

@@ -182,7 +182,8 @@ class NodeRendezvous(RendezvousHandler):
 class AgentLine:
     """Connection of an agent to the coordinator, for one start of its workers.
 
-    A thread keeps it up as far as possible. The agent goes on without a coordinator as long as its workers do.
+    A thread reconnects whenever the connection breaks. The agent continues without a coordinator as long as its workers
+    do.
     """
 
     def __init__(self, connection: Connection, node: str, endpoint: Endpoint, token: str | None, job: str) -> None:

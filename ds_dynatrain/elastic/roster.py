@@ -1,5 +1,5 @@
-"""The roster of connected workers, the record of members that return to a new coordinator, and the effects of the
-membership's decisions."""
+"""The roster of workers that count as alive, the record of members that return to a new coordinator, and the effects of
+the membership's decisions."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ Effect = Publish | GiveUpMember | ProbeMembers | Finish
 
 @dataclass
 class RosterEntry:
-    """One living worker. Times are in seconds of the caller's clock."""
+    """One worker that counts as alive. Times are in seconds of the caller's clock."""
 
     member: str
     local_rank: int
@@ -83,7 +83,7 @@ class RosterEntry:
 
 
 class Roster:
-    """Collection of the living workers, by id."""
+    """Collection of the workers that count as alive, by id."""
 
     def __init__(self) -> None:
         self._entries: dict[str, RosterEntry] = {}
@@ -189,7 +189,7 @@ class Recovery:
     """Record of the worlds that returning members were told of, one of which is chosen at the end.
 
     The recovery ends when all members of that world have returned, or `seconds` after the last return. If none has
-    returned but some still may, it lasts until the time given to `expect`.
+    returned but some still may, it lasts until the time that was given to `expect`.
     """
 
     def __init__(self, until: float, seconds: float) -> None:
@@ -213,7 +213,10 @@ class Recovery:
         return world is not None and self._reported.issuperset(world.everyone)
 
     def expect(self, patience: float) -> None:
-        """Record that there was a job before, whose members may return until the time `patience`."""
+        """Record that there was a job before, whose members may still return.
+
+        patience: the time until which to wait for the first of them.
+        """
         self._patience = max(self._patience, patience)
 
     def forgive(self, seconds: float) -> None:

@@ -84,7 +84,8 @@ def _is_alive(process: int) -> bool:
 
 
 class Termination:
-    """Watch for SIGTERM, offered as a descriptor that becomes readable. The user's own handler is called as before."""
+    """Watcher for SIGTERM, with a descriptor that becomes readable when the signal arrives. The user's own handler is
+    called as before."""
 
     def __init__(self) -> None:
         self._receiver, self._sender = socket.socketpair()
