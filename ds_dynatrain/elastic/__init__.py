@@ -6,7 +6,7 @@
 | `messages` | messages between a coordinator and its peers: versioned, bounded, validated |
 | `settings` | how many nodes a job needs, and how long the coordinator waits for what |
 | `membership_machine` | the coordinator's decisions, without sockets and without a clock |
-| `roster` | workers that count as alive, with their reports; members that return after a restart; effects of decisions |
+| `roster` | workers counted as alive, with their reports; members that return after a restart; effects of decisions |
 | `links` `reach` | hosts that cannot reach each other: what follows from that; how members find out |
 | `history` `view` | a coordinator's memory of its job; everything that is shown, as one value for other threads |
 | `coordinator` `door` | the server of the membership; its end of connections, and how long strangers may hold one |
