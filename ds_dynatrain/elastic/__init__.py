@@ -4,17 +4,17 @@
 |---|---|
 | `generation` | the record of one generation: which members train together, in which order, and why |
 | `messages` | messages between a coordinator and its peers: versioned, bounded, validated |
-| `settings` | how many nodes a job wants, and how long the coordinator waits for what |
+| `settings` | how many nodes a job needs, and how long the coordinator waits for what |
 | `membership_machine` | the coordinator's decisions, without sockets and without a clock |
-| `roster` | the living workers and their reports; members that return to a new coordinator; effects of decisions |
-| `links` `reach` | hosts that do not reach each other: the consequences; how members find out |
+| `roster` | workers counted as alive, with their reports; members that return after a restart; effects of decisions |
+| `links` `reach` | hosts that cannot reach each other: what follows from that; how members find out |
 | `history` `view` | a coordinator's memory of its job; everything that is shown, as one value for other threads |
-| `coordinator` `door` | the membership behind a socket; its end of connections, and how long strangers may hold one |
+| `coordinator` `door` | the server of the membership; its end of connections, and how long strangers may hold one |
 | `connection` | the peers' end of connections, authentication of messages, and the questions that any peer may ask |
 | `address` | the address at which a coordinator listens, or a shared file in which it is announced |
 | `token` `environment` | the secrets of a job; every environment variable that is read, or handed to workers |
-| `hosting` `store` | a coordinator with its store, in whichever process; stores for process groups |
-| `handler` `rendezvous` | the back-end of torchrun; a world of one node, and the agent's line to the coordinator |
+| `hosting` `store` | a coordinator with its store, in any process; stores for process groups |
+| `handler` `rendezvous` | torchrun's back-end; a world of one node, and the agent's connection to the coordinator |
 | `member` | a worker's side: its connection to the coordinator, in one thread, and its messages to the script |
 | `main_thread` | whether a script makes progress, as the thread with the heartbeats sees it |
 | `worker_process` | SIGTERM for threads; a process that ends with its agent, and whose forked children stay silent |

@@ -1,9 +1,9 @@
-"""A way out of a collective that will never end: the sockets of its group are shut down, and it raises.
+"""A way out of a collective that will never end: the sockets of its group are shut down, and the collective raises.
 
 gloo cannot abort. Ranks next to a dead one in the ring see its connection end; all others wait for their time-out, and
-so do all ranks if one hangs. shutdown(2) on the established connections of a group, from another thread, makes every
-collective that is blocked on them raise within milliseconds, and also one that is still connecting. The listening
-sockets stay: gloo ends the process if it loses one.
+so do all ranks if one hangs. shutdown(2) on the established connections of a group, called from another thread, makes
+every collective that is blocked on them raise within milliseconds, even one that is still connecting. The listening
+sockets are left open, because gloo ends the process if it loses one.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _EPOLL = "anon_inode:[eventpoll]"
 
 
 class WorldSockets:
-    """The sockets of one world's groups, known by what gloo opened while they were built. Linux only.
+    """The sockets of one world's groups, identified by what gloo opened while the groups were built. Linux only.
 
-    Build the groups inside of `building`; `abort` may be called at any time, from any thread. Sockets that other
-    threads open meanwhile, in Python or in a library, are left alone.
+    Build the groups inside `building`; `abort` may be called at any time, from any thread. Sockets that other threads
+    open meanwhile, in Python or in a library, are left alone.
     """
 
     def __init__(self) -> None:
@@ -41,12 +41,13 @@ class WorldSockets:
 
     @contextmanager
     def building(self, is_wanted: Callable[[], bool] = lambda: True) -> Iterator[Callable[[str], None]]:
-        """Count sockets that gloo opens inside the block as the world's, from the moment it opens them.
+        """Count sockets that gloo opens inside the block as the world's, from the moment they are opened.
 
-        Sockets of stores that this thread connects to meanwhile count too (`count_store`). Yields a function to call
-        with a group's name once the group is built: sockets that are new by then are the group's. is_wanted: asked once
-        an `abort` would take effect; WorldChanged is raised if it returns false, so that an abort that came a moment
-        too early is not lost.
+        Sockets of stores to which this thread connects meanwhile count, too (`count_store`). Yields a function to call
+        with a group's name once the group is built: sockets that are new by then belong to that group.
+
+        is_wanted: called once an `abort` would take effect. If it returns false, WorldChanged is raised, so that an
+        abort that came a moment too early is not lost.
         """
         self._before = before = seen = gloo_sockets()
         outer, _here.building = getattr(_here, "building", None), self
@@ -65,8 +66,9 @@ class WorldSockets:
             self._before, _here.building = None, outer
 
     def abort(self, resting: Collection[str] = ()) -> int:
-        """Shut all sockets of the world down and return how many were open. Blocked collectives raise RuntimeError, a
-        group under construction raises DistError.
+        """Shut down all sockets of the world, and return how many were open.
+
+        Blocked collectives raise RuntimeError, a group under construction raises DistError.
 
         resting: names of groups whose sockets are left alone.
         """
@@ -79,7 +81,7 @@ class WorldSockets:
         return sum(_shut(*each) for each in mine.items() if each not in rest)
 
     def take_over(self, previous: WorldSockets) -> None:
-        """Count sockets of the previous world that are still open as this world's, too: it keeps some of those
+        """Count the previous world's sockets that are still open as this world's, too, because it keeps some of the
         groups."""
         there = open_sockets().items()
         self._built = {fd: inode for fd, inode in previous._built.items() if (fd, inode) in there} | self._built
@@ -87,32 +89,34 @@ class WorldSockets:
         self._groups = {**still, **self._groups}
 
     def forget(self) -> None:
-        """Drop all sockets; called when the groups were destroyed, which closes them."""
+        """Forget all sockets; called when the groups were destroyed, which closes the sockets."""
         self._built, self._groups = {}, {}
 
 
 _here = threading.local()
-"""Thread-local attribute `building`: the WorldSockets whose `building` block the thread is in."""
+"""Thread-local storage. Attribute `building`: the WorldSockets whose `building` block the thread is in."""
 
 
 def count_store(sockets: Mapping[int, int]) -> None:
-    """Add a store's socket, opened just now by this thread, to the world that the thread is building, if there is
-    one."""
+    """Add a store's socket to the world that the calling thread is building, if there is one.
+
+    sockets: the socket, which this thread opened just now.
+    """
     world: WorldSockets | None = getattr(_here, "building", None)
     if world is not None:
         world._built = {**world._built, **sockets}
 
 
 def open_sockets() -> dict[int, int]:
-    """Return the inode of each socket that this process has open, by its descriptor."""
+    """Return the inode of each open socket of this process, by descriptor."""
     return _sockets({int(name): _target(name) for name in os.listdir(_DESCRIPTORS)})
 
 
 def gloo_sockets() -> dict[int, int]:
-    """Return the inodes of gloo's sockets alone. Its event loops watch them by epoll.
+    """Return the inodes of gloo's sockets alone, by descriptor. gloo's event loops watch them by epoll.
 
-    An event loop of gloo's is recognized by the pipe that wakes it (libuv and gRPC use an eventfd, asyncio a socket
-    pair) and by a listening socket. Descriptors may come and go during the call: each is read once.
+    An event loop is recognized as gloo's by the pipe that wakes it (libuv and gRPC use an eventfd, asyncio a socket
+    pair) and by a listening socket. Descriptors may come and go during the call; each is read once.
     """
     found: dict[int, int] = {}
     for name in os.listdir(_DESCRIPTORS):
@@ -125,7 +129,8 @@ def gloo_sockets() -> dict[int, int]:
 
 
 def _watched(name: str) -> dict[int, str]:
-    """Return the descriptors that an epoll descriptor watches, and what each is; nothing if it was closed since."""
+    """Return the descriptors that an epoll descriptor watches, and what each refers to; empty if it was closed
+    meanwhile."""
     try:
         lines = Path(f"/proc/self/fdinfo/{name}").read_text(encoding="ascii").splitlines()
     except OSError:
@@ -135,7 +140,7 @@ def _watched(name: str) -> dict[int, str]:
 
 
 def _target(name: str) -> str:
-    """Return what a descriptor is, in the kernel's words; empty if it was closed since."""
+    """Return what a descriptor refers to, in the kernel's words; empty if it was closed meanwhile."""
     try:
         return os.readlink(f"{_DESCRIPTORS}/{name}")
     except OSError:
@@ -152,7 +157,7 @@ def new_sockets(before: dict[int, int], after: dict[int, int]) -> dict[int, int]
 
 
 def _listens(descriptor: int) -> bool:
-    """Return whether a socket is a listening one; False if it was closed meanwhile."""
+    """Return whether a socket is listening; False if it was closed meanwhile."""
     try:
         with socket.socket(fileno=os.dup(descriptor)) as copy:
             return bool(copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
@@ -161,7 +166,8 @@ def _listens(descriptor: int) -> bool:
 
 
 def _shut(descriptor: int, inode: int) -> bool:
-    """Shut a socket down if it is still the one with this inode, and an established TCP connection."""
+    """Shut a socket down if it still has this inode and is an established TCP connection; return whether it was shut
+    down."""
     try:
         with socket.socket(fileno=os.dup(descriptor)) as copy:  # a copy stays valid if the original is closed
             if os.fstat(copy.fileno()).st_ino != inode or copy.family not in (socket.AF_INET, socket.AF_INET6):
@@ -171,4 +177,4 @@ def _shut(descriptor: int, inode: int) -> bool:
             copy.shutdown(socket.SHUT_RDWR)
             return True
     except OSError:
-        return False  # closed since, or not connected
+        return False  # closed meanwhile, or not connected

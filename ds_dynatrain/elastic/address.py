@@ -1,8 +1,8 @@
-"""Addresses of coordinators: HOST:PORT, or file:FILE, a file in a folder that all nodes see, in which the coordinator
-announces its address.
+"""Addresses of coordinators: HOST:PORT, or file:FILE, a file in a folder that all nodes see.
 
-The newest coordinator wins. Readers open the file at each try, so they find a coordinator that was restarted elsewhere;
-a coordinator that finds another one's announcement in its file ends.
+A coordinator announces its address in such a file, and the newest coordinator wins. Readers open the file at each
+attempt, so they find a coordinator that was restarted elsewhere. A coordinator that finds another one's announcement in
+its file ends.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from ds_dynatrain.errors import ConfigError, CoordinatorUnproved, ElasticError, 
 DEFAULT_PORT = 29400
 BACKLOG = 4096
 USER_TIMEOUT_MS = 20_000
-"""How long sent bytes may stay without an answer from the other host before its connection counts as broken."""
+"""How long sent bytes may stay unacknowledged by the other host before the connection counts as broken."""
 PREFIX = "file:"
 LONGEST_ANNOUNCEMENT = 4096
-"""The most bytes that an announcement may have."""
+"""The maximum size of an announcement, in bytes."""
 LOOK_SECONDS = 2.0
 """How often a coordinator checks its own announcement."""
 MODE = 0o644
@@ -48,7 +48,7 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """Read HOST, HOST:PORT or [IPv6]:PORT; ConfigError if it is none of them."""
+        """Parse HOST, HOST:PORT or [IPv6]:PORT. Raises ConfigError if the text is none of them."""
         rest = text.strip()
         if rest.startswith("["):
             host, found, rest = rest[1:].partition("]")
@@ -61,7 +61,7 @@ class Address:
         return cls(host, port)
 
     def locate(self, is_guarded: bool) -> Address:
-        """Return this address itself; counterpart of `Announced.locate`."""
+        """Return this address itself; the counterpart of `Announced.locate`."""
         return self
 
     def __str__(self) -> str:
@@ -70,16 +70,18 @@ class Address:
 
 @dataclass(frozen=True)
 class Announced:
-    """A coordinator that announces its address in a file."""
+    """Endpoint of a coordinator that announces its address in a file."""
 
     file: Path
 
     def locate(self, is_guarded: bool) -> Address:
-        """Return the address that the file names now. OSError if there is no announcement yet, or if its address works
-        only on another machine.
+        """Return the address that the file names now.
 
-        is_guarded: whether the coordinator will have to prove that it knows the token. CoordinatorUnproved if not and
-        the address is another machine's; MessageError for a file that no coordinator has written.
+        is_guarded: whether the coordinator will have to prove that it knows the token.
+
+        Raises OSError if there is no announcement yet, or if its address works only on another machine. Raises
+        CoordinatorUnproved if the address is another machine's and `is_guarded` is false, MessageError if no
+        coordinator has written the file.
         """
         try:
             said = Announcement.read(self.file)
@@ -101,12 +103,14 @@ class Announced:
 
 
 Endpoint = Address | Announced
-"""An address at which to look for a coordinator."""
+"""The place at which to look for a coordinator."""
 
 
 def read_endpoint(text: str) -> Endpoint:
-    """Parse HOST:PORT or file:FILE; ConfigError if the text is neither. A relative FILE counts from this process's
-    folder."""
+    """Parse HOST:PORT or file:FILE. Raises ConfigError if the text is neither.
+
+    A relative FILE is taken relative to this process's working directory.
+    """
     text = text.strip()
     if not text.startswith(PREFIX):
         return Address.parse(text)
@@ -116,8 +120,13 @@ def read_endpoint(text: str) -> Endpoint:
 
 
 class Announcement(WireRecord):
-    """Contents of an announcement file. mark: unique to one run of a coordinator. host: the machine on which it
-    runs."""
+    """Contents of an announcement file.
+
+    coordinator: the address at which the coordinator listens.
+    host: the machine on which it runs.
+    job: the name of its job.
+    mark: a random id, unique to one run of a coordinator.
+    """
 
     model_config = ConfigDict(extra="ignore")
 
@@ -133,7 +142,8 @@ class Announcement(WireRecord):
 
     @classmethod
     def read(cls, file: Path) -> Announcement:
-        """Read an announcement; FileNotFoundError if there is no file, MessageError if it holds something else."""
+        """Read an announcement. Raises FileNotFoundError if there is no file, MessageError if it holds something
+        else."""
         with file.open("rb") as opened:
             body = opened.read(LONGEST_ANNOUNCEMENT + 1)
         try:
@@ -161,10 +171,10 @@ class Announcement(WireRecord):
 
 @contextmanager
 def announced(file: Path, address: Address, job: str, on_replaced: Callable[[], object]) -> Iterator[None]:
-    """Announce an address for the duration of the block; OSError if the file cannot be written.
+    """Announce an address for the duration of the block. Raises OSError if the file cannot be written.
 
-    The file is deleted at the end, except after an error: processes in search of a coordinator keep reading it. If
-    another coordinator announces itself in the same file, `on_replaced` is called, and the block ends with an
+    The file is deleted at the end, but not after an error, because processes that look for a coordinator keep reading
+    it. If another coordinator announces itself in the same file, `on_replaced` is called, and the block ends with an
     ElasticError.
     """
     host, mark, ended = socket.gethostname(), secrets.token_hex(8), threading.Event()
@@ -183,7 +193,7 @@ def announced(file: Path, address: Address, job: str, on_replaced: Callable[[], 
                 if found.mark != mark:
                     others.append(found)
                     on_replaced()
-            except (OSError, MessageError) as error:  # a folder that is away for a while; the job needs it not
+            except (OSError, MessageError) as error:  # the folder may be away for a while, and the job does not need it
                 logger.warning(
                     "the announcement cannot be seen (%s); the job goes on, and processes that start now do not find "
                     "it",
@@ -214,9 +224,12 @@ def is_loopback(host: str) -> bool:
 
 
 def listen(address: Address, *, is_guarded: bool) -> socket.socket:
-    """Return a listening socket. OSError if the address is taken or another machine's.
+    """Return a listening socket.
 
-    is_guarded: whether peers have to prove a token. ElasticError if they do not and other machines could connect.
+    is_guarded: whether peers have to prove a token.
+
+    Raises OSError if the address is taken or belongs to another machine, ElasticError if peers need no token and other
+    machines could connect.
     """
     family, _, _, _, place = socket.getaddrinfo(
         address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -1,10 +1,11 @@
-"""Client side of a connection to the coordinator, for threads that block; and the tags that authenticate its messages.
+"""Client side of a connection to the coordinator, for threads that may block, and the tags that authenticate its
+messages.
 
 Both ends draw a random number. The token, both numbers and the direction yield a key, so the first message under it
 proves that its sender knows the token, and a message from another connection, the other direction or another position
-is rejected. An attacker in the middle can read and delay messages, as on any wire, but cannot change, repeat, add or
-drop any. The addresses of the two ends are left out of the key: they differ behind NAT and in containers, and would add
-no protection.
+is rejected. An attacker in the middle can read and delay messages, but cannot change, repeat, add or drop any. The
+addresses of the two ends are left out of the key: they differ behind NAT and in containers, and would add no
+protection.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ def new_nonce() -> str:
 class Channel:
     """Tags for both directions of one connection, as seen by one end. Without a token the tags match but prove nothing.
 
-    nonces: the coordinator's number and the peer's. here: which of the two this end is.
+    nonces: the random numbers of the coordinator and of the peer.
+    here: which of the two this end is.
     """
 
     def __init__(self, token: str | None, nonces: tuple[str, str], here: Role) -> None:
@@ -85,8 +87,8 @@ class Channel:
         return hmac.compare_digest(self._received.next_tag(wire), tag)
 
     def check(self, wire: bytes, tag: bytes) -> None:
-        """Raise MessageError unless `tag` authenticates `wire` as the next message; the connection must be closed
-        then."""
+        """Raise MessageError unless `tag` authenticates `wire` as the next message; the connection must be closed after
+        the error."""
         if not self.is_next(wire, tag):
             raise MessageError(
                 "a message was changed on its way, or is not of who has proved the token: its tag is wrong"
@@ -104,8 +106,11 @@ class _Direction:
 
 
 class Connection:
-    """Messages over one socket. welcome: the coordinator's answer when it admitted this process. address: the
-    coordinator's."""
+    """Connection to the coordinator, which sends and receives messages over one socket.
+
+    welcome: the coordinator's answer when it admitted this process.
+    address: the coordinator's address.
+    """
 
     welcome: Welcome
 
@@ -121,10 +126,11 @@ class Connection:
 
     @classmethod
     def open(cls, endpoint: Endpoint, token: str | None, job: str = "", seconds: float = 5.0) -> Connection:
-        """Connect and be admitted; each answer may take `seconds`.
+        """Connect and be admitted; each answer of the coordinator may take `seconds`.
 
-        OSError if nothing answers, PeerRefused with the coordinator's reason, CoordinatorUnproved or MessageError if
-        the answer is not that of a coordinator of this version that knows the token.
+        Raises OSError if nothing answers, and PeerRefused, with the reason, if the coordinator refuses this process.
+        Raises CoordinatorUnproved or MessageError if the answer is not that of a coordinator of this version that knows
+        the token.
         """
         connection = cls(endpoint.locate(is_guarded=token is not None), seconds)
         try:
@@ -135,7 +141,7 @@ class Connection:
         return connection
 
     def _greet(self, address: str, token: str | None, job: str, seconds: float) -> Welcome:
-        """Prove that the token is known here, and let the coordinator prove it."""
+        """Prove to the coordinator that this process knows the token, and check the coordinator's own proof."""
         challenge = decode(self._next(seconds)[0][HEADER.size :])
         if isinstance(challenge, Refused):
             raise CoordinatorUnproved(f"{address}: {challenge.reason}")
@@ -159,29 +165,38 @@ class Connection:
         return answer
 
     def fileno(self) -> int:
-        """Return the descriptor of the socket; -1 once it is closed."""
+        """Return the socket's descriptor; -1 once the socket is closed."""
         return self._socket.fileno()
 
     def send(self, message: Message) -> None:
-        """Send a message; OSError if the connection is broken, which is final."""
+        """Send a message. Raises OSError if the connection is broken; it cannot be used after that."""
         wire = encode(message)
         with self._sending:
             self._socket.sendall(wire + NO_TAG if self._channel is None else self._channel.seal(wire))
 
     def receive(self, seconds: float) -> Message:
-        """Return the next message. TimeoutError after `seconds`, ConnectionError at the end of the connection,
-        MessageError for malformed messages and for those that the coordinator has not sent."""
+        """Return the next message.
+
+        Raises TimeoutError after `seconds`, ConnectionError at the end of the connection, and MessageError if the
+        message is malformed or was not sent by the coordinator.
+        """
         return self._proved(*self._next(seconds))
 
     def expect(self, seconds: float) -> Message:
-        """Return the next message; PeerRefused or JobFinished if the message is a refusal or the end of the job."""
+        """Return the next message.
+
+        Raises PeerRefused if the message is a refusal, JobFinished if it says that the job has finished, and the errors
+        of `receive`.
+        """
         message = self.receive(seconds)
         _raise_refusal(message)
         return message
 
     def read(self) -> None:
-        """Read from the socket once, blocking if there is nothing yet. ConnectionError at the end of the connection,
-        MessageError for a length above the limit."""
+        """Read from the socket once, blocking if there is nothing to read yet.
+
+        Raises ConnectionError at the end of the connection, MessageError if a message is longer than the limit.
+        """
         part = self._socket.recv(READ_BYTES)
         if not part:
             raise ConnectionError("the coordinator has closed the connection")
@@ -194,7 +209,7 @@ class Connection:
             del self._buffer[: end + TAG_BYTES]
 
     def messages(self) -> list[Message]:
-        """Return all messages that were read and not returned yet; MessageError as in `receive`."""
+        """Return all messages that were read and not returned yet. Raises MessageError as in `receive`."""
         messages = [self._proved(*frame) for frame in self._frames]
         self._frames.clear()
         return messages
@@ -228,7 +243,7 @@ def _raise_refusal(message: Message) -> None:
 
 
 def _unproved(answer: Message) -> str:
-    """Return what is wrong with an answer whose tag does not match."""
+    """Return, in words, what is wrong with an answer whose tag does not match."""
     if isinstance(answer, Refused):
         return f"{answer.reason}; what answers there has not proved that it knows this process's token either"
     return (
@@ -238,16 +253,20 @@ def _unproved(answer: Message) -> str:
 
 
 def readable(descriptors: Iterable[int], seconds: float) -> set[int]:
-    """Wait until descriptors can be read or have ended, and return them; an empty set after `seconds`."""
-    poll = select.poll()  # select itself takes no descriptor above 1023
+    """Wait until at least one descriptor can be read or has ended, and return all such descriptors; an empty set after
+    `seconds`."""
+    poll = select.poll()  # select() takes no descriptor above 1023
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)
     return {descriptor for descriptor, _ in poll.poll(max(0.0, seconds) * 1000)}
 
 
 def connect(endpoint: Endpoint, token: str | None, job: str, seconds: float) -> Connection:
-    """Return a connection as soon as a coordinator answers. TimeoutError after `seconds`; PeerRefused or MessageError
-    at once if a coordinator does not admit this process."""
+    """Return a connection as soon as a coordinator answers.
+
+    Raises TimeoutError after `seconds`, and PeerRefused or MessageError at once if a coordinator does not admit this
+    process.
+    """
     end = time.monotonic() + seconds
     warned = False
     while True:
@@ -267,18 +286,20 @@ def connect(endpoint: Endpoint, token: str | None, job: str, seconds: float) -> 
 
 
 def ask_status(endpoint: Endpoint, token: str | None = None, seconds: float = ANSWER_SECONDS) -> Status:
-    """Return the job's status. OSError if no coordinator answers within `seconds`, PeerRefused or MessageError for any
-    other answer."""
+    """Return the job's status.
+
+    Raises OSError if no coordinator answers within `seconds`, PeerRefused or MessageError for any other answer.
+    """
     return _ask(endpoint, token, Query(), Status, seconds)
 
 
 def ask_to_leave(
     endpoint: Endpoint, node: str, token: str | None = None, seconds: float = ANSWER_SECONDS
 ) -> tuple[str, ...]:
-    """Ask the workers of a node to hand over their state and go; return the ones that were told. They take a while to
-    go.
+    """Ask the workers of a node to hand over their state and leave; return those that were told. They take a while to
+    leave.
 
-    PeerRefused if the node has no workers; other errors as in `ask_status`.
+    Raises PeerRefused if the node has no workers, and the errors of `ask_status`.
     """
     return _ask(endpoint, token, Dismiss(node=node), Dismissed, seconds).members
 

@@ -1,4 +1,4 @@
-"""The coordinator: the membership behind a socket.
+"""The coordinator: serves a job's membership over a socket.
 
 Each peer has its own task that reads its messages. Any fault of a peer (slow, malformed, too long, silent, unknown)
 ends that connection and nothing else. One task keeps the time and carries out the membership's decisions.
@@ -44,12 +44,12 @@ from ds_dynatrain.elastic.view import View, snapshot, view
 from ds_dynatrain.errors import JobFinished, MessageError, PeerRefused
 
 GREETING_SECONDS = 5.0
-"""How long a peer may take to introduce itself after its greeting."""
+"""How long a peer may take, after its greeting, to introduce itself."""
 LINGER_SECONDS = 30.0
-"""How long a coordinator whose job has finished waits for the others to go."""
+"""How long a coordinator whose job has finished waits for its peers to disconnect."""
 MOST_OWED = 4096
-"""The most nodes for which orders to end workers are kept while their agents are disconnected; the oldest are
-forgotten."""
+"""The maximum number of nodes for which orders to end workers are kept while their agents are disconnected; the oldest
+are forgotten."""
 
 logger = logging.getLogger("ds_dynatrain.elastic")
 
@@ -78,7 +78,7 @@ class Coordinator:
         self._wakes_at = 0.0
 
     async def serve(self, listener: socket.socket, stop: asyncio.Event | None = None) -> None:
-        """Serve until the job has finished and all peers have gone, or until `stop` is set; then close all
+        """Serve until the job has finished and all peers have disconnected, or until `stop` is set; then close all
         connections."""
         door = Door(listener, self._token, _refusal(self._token_file), self._take)
         keeper, doorman = asyncio.create_task(self._keep_time()), asyncio.create_task(door.serve())
@@ -93,7 +93,7 @@ class Coordinator:
             await asyncio.gather(keeper, doorman, stopper, return_exceptions=True)
         for task in (keeper, doorman):
             if not task.cancelled():
-                task.result()  # raises what it ended with, if it did
+                task.result()  # raises the error with which it ended, if any
 
     @property
     def connected(self) -> int:
@@ -111,7 +111,7 @@ class Coordinator:
     # -- one peer ----------------------------------------------------------------------------------------------------
 
     async def _take(self, peer: Peer, hello: Hello) -> None:
-        """Handle a peer that has proved the token; if it is refused, tell it why."""
+        """Handle a peer that has proved the token; if the peer is refused, tell it why."""
         self._peers.add(peer)
         try:
             await self._attend(peer, hello)
@@ -139,7 +139,10 @@ class Coordinator:
                 peer.send(self._dismiss(said.node))
 
     def _dismiss(self, node: str) -> Dismissed:
-        """Tell the workers of a node to go; PeerRefused, with the nodes that have workers, if this one has none."""
+        """Tell the workers of a node to leave, and return them.
+
+        Raises PeerRefused, which names the nodes that have workers, if this node has none.
+        """
         members = tuple(member for member in self._workers if node_of(member) == node)
         if not members:
             there = ", ".join(sorted(nodes_of(self._workers))) or "none"
@@ -165,13 +168,15 @@ class Coordinator:
         if not isinstance(said, Announce | Agent | Query | Dismiss):
             raise MessageError(f"{said.kind}: announce, agent, query or dismiss comes after hello")
         if isinstance(said, Announce | Agent):
-            self._check_job(hello.job)  # again: another one may have come first
+            self._check_job(hello.job)  # again: another peer may have named the job meanwhile
             self._job = self._job or hello.job
         return said
 
     def _check_job(self, job: str) -> None:
-        """Raise PeerRefused for a peer of another job. The job's name is the one given at the start, else the first
-        agent's or worker's."""
+        """Raise PeerRefused if the peer names another job.
+
+        The job's name is the one given at the coordinator's start, else the one that the first agent or worker names.
+        """
         if job and self._job and job != self._job:
             raise PeerRefused(
                 f"this is the coordinator of job {self._job!r}, not of {job!r}; give --rdzv-id={self._job}, or this "
@@ -250,7 +255,7 @@ class Coordinator:
 
     async def _keep_time(self) -> None:
         """Carry out the membership's decisions when they are due, until the job has finished and all peers have
-        gone."""
+        disconnected."""
         end: float | None = None
         while True:
             self._stirred.clear()
@@ -286,7 +291,7 @@ class Coordinator:
                 self._send_all(encode(Finished()), to)
 
     def _fence(self, node: str, fence: Fence) -> None:
-        """Order the agent of a node to end a worker, now or when the agent reconnects."""
+        """Order a node's agent to end a worker: now, or when the agent reconnects."""
         agent = self._agents.get(node)
         if agent is not None:
             agent.send(fence)
@@ -302,8 +307,10 @@ class Coordinator:
 
 
 def _refusal(token_file: str) -> str:
-    """Return the answer to a peer without the token. token_file: its path on this machine; empty if it is in no
-    file."""
+    """Return the answer to a peer without the token.
+
+    token_file: path of the token's file on this machine; empty if the token is in no file.
+    """
     what = "the token is missing or another one (DYNATRAIN_TOKEN_FILE, DYNATRAIN_TOKEN); give this process that of "
     if not token_file:
         return what + "the coordinator"

@@ -1,7 +1,8 @@
 """Server side of connections: a peer has to prove soon that it knows the token, or its connection is closed.
 
 Honest peers prove it within milliseconds. When too many connections are unproved, the oldest of them is closed, so
-honest peers get in however many strangers there are. Reads wait, bounded in bytes and time; writes never wait.
+honest peers get in however many strangers connect. Reads may wait, but are bounded in bytes and time; writes never
+wait.
 """
 
 from __future__ import annotations
@@ -33,10 +34,12 @@ from ds_dynatrain.elastic.messages import (
 from ds_dynatrain.errors import MessageError, PeerRefused
 
 MOST_UNREAD = 2 * LARGEST_MESSAGE
-"""Bytes buffered for a peer that does not read; its connection is dropped above that."""
+"""The maximum number of bytes buffered for a peer that does not read; above that its connection is dropped."""
 MOST_STRANGERS = 512
-"""The most connections at one time that have proved nothing; at most a quarter of the files that this process may
-open."""
+"""The maximum number of simultaneous connections that have proved nothing.
+
+At most a quarter of the files that this process may open are used for them, too.
+"""
 PROVE_SECONDS = 2.0
 """How long a new connection may take to prove that its peer knows the token."""
 LINE_SECONDS = 1.0
@@ -46,7 +49,10 @@ logger = logging.getLogger("ds_dynatrain.elastic")
 
 
 class Peer:
-    """The connection of a peer that has proved the token; `name` identifies the peer in the log."""
+    """Connection of a peer that has proved the token.
+
+    name: identifies the peer in the log.
+    """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, name: str, channel: Channel) -> None:
         self._reader = reader
@@ -55,18 +61,20 @@ class Peer:
         self.name = name
 
     async def receive(self, limit: int = LARGEST_GREETING) -> Message:
-        """Return the next message, of at most `limit` bytes. MessageError if it is malformed, EOFError or
-        ConnectionError at the end of the connection."""
+        """Return the next message, of at most `limit` bytes.
+
+        Raises MessageError if the message is malformed, EOFError or ConnectionError at the end of the connection.
+        """
         wire, tag = await _next(self._reader, limit)
         self._channel.check(wire, tag)
         return decode(wire[HEADER.size :])
 
     def send(self, message: Message) -> None:
-        """Queue a message for sending."""
+        """Queue a message for sending; never waits."""
         self.send_bytes(encode(message))
 
     def send_bytes(self, wire: bytes) -> None:
-        """Queue an encoded message for sending; drop the connection of a peer that does not read."""
+        """Queue an encoded message for sending. Drop the connection if the peer leaves too many bytes unread."""
         if self._writer.is_closing():
             return
         self._writer.write(self._channel.seal(wire))
@@ -79,14 +87,14 @@ class Peer:
         self._writer.close()
 
     def abort(self) -> None:
-        """End the connection now."""
+        """End the connection now, without sending what is still queued."""
         self._writer.transport.abort()
 
 
 class Door:
-    """Server that accepts connections at a listening socket, and passes those that prove the token to `attend`.
+    """Server that accepts connections at a listening socket, and passes peers that prove the token to `attend`.
 
-    refusal: the answer to a peer that has another token or none.
+    refusal: the answer to a peer that has no token or another one.
     """
 
     def __init__(
@@ -111,7 +119,7 @@ class Door:
         try:
             while True:
                 await self._accept()
-                await asyncio.sleep(0)  # an accept that does not wait gives other tasks no turn
+                await asyncio.sleep(0)  # an accept that does not wait would starve other tasks
         finally:
             self._listener.close()
             for task in self._tasks:
@@ -121,7 +129,7 @@ class Door:
     async def _accept(self) -> None:
         try:
             link, there = await asyncio.get_running_loop().sock_accept(self._listener)
-        except OSError as error:  # no descriptors, for example; strangers can be spared first
+        except OSError as error:  # out of descriptors, for example: drop a stranger first
             self._complaints.say(f"no connection can be accepted: {error}; raise `ulimit -n`")
             self._close_oldest()
             await asyncio.sleep(RETRY_SECONDS)
@@ -144,11 +152,11 @@ class Door:
         self._unproved.pop(task, None)
 
     async def _take(self, link: socket.socket, name: str) -> None:
-        """Handle one connection from beginning to end."""
+        """Handle one connection from its beginning to its end."""
         try:
             tune(link)
             reader, writer = await asyncio.open_connection(sock=link)
-        except OSError:  # it has gone already
+        except OSError:  # the peer has gone already
             link.close()
             return
         try:
@@ -167,7 +175,10 @@ class Door:
             writer.close()
 
     async def _proof(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[Channel, Hello]:
-        """Return the channel and the greeting of a peer that proves the token; raise PeerRefused or MessageError."""
+        """Return the channel and the greeting of a peer that proves the token.
+
+        Raises PeerRefused if the token is missing or wrong, MessageError if the greeting is malformed.
+        """
         nonce = new_nonce()
         writer.write(encode(Challenge(version=PROTOCOL, nonce=nonce)) + NO_TAG)
         wire, tag = await _next(reader, LARGEST_GREETING)
@@ -181,15 +192,15 @@ class Door:
 
 
 class Complaints:
-    """Warnings that strangers can cause: at most one line a second, with the number of lines left out since the
-    last."""
+    """Warnings that strangers can cause: at most one line a second, with the number of lines left out since the last
+    one."""
 
     def __init__(self) -> None:
         self._next = 0.0
         self._unsaid = 0
 
     def say(self, text: str) -> None:
-        """Log the text, or count it if the last line is too recent."""
+        """Log the text, or only count it if the last line is too recent."""
         now = time.monotonic()
         if now < self._next:
             self._unsaid += 1
@@ -200,13 +211,13 @@ class Complaints:
 
 
 async def _next(reader: asyncio.StreamReader, limit: int) -> tuple[bytes, bytes]:
-    """Return the next message and its tag; MessageError if it is longer than `limit` bytes."""
+    """Return the next message and its tag. Raises MessageError if the message is longer than `limit` bytes."""
     header = await reader.readexactly(HEADER.size)
     body = await reader.readexactly(body_length(header, limit))
     return header + body, await reader.readexactly(TAG_BYTES)
 
 
 def _files() -> int:
-    """Return how many files this process may open."""
+    """Return the soft limit of files that this process may open."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return 1 << 20 if soft == resource.RLIM_INFINITY else soft

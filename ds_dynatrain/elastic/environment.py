@@ -20,12 +20,14 @@ NODE = "DYNATRAIN_NODE"
 COORDINATOR = "DYNATRAIN_COORDINATOR"
 JOB = "DYNATRAIN_JOB"
 AGENT = "DYNATRAIN_AGENT"
-"""The variables that an agent sets for its workers: their node, the coordinator's address, the job, the agent's process
-id."""
+"""The four variables that an agent sets for its workers: their node, the coordinator's address, the job, and the
+agent's process id."""
 LOCAL_RANK, LOCAL_SIZE = "LOCAL_RANK", "LOCAL_WORLD_SIZE"
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
-"""The variables that torchrun sets for workers; the first two describe the node's own world, until a worker has
-joined."""
+"""Restart count of the workers, set by torchrun.
+
+torchrun also sets `LOCAL_RANK` and `LOCAL_SIZE`, which describe the node's own world until a worker has joined.
+"""
 LONGEST_HOST = 64
 
 WATCHDOG: Mapping[str, str] = {
@@ -38,12 +40,12 @@ WATCHDOG: Mapping[str, str] = {
 """Values that switch off torch's NCCL watchdog, which would end a process whose peer has died, or abort on one rank
 alone."""
 OF_TORCHRUN: Mapping[str, str] = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
-"""Values that torchrun sets by default."""
+"""Values that torchrun sets by default, which count as not set by the user."""
 
 
 @dataclass(frozen=True)
 class WorkerPlace:
-    """The place of a starting worker: its node, the job, and the coordinator's address."""
+    """Description of a worker that starts: its node, the job, and the coordinator's address."""
 
     node: str
     local_rank: int
@@ -51,15 +53,15 @@ class WorkerPlace:
     coordinator: Endpoint
     job: str = ""
     agent: int | None = None
-    """Process id of the agent that started the worker; None without an agent of ours."""
+    """Process id of the agent that started the worker; None if it was not an agent of this package."""
     restarts: int = 0
-    """How often the agent has started workers before."""
+    """Number of times that the agent has restarted its workers."""
 
 
 def token_from(variables: Mapping[str, str] = os.environ, file: str | None = None) -> str | None:
-    """Return the job's token: from the file named here or in the environment, else from the environment itself, else
-    None.
+    """Return the job's token; None if there is none.
 
+    The token comes from `file`, else from the file that the environment names, else from the environment itself. Raises
     ConfigError if the file cannot be read or the token is too short.
     """
     file = file or variables.get(TOKEN_FILE)
@@ -75,8 +77,9 @@ def job_token(
     """Return the token of the job whose coordinator is at `endpoint`, and the file that holds it ("" if it was given as
     text).
 
-    A job without a given token uses one that is made for this user: beside the file in which its coordinator announces
-    itself, else in the user's own folder, shared by all jobs. ConfigError as in `token_from` and `made_token`.
+    A job without a given token uses one that is made for this user. It is kept beside the file in which the coordinator
+    announces itself, or else in the user's own folder, where all jobs share it. Raises ConfigError as in `token_from`
+    and `made_token`.
     """
     given, named = token_from(variables, file), file or variables.get(TOKEN_FILE)
     if given is not None:
@@ -89,10 +92,10 @@ def job_token(
 
 
 def hand_over(place: WorkerPlace, variables: MutableMapping[str, str] = os.environ, token_file: str = "") -> None:
-    """Set the variables that a node's workers will inherit; torchrun adds the two local numbers.
+    """Set the variables that a node's workers will inherit. torchrun adds the local rank and the local world size.
 
-    token_file: absolute path of the file with the agent's token, since a script may change its folder; "" if there is
-    none.
+    token_file: absolute path of the file with the agent's token, since a script may change its working directory; "" if
+    there is none.
     """
     variables[NODE] = place.node
     variables[COORDINATOR] = str(place.coordinator)
@@ -103,7 +106,8 @@ def hand_over(place: WorkerPlace, variables: MutableMapping[str, str] = os.envir
 
 
 def settle_watchdog(variables: MutableMapping[str, str] = os.environ) -> None:
-    """Switch torch's watchdog off for groups made from now on; ConfigError if the user has set other values."""
+    """Switch torch's NCCL watchdog off for groups made from now on. Raises ConfigError if the user has set other
+    values."""
     for name, value in WATCHDOG.items():
         given = variables.get(name, value)
         if given not in (value, OF_TORCHRUN.get(name)):
@@ -115,15 +119,19 @@ def settle_watchdog(variables: MutableMapping[str, str] = os.environ) -> None:
 
 
 def new_node(host: str = "") -> str:
-    """Return a new node id: the host (by default this machine's) for people to read, and a suffix that is unique to
-    this start."""
+    """Return a new node id: the host's name for people to read, and a suffix that is unique to this start.
+
+    host: this machine's name by default.
+    """
     host = re.sub(r"[^A-Za-z0-9._-]", "-", host or socket.gethostname())[:LONGEST_HOST]
     return f"{host}-{os.getpid()}-{secrets.token_hex(2)}"
 
 
 def worker_place(variables: Mapping[str, str] = os.environ) -> WorkerPlace | None:
-    """Return the place of this process; None if it was not started for a job of ours. ConfigError for malformed
-    variables."""
+    """Return the description of this worker; None if this process was not started for an elastic job.
+
+    Raises ConfigError if a variable is malformed.
+    """
     if COORDINATOR not in variables or NODE not in variables:
         return None
     return WorkerPlace(
@@ -138,7 +146,7 @@ def worker_place(variables: Mapping[str, str] = os.environ) -> WorkerPlace | Non
 
 
 def local_rank(variables: Mapping[str, str] = os.environ) -> int:
-    """Return the local rank of this process, in any launch; 0 where the variable is missing or no number."""
+    """Return the local rank of this process, in any launch; 0 if the variable is missing or not a number."""
     text = variables.get(LOCAL_RANK, "")
     return int(text) if text.isascii() and text.isdigit() else 0
 

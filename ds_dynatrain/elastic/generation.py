@@ -18,44 +18,55 @@ NodeId = Annotated[str, Field(pattern=rf"^[A-Za-z0-9._:@-]{{1,{LONGEST_NODE}}}$"
 MemberId = Annotated[str, Field(pattern=rf"^[A-Za-z0-9._:@-]{{1,{LONGEST_NODE}}}/[0-9]{{1,5}}$")]
 Members = Annotated[tuple[MemberId, ...], Field(max_length=MOST_MEMBERS)]
 Text = Annotated[str, Field(max_length=LONGEST_TEXT)]
-# (pydantic's `$` is the very end of the text, also where a line break comes last.)
+# pydantic's `$` matches only at the very end of the text, not before a final line break.
 Change = Literal["planned", "failure"]
 
 
 class WireRecord(BaseModel):
-    """Base of everything that travels: frozen, strict types, no unknown fields."""
+    """Base class of everything that is sent between processes: immutable, with strict types and no unknown fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
 class Generation(WireRecord):
-    """One generation, as the coordinator publishes it."""
+    """Record of one generation, as the coordinator publishes it."""
 
     term: Annotated[str, Field(pattern=r"^[0-9a-f]{1,32}$")]
-    """Id of the coordinator's run that made it; with the generation it names keys that were never used before."""
+    """Id of the coordinator's run that made the generation. Together with the number it names keys that were never used
+    before."""
     generation: Annotated[int, Field(ge=1, lt=1 << 53)]
     change: Change
-    """Kind of change. "planned": all members can first finish their step; "failure": a member of the world before is
-    dead, or too late to be waited for, so groups that are being formed are aborted."""
+    """Kind of the change that led to this generation.
+
+    "planned": all members can first finish their step.
+    "failure": a member of the previous world is dead, or too late to be waited for, so groups that are being formed are
+    aborted.
+    """
     members: Members
     """The members in the order of their ranks: survivors in their old order, then newcomers."""
     survivors: Annotated[int, Field(ge=0)] = 0
-    """Number of members, the first ones, that were in the last world that was entered: they hold its state."""
+    """Number of members, counted from the first, that were in the last world that was entered and hold its state."""
     leaving: Members = ()
-    """Living members outside this world that may still hold state: they hand it over, then go."""
+    """Living members outside this world that may still hold state: they hand it over, then leave."""
     lost: Members = ()
-    """Members of the world before that are dead."""
+    """Members of the previous world that are dead."""
     broken: Annotated[int, Field(ge=0)] = 0
-    """The newest generation known when a collective failed, or a hand-over broke off; 0 if neither ever happened.
-    Whatever else this record says, no member trains on in that generation, or in an earlier one."""
+    """The newest generation known when a collective failed or a hand-over broke off; 0 if neither ever happened.
+
+    Whatever else this record says, no member trains on in that generation, or in an earlier one.
+    """
     hangs: Annotated[int, Field(ge=0)] = 0
-    """Number of collectives in a row that have not ended, each within a few steps of the one before; 0 if this
-    generation has another reason. The second one ends the job."""
+    """Number of consecutive collectives that have not ended, each within a few steps of the one before.
+
+    0 if this generation has another reason. The second such collective ends the job.
+    """
     begun: bool = False
-    """Whether steps were made before: if no member holds the state any more, it comes from a checkpoint, if there is
-    one."""
+    """Whether steps were made before this generation.
+
+    If so and no member holds the state any more, the state comes from a checkpoint, if there is one.
+    """
     paused: bool = False
-    """Whether there are fewer nodes than the job's minimum: members keep the state and do not train."""
+    """Whether there are fewer nodes than the job's minimum, so that members keep the state and do not train."""
     reason: Text = ""
 
     @model_validator(mode="after")
@@ -71,7 +82,7 @@ class Generation(WireRecord):
 
     @property
     def everyone(self) -> tuple[str, ...]:
-        """Members and leaving ones: all for whom others may wait."""
+        """Members and leaving members: everybody for whom others may wait."""
         return (*self.members, *self.leaving)
 
     @property
@@ -80,12 +91,12 @@ class Generation(WireRecord):
         return f"world/{self.term}/{self.generation}"
 
     def rank(self, member: str) -> int | None:
-        """Return the rank of a member, or None if it is not in this world."""
+        """Return the rank of a member; None if it is not in this world."""
         return self.members.index(member) if member in self.members else None
 
 
 NO_WORLD = Generation.model_construct(term="", generation=0, change="planned", members=())
-"""Sentinel before the first generation: a world without members."""
+"""Sentinel for the time before the first generation: a world without members."""
 
 
 def member_id(node: str, local_rank: int) -> str:
@@ -94,10 +105,10 @@ def member_id(node: str, local_rank: int) -> str:
 
 
 def node_of(member: str) -> str:
-    """Return the node of a member."""
+    """Return the id of a member's node."""
     return member.rpartition("/")[0]
 
 
 def nodes_of(members: Iterable[str]) -> set[str]:
-    """Return the nodes of several members."""
+    """Return the ids of several members' nodes."""
     return {node_of(member) for member in members}

@@ -1,8 +1,8 @@
 """Memory of a coordinator for people who watch a job: its changes, and how its time was spent.
 
-No decision depends on it, and all of it is bounded. Members report how long they stepped and stood still
-(`messages.Tally`), by their own clocks; the report of rank 0 counts. The coordinator knows why they stood still. Causes
-of lost time are named after the closest ones of Google's `ml-goodput-measurement` (`BadputType`).
+No decision depends on this memory, and its size is bounded. Members report, by their own clocks, how long they made
+steps and how long they stood still (`messages.Tally`); only the report of rank 0 counts. The coordinator knows why they
+stood still. Causes of lost time are named after the closest ones of Google's `ml-goodput-measurement` (`BadputType`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from ds_dynatrain.elastic.messages import Count, Report, Seconds, Switched, Tall
 MOST_POINTS = 1024
 MOST_CHANGES = 256
 LEAST_SPACING = 0.5
-"""The fewest seconds between two points; doubled whenever there are too many points, and pairs of them are merged."""
+"""The fewest seconds between two points. The spacing doubles whenever there are too many points, and pairs of points
+are merged."""
 PAUSE_BUCKETS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 """Upper bounds, in seconds, of the histogram's buckets for pauses."""
 
@@ -50,8 +51,12 @@ MOST_BLAMES = 16
 
 @dataclass(frozen=True)
 class Blame:
-    """A cause of lost time and when it began. stands: whether training stands still until it is over, or only
-    pauses."""
+    """A cause of lost time.
+
+    cause: the cause.
+    since: when it began.
+    stands: whether training stands still until the cause is over, or only pauses.
+    """
 
     cause: Cause
     since: float
@@ -60,7 +65,14 @@ class Blame:
 
 @dataclass(frozen=True)
 class Progress:
-    """Work of a member since its last report. lost_steps: steps that were made and no longer count."""
+    """Work of a member since its last report; all times are in seconds.
+
+    steps: optimizer steps that were made.
+    lost_steps: steps that were made and no longer count.
+    stepping: time spent in steps.
+    held: time at boundaries between steps, and in discarded global batches.
+    saving: the part of `held` spent on checkpoints.
+    """
 
     steps: int
     lost_steps: int
@@ -70,7 +82,7 @@ class Progress:
 
     @classmethod
     def between(cls, before: Tally, after: Tally, advanced: int) -> Progress:
-        """Return the work between two tallies. advanced: the change of the member's step number."""
+        """Return the work between two tallies. advanced: by how much the member's step number has changed."""
         steps = max(0, after.steps - before.steps)
         return cls(
             steps=steps,
@@ -82,22 +94,22 @@ class Progress:
 
 
 class Goodput:
-    """Account of one job's time. Times are the caller's clock, in seconds."""
+    """Account of how one job's time was spent. Times are in seconds of the caller's clock."""
 
     def __init__(self) -> None:
         self.productive = 0.0
-        """Seconds of steps that count."""
+        """Seconds spent in steps that count."""
         self._lost: defaultdict[Cause, float] = defaultdict(float)
         self._blames: list[Blame] = []
         self._pause, self._attributed = 0.0, 0.0
-        """Seconds that switches have reported for the present cause, and seconds attributed to it by the member's own
-        clock."""
+        """Seconds of pauses that switches have reported for the present cause, and seconds already attributed to that
+        cause from the member's own clock."""
         self._begin: float | None = None
         self._end: float | None = None
         self._step_seconds = 0.0
 
     def begin(self, now: float) -> None:
-        """Begin the account when the first peer has come; later calls do nothing."""
+        """Begin the account when the first peer has connected; later calls do nothing."""
         if self._begin is None:
             self._begin = now
             self.blame("PROGRAM_STARTUP", now, stands=True)
@@ -111,7 +123,8 @@ class Goodput:
             self.over()
 
     def blame(self, cause: Cause, now: float, stands: bool) -> None:
-        """Attribute lost time to this cause from now on, until `over`."""
+        """Attribute lost time to this cause from now on, until `over` is called. stands: whether training stands still
+        until then."""
         if self._blames and not self._blames[-1].stands:
             self._blames.pop()
         if len(self._blames) == MOST_BLAMES or (self._blames and self._blames[-1].cause == cause):
@@ -120,11 +133,11 @@ class Goodput:
         self._pause = self._attributed = 0.0
 
     def paused(self, seconds: float) -> None:
-        """Add the seconds for which a switch held training up."""
+        """Add the seconds for which a switch paused training."""
         self._pause += seconds
 
     def add(self, made: Progress, now: float) -> float:
-        """Count the work of the member of rank 0; return how many seconds training stood still.
+        """Count work of the member of rank 0, and return how many seconds training stood still.
 
         The member may have missed a part of a standstill, so the caller's clock counts as well.
         """
@@ -142,35 +155,36 @@ class Goodput:
         return still
 
     def over(self) -> None:
-        """Forget all causes of lost time, because training goes on."""
+        """Forget all causes of lost time, because training continues."""
         self._blames.clear()
         self._pause = self._attributed = 0.0
 
     def lost(self, now: float) -> dict[Cause, float]:
-        """Return lost seconds by cause, a standstill under way included."""
+        """Return the lost seconds by cause, including a standstill that is still going on."""
         found = dict(self._lost)
         for blame, seconds in self._standstills(now):
             found[blame.cause] = found.get(blame.cause, 0.0) + seconds
         return {cause: found.get(cause, 0.0) for cause in MEANING}
 
     def elapsed(self, now: float) -> float:
-        """Return the seconds from the first peer to the end of the job, or to now."""
+        """Return the seconds from the first peer's connection to the end of the job; to `now` if it has not ended."""
         return 0.0 if self._begin is None else (now if self._end is None else self._end) - self._begin
 
     def ratio(self, now: float) -> float:
-        """Return the ETTR: productive seconds as a share of all that are accounted for, without the step under way."""
+        """Return the effective training time ratio (ETTR): productive seconds as a fraction of all seconds accounted
+        for. The current step is left out."""
         whole = self.productive + sum(self.lost(now).values())
         return self.productive / whole if whole else 0.0
 
     def _standstills(self, now: float) -> list[tuple[Blame, float]]:
-        """Return the seconds of each standstill by this clock; the last one lasts until now."""
+        """Return each standstill with its seconds by the caller's clock; the last one lasts until `now`."""
         ends = [*(blame.since for blame in self._blames[1:]), now]
         pairs = zip(self._blames, ends, strict=False)
         return [(blame, max(0.0, end - blame.since)) for blame, end in pairs if blame.stands]
 
     def _spread(self, seconds: float, now: float) -> None:
-        """Distribute lost seconds over their causes: standstills get their length by this clock, the last cause the
-        rest."""
+        """Distribute lost seconds over their causes: each standstill gets its length by the caller's clock, and the
+        last cause gets the remaining seconds."""
         standstills = self._standstills(now)
         for blame, length in standstills:
             taken = min(length, seconds)
@@ -184,8 +198,11 @@ class Goodput:
 
 @dataclass(frozen=True)
 class Point:
-    """Steps between two samples of the history. seconds: time between the samples; stepping: the part spent in
-    steps."""
+    """Steps between two samples of the history.
+
+    seconds: time between the samples.
+    stepping: the part of `seconds` spent in steps.
+    """
 
     at: float
     step: int
@@ -207,8 +224,11 @@ class Point:
 
 
 class GenerationChange(WireRecord):
-    """A generation as it was published. still_seconds: how long training stood still for it; None until it is known,
-    and for good if another generation came before any member entered this one."""
+    """A generation as it was published.
+
+    still_seconds: how long training stood still for it. None until that is known; it stays None if another generation
+    came before any member entered this one.
+    """
 
     generation: Count
     kind: Kind
@@ -222,7 +242,7 @@ class GenerationChange(WireRecord):
 
 
 class SwitchRecord(WireRecord):
-    """A switch of an engine, as its rank 0 reported it, with its phases in order."""
+    """A switch of an engine, as the engine's rank 0 reported it, with the duration of its phases in order."""
 
     at: float
     engine: Count
@@ -242,7 +262,7 @@ class SwitchRecord(WireRecord):
 
 @dataclass
 class Counts:
-    """Counters since the start of the coordinator; they only grow."""
+    """Counters since the start of the coordinator, which only grow."""
 
     steps: int = 0
     samples: int = 0
@@ -252,13 +272,13 @@ class Counts:
     rolled_back: int = 0
     sent_bytes: int = 0
     pauses: list[int] = field(default_factory=lambda: [0] * (len(PAUSE_BUCKETS) + 1))
-    """Number of pauses by bucket; the last bucket is for longer ones."""
+    """Number of pauses in each bucket of `PAUSE_BUCKETS`; the last bucket is for longer ones."""
     pause_seconds: float = 0.0
     phase_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
 
 class JobHistory:
-    """History of one job. `now` is the coordinator's clock, in seconds."""
+    """History of one job. `now` is the time of the coordinator's clock, in seconds."""
 
     def __init__(self) -> None:
         self.goodput = Goodput()
@@ -269,32 +289,35 @@ class JobHistory:
         self.step = 0
         self.samples = 0
         self.stepped_at: float | None = None
-        """Time of the last report of a new step."""
+        """Time at which a new step was last reported."""
         self._first_step: int | None = None
         self._spacing = LEAST_SPACING
         self._open: Point | None = None
         self._reports: dict[str, Report] = {}
-        """The last report of each member."""
+        """The last report of each member, by member id."""
         self._leader = ""
         self._known: deque[tuple[int, int]] = deque(maxlen=MOST_CHANGES)
 
     # -- what happens ------------------------------------------------------------------------------------------------
 
     def announced(self, now: float) -> None:
-        """Note that an agent or a worker has come."""
+        """Record that an agent or a worker has connected."""
         self.goodput.begin(now)
 
     def gone(self, member: str) -> None:
-        """Forget a member that has gone."""
+        """Forget the last report of a member that has gone."""
         self._reports.pop(member, None)
 
     def finished(self, now: float) -> None:
-        """Note that the job has finished."""
+        """Record that the job has finished."""
         self.goodput.end(now)
 
     def published(self, world: Generation, term: str, now: float) -> None:
-        """Note a new generation. term: this coordinator's; a world of another term was taken over, and trains
-        already."""
+        """Record a new generation.
+
+        term: the id of this coordinator's run. A world with another term was taken over from an earlier coordinator,
+        and trains already.
+        """
         kind = _kind(world, term)
         self.changes.append(
             GenerationChange(
@@ -315,7 +338,7 @@ class JobHistory:
             self.goodput.blame(cause[0], now, stands=cause[1])
 
     def reported(self, member: str, said: Report, world: Generation | None, now: float) -> None:
-        """Take a worker's report. world: the newest generation."""
+        """Process a worker's report. world: the newest generation."""
         before, self._reports[member] = self._reports.get(member), said
         if world is not None and world.rank(member) == 0 and said.tally.generation >= world.generation:
             self._leader = member
@@ -326,8 +349,8 @@ class JobHistory:
             self._go_on(made, said, world, now)
 
     def switched(self, said: Switched, now: float) -> None:
-        """Take the outcome of a switch. Repeated ones are ignored: a member sends its last ones again to another
-        coordinator."""
+        """Record the outcome of a switch. Repeated ones are ignored: a member sends its last ones again after it has
+        reconnected."""
         key = said.engine, said.number
         if key in self._known:
             return
@@ -365,7 +388,7 @@ class JobHistory:
         self._entered(said.tally.generation, still, made.lost_steps)
 
     def _entered(self, generation: int, still: float, lost_steps: int) -> None:
-        """Note the cost of a generation that was entered, even if the next one is published already."""
+        """Record what it cost to enter a generation, even if the next one has already been published."""
         place = next((at for at, one in enumerate(self.changes) if one.generation == generation), None)
         if place is not None and self.changes[place].still_seconds is None:
             cost = {"still_seconds": still, "lost_steps": lost_steps}
@@ -395,8 +418,10 @@ def _kind(world: Generation, term: str) -> Kind:
 
 
 def _cause(kind: Kind, world: Generation) -> tuple[Cause, bool] | None:
-    """Return the cause of time that is lost from now on, and whether training stands still until it is over; None if no
-    time is lost."""
+    """Return the cause of the time that is lost from now on, and whether training stands still until the cause is over.
+
+    None if no time is lost.
+    """
     if kind == "taken over":
         return None
     if world.paused or not world.members:

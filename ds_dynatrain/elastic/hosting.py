@@ -1,7 +1,7 @@
-"""A coordinator with its store, in whichever process asks for it: as a thread of an agent, or as a command's only work.
+"""A coordinator with its store, run in a thread of an agent or as the only work of a command.
 
-The coordinator answers before torch is imported, which takes seconds on a busy machine: members do not wait long for a
-coordinator that was restarted. The store's socket listens meanwhile, and its clients are served a little later.
+The coordinator answers before torch is imported, which takes seconds on a busy machine, so members do not wait long for
+a restarted coordinator. The store's socket listens meanwhile, and its clients are served a little later.
 """
 
 from __future__ import annotations
@@ -30,18 +30,22 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.05
 MONITOR = "ds_dynatrain.monitoring.server:Monitor"
-"""Path of the monitoring server's class, imported only for jobs that are watched: it needs prometheus_client."""
+"""Import path of the monitoring server's class. It is imported only for jobs that are watched, because it needs
+prometheus_client."""
 MOST_DESCRIPTORS = 1 << 20
-"""The most descriptors to ask for: the hard limit may be any number, and some programs close every possible
-descriptor."""
+"""The maximum number of descriptors to ask for: the hard limit may be any number, and some programs close every
+possible descriptor."""
 
 
 class CoordinatorHost:
-    """Holder of a coordinator's listening socket and store. OSError if the address is taken or another machine's.
+    """Coordinator together with its listening socket and its store.
 
-    token_file: the file with the token, named to peers that are refused; "" if it is in none. reading: where the job
-    can be watched; None for nowhere. ConfigError if a library for that is missing, ElasticError if its port cannot be
-    opened.
+    store_port: port of the store; 0 for any free one.
+    reading: the port at which the job can be watched; None for no such port.
+    token_file: the file with the token, which peers that are refused are told; "" if the token is in no file.
+
+    Raises OSError if the address is taken or belongs to another machine, ConfigError if a library for watching is
+    missing, ElasticError if the port for watching cannot be opened.
     """
 
     def __init__(
@@ -75,36 +79,36 @@ class CoordinatorHost:
 
     @property
     def reachable(self) -> Address:
-        """Address to tell others: a host name of their network, or a loopback address if only this machine may
+        """Address to give to others: a host of their network, or a loopback address if only this machine may
         connect."""
         place = ipaddress.ip_address(self._listener.getsockname()[0])
         host = socket.gethostname() if place.is_unspecified else str(place) if place.is_loopback else self.address.host
         return Address(host, self.address.port)
 
     def run(self) -> None:
-        """Serve until the job has finished or `end` is called; may be called once."""
+        """Serve until the job has finished or `end` is called. May be called once."""
         asyncio.run(self._serve())
 
     def end(self) -> None:
-        """Make `run` return soon; may be called from any thread, and before `run`."""
+        """Make `run` return soon. May be called from any thread, and before `run`."""
         self._is_ended.set()
         self._stop()
 
     def start(self) -> None:
-        """Serve in a thread. torch is imported first, because two threads that import it at once break it."""
+        """Serve in a thread. torch is imported first, because importing it in two threads at once breaks it."""
         from ds_dynatrain.elastic import store  # noqa: F401
 
         self._thread.start()
         self._is_up.wait()
 
     def outlive(self) -> None:
-        """Wait, after `start`, until the job has finished or all peers have disconnected; then `stop`."""
+        """Wait until the job has finished or all peers have disconnected, then `stop`; called after `start`."""
         while self._thread.is_alive() and self._coordinator is not None and self._coordinator.connected:
             self._thread.join(POLL_SECONDS)
         self.stop()
 
     def stop(self) -> None:
-        """End the thread, after `start`, and with it all connections."""
+        """End the thread, and with it all connections; called after `start`."""
         if self._thread.is_alive():
             self._stop()
         self._thread.join()
@@ -139,9 +143,9 @@ class CoordinatorHost:
 
 
 def raise_descriptors() -> int:
-    """Raise this process's limit of open files as far as allowed, also for its children; return the limit.
+    """Raise the limit of open files of this process and its children as far as allowed, and return the limit.
 
-    Each connection takes one, and the usual 1,024 are used up by 110 nodes.
+    Each connection takes one descriptor, and the usual limit of 1,024 is used up by 110 nodes.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)

@@ -1,8 +1,8 @@
-"""Hosts of a job that do not reach each other, and the largest set of nodes that do.
+"""Hosts of a job that cannot reach each other, and the largest set of nodes that can.
 
 This is the coordinator's side, without sockets and without a clock. When the world has stood still for a while, its
 members try to connect to each other (`reach`), and their results are collected here. A host is identified by the
-address that its process groups use, so knowledge of it outlives its processes.
+address that its process groups use, so what is known about it outlives its processes.
 """
 
 from __future__ import annotations
@@ -17,22 +17,26 @@ from ds_dynatrain.elastic.roster import ProbeMembers, Roster
 
 Node = TypeVar("Node", bound=Hashable)
 STANDSTILL = 2
-"""Number of `silent_seconds` without a step or a member that enters a generation, after which the world stands
-still."""
+"""The world counts as standing still after this many times `silent_seconds` in which no member made a step or entered a
+generation."""
 RAREST = 12
-"""Longest interval of probes, in `silent_seconds`, for a standstill in which all reach each other, such as an
-evaluation."""
+"""The longest interval between probes, as a multiple of `silent_seconds`, used in a standstill in which all hosts reach
+each other, such as an evaluation."""
 FAILURES = 2
-"""Number of consecutive failures, in both directions, after which two hosts count as parted: fewer may be packet
+"""Number of consecutive failures, in both directions, after which two hosts count as disconnected; fewer may be packet
 loss."""
 MOST_LINKS = 1 << 16
-"""The most remembered failures; the oldest are forgotten."""
+"""The maximum number of pairs of hosts whose failures are remembered; the oldest are forgotten."""
 MOST_BRANCHES = 10_000
-"""The most branches in the search for the largest set; beyond them the result is large, but maybe not the largest."""
+"""The maximum number of branches in the search for the largest set. Beyond that the result is large, but maybe not the
+largest."""
 
 
 class HostLinks:
-    """Results of members' attempts to connect to each other's hosts. seconds: `silent_seconds`."""
+    """Results of members' attempts to connect to each other's hosts.
+
+    seconds: `silent_seconds` of the job's settings.
+    """
 
     def __init__(self, seconds: float, now: float) -> None:
         self._seconds = self._pause = seconds
@@ -40,12 +44,12 @@ class HostLinks:
         self._moved_at = self._probe_at = now
 
     def move(self, now: float) -> None:
-        """Note that a member of the world has made a step or entered a generation."""
+        """Record that a member of the world has made a step or entered a generation."""
         self._moved_at = now
         self.look(now)
 
     def look(self, now: float) -> None:
-        """Schedule the next probes soon."""
+        """Schedule the next probes soon, at the latest `silent_seconds` from now."""
         self._pause = self._seconds
         self._probe_at = min(self._probe_at, now + self._seconds)
 
@@ -58,9 +62,12 @@ class HostLinks:
         return self.still_for(now) > STANDSTILL * self._seconds
 
     def probes(self, roster: Roster, there: Iterable[str], now: float) -> list[ProbeMembers]:
-        """Return the probes that are due. there: members of the world.
+        """Return the probes that are due.
 
-        In a standstill one member of each host tries all other hosts; hosts with failures between them try at any time.
+        In a standstill one member of each host tries all other hosts. Hosts with failures between them are tried at any
+        time.
+
+        there: members of the world.
         """
         if now < self._probe_at:
             return []
@@ -79,9 +86,9 @@ class HostLinks:
         return probes
 
     def hear(self, host: str, said: Probed, now: float) -> bool:
-        """Take the results of a member of `host`. Return whether the set of parted hosts has changed.
+        """Process the results of a member of `host`, and return whether the set of disconnected hosts has changed.
 
-        A connection needs packets in both directions, so a successful one clears the failures of both.
+        A connection needs packets in both directions, so a successful one clears the failures of both directions.
         """
         before = self.parted
         for other in map(_host, said.reached):
@@ -97,7 +104,7 @@ class HostLinks:
 
     @property
     def parted(self) -> set[tuple[str, str]]:
-        """Pairs of hosts that do not reach each other, each pair sorted."""
+        """Pairs of hosts that cannot reach each other, each pair sorted."""
         return {pair for pair in self._failures if pair[0] < pair[1] and self._are_parted(*pair)}
 
     def outside(self, roster: Roster, there: Sequence[str]) -> dict[str, str]:
@@ -113,7 +120,11 @@ class HostLinks:
         return found
 
     def reaching(self, roster: Roster, nodes: Sequence[tuple[str, ...]], stay: Iterable[str]) -> list[tuple[str, ...]]:
-        """Return the nodes that reach each other and all members that stay. nodes: the members of each node."""
+        """Return the nodes that reach each other and all members that stay.
+
+        nodes: the members of each node.
+        stay: the members that stay.
+        """
         if not self._failures:
             return list(nodes)
         there = {roster[one].host for one in stay if one in roster}
@@ -130,9 +141,11 @@ class HostLinks:
 
 
 def largest_reaching(nodes: Sequence[Node], are_parted: Callable[[Node, Node], bool]) -> tuple[Node, ...]:
-    """Return the largest set of nodes without a parted pair, in their order; of several, the one with the first nodes.
+    """Return the largest set of nodes without a disconnected pair, in their order; if there are several, the one with
+    the first nodes.
 
-    At least one node of each parted pair must go: either a node goes, or all nodes that are parted from it.
+    At least one node of each disconnected pair must go: either one node goes, or all nodes that are disconnected from
+    it.
     """
     apart = {node: {other for other in nodes if other != node and are_parted(node, other)} for node in nodes}
     branches, best = 0, tuple[int, ...]()

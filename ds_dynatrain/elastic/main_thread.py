@@ -18,19 +18,20 @@ from contextlib import contextmanager
 from types import FrameType
 
 WAITING = ("torch.distributed",)
-"""Modules, with their submodules, in which a thread waits for other processes; those are at fault if the wait never
+"""Modules (with their submodules) in which a thread waits for other processes, which are at fault if the wait never
 ends."""
 
 
 class OwnWaits:
-    """Intended waits of the main thread: calls of the library that may take as long as they need."""
+    """Intended waits of the main thread: calls of this library that may take as long as they need."""
 
     def __init__(self) -> None:
         self._waits: list[tuple[str, float]] = []
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Declare that the block may take long. No effect outside the main thread, which alone can hold others up.
+        """Declare that the block may take long. No effect outside the main thread, because no other thread can hold
+        members up.
 
         what: a word for people, such as "saving".
         """
@@ -51,13 +52,13 @@ class OwnWaits:
 
 
 OWN_WAITS = OwnWaits()
-"""The waits of this process: its main thread declares them, its heartbeats report them."""
+"""The waits of this process, which its main thread declares and its heartbeats report."""
 
 
 class MainThread:
     """Progress of the main thread, polled by one other thread.
 
-    waits_in: modules in which the main thread waits for other processes, see `WAITING`.
+    waits_in: modules in which the main thread waits for other processes; see `WAITING`.
     """
 
     def __init__(self, waits_in: tuple[str, ...] = WAITING) -> None:
@@ -70,10 +71,11 @@ class MainThread:
         self._ask.argtypes, self._ask.restype = (kind, ctypes.c_void_p), ctypes.c_int
 
     def blocked_seconds(self) -> float:
-        """Return for how long the main thread has run no Python code; 0 during declared waits and in `waits_in`."""
+        """Return for how many seconds the main thread has run no Python code; 0 during declared waits and in
+        `waits_in`."""
         if not self._is_asked:
             self._asked_at, self._is_asked = time.monotonic(), True
-            self._is_asked = self._ask(self._callback, None) == 0  # else too many are pending: next time
+            self._is_asked = self._ask(self._callback, None) == 0  # else too many are pending: try again next time
         seconds = time.monotonic() - self._asked_at
         return 0.0 if str(OWN_WAITS) or is_in(self._waits_in) else seconds
 
@@ -83,7 +85,7 @@ class MainThread:
 
 
 def stands_at() -> str:
-    """Return the file, line and function that the main thread is executing, for the log; "" if it has ended."""
+    """Return the file, line and function that the main thread is executing, for the log; "" if the thread has ended."""
     frame = _frame()
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name}"
 

@@ -1,8 +1,8 @@
 """A worker's side of membership.
 
 One thread keeps the connection to the coordinator: it sends heartbeats, receives messages, watches for SIGTERM, and
-reconnects when the coordinator is lost, however long that takes. Training goes on meanwhile: it needs none of this
-while the world stays the same.
+reconnects when the coordinator is lost, however long that takes. Training continues meanwhile, because it needs the
+coordinator only when the world changes.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ from ds_dynatrain.errors import CoordinatorUnproved, JobFinished, MessageError, 
 JOIN_SECONDS = 600.0
 CONNECT_SECONDS = 2.0
 REMEMBERED_SWITCHES = 16
-"""Number of switches kept to be reported again to another coordinator."""
+"""Number of recent switches that are kept, to report them again to another coordinator."""
 
 
 class Ending(IntEnum):
-    """Reasons for which a member has to end its process, whatever its script is doing; the numbers are exit codes."""
+    """Reasons for which a member has to end its process, whatever its script is doing; the values are exit codes."""
 
     GIVEN_UP = 85
-    """The other members go on without this one."""
+    """The other members continue without this one."""
     ORPHANED = 86
     """No coordinator was reachable for too long."""
     TOO_FEW = 87
@@ -65,7 +65,7 @@ class Ending(IntEnum):
 
 
 def end_process(ending: Ending, reason: str) -> None:
-    """End this process, which is no member any more and whose state the others do not need."""
+    """End this process, because it is no longer a member and the others do not need its state."""
     logger.error("this process ends with code %d: %s", ending, reason)
     os._exit(ending)
 
@@ -73,12 +73,14 @@ def end_process(ending: Ending, reason: str) -> None:
 class Member:
     """Membership of this process in a job. Methods may be called from any thread; `start` and `stop` from the main one.
 
-    on_world: called on the member's own thread with every new generation, before threads that wait for it wake up;
-    returns whether nothing of the world in which this member trains can be used any more, and then aborts what is in
-    flight. It should be short, because heartbeats wait for it. on_end: called on that thread when the process has to
-    end; by default it ends the process. waits_in: modules in which the main thread waits for other members, which are
-    at fault if the wait never ends. hangs_in: called with each heartbeat and the seconds for which the main thread has
-    run no Python code; returns the collective in which that thread has waited for too long, or "".
+    on_world: called on the member's own thread with every new generation, before threads that wait for it wake up. It
+    returns whether nothing of the world in which this member trains can be used any more; if so, it has aborted the
+    collectives in flight. It should be short, because heartbeats wait for it.
+    on_end: called on that thread when the process has to end; by default it ends the process.
+    orphan_seconds: how long the member goes on without a coordinator before its process has to end.
+    waits_in: modules in which the main thread waits for other members, which are at fault if the wait never ends.
+    hangs_in: called at each heartbeat with the seconds for which the main thread has run no Python code. It returns the
+    collective in which that thread has waited for too long, or "".
     """
 
     def __init__(
@@ -121,10 +123,10 @@ class Member:
     # -- the script's side -------------------------------------------------------------------------------------------
 
     def start(self, seconds: float = JOIN_SECONDS) -> None:
-        """Become known to the coordinator; not ready yet, so nothing changes for the others.
+        """Register with the coordinator. The member is not ready yet, so nothing changes for the others.
 
-        From here on SIGTERM means "leave", and the process ends with its agent. TimeoutError if no coordinator answers
-        within `seconds`, PeerRefused or JobFinished if it does not admit this process.
+        From now on SIGTERM means "leave", and the process ends with its agent. Raises TimeoutError if no coordinator
+        answers within `seconds`, PeerRefused or JobFinished if the coordinator does not admit this process.
         """
         end_with_parent(self.place.agent)
         self._connection = connect(self.place.coordinator, self._token, self.place.job, seconds)
@@ -135,51 +137,55 @@ class Member:
         self._thread.start()
 
     def ready(self) -> None:
-        """Say that everything is imported and built: the next generation may include this member."""
+        """Report that everything is imported and built: the next generation may include this member."""
         self._say(ready=True)
 
     def building(self) -> None:
-        """Say that this member makes its engines for a running job; the others need not wait for it."""
+        """Report that this member is building its engines for a running job; the others need not wait for it."""
         if self._report.engines == "none":
             self._say(engines="building")
 
     def built(self) -> None:
-        """Say that the script has reached its loop, with all engines made."""
+        """Report that all engines are built and the script has reached its loop."""
         if self._report.engines != "built":
             self._say(engines="built")
 
     def leave(self) -> None:
-        """Ask to go, as SIGTERM does: a generation without this member follows, which lists it as leaving."""
+        """Ask to leave the job, as SIGTERM does. A generation without this member follows, which lists it as
+        leaving."""
         self._say(leaving=True)
         with self._changed:
             self._changed.notify_all()
 
     def left(self) -> None:
-        """Note, before `stop`, that the other members need this one no more: its state was handed over, or saved."""
+        """Record, before `stop`, that the others no longer need this member, because its state was handed over or
+        saved."""
         self._has_left = True
 
     def enter(self, world: Generation) -> None:
-        """Say that this member trains in a generation from now on; called once the switch to it is committed."""
+        """Report that this member trains in a generation from now on; called once the switch to it is committed."""
         with self._reporting:
             self._has_breach, self._has_just_entered = False, True
             self._say(entered=world.generation, hung="")
 
     def broken(self, world: Generation) -> None:
-        """Say that a generation could not be formed here: all members have to form a later one."""
+        """Report that a generation could not be formed on this member, so that all members have to form a later one."""
         with self._reporting:
             self._say(broken=max(world.generation, self._report.broken))
 
     def lacks(self, world: Generation) -> None:
-        """Say that no layout fits so few members as a generation has."""
+        """Report that a generation has too few members for any layout."""
         if self._report.lacking < world.generation:
             self._say(lacking=world.generation)
 
     def breach(self, hung: str = "") -> None:
-        """Say that a collective has failed in the world in which this member trains: all members have to form a new
+        """Report that a collective has failed in the world in which this member trains: all members have to form a new
         one.
 
-        The coordinator may publish a generation before it hears of the failure. So the failure is reported again for
-        each later generation, until `on_world` finds one that ends that world. hung: the collective, if it did not end.
+        The coordinator may publish a generation before it hears of the failure, so the failure is reported again for
+        each later generation, until `on_world` returns true for one of them.
+
+        hung: the collective, if it did not end; "" if it failed.
         """
         with self._reporting:
             self._has_breach = True
@@ -195,10 +201,10 @@ class Member:
         protected: Protected = "",
         tally: Tally = Tally(),  # noqa: B008 - it is frozen
     ) -> None:
-        """Note progress for the status; it is sent with the next heartbeat.
+        """Record progress for the status; it is sent with the next heartbeat.
 
-        It is sent at once for the first step, from which on state can be lost, and the first time in a generation, when
-        a change is over.
+        It is sent at once on the first step, because from then on state can be lost, and on the first call in a new
+        generation, because that shows that the change is over.
         """
         with self._reporting:
             is_first = step > 0 == self._report.step or self._has_just_entered
@@ -209,42 +215,42 @@ class Member:
                 self._say()
 
     def switched(self, said: Switched) -> None:
-        """Report a switch to people who watch the job; called on the member of rank 0."""
+        """Report a switch for people who watch the job; called on the member of rank 0."""
         with self._reporting:
             self._switched.append(said)
-            with suppress(OSError):  # it is told again after the next connect
+            with suppress(OSError):  # it is sent again after the next connect
                 if self._connection is not None:
                     self._connection.send(said)
 
     def waits_for(self, whom: str) -> None:
-        """Tell the status, with the next heartbeat, for whom this member waits; "" for nobody."""
+        """Record for whom this member waits; the status shows it from the next heartbeat on. whom: "" for nobody."""
         self._waits_for = clipped(whom, LONGEST_TEXT)
 
     @property
     def newest(self) -> Generation | None:
-        """The newest generation of which this member was told."""
+        """The newest generation that this member was told of."""
         return self._newest
 
     def is_newest(self, world: Generation) -> bool:
-        """Return whether no later generation was published, as far as this member was told."""
+        """Return whether this member was told of no later generation."""
         newest = self._newest
         return newest is None or newest.generation <= world.generation
 
     @property
     def is_leaving(self) -> bool:
-        """Whether this member has asked to go, or was told to, by SIGTERM or by the coordinator."""
+        """Whether this member has asked to leave, or was told to by SIGTERM or the coordinator."""
         return self._report.leaving
 
     @property
     def is_finished(self) -> bool:
-        """Whether the scripts of the working members have ended, so that no work will come."""
+        """Whether the scripts of the working members have ended, so that waiting members will get no work."""
         return self._is_finished
 
     def wait_for_world(self, after: int = 0, seconds: float | None = None) -> Generation:
-        """Wait for a generation later than `after`, and return the newest; it may not list this member.
+        """Wait for a generation later than `after`, and return the newest one, which may not list this member.
 
-        JobFinished if no work will come: the scripts of the working members have ended, or this member was told to
-        leave while it was in no generation. TimeoutError after `seconds`.
+        Raises JobFinished if no work will come, because the scripts of the working members have ended or this member
+        was told to leave while it was in no generation. Raises TimeoutError after `seconds`.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self._is_decided(after), seconds):
@@ -257,12 +263,12 @@ class Member:
     def store(self, world: Generation, seconds: float) -> Store:
         """Return the key-value store of a generation, over a new connection; none of its keys was ever used before.
 
-        seconds: how long its calls wait at most.
+        seconds: how long a call on the store waits at most.
         """
         return self._open_store(world.prefix, seconds)
 
     def job_store(self, world: Generation, seconds: float) -> Store:
-        """Return the key-value store shared by all generations of the coordinator's run that published this one."""
+        """Return the key-value store shared by all generations that the same run of the coordinator published."""
         return self._open_store(f"job/{world.term}", seconds)
 
     def node_store(self, seconds: float) -> Store:
@@ -275,9 +281,9 @@ class Member:
         return open_store(self._connection.address.host, self._connection.welcome.store_port, prefix, seconds)
 
     def stop(self, has_ended: bool = True) -> None:
-        """Say good-bye and close the connection: the script has ended, or its state was handed over.
+        """Say good-bye and close the connection, because the script has ended or its state was handed over.
 
-        has_ended: False for a script that ends with an error; the others then count this member as lost.
+        has_ended: False if the script ends with an error; the others then count this member as lost.
         """
         self._stopping.set()
         self._termination.wake()
@@ -301,12 +307,12 @@ class Member:
     # -- what it says ------------------------------------------------------------------------------------------------
 
     def _note(self, **fields: object) -> None:
-        """Change the report, which is sent with the next heartbeat."""
+        """Change fields of the report, which is sent with the next heartbeat."""
         with self._reporting:
             self._report = self._report.model_copy(update=fields)
 
     def _say(self, **fields: object) -> None:
-        """Change the report and send it at once; if that fails, it is sent after the next connect."""
+        """Change fields of the report and send it at once; if that fails, it is sent after the next connect."""
         with self._reporting, suppress(OSError):
             self._note(**fields)
             self._send_report()
@@ -372,9 +378,10 @@ class Member:
                 next_beat = time.monotonic() + beat
 
     def _look_at_main_thread(self, most: float) -> None:
-        """Report how long the main thread has been blocked, what it waits for, and a collective that does not end.
+        """Record how long the main thread has been blocked and what it waits for, and report a collective that does not
+        end.
 
-        Dump all stacks, once, when it has been blocked for longer than `most` seconds.
+        Dump all stacks, once, when the thread has been blocked for longer than `most` seconds.
         """
         seconds, waits_for = self._main_thread.blocked_seconds(), self._waits_for or str(OWN_WAITS)
         self._note(blocked_seconds=seconds, waits_for=waits_for)
@@ -435,7 +442,7 @@ class Member:
             self.leave()
 
     def _come_back(self) -> bool:
-        """Connect and announce this member again; return False if the process has to end, or is ending."""
+        """Reconnect and announce this member again. Return False if the process has to end or is stopping."""
         begin = time.monotonic()
         while not self._stopping.wait(RETRY_SECONDS):
             self._see_termination()
@@ -450,7 +457,7 @@ class Member:
                 self._announce()
                 logger.warning("%s: a coordinator is there again after %.1f s", self.id, time.monotonic() - begin)
                 return True
-            except (OSError, MessageError, CoordinatorUnproved) as error:  # also where another one has taken its port
+            except (OSError, MessageError, CoordinatorUnproved) as error:  # also if another process has taken its port
                 if time.monotonic() - begin > self._orphan_seconds:
                     self._end(Ending.ORPHANED, f"no coordinator for {self._orphan_seconds:g} s ({error})")
                     return False
@@ -463,7 +470,7 @@ class Member:
         self._on_end(ending, f"{self.id}: {reason}")
 
     def _close_connection(self) -> None:
-        """Close a forked child's copies of the sockets, which would keep the connection open when this process is
+        """Close a forked child's copies of the sockets, which would keep the connection open after this process is
         killed."""
         self._reach.close()
         if self._connection is not None:

@@ -2,28 +2,30 @@
 
 Every event has a method, with the time as an argument; `advance` then returns what has to be done. The rules:
 
-- A **generation** is published when something has changed, `debounce_seconds` after the first sign of it. Survivors
-  keep their order, newcomers follow in the order in which their nodes were ready. A number is never used twice.
-- A **planned** change (a node that comes, a member that leaves) waits until all members have entered the present
-  generation. A **failure** waits for nothing: a member of the world has died, or one that was still handing over, or
-  a collective has failed though all are alive. A failed collective has its own field in the record, beside the
-  other changes that the generation makes.
-- A node joins as a whole, when all its workers are ready; a job starts with MIN nodes; nodes above MAX wait. If all
+- A **generation** (a numbered list of the members that train together) is published when something has changed,
+  `debounce_seconds` after the first sign of the change. Survivors keep their order; newcomers follow in the order in
+  which their nodes became ready. A number is never used twice.
+- A **planned** change (a node joins, a member leaves) waits until all members have entered the present generation. A
+  **failure** waits for nothing: a member of the world has died, a leaving member has died before its state was handed
+  over, or a collective has failed although all members are alive. A failed collective has its own field in the record,
+  beside the other changes that the generation makes.
+- A node joins as a whole, when all its workers are ready. A job starts with MIN nodes; nodes above MAX wait. If all
   members were told to leave, nodes wait until the last of them has gone.
-- No member waits long for a **late** node, one that still makes its engines. After a failure the holders of the state
-  go on without it, if they are MIN nodes and have a layout; leaving members wait for it `LEAVER_SECONDS`, other nodes
-  `stuck_seconds`. It joins once it has made its engines.
-- A member that was given up never comes back under its id, unless it was merely silent: then it may, until a
-  generation without it is entered.
+- No member waits long for a **late** node, one that is still building its engines. After a failure the holders of the
+  state continue without it if they are at least MIN nodes and have a layout. Leaving members wait for it
+  `LEAVER_SECONDS`, other nodes `stuck_seconds`. It joins once it has built its engines.
+- A member that was given up never comes back under its id, with one exception: a member that was merely silent may come
+  back until a generation without it is entered.
 - When more than half of a world falls silent together, the coordinator or its link is at fault. No member is given up
   for silence then, until the silence has lasted `ORPHAN_SECONDS`: a living member ends by itself by that time. Nor is
   more than half of a world ever given up for being stuck.
-- When the present world has **stood still** for twice `silent_seconds`, its members are asked to which of the others
-  they can connect. The largest set of nodes that reach each other goes on, if it has MIN; the others are given up, and
-  join again once they reach all members that train. This happens at once if only one node goes, whose state others
-  keep; else after `stuck_seconds`, because it may cost state.
-- After a restart, returning members tell the coordinator which world there is. If others come first, a job is begun
-  only once no member of an earlier one can be alive; if one comes all the same, the new job gives way to its state.
+- When the present world has **stood still** for twice `silent_seconds`, its members are asked which of the others they
+  can connect to. The largest set of nodes that reach each other continues if it has at least MIN nodes. The others are
+  given up, and join again once they reach all members that train. This happens at once if only one node is given up and
+  others keep its state; otherwise it happens after `stuck_seconds`, because it may cost state.
+- After a restart, returning members tell the coordinator which world exists. If new members come first, a job is
+  started only once no member of an earlier job can be alive; if such a member comes all the same, the new job gives way
+  to its state.
 """
 
 from __future__ import annotations
@@ -40,19 +42,24 @@ from ds_dynatrain.elastic.settings import ORPHAN_SECONDS, Settings
 from ds_dynatrain.errors import JobFinished, PeerRefused
 
 LEAVER_SECONDS = 5.0
-"""How long leaving members wait for late nodes."""
+"""How long leaving members wait for nodes that are still building their engines."""
 HANG_STEPS = 10
-"""Two collectives that hang within this many steps of each other end the job."""
+"""The job ends if two collectives hang within this many steps of each other."""
 REMEMBERED_CHANGES = 20
 REMEMBERED_GONE = 16_384
-"""The most members that are remembered as given up, and must not come back; the oldest are forgotten."""
+"""The maximum number of given-up members that are remembered and refused; the oldest are forgotten."""
 QUIET_BEATS = 3
-"""Missed heartbeats after which a member counts as quiet, see `_is_cut_off`."""
+"""Number of missed heartbeats after which a member counts as quiet; see `_is_cut_off`."""
 
 
 @dataclass(frozen=True)
 class Missed:
-    """A member that was given up for silence alone, and its generation then (`NO_WORLD` if it was in none)."""
+    """A member that was given up only because it was silent.
+
+    entry: its entry in the roster.
+    reason: why it was given up, in words.
+    world: the generation in which it took part then; `NO_WORLD` if it was in none.
+    """
 
     entry: RosterEntry
     reason: str
@@ -60,7 +67,8 @@ class Missed:
 
 
 class MembershipStateMachine:
-    """The members of a job. `now` is any clock that never goes back, in seconds, the same in all calls."""
+    """State machine of a job's membership. `now` is any clock that never goes back, in seconds, the same in all
+    calls."""
 
     def __init__(self, settings: Settings, term: str, now: float) -> None:
         self.settings = settings
@@ -69,41 +77,43 @@ class MembershipStateMachine:
         self._world = NO_WORLD
         self.is_finished = False
         self.changes: deque[tuple[Generation, float]] = deque(maxlen=REMEMBERED_CHANGES)
-        """The last generations, each with the time when it was published."""
+        """The most recent generations, each with the time at which it was published."""
         self._recovery: Recovery | None = Recovery(now + settings.recovery_seconds, settings.recovery_seconds)
         self._orphaned_at = now + ORPHAN_SECONDS
-        """The time from which no member of an earlier job can be alive."""
+        """The time from which no member of an earlier job can still be alive."""
         self._is_starter = False
-        """Whether the present job was begun here, and not taken over from members of an earlier one."""
+        """Whether this coordinator started the present job, rather than taking it over from members of an earlier
+        one."""
         self._newest = 0
-        """The highest generation ever published or taken over here."""
+        """The highest generation number that this coordinator ever published or took over."""
         self._gone: dict[str, str] = {}
         self._done: set[str] = set()
-        """Members of the world whose scripts have ended, with exit code 0 unless their agent reports otherwise."""
+        """Members of the present world whose scripts have ended, with exit code 0 unless their agent reports
+        otherwise."""
         self.watched: dict[str, float] = {}
-        """Times at which the agents connected, by node; an agent will report how its workers ended. Kept by the
-        coordinator."""
+        """Time at which each connected agent connected, by node; an agent will report how its workers ended. Maintained
+        by the coordinator."""
         self._entered = 0
         self._has_begun = False
         """Whether any member has reported a step; see `Generation.begun`."""
         self._breach = ""
         self._is_hang, self._hangs, self._hung_at = False, 0, 0
-        """Whether the breach is a collective that has not ended; how many of these came in a row, and the step of the
-        last one."""
+        """Whether the failure in `_breach` is a collective that has not ended, how many such failures came in a row,
+        and the step of the last one."""
         self._mute: dict[str, list[float]] = {}
-        """Times of failed generations of which a member has reported neither entry nor failure, by member."""
+        """Times at which generations failed without a report (of entry or failure) from a member, by member."""
         self._decide_at: float | None = None
         self._advanced = now
         self._held_at = now
         """The last time that silence was blamed on the coordinator's own link."""
         self._missed: dict[str, Missed] = {}
-        """Members given up for silence that may still come back."""
+        """Members that were given up for silence and may still come back."""
         self._back: dict[str, Missed] = {}
         """Members that have come back and are not listed in the present generation."""
         self._published: Publish | None = None
-        """The newest generation, and the members that were told of it."""
+        """The newest generation, and the members that were informed of it."""
         self._owed: list[Publish] = []
-        """Publications to repeat, since members that were reconnecting may not have had them."""
+        """Publications to repeat, because members that were reconnecting may not have received them."""
         self.links = HostLinks(settings.silent_seconds, now)
 
     @property
@@ -114,9 +124,9 @@ class MembershipStateMachine:
     # -- events ------------------------------------------------------------------------------------------------------
 
     def announce(self, said: Announce, now: float) -> str:
-        """Admit a worker that is new, or has reconnected, and return its id.
+        """Admit a worker that is new or has reconnected, and return its id.
 
-        Raise PeerRefused or JobFinished if it cannot be admitted.
+        Raises PeerRefused if the worker cannot be admitted, JobFinished if the job has finished.
         """
         member = member_id(said.node, said.local_rank)
         if self.is_finished:
@@ -148,14 +158,17 @@ class MembershipStateMachine:
         return member
 
     def _knows(self, member: str, said: Announce) -> bool:
-        """Return whether an announcement is from the same process as before: one that is here, or was given up for
-        silence alone."""
+        """Return whether an announcement comes from a known process: one in the roster, or one given up for silence
+        alone."""
         missed = self._missed.get(member)
         entry = self.roster[member] if member in self.roster else None if missed is None else missed.entry
         return entry is not None and said.nonce != "" and (entry.pid, entry.nonce) == (said.pid, said.nonce)
 
     def _hear_again(self, member: str, now: float) -> None:
-        """Take back a member that was given up for silence; PeerRefused if the others have gone on without it."""
+        """Take back a member that was given up for silence; do nothing for any other member.
+
+        Raises PeerRefused if the others have continued without it.
+        """
         missed = self._missed.get(member)
         if missed is None:
             return
@@ -172,24 +185,29 @@ class MembershipStateMachine:
                 self._back[member] = missed
                 self._breach = f"{member} was heard of again"
             else:
-                self._owed.append(Publish(self._world, (member,)))  # it waits for a generation that is over
+                self._owed.append(Publish(self._world, (member,)))  # its generation is over: tell it the newest
         self._note(now)
 
     def _held_state_in(self, world: Generation, member: str) -> bool:
-        """Return whether a member of a generation had its state: all have it once one of them has entered the
-        generation."""
+        """Return whether a member of a generation held the job's state.
+
+        All members hold it once one of them has entered the generation; before that only survivors and leaving members
+        do.
+        """
         return world.generation <= self._entered or member in (*world.members[: world.survivors], *world.leaving)
 
     def _goes_on_without(self, member: str, missed: Missed) -> bool:
-        """Return whether the others need a silent member no more, because one of them has entered a generation without
-        it."""
+        """Return whether the other members no longer need a silent member.
+
+        Its state has been handed over, or one of the others has entered a later generation without it.
+        """
         if member in self._world.leaving and self._is_handed_over:
             return True
         has_changed = self._world.generation > missed.world.generation
         return has_changed and self._is_entered and not self._takes_part(member)
 
     def report(self, member: str, said: Report, now: float) -> None:
-        """Take a worker's report. PeerRefused if the report is impossible, or the worker was given up."""
+        """Process a worker's report. Raises PeerRefused if the report is impossible or the worker was given up."""
         self._hear_again(member, now)
         if member not in self.roster:
             raise PeerRefused(f"{member} was given up ({self._gone.get(member, 'it is not known here')})")
@@ -208,14 +226,14 @@ class MembershipStateMachine:
         if self.roster.update(member, said, now):
             if _answered(said) >= newest:
                 self._mute.pop(member, None)
-            if self._recovery is None or not self._recovery.heard_of(member):  # else of another job, for now
+            if self._recovery is None or not self._recovery.heard_of(member):  # else another job's
                 self._entered = max(self._entered, said.entered)
             if self._takes_part(member) and said.broken == newest:
                 self._break(member, said)
             self._note(now)
 
     def _break(self, member: str, said: Report) -> None:
-        """Note that a collective of the present generation has failed on a member, or has not ended there."""
+        """Record that a collective of the present generation has failed, or has not ended, on a member."""
         if said.hung and not self._is_hang:
             step = max(entry.report.step for entry in self.roster)
             self._hangs = self._hangs + 1 if abs(step - self._hung_at) <= HANG_STEPS else 1
@@ -225,12 +243,12 @@ class MembershipStateMachine:
             self._breach = f"a collective failed on {member}"
 
     def probed(self, member: str, said: Probed, now: float) -> None:
-        """Take the results of a worker's attempts to connect to others."""
+        """Process the results of a worker's attempts to connect to other hosts."""
         if member in self.roster and self.links.hear(self.roster[member].host, said, now):
             self._note(now)
 
     def bye(self, member: str, said: Bye, now: float) -> None:
-        """Take the good-bye of a worker whose script has ended."""
+        """Process the good-bye message of a worker whose script has ended."""
         if member in self._missed:
             self._hear_again(member, now)
         entry = self._remove(member)
@@ -250,14 +268,15 @@ class MembershipStateMachine:
             self._note(now)
         elif said.has_left and said.newest < self._world.generation:
             self._is_gone(member, f"left after generation {said.newest}, which went on without it", now)
-        elif entry.report.leaving:  # the others still count on it
+        elif entry.report.leaving:  # the others still rely on it
             self._is_gone(member, "ended before the others could let it go", now)
         else:
             self._done.add(member)
             self._note(now)
 
     def failed(self, node: str, now: float) -> None:
-        """Count a node's workers as lost: its agent reports that one ended with an error, or a code other than 0.
+        """Count a node's workers as lost, because its agent reports that one ended with an error or a nonzero exit
+        code.
 
         A process does not know its exit code when it says good-bye, so it may have reported a regular end before.
         """
@@ -268,21 +287,23 @@ class MembershipStateMachine:
             self._is_gone(member, "its node's workers have failed", now)
 
     def lost(self, member: str, why: str, now: float) -> None:
-        """Count a worker as dead."""
+        """Count a worker as dead. why: the reason, in words."""
         if self._remove(member) is not None:
             self._is_gone(member, why, now)
 
     def _remove(self, member: str) -> RosterEntry | None:
-        """Remove a worker from the roster and from those that may come back; None if it was not in the roster."""
+        """Remove a worker from the roster and from the members that may come back. Return its entry; None if it was not
+        in the roster."""
         self._missed.pop(member, None)
         self._back.pop(member, None)
         return self.roster.remove(member)
 
     def disconnected(self, member: str, why: str, now: float) -> None:
-        """Note that a worker's connection has ended. That is a death, unless the worker was quiet for some heartbeats
+        """Handle the end of a worker's connection: the worker is dead, unless it had been quiet for several heartbeats
         before.
 
-        If the network was cut, the end tells no more than the silence did: the worker may be about to reconnect.
+        If it had been quiet, the network may have been cut: the end of the connection then says no more than the
+        silence did, and the worker may be about to reconnect.
         """
         if member in self.roster and not self._is_quiet(self.roster[member], now):
             self.lost(member, why, now)
@@ -291,7 +312,7 @@ class MembershipStateMachine:
 
     @property
     def deadline(self) -> float:
-        """The latest time at which `advance` has to be called."""
+        """The latest time by which `advance` has to be called."""
         times = [self._advanced if self._owed else self._advanced + self.settings.beat_seconds]
         if self._recovery is not None:
             times.append(self._advanced if self._recovery.is_complete else self._recovery.until)
@@ -322,7 +343,8 @@ class MembershipStateMachine:
         return effects
 
     def _give_up_silent(self, now: float) -> list[GiveUpMember]:
-        """Give up members that have been silent for too long; time during which nothing was received does not count."""
+        """Give up members that have been silent for too long. Time during which the coordinator received nothing does
+        not count."""
         asleep = now - self._advanced - self.settings.beat_seconds
         if asleep > self.settings.beat_seconds:
             self.roster.forgive(asleep)
@@ -346,12 +368,14 @@ class MembershipStateMachine:
         return now - entry.heard > QUIET_BEATS * self.settings.beat_seconds
 
     def _is_cut_off(self, now: float) -> bool:
-        """Return whether more than half of the world is quiet: then the coordinator's own link is at fault."""
+        """Return whether more than half of the world is quiet, which means that the coordinator's own link is at
+        fault."""
         there = [one for one in self.roster if self._takes_part(one.member)] or list(self.roster)
         return 2 * sum(self._is_quiet(one, now) for one in there) > len(there)
 
     def _part_with_missed(self, now: float) -> list[GiveUpMember]:
-        """End the silent members that the others go on without: from then on none of them may come back."""
+        """Give up for good the silent members that the others continue without; none of them may come back after
+        that."""
         effects = [
             GiveUpMember(member, missed.entry.pid, missed.reason)
             for member, missed in self._missed.items()
@@ -364,7 +388,7 @@ class MembershipStateMachine:
         return effects
 
     def _give_up_stuck(self, now: float) -> list[GiveUpMember]:
-        """Give up living members whose main thread is stuck, while other holders of the state wait for them.
+        """Give up members that are alive but stuck, while other holders of the state wait for them.
 
         No member is given up if that would be more than half of the world.
         """
@@ -379,14 +403,14 @@ class MembershipStateMachine:
         return [GiveUpMember(entry.member, entry.pid, reason) for entry, reason in stuck]
 
     def _hung(self, there: list[RosterEntry]) -> list[tuple[RosterEntry, str]]:
-        """Return the members whose main thread has not moved for too long, each with the reason."""
+        """Return the members whose main thread has been blocked for `stuck_seconds` or longer, each with the reason."""
         most = self.settings.stuck_seconds
         reason = f"its main thread has not moved for {most:g} s"
         hung = [one for one in there if 0 < most <= one.report.blocked_seconds]
         return [(one, reason) for one in hung if one.report.step or self._is_needed]
 
     def _mute_for_long(self, there: list[RosterEntry], now: float) -> list[tuple[RosterEntry, str]]:
-        """Return the members that have reported nothing of several failed generations, each with the reason."""
+        """Return the members that have reported nothing about several failed generations, each with the reason."""
         most = self.settings.stuck_seconds
         failed = [(one, self._mute.get(one.member, [])) for one in there]
         mute = [(one, times) for one, times in failed if len(times) > 1 and 0 < most <= now - times[0]]
@@ -395,10 +419,10 @@ class MembershipStateMachine:
         ]
 
     def _give_up_unreached(self, now: float) -> list[GiveUpMember]:
-        """Give up nodes of a world that stands still, so that all remaining ones reach each other.
+        """Give up nodes of a world that stands still, so that all remaining nodes reach each other.
 
-        No node is given up if fewer than MIN would remain, waiting ones included, or while doing so may lose state that
-        a healed network would give back.
+        No node is given up if fewer than MIN nodes would remain (waiting nodes included), or while giving it up may
+        lose state that a repaired network would bring back.
         """
         world, links = self._world, self.links
         if not links.stands_still(now) or not links.parted:
@@ -415,9 +439,10 @@ class MembershipStateMachine:
         return [GiveUpMember(entry.member, entry.pid, self._gone[entry.member]) for entry in parted]
 
     def _may_part_with(self, parted: list[RosterEntry], now: float) -> bool:
-        """Return whether no state is lost with these members, or the world has stood still for `stuck_seconds`.
+        """Return whether giving up these members loses no state, or the world has stood still for `stuck_seconds`.
 
-        Copies outlive one node; two that go together may have kept each other's.
+        Copies of the state survive the loss of one node, but two nodes that go together may have kept each other's
+        copies.
         """
         is_one = len(nodes_of(entry.member for entry in parted)) == 1
         if is_one and all(entry.report.protected == "yes" or not entry.report.step for entry in parted):
@@ -425,7 +450,7 @@ class MembershipStateMachine:
         return 0 < self.settings.stuck_seconds <= self.links.still_for(now)
 
     def _see_who_is_mute(self, failed: Generation, now: float) -> None:
-        """Note the members that have not reported the failure of a generation, as all of its members should."""
+        """Record which members have not reported the failure of a generation, as all its members should."""
         for member in failed.members:
             if member in self.roster and _answered(self.roster[member].report) < failed.generation:
                 self._mute.setdefault(member, []).append(now)
@@ -436,21 +461,22 @@ class MembershipStateMachine:
 
     @property
     def is_recovering(self) -> bool:
-        """Whether the coordinator waits for members of an earlier job."""
+        """Whether the coordinator is waiting for members of an earlier job to return."""
         return self._recovery is not None
 
     def _may_recall(self, world: Generation, now: float) -> bool:
-        """Return whether a world from before can still be taken over.
+        """Return whether a world from before the coordinator's restart can still be taken over.
 
-        True also if a job was begun here by mistake: for a while, members of the earlier job may be alive and hold
-        more.
+        That is also possible if a job was started here by mistake: for a while, members of the earlier job may be alive
+        and hold more state.
         """
         if self._recovery is not None or self.world is None:
             return True
         return self._is_starter and world.term != self.term and now < self._orphaned_at
 
     def _recall(self, now: float) -> list[Effect]:
-        """End the recovery: take over the newest world, and give up members that it does not list, or that hang."""
+        """End the recovery: take over the newest world, and give up members that it does not list or that have not
+        returned."""
         recovery, self._recovery = self._recovery, None
         started = self._world.everyone
         if started and recovery is not None and not self._may_hold_state(recovery):
@@ -483,37 +509,40 @@ class MembershipStateMachine:
         return [*effects, self._published]
 
     def _may_hold_state(self, recovery: Recovery) -> bool:
-        """Return whether any returning member may have been in the world of which it was told."""
+        """Return whether any returning member may hold state: it has entered a generation, or has not reported yet."""
         back = [entry for entry in self.roster if recovery.heard_of(entry.member)]
         return any(entry.report.entered or not recovery.has_reported(entry.member) for entry in back)
 
     def _let_go(self, recovery: Recovery) -> list[str]:
-        """Return the leavers that have come back, and do not know yet that the others go on without them."""
+        """Return the leaving members that have come back and do not know yet that the others continue without them."""
         leaving = [entry.member for entry in self.roster if entry.report.leaving and recovery.heard_of(entry.member)]
         return [member for member in leaving if (recovery.told(member) or NO_WORLD).generation < self._world.generation]
 
     def _passed_over(self, recovery: Recovery, started: Iterable[str]) -> list[str]:
-        """Return the late newcomers that the others went on without, and that have not joined since: they still may."""
+        """Return the late newcomers that have come back and may still join.
+
+        The others continued without them, they have not joined since, and they hold no state.
+        """
         world, found = self._world, list[str]()
         for entry in self.roster:
             told = recovery.told(entry.member)
             if told is None or entry.member in (*world.members, *started):
                 continue
-            if entry.report.entered or not recovery.has_reported(entry.member):  # it holds something, or may
+            if entry.report.entered or not recovery.has_reported(entry.member):  # it holds state, or may hold some
                 continue
             if told.generation < world.generation or told.term == world.term:
                 found.append(entry.member)
         return found
 
     def _give_up(self, member: str, now: float) -> GiveUpMember:
-        """Give up a member that the world does not list: it is from an older one, or from a job that was begun by
+        """Give up a member that the world does not list, because it belongs to an older world or to a job started by
         mistake."""
         entry, reason = self.roster[member], f"generation {self._newest} goes on without it"
         self.lost(member, reason, now)
         return GiveUpMember(member, entry.pid, reason)
 
     def _miss(self, now: float) -> list[GiveUpMember]:
-        """Give up members of the world that was taken over which have not come back."""
+        """Give up the members of the world just taken over that have not come back."""
         effects = list[GiveUpMember]()
         for member in self._world.members:
             if member not in self.roster and member not in self._done and member not in self._missed:
@@ -527,8 +556,10 @@ class MembershipStateMachine:
     # -- decisions ---------------------------------------------------------------------------------------------------
 
     def _next_world(self, now: float) -> Generation | None:
-        """Return the generation that follows from the present members; None if the present one stands, or is still
-        being entered."""
+        """Return the generation that the present members should form next.
+
+        None if the present generation needs no change, or a planned change has to wait until it is entered.
+        """
         old, members = self._world, self._world.members
         dead = tuple(one for one in members if one not in self.roster and one not in self._done)
         is_failure = bool(dead or self._breach or self._is_overdue(now))
@@ -537,7 +568,7 @@ class MembershipStateMachine:
         stay = tuple(one for one in self._in_order(members) if one in self.roster and not self._is_leaving(one))
         leaving, late = self._leaving(old), self._left_out(now) if is_failure else ()
         stay, leaving = (tuple(one for one in some if one not in late) for some in (stay, leaving))
-        needs_who_leaves = bool(leaving) and not stay  # members that begin anew wait for what these save
+        needs_who_leaves = bool(leaving) and not stay  # newcomers wait for the state that these save
         joined = () if needs_who_leaves else self._newcomers(stay, are_built=is_failure and self._can_go_alone)
         is_ending = not self._done.isdisjoint(members)  # members that have ended take part in no change
         if not is_failure and (stay + joined == members or is_ending):
@@ -566,11 +597,13 @@ class MembershipStateMachine:
         return tuple(one for one in dict.fromkeys((*base.members, *members)) if one in members or one in self._back)
 
     def _newcomers(self, stay: tuple[str, ...], are_built: bool = False) -> tuple[str, ...]:
-        """Return the members that join those that stay: whole nodes, as many as MAX allows; at least MIN nodes to start
+        """Return the members that join those that stay: whole nodes, up to MAX nodes in all, and at least MIN to start
         a job.
 
-        A member that has entered a generation which is over has `LEAVER_SECONDS` to end, as it does if it held state
-        there. are_built: only nodes that have made their engines.
+        Members that entered a past generation may join only after `LEAVER_SECONDS`: one that held state there ends
+        within that time.
+
+        are_built: whether to return only nodes that have built their engines.
         """
         if self._done:
             return ()
@@ -585,15 +618,17 @@ class MembershipStateMachine:
 
     @property
     def _may_rejoin(self) -> bool:
-        """Whether members of a past generation have had time to end: one that is still here was idle."""
+        """Whether members of a past generation have had time to end; any that is still connected was idle there."""
         return bool(self.changes) and self._advanced - self.changes[-1][1] > LEAVER_SECONDS
 
     def _was_left_behind(self, member: str) -> bool:
         return self.roster[member].report.entered > 0 and not self._takes_part(member)
 
     def _leaving(self, old: Generation) -> tuple[str, ...]:
-        """Return the leaving members that are still here, those of the old generation included, whose reports may be
-        missing yet."""
+        """Return the leaving members that are still connected.
+
+        Members that the old generation lists as leaving are included, even if they have not reported it themselves yet.
+        """
         told = tuple(one for one in self._in_order(old.members) if one in self.roster and self._is_leaving(one))
         back = tuple(one for one in self._back if one in self.roster and self._is_leaving(one))
         return tuple(dict.fromkeys((*told, *self._present(old.leaving), *back)))
@@ -606,7 +641,7 @@ class MembershipStateMachine:
 
     @property
     def _late(self) -> tuple[str, ...]:
-        """Newcomers of a generation that no member has entered, on nodes that have not made all their engines."""
+        """Newcomers, in a generation that no member has entered, whose nodes have not built all their engines."""
         world = self._world
         if self._is_entered:
             return ()
@@ -616,13 +651,13 @@ class MembershipStateMachine:
 
     @property
     def _is_lacking(self) -> bool:
-        """Whether the present generation can only be entered with more members."""
+        """Whether the present generation has too few members to be entered."""
         there = self._present(self._world.everyone)
         return any(self.roster[one].report.lacking == self._world.generation for one in there)
 
     @property
     def _can_go_alone(self) -> bool:
-        """Whether the others can train without the late members."""
+        """Whether the other members can train without the late ones."""
         world, late = self._world, self._late
         if not self._present(world.members if self._is_entered else self._survivors):
             return False
@@ -630,8 +665,8 @@ class MembershipStateMachine:
         return bool(stay) and len(nodes_of(stay)) >= self.settings.min_nodes and not self._is_lacking
 
     def _have_others_waited(self, now: float) -> bool:
-        """Return whether late nodes have kept others waiting for too long: members of the world, or nodes outside
-        it."""
+        """Return whether late nodes have kept others waiting for too long, be they members of the world or nodes
+        outside it."""
         world, late, most = self._world, self._late, self.settings.stuck_seconds
         if not late or self._is_lacking or not 0 < most <= now - self.changes[-1][1]:
             return False
@@ -639,7 +674,8 @@ class MembershipStateMachine:
         return not set(coming) <= set(late) or bool(self._newcomers(world.members))
 
     def _left_out(self, now: float) -> tuple[str, ...]:
-        """Return the late members without which a generation that cannot wait goes on."""
+        """Return the late members to leave out after a failure, because the others can train without them or have
+        waited too long."""
         return self._late if self._can_go_alone or self._have_others_waited(now) else ()
 
     def _is_overdue(self, now: float) -> bool:
@@ -669,25 +705,27 @@ class MembershipStateMachine:
 
     @property
     def _is_handed_over(self) -> bool:
-        """Whether the members leaving the present generation are done, because all others have their state.
+        """Whether the members that leave the present generation are no longer needed, because all others have their
+        state.
 
-        If all members leave, there are no others: each is waited for until it has gone.
+        If all members leave, there are no others, and each member is waited for until it has gone.
         """
         return self._is_settled and bool(self._world.members)
 
     @property
     def _is_entered(self) -> bool:
-        """Whether any member has entered the present generation: then all its members hold its state."""
+        """Whether any member has entered the present generation; from then on all its members hold its state."""
         return 0 < self._world.generation <= self._entered
 
     @property
     def _have_all_left(self) -> bool:
-        """Whether the members of the present generation have ended the job: all were told to go, and could save."""
+        """Whether the members of the present generation have ended the job: all were told to leave, and could save
+        their state."""
         return self.world is not None and not self.world.members and self.world.change == "planned"
 
     def _may_be_the_last_holder(self, member: str) -> bool:
-        """Return whether a leaver is asked for the state by a generation whose members have none, and would wait for
-        it."""
+        """Return whether a leaving member may be the only one with the state, for which the members of the present
+        generation wait."""
         world = self._world
         return member in world.leaving and bool(world.members) and not world.survivors and not self._is_entered
 
@@ -720,7 +758,7 @@ class MembershipStateMachine:
         return self._published
 
     def _finish(self) -> list[Finish]:
-        """End the job when some scripts have ended and all remaining workers have never been in a world."""
+        """End the job when some scripts have ended and none of the remaining workers has ever been in a world."""
         if self.is_finished or not self._done:
             return []
         if any(node_of(member) in self.watched for member in self._done):
@@ -734,7 +772,7 @@ class MembershipStateMachine:
     # -- small things ------------------------------------------------------------------------------------------------
 
     def phase(self, entry: RosterEntry) -> Phase:
-        """Return the phase of a member, as the status names it."""
+        """Return the phase of a member, as shown in the status."""
         if entry.report.leaving:
             return "leaving"
         if entry.report.engines == "building":
@@ -747,7 +785,7 @@ class MembershipStateMachine:
         return member in self._world.members
 
     def _takes_part(self, member: str) -> bool:
-        """Return whether others may wait for a member in a collective: it works, or hands over its state."""
+        """Return whether others may wait for a member in a collective, because it works or hands over its state."""
         return member in self._world.everyone
 
     def _is_gone(self, member: str, why: str, now: float) -> None:
@@ -759,7 +797,7 @@ class MembershipStateMachine:
         self._note(now)
 
     def _note(self, now: float) -> None:
-        """Note that something has changed: a decision is due soon."""
+        """Schedule a decision soon, because something has changed."""
         if self._decide_at is None:
             self._decide_at = now + self.settings.debounce_seconds
 

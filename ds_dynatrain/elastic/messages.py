@@ -1,16 +1,16 @@
 """Messages between a coordinator and its peers.
 
-A message on the wire is four bytes of length (big-endian), that many bytes of JSON, an object whose `kind` names one of
-the classes below, and its tag (see `connection`). Nothing is guessed and nothing is unpickled: an unknown kind, an
-unknown field, a value of another type or a length above the limit is a `MessageError` that names it.
+A message on the wire is four bytes of length (big-endian), that many bytes of JSON (an object whose `kind` names one of
+the classes below), and a tag that authenticates it (see `connection`). Nothing is guessed and nothing is unpickled: an
+unknown kind, an unknown field, a value of another type or a length above the limit is a `MessageError` that names it.
 
 A connection opens with `Challenge` from the coordinator and `Hello` from the peer, answered by `Welcome` or `Refused`;
-from `Hello` on, all messages are authenticated. After that a worker sends one `Announce`, then `Report` whenever
-something changed and as its heartbeat, `Probed` for each `Probe`, and `Bye` at its end; an agent sends one `Agent` and
-then `Beat`; a peer that only asks sends `Query` or `Dismiss`. The coordinator sends `Changed`, `Leave`, `Probe`,
-`Fence`, `Finished`, `Status`, `Dismissed` and `Refused`. A report has the whole state of its worker, so a lost or
-repeated one does no harm. `Switched` is for people alone: the worker of rank 0 sends one for each switch, and its last
-ones again to another coordinator, which recognizes them by their numbers.
+from `Hello` on, all messages are authenticated. After that a worker sends one `Announce`, then `Report` as its
+heartbeat and whenever something has changed, `Probed` for each `Probe`, and `Bye` at its end. An agent sends one
+`Agent` and then `Beat`. A peer that only asks sends `Query` or `Dismiss`. The coordinator sends `Changed`, `Leave`,
+`Probe`, `Fence`, `Finished`, `Status`, `Dismissed` and `Refused`. A report has the whole state of its worker, so a lost
+or repeated one does no harm. `Switched` is for people alone: the worker of rank 0 sends one for each switch, and sends
+its last ones again to another coordinator, which recognizes them by their numbers.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from ds_dynatrain.errors import MessageError
 PROTOCOL = 7
 """Version of the protocol; both ends must have the same one."""
 LARGEST_GREETING = 4 * 1024
-"""The most bytes of a message from a peer that has not proved anything yet."""
+"""The maximum size in bytes of a message from a peer that has not proved anything yet."""
 LARGEST_MESSAGE = 16 * 1024 * 1024
-"""The most bytes of any other message: enough for a world of 65,536 members with ids of 128 characters."""
+"""The maximum size in bytes of any other message: enough for a world of 65,536 members with ids of 128 characters."""
 
 HEADER = struct.Struct(">I")
 
@@ -38,22 +38,23 @@ Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Nonce = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 PhaseName = Annotated[str, Field(pattern=r"^[a-z_ ]{1,24}$")]
 MOST_PHASES = 16
-"""The most phases of a switch, each with a duration."""
+"""The maximum number of phases of a switch, each with a duration."""
 LONGEST_WORDS = 160
 Words = Annotated[str, Field(max_length=LONGEST_WORDS)]
-"""A text short enough for a switch to fit into `LARGEST_GREETING` bytes, the most that a worker may send at once."""
+"""A text short enough for a `Switched` message to fit into `LARGEST_GREETING` bytes, the most that a worker may send at
+once."""
 HostPort = Annotated[str, Field(pattern=r"^([0-9.]{7,15}|\[[0-9a-f:.]{2,45}\]):[0-9]{1,5}$")]
-"""A numeric address, without a name to look up."""
+"""A numeric address with a port; it contains no host name that would have to be looked up."""
 MOST_PROBED = 48
-"""The most addresses in a message, whose answer has to fit into `LARGEST_GREETING` bytes too."""
+"""The maximum number of addresses in a `Probe`: the answer has to fit into `LARGEST_GREETING` bytes, too."""
 MOST_PARTED = 16
-"""The most pairs of hosts that a status names."""
+"""The maximum number of pairs of hosts that a status names as disconnected from each other."""
 Probes = Annotated[tuple[HostPort, ...], Field(max_length=MOST_PROBED)]
 Phase = Literal["warming", "waiting", "building", "working", "leaving"]
 
 
 class Challenge(WireRecord):
-    """First message of the coordinator: its version, and its random number for the keys of this connection."""
+    """First message of the coordinator: its protocol version, and its random number for the keys of this connection."""
 
     kind: Literal["challenge"] = "challenge"
     version: int
@@ -61,7 +62,7 @@ class Challenge(WireRecord):
 
 
 class Hello(WireRecord):
-    """Answer of the peer, with its own random number. The job is empty for peers that only ask."""
+    """Answer of the peer to `Challenge`, with its own random number. The job is empty for peers that only ask."""
 
     kind: Literal["hello"] = "hello"
     nonce: Nonce
@@ -69,23 +70,25 @@ class Hello(WireRecord):
 
 
 class Welcome(WireRecord):
-    """Admission of the peer, with the settings that it has to know."""
+    """Admission of the peer, with the settings that it needs."""
 
     kind: Literal["welcome"] = "welcome"
     term: str
     store_port: Port
     """Port of the store for process groups, on the coordinator's host."""
     beat_seconds: Seconds
-    """Interval of the peer's heartbeats."""
+    """Interval between the peer's heartbeats, in seconds."""
     stuck_seconds: Seconds
-    """How long a worker may stand still before it is given up; 0: for ever."""
+    """How long a worker may stand still before it is given up; 0 for no limit."""
     min_nodes: Count
     max_nodes: Count
 
 
 class Refused(WireRecord):
-    """Refusal of the peer, now or later; the connection ends. Before the peer's proof the refusal itself is unproved,
-    too."""
+    """Refusal of the peer, at the start or later, which ends the connection.
+
+    Before the peer has proved the token, the refusal itself is not authenticated either.
+    """
 
     kind: Literal["refused"] = "refused"
     reason: Text
@@ -94,9 +97,10 @@ class Refused(WireRecord):
 class Announce(WireRecord):
     """Introduction of a worker. On a later connection it includes the newest world that the worker was told of.
 
-    nonce: drawn once by each process. An announcement with the same pid and nonce replaces the process's earlier
-    connection; empty for a peer that never returns. restarts: how often its agent has started workers before. reach: an
-    address to which others can try to connect, on the host of its process groups; empty where it is unknown.
+    nonce: a random id that each process draws once; empty for a peer that never returns. An announcement with the same
+    pid and nonce replaces the process's earlier connection.
+    restarts: how often the worker's agent has started workers before.
+    reach: an address, on the host of the worker's process groups, to which others can try to connect; empty if unknown.
     """
 
     kind: Literal["announce"] = "announce"
@@ -111,29 +115,29 @@ class Announce(WireRecord):
 
 
 Engines = Literal["none", "building", "built"]
-"""Stages of making engines, in this order; a worker never goes back."""
+"""Stages of building engines, in this order; a worker never goes back to an earlier one."""
 Protected = Literal["", "no", "yes"]
-"""Whether other members keep copies of the state that a member alone holds; empty where copies are off."""
+"""Whether other members keep copies of the state that one member alone holds; empty if such copies are switched off."""
 
 
 class Tally(WireRecord):
-    """Work of a worker since its script first came to a boundary, for people. Only `samples` may go back.
+    """Work of a worker since its script first reached a boundary between steps, for people. Only `samples` may go down.
 
-    Durations are by the worker's own clock; together they make up the time to its last boundary.
+    Durations are by the worker's own clock; together they make up the time until its last boundary.
     """
 
     steps: Count = 0
-    """Optimizer steps in which it has taken part, including those repeated after a death."""
+    """Optimizer steps in which the worker has taken part, including those repeated after a death."""
     samples: Count = 0
     """Samples before the present step, over all ranks, counted from the start of the job."""
     stepping_seconds: Seconds = 0.0
-    """Time between boundaries, where a step was made."""
+    """Time between two boundaries in which a step was made."""
     held_seconds: Seconds = 0.0
-    """Time at boundaries, and in global batches that were discarded."""
+    """Time spent at boundaries, and in global batches that were discarded."""
     saving_seconds: Seconds = 0.0
     """The part of `held_seconds` spent on checkpoints."""
     generation: Count = 0
-    """The worker's generation when it left its last boundary."""
+    """The worker's generation at the time it left its last boundary."""
 
 
 class Report(WireRecord):
@@ -141,30 +145,35 @@ class Report(WireRecord):
 
     kind: Literal["report"] = "report"
     ready: bool = False
-    """Whether it has imported and built everything and can join at once."""
+    """Whether the worker has imported and built everything and can join at once."""
     leaving: bool = False
-    """Whether it has been told to go."""
+    """Whether the worker was told to leave."""
     entered: Count = 0
-    """The last generation that it has entered; 0 before the first."""
+    """The last generation that the worker has entered; 0 before the first."""
     broken: Count = 0
-    """The newest generation it knew when a collective failed. If that is the present one, all members form a new one;
-    if a later one was published first, the worker reports that one as broken, too."""
+    """The newest generation that the worker knew when a collective failed.
+
+    If that is the present generation, all members form a new one. If a later one was published first, the worker
+    reports that one as broken, too.
+    """
     hung: Words = ""
-    """The collective that did not end, if that is the failure, and how long the worker waited for it."""
+    """The collective that did not end, and how long the worker waited for it; empty if the failure is not of this
+    kind."""
     step: Count = 0
     layout: Text = ""
     pause_ms: Seconds = 0.0
-    """How long its last change of world held training up."""
+    """How long, in milliseconds, the worker's last change of world held training up."""
     protected: Protected = ""
-    """Whether its death would cost no more than a step or two; for people."""
+    """Whether the worker's death would cost no more than a step or two; for people."""
     blocked_seconds: Seconds = 0.0
-    """How long its main thread has run no Python code without waiting for another process."""
+    """How long the worker's main thread has run no Python code without waiting for another process."""
     engines: Engines = "none"
-    """Whether it makes its engines for a running job, and whether its script has reached its loop with them."""
+    """Whether the worker is building its engines for a running job, and whether its script has reached its loop with
+    them."""
     lacking: Count = 0
-    """The last generation with too few members for any layout; with more members there may be one."""
+    """The last generation that had too few members for any layout; with more members there may be a layout."""
     waits_for: Text = ""
-    """Members for which its main thread has been waiting for a while; for people."""
+    """Members for which the worker's main thread has been waiting for a while; for people."""
     tally: Tally = Tally()
 
 
@@ -181,7 +190,7 @@ class Switched(WireRecord):
     target: Words
     """The layout after the switch, in words; `source` is the one before."""
     members: Count
-    """Number of members that train in the target."""
+    """Number of members that train in the layout after the switch."""
     pause_ms: Seconds
     certificate_ms: Seconds = 0.0
     phases_ms: Annotated[dict[PhaseName, Seconds], Field(max_length=MOST_PHASES, default_factory=dict)]
@@ -189,7 +198,7 @@ class Switched(WireRecord):
     bytes_minimum: Count = 0
     cause: Words = ""
     reason: Words = ""
-    """Reason of a rollback."""
+    """Reason why the switch was rolled back; empty if it was not."""
 
 
 class Probed(WireRecord):
@@ -201,14 +210,16 @@ class Probed(WireRecord):
 
 
 class Bye(WireRecord):
-    """Good-bye of a worker whose script has ended, or of an agent whose workers have; losing the connection is no
-    failure."""
+    """Good-bye of a worker whose script has ended, or of an agent whose workers have ended.
+
+    After this message the end of the connection is no failure.
+    """
 
     kind: Literal["bye"] = "bye"
     newest: Count = 0
-    """The last generation of which the worker was told."""
+    """The last generation that the worker was told of."""
     has_left: bool = False
-    """Whether it was told to go and has finished: its state was handed over, or saved."""
+    """Whether the worker was told to leave and has finished: its state was handed over, or saved."""
     failed: bool = False
     """Whether one of the agent's workers ended with an error, or with an exit code other than 0."""
 
@@ -233,14 +244,14 @@ class Query(WireRecord):
 
 
 class Dismiss(WireRecord):
-    """Request that all workers of a node go, as SIGTERM would tell them."""
+    """Request to let all workers of a node leave, as SIGTERM would tell them."""
 
     kind: Literal["dismiss"] = "dismiss"
     node: NodeId
 
 
 class Dismissed(WireRecord):
-    """Answer to `Dismiss`: the workers that were told to go."""
+    """Answer to `Dismiss`: the workers that were told to leave."""
 
     kind: Literal["dismissed"] = "dismissed"
     members: Members
@@ -254,20 +265,20 @@ class Changed(WireRecord):
 
 
 class Leave(WireRecord):
-    """Order to a worker to hand over its state and go, because its node is wanted."""
+    """Order to a worker to hand over its state and leave, because its node is wanted."""
 
     kind: Literal["leave"] = "leave"
 
 
 class Probe(WireRecord):
-    """Question to a worker: to which of these other workers' addresses can it connect?"""
+    """Question to a worker: to which of these addresses of other workers can it connect?"""
 
     kind: Literal["probe"] = "probe"
     peers: Probes
 
 
 class Fence(WireRecord):
-    """Order to an agent to end a silent worker of its own, without which the others go on.
+    """Order to an agent to end one of its workers that is silent and that the others continue without.
 
     pid: None if the coordinator never learned it, because the worker hung while the coordinator was restarted.
     """
@@ -278,13 +289,13 @@ class Fence(WireRecord):
 
 
 class Finished(WireRecord):
-    """Notice to waiting members that the scripts of the working ones have ended, so no work will come."""
+    """Notice to waiting members that the scripts of the working members have ended, so no work will come."""
 
     kind: Literal["finished"] = "finished"
 
 
 class MemberStatus(WireRecord):
-    """Line of the status about one member."""
+    """Part of the status about one member."""
 
     member: MemberId
     phase: Phase
@@ -296,12 +307,12 @@ class MemberStatus(WireRecord):
     pause_ms: Seconds
     protected: Protected
     heard_seconds: Seconds
-    """Time since the coordinator last heard of it."""
+    """Time since the coordinator last heard from the member."""
     waits_for: Text
 
 
 class ChangeStatus(WireRecord):
-    """Line of the status about a recent change."""
+    """Part of the status about one recent change."""
 
     generation: Count
     change: Text
@@ -311,7 +322,7 @@ class ChangeStatus(WireRecord):
 
 
 class StartingNode(WireRecord):
-    """A node whose agent is connected and whose workers are not yet: they import, or build their model."""
+    """A node whose agent is connected and whose workers are not, because they still import or build their model."""
 
     node: NodeId
     seconds: Seconds
@@ -319,7 +330,7 @@ class StartingNode(WireRecord):
 
 
 class Status(WireRecord):
-    """The coordinator's knowledge of the job, to be shown to people."""
+    """The coordinator's knowledge of the job, for people."""
 
     kind: Literal["status"] = "status"
     job: Text
@@ -334,7 +345,7 @@ class Status(WireRecord):
     starting: tuple[StartingNode, ...] = ()
     changes: tuple[ChangeStatus, ...]
     parted: Annotated[tuple[Text, ...], Field(max_length=MOST_PARTED)] = ()
-    """Pairs of hosts that do not reach each other, in words."""
+    """Pairs of hosts that cannot reach each other, in words."""
 
 
 FromPeer = Hello | Announce | Report | Switched | Probed | Bye | Agent | Beat | Query | Dismiss
@@ -345,7 +356,7 @@ _MESSAGES: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discrimin
 
 
 def encode(message: Message) -> bytes:
-    """Return a message as it goes over the wire; MessageError if it is longer than any peer accepts."""
+    """Return a message as it goes over the wire. Raises MessageError if it is longer than any peer accepts."""
     body = message.model_dump_json().encode()
     if len(body) > LARGEST_MESSAGE:
         raise MessageError(f"{message.kind}: {len(body)} bytes, at most {LARGEST_MESSAGE} are allowed")
@@ -353,7 +364,7 @@ def encode(message: Message) -> bytes:
 
 
 def body_length(header: bytes, limit: int) -> int:
-    """Return the length in a header; MessageError above `limit`."""
+    """Return the length that a header gives. Raises MessageError if it is above `limit`."""
     length: int = HEADER.unpack(header)[0]
     if length > limit:
         raise MessageError(f"a message of {length} bytes is announced, at most {limit} are taken here")
@@ -361,7 +372,7 @@ def body_length(header: bytes, limit: int) -> int:
 
 
 def decode(body: bytes) -> Message:
-    """Parse the body of a message; MessageError names the field that is wrong."""
+    """Parse the body of a message. Raises MessageError, which names the wrong field, if it is malformed."""
     try:
         return _MESSAGES.validate_json(body)
     except ValidationError as error:
@@ -371,10 +382,10 @@ def decode(body: bytes) -> Message:
 
 
 def clipped(text: str, limit: int) -> str:
-    """Shorten a text to at most `limit` characters."""
+    """Return a text, shortened to `limit` characters if it is longer."""
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def _short(value: Any) -> str:
-    """Return a printable, short form of a value for the log; it may come from a hostile peer."""
+    """Return a short, printable form of a value for the log; the value may come from a hostile peer."""
     return clipped(repr(value[:200] if isinstance(value, str | bytes) else type(value).__name__), LONGEST_NODE)

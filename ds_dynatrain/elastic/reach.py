@@ -1,8 +1,8 @@
 """Reachability of hosts: a listening socket of each member, and its attempts to connect to other members.
 
-gloo connects host to host, while the coordinator sees only its own connections. When a world stands still, the
-coordinator asks its members which of them they reach (`links`). Each member listens at an address where nothing is
-said: a connection there is proof enough, and is closed.
+gloo connects hosts to each other directly, while the coordinator sees only its own connections. When a world stands
+still, the coordinator asks its members which of the others they can reach (`links`). Each member listens at an address
+where no data is exchanged: an accepted connection is proof enough, and is closed at once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ANSWERED = (0, errno.ECONNREFUSED)
 
 
 class Reach:
-    """A member's listening socket, and its attempts to connect to others.
+    """A member's listening socket, and its attempts to connect to other members.
 
     tell: called on another thread with the addresses that were reached, and those that were not.
     """
@@ -39,7 +39,7 @@ class Reach:
         self._listener: socket.socket | None = None
 
     def listen(self) -> str:
-        """Listen on the interface of the process groups, and return the address; empty where it is unknown."""
+        """Listen on the network interface of the process groups, and return the address; empty if it is unknown."""
         host = group_host()
         with suppress(OSError):
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -50,7 +50,7 @@ class Reach:
         return str(Address(host, self._listener.getsockname()[1]))
 
     def filenos(self) -> tuple[int, ...]:
-        """Return the descriptor to poll before `answer`, if there is one."""
+        """Return the descriptor to poll before `answer`; empty if there is none."""
         return () if self._listener is None else (self._listener.fileno(),)
 
     def answer(self) -> None:
@@ -60,7 +60,7 @@ class Reach:
                 self._listener.accept()[0].close()
 
     def ask(self, addresses: Sequence[str]) -> None:
-        """Try to connect to these addresses in a thread, which calls `tell`."""
+        """Try to connect to these addresses in a thread, which calls `tell` with the results."""
         threading.Thread(target=self._try, args=(addresses,), name="dynatrain-reach", daemon=True).start()
 
     def close(self) -> None:
@@ -89,7 +89,7 @@ def reached_of(addresses: Sequence[str], seconds: float = REACH_SECONDS) -> tupl
 
 
 async def _connect(address: Address, seconds: float) -> int | None:
-    """Return 0 if a connection can be made, else the number of the error."""
+    """Return 0 if a connection can be made, else the error number."""
     try:
         _, writer = await asyncio.wait_for(asyncio.open_connection(address.host, address.port), seconds)
     except asyncio.TimeoutError:
@@ -101,7 +101,7 @@ async def _connect(address: Address, seconds: float) -> int | None:
 
 
 def group_host() -> str:
-    """Return the address at which gloo chooses to listen in this process; empty where it cannot be observed."""
+    """Return the address at which gloo listens in this process; empty if it cannot be observed."""
     before = open_sockets()
     with suppress(RuntimeError):
         group = td.ProcessGroupGloo(HashStore(), 0, 1, timeout=timedelta(seconds=REACH_SECONDS))

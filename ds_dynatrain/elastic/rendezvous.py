@@ -1,5 +1,5 @@
-"""An agent's side: the rendezvous of a world of one node, and a connection to the coordinator, which ends hanging
-workers."""
+"""An agent's side of membership: a rendezvous of its own node alone, and a connection to the coordinator, which can
+order the agent to end hanging workers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ FOREIGN_ADDRESS = (errno.EADDRNOTAVAIL, errno.EADDRINUSE)
 
 
 class NodeRendezvous(RendezvousHandler):
-    """Rendezvous of one node alone: it never waits for another node, and never reports one that waits."""
+    """Rendezvous of one node alone: it never waits for another node, and never reports a waiting one."""
 
     def __init__(self, parameters: RendezvousParameters) -> None:
         show_by_default()
@@ -63,7 +63,10 @@ class NodeRendezvous(RendezvousHandler):
     # -- the coordinator ---------------------------------------------------------------------------------------------
 
     def _hosted(self) -> CoordinatorHost | None:
-        """Return the coordinator if this agent has to host it: its address is this machine's, and still free."""
+        """Return the coordinator that this agent has to host; None if it has to host none.
+
+        By default an agent hosts it if the coordinator's address belongs to this machine and is still free.
+        """
         is_host = self._parameters.get_as_bool("is_host")
         if is_host is False:
             return None
@@ -108,12 +111,12 @@ class NodeRendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return a world of this node alone, new at every start of its workers.
+        """Return a world of this node alone; each start of its workers gets a new one.
 
-        RendezvousConnectionError if no coordinator answers in time or it refuses this agent, RendezvousClosedError if
-        the job has finished.
+        Raises RendezvousConnectionError if no coordinator answers in time or it refuses this agent,
+        RendezvousClosedError if the job has finished.
         """
-        self._end_line(failed=True)  # torchrun asks again only where it starts workers anew that have failed
+        self._end_line(failed=True)  # torchrun asks again only to restart failed workers
         node = self._new_node()
         seconds = float(self._parameters.get("join_timeout", JOIN_SECONDS))
         job = str(self._parameters.run_id)
@@ -131,14 +134,14 @@ class NodeRendezvous(RendezvousHandler):
         return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(LOOPBACK, self._store.port))
 
     def is_closed(self) -> bool:
-        """Return False: a node that ends closes nothing for the others."""
+        """Return False, because a node that ends does not close the rendezvous for the others."""
         return False
 
     def set_closed(self) -> None:
-        """Do nothing; see `is_closed`."""
+        """Do nothing, because no agent closes the rendezvous for the others."""
 
     def num_nodes_waiting(self) -> int:
-        """Return 0: a new node is no reason to restart workers."""
+        """Return 0, because a new node is no reason to restart workers."""
         return 0
 
     def get_run_id(self) -> str:
@@ -146,10 +149,10 @@ class NodeRendezvous(RendezvousHandler):
         return str(self._parameters.run_id)
 
     def shutdown(self) -> bool:
-        """Report how the workers have ended. A coordinator hosted here goes on until the other nodes' workers have
-        ended, too.
+        """Report to the coordinator how the workers have ended.
 
-        torchrun calls this last, while it raises ChildFailedError if a worker has failed.
+        A coordinator hosted here keeps running until the other nodes' workers have ended, too. torchrun calls this
+        last; if a worker has failed, it does so while it raises ChildFailedError.
         """
         self._end_line(failed=sys.exc_info()[0] is not None)
         if self._host is not None:
@@ -164,7 +167,7 @@ class NodeRendezvous(RendezvousHandler):
             self._line = None
 
     def _new_node(self) -> str:
-        """Return a new id; called at each start of the workers."""
+        """Return a new id for this node; called at each start of the workers."""
         self._starts += 1
         return f"{new_node(self._parameters.local_addr or '')}-{self._starts}"
 
@@ -179,7 +182,8 @@ class NodeRendezvous(RendezvousHandler):
 class AgentLine:
     """Connection of an agent to the coordinator, for one start of its workers.
 
-    A thread keeps it up as far as possible: an agent goes on without a coordinator as long as its workers do.
+    A thread reconnects whenever the connection breaks. The agent continues without a coordinator as long as its workers
+    do.
     """
 
     def __init__(self, connection: Connection, node: str, endpoint: Endpoint, token: str | None, job: str) -> None:
@@ -192,13 +196,15 @@ class AgentLine:
         self._thread = threading.Thread(target=self._run, name="dynatrain-agent", daemon=True)
 
     def start(self) -> None:
-        """Announce the node, and listen in a thread."""
+        """Announce the node, and listen to the coordinator in a thread."""
         self._connection.send(Agent(node=self._node))
         self._thread.start()
 
     def close(self, failed: bool = False) -> None:
-        """Say good-bye once all workers have ended. failed: whether one of them ended with an exit code other than
-        0."""
+        """Say good-bye, after all workers have ended.
+
+        failed: whether one of them ended with an exit code other than 0.
+        """
         self._ended.set()
         self._thread.join()
         with suppress(OSError):
@@ -215,7 +221,7 @@ class AgentLine:
                 return
 
     def _listen(self) -> None:
-        """Send heartbeats and end workers until the connection breaks or `close` is called."""
+        """Send heartbeats and end workers on request, until the connection breaks or `close` is called."""
         beat = self._connection.welcome.beat_seconds
         while not self._ended.is_set():
             self._connection.send(Beat())
@@ -230,7 +236,8 @@ class AgentLine:
                     raise ConnectionError(message.kind)
 
     def _reconnect(self) -> bool:
-        """Connect again, waiting as long as that takes; return False if the agent is refused or ends."""
+        """Connect again, waiting as long as that takes. Return False if the coordinator refuses the agent, or `close`
+        is called."""
         while not self._ended.wait(RETRY_SECONDS):
             try:
                 self._connection = Connection.open(self._endpoint, self._token, self._job)
@@ -244,7 +251,7 @@ class AgentLine:
         return False
 
     def _end_worker(self, order: Fence) -> None:
-        """Kill a worker that was given up, if it is a child of this agent."""
+        """Kill the processes of a worker that was given up, if this agent started them."""
         found = processes_of(order.member) if order.pid is None else [order.pid]
         for pid in found:
             if not is_child(pid):
@@ -256,7 +263,8 @@ class AgentLine:
 
 
 def processes_of(member: str) -> list[int]:
-    """Return the processes on this machine that were started as this member: the worker, and its own children."""
+    """Return the ids of the processes on this machine that were started as this member: the worker and its own
+    children."""
     node, local_rank = node_of(member), member.rpartition("/")[2]
     wanted = {f"{NODE}={node}".encode(), f"{LOCAL_RANK}={local_rank}".encode()}
     found = []
@@ -264,14 +272,14 @@ def processes_of(member: str) -> list[int]:
         try:
             variables = (folder / "environ").read_bytes().split(b"\0")
         except OSError:
-            continue  # ended since, or another user's
+            continue  # the process has ended, or is another user's
         if wanted.issubset(variables):
             found.append(int(folder.name))
     return found
 
 
 def is_child(process: int) -> bool:
-    """Return whether a process was started by this one, directly or through wrappers."""
+    """Return whether a process was started by this one, directly or through wrappers; True for this process itself."""
     for _ in range(8):
         if process == os.getpid():
             return True

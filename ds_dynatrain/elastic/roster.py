@@ -1,5 +1,5 @@
-"""The roster of living workers, the record of members that return to a new coordinator, and effects of the
-membership."""
+"""The roster of workers that count as alive, the record of members that return to a new coordinator, and the effects of
+the membership's decisions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ds_dynatrain.errors import PeerRefused
 
 @dataclass(frozen=True)
 class Publish:
-    """Effect: tell these members of a generation."""
+    """Effect: inform these members of a generation."""
 
     world: Generation
     to: tuple[str, ...]
@@ -23,7 +23,10 @@ class Publish:
 
 @dataclass(frozen=True)
 class GiveUpMember:
-    """Effect: end a member's connection, and its process if its agent can; pid is None if the member never told it."""
+    """Effect: end a member's connection, and its process if its agent can.
+
+    pid: the process's id; None if the member never reported it.
+    """
 
     member: str
     pid: int | None
@@ -40,18 +43,18 @@ class ProbeMembers:
 
 @dataclass(frozen=True)
 class Finish:
-    """Effect: tell these members that the job has finished."""
+    """Effect: inform these members that the job has finished."""
 
     to: tuple[str, ...]
 
 
 Effect = Publish | GiveUpMember | ProbeMembers | Finish
-"""Every request of the membership to the coordinator, which holds the connections."""
+"""Every request that the membership can make to the coordinator, which holds the connections."""
 
 
 @dataclass
 class RosterEntry:
-    """One living worker. Times are the caller's clock, in seconds."""
+    """One worker that counts as alive. Times are in seconds of the caller's clock."""
 
     member: str
     local_rank: int
@@ -61,24 +64,26 @@ class RosterEntry:
     heard: float
     report: Report = field(default_factory=Report)
     arrival: int = 0
-    """Position in the order in which workers got ready, counted from 1; 0 before."""
+    """Position in the order in which workers became ready, counted from 1; 0 if it is not ready yet."""
     reach: str = ""
-    """Address at which others can try to connect to the worker; empty where it is unknown."""
+    """Address at which others can try to connect to the worker; empty if it is unknown."""
 
     @property
     def host(self) -> str:
-        """Host part of `reach`, the same for all workers of a machine."""
+        """Host part of `reach`, the same for all workers of one machine."""
         return self.reach.rpartition(":")[0]
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the worker could join now; False while it makes its engines for a generation that went on without
-        it."""
+        """Whether the worker could join now.
+
+        False while it is still building its engines for a generation that the others entered without it.
+        """
         return self.report.ready and not self.report.leaving and self.report.engines != "building"
 
 
 class Roster:
-    """The living workers by id."""
+    """Collection of the workers that count as alive, by id."""
 
     def __init__(self) -> None:
         self._entries: dict[str, RosterEntry] = {}
@@ -98,11 +103,11 @@ class Roster:
 
     @property
     def members(self) -> tuple[str, ...]:
-        """Ids of the workers, in the order in which they came."""
+        """Ids of the workers, in the order in which they were added."""
         return tuple(self._entries)
 
     def add(self, said: Announce, now: float) -> RosterEntry:
-        """Admit a worker; PeerRefused if its announcement is impossible or contradicts another worker's."""
+        """Add a worker. Raises PeerRefused if its announcement is impossible or contradicts another worker's."""
         member = member_id(said.node, said.local_rank)
         if said.local_rank >= said.local_size:
             raise PeerRefused(
@@ -128,7 +133,7 @@ class Roster:
         return entry
 
     def restore(self, entry: RosterEntry, now: float) -> None:
-        """Put back a worker that was removed and has been heard of again."""
+        """Put back a worker that was removed and has been heard from again."""
         entry.heard = now
         self._entries[entry.member] = entry
 
@@ -137,7 +142,10 @@ class Roster:
         return self._entries.pop(member, None)
 
     def update(self, member: str, report: Report, now: float) -> bool:
-        """Take a report; return whether it can matter for membership. PeerRefused if it revokes an earlier report."""
+        """Store a worker's report, and return whether it can matter for membership.
+
+        Raises PeerRefused if it takes back what an earlier report said.
+        """
         entry = self._entries[member]
         old = entry.report
         before, after = _standing(old), _standing(report)
@@ -152,10 +160,10 @@ class Roster:
         return before != after
 
     def complete_nodes(self, apart: Container[str]) -> list[tuple[str, ...]]:
-        """Return the members of every node whose workers all wait, by local rank; nodes in the order in which they got
-        ready.
+        """Return the members of every node whose workers are all waiting, by local rank.
 
-        apart: members that do not count as waiting, because they work.
+        Nodes are in the order in which they became ready. apart: members that do not count as waiting, because they
+        work.
         """
         nodes: defaultdict[str, list[RosterEntry]] = defaultdict(list)
         for entry in self:
@@ -166,22 +174,22 @@ class Roster:
         return [tuple(entry.member for entry in sorted(node, key=lambda one: one.local_rank)) for node in complete]
 
     def forgive(self, seconds: float) -> None:
-        """Deduct `seconds` from every worker's silence, because nothing was received meanwhile."""
+        """Deduct `seconds` from every worker's silence, because the coordinator received nothing in that time."""
         for entry in self:
             entry.heard += seconds
 
 
 def _standing(report: Report) -> tuple[int, ...]:
-    """Return the values of a report that matter for membership; none of them ever decreases."""
+    """Return those values of a report that matter for membership; none of them ever decreases."""
     engines = get_args(Engines).index(report.engines)
     return report.ready, report.leaving, report.entered, report.broken, report.lacking, engines
 
 
 class Recovery:
-    """Collection of the worlds that returning members were told of; one of them is chosen at the end.
+    """Record of the worlds that returning members were told of, one of which is chosen at the end.
 
     The recovery ends when all members of that world have returned, or `seconds` after the last return. If none has
-    returned but some still may, it lasts until `patience`.
+    returned but some still may, it lasts until the time that was given to `expect`.
     """
 
     def __init__(self, until: float, seconds: float) -> None:
@@ -195,7 +203,7 @@ class Recovery:
 
     @property
     def until(self) -> float:
-        """Latest end of the recovery, on the caller's clock."""
+        """The latest time at which the recovery ends, on the caller's clock."""
         return self._until if self._told else max(self._until, self._patience)
 
     @property
@@ -205,15 +213,18 @@ class Recovery:
         return world is not None and self._reported.issuperset(world.everyone)
 
     def expect(self, patience: float) -> None:
-        """Note that there was a job before, whose members may return until `patience`."""
+        """Record that there was a job before, whose members may still return.
+
+        patience: the time until which to wait for the first of them.
+        """
         self._patience = max(self._patience, patience)
 
     def forgive(self, seconds: float) -> None:
-        """Extend the recovery by `seconds`, in which nothing was received."""
+        """Extend the recovery by `seconds`, because the coordinator received nothing in that time."""
         self._until += seconds
 
     def hear(self, member: str, world: Generation, now: float) -> None:
-        """Take the newest world that a returning member was told of."""
+        """Record the newest world that a returning member was told of."""
         self._until = max(self._until, now + self._seconds)
         self._told[member] = world
         name = world.generation, world.begun, world.term
@@ -221,7 +232,7 @@ class Recovery:
         self._votes[name] += 1
 
     def report(self, member: str) -> None:
-        """Note that a returning member has reported its state."""
+        """Record that a returning member has reported its state."""
         if member in self._told:
             self._reported.add(member)
 
@@ -230,10 +241,10 @@ class Recovery:
         return member in self._reported
 
     def choose(self) -> Generation | None:
-        """Return the newest world that any member was told of; None if there is none.
+        """Return the newest world that any returning member was told of; None if there is none.
 
-        Of two worlds with one number, the one in whose job a step was made wins, then the one that more members know.
-        Members that were told of an older world, or of none, are told of this one next.
+        If two worlds have the same number, prefer the one in whose job a step was made, then the one that more members
+        know. Members that know only an older world, or none, are told of this one next.
         """
         if not self._worlds:
             return None
@@ -244,5 +255,5 @@ class Recovery:
         return self._told.get(member)
 
     def heard_of(self, member: str) -> bool:
-        """Return whether a member returned with a world."""
+        """Return whether a member has returned and knew a world."""
         return member in self._told

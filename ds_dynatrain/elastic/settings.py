@@ -1,4 +1,4 @@
-"""Numbers by which a coordinator decides."""
+"""Settings of the coordinator: numbers of nodes, and how long it waits for what."""
 
 from __future__ import annotations
 
@@ -8,29 +8,35 @@ from dataclasses import dataclass, fields
 from ds_dynatrain.errors import ConfigError
 
 ORPHAN_SECONDS = 30.0
-"""How long a member goes on without a coordinator; if the network is cut, the other side has given it up by then."""
+"""How long a member continues without a coordinator. If the network is cut, the other side has given the member up by
+then."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How many nodes a job wants, and how long the coordinator waits for what. ConfigError for impossible numbers."""
+    """How many nodes a job needs, and how long its coordinator waits for what.
+
+    Raises ConfigError for impossible numbers.
+    """
 
     min_nodes: int
-    """Fewest nodes that a job starts with (MIN of `--nnodes=MIN:MAX`); a job with fewer is paused."""
+    """The fewest nodes with which a job starts (MIN of `--nnodes=MIN:MAX`). A job with fewer is paused."""
     max_nodes: int
-    """The most nodes that train; further ones wait, ready to take the place of one that goes."""
+    """The most nodes that train at once. Further nodes wait, ready to replace one that leaves."""
     debounce_seconds: float = 0.05
-    """How long to collect further events, after the first sign of a change, before deciding."""
+    """How long to collect further events after the first sign of a change, before deciding."""
     beat_seconds: float = 0.5
-    """Interval of every peer's heartbeats."""
+    """Interval between the heartbeats of every peer, in seconds."""
     silent_seconds: float = 5.0
-    """Silence after which a member is given up."""
+    """Time without a heartbeat after which a member is given up."""
     stuck_seconds: float = 300.0
-    """A member of the world is given up when its main thread has run no Python code for this long and waits for no
-    other process; 0: never."""
+    """How long the main thread of a member of the world may run no Python code, while it waits for no other process,
+    before the member is given up; 0 for no limit."""
     recovery_seconds: float = 3.0
-    """How long a coordinator waits, after its start and after each member of a running job that returns, for the
-    remaining members before it decides anything."""
+    """How long a coordinator waits for further members of a running job before it decides anything.
+
+    The time counts from the coordinator's start and from the return of each such member.
+    """
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_nodes <= self.max_nodes:

@@ -1,4 +1,4 @@
-"""Key-value stores for process groups: the coordinator's for worlds, an agent's for its own node."""
+"""Key-value stores for process groups: the coordinator's store for worlds, and an agent's store for its own node."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ StoreT = TypeVar("StoreT", bound=Store)
 
 
 def serve_store(host: str, listener: socket.socket | None = None) -> TCPStore:
-    """Return a store that others can reach at `host` through `listener`; by default at a free port of this machine
-    alone.
+    """Return a store that others can reach at `host` through `listener`; by default at a free port of `host` that only
+    this machine reaches.
 
-    The store ends with the returned object, and takes the listener over. torch's stores know no token: anybody who
-    reaches the address can use one.
+    The store ends with the returned object, and takes over the listener. torch's stores know no token: anybody who
+    reaches the address can use them.
     """
     listener = listener or listen(Address(host, 0), is_guarded=False)
     port = listener.getsockname()[1]
@@ -37,9 +37,9 @@ def serve_store(host: str, listener: socket.socket | None = None) -> TCPStore:
 
 
 def open_store(host: str, port: int, prefix: str, seconds: float) -> Store:
-    """Open a new connection to the store at this address, for keys below a prefix.
+    """Return a client of the store at this address, over a new connection, for keys below a prefix.
 
-    seconds: how long its calls wait. torch's DistError if nothing answers.
+    seconds: how long its calls wait. Raises torch's DistError if nothing answers.
     """
 
     def connect() -> Store:
@@ -50,11 +50,11 @@ def open_store(host: str, port: int, prefix: str, seconds: float) -> Store:
 
 
 def connected(connect: Callable[[], StoreT], seconds: float) -> StoreT:
-    """Return the store that `connect` returns, over a new connection; torch's DistError after `seconds`.
+    """Return the store that `connect` returns, over a new connection. Raises torch's DistError after `seconds`.
 
-    Later calls raise DistError too when the store does not answer within `ANSWER_SECONDS`: torch's own time-out covers
-    missing keys only, and a server that hangs blocks its callers for ever (measured on 2.13). Linux only; elsewhere
-    calls may wait for ever.
+    Later calls on the store also raise DistError if it does not answer within `ANSWER_SECONDS`. torch's own time-out
+    covers only missing keys, and a server that hangs blocks its callers for ever (measured on 2.13). Linux only;
+    elsewhere calls may wait for ever.
     """
     with suppress(OSError):
         before = open_sockets()
@@ -65,17 +65,17 @@ def connected(connect: Callable[[], StoreT], seconds: float) -> StoreT:
 
 
 def answered(ask: Callable[[], Answer], seconds: float) -> Answer:
-    """Return the result of `ask`, run in a thread; torch's DistError after `seconds`, when the thread is abandoned.
+    """Return the result of `ask`, run in a thread. Raises torch's DistError after `seconds`, and abandons the thread.
 
-    Used for calls without a usable time-out: torch's ends once a connection is accepted, which the kernel does even for
-    a process that hangs.
+    Used for calls without a usable time-out: torch's time-out ends once a connection is accepted, and the kernel
+    accepts one even for a process that hangs.
     """
     found: queue.SimpleQueue[tuple[Answer | None, BaseException | None]] = queue.SimpleQueue()
 
     def run() -> None:
         try:
             found.put((ask(), None))
-        except BaseException as error:  # any error is raised in the thread that waits
+        except BaseException as error:  # raised again in the thread that waits
             found.put((None, error))
 
     threading.Thread(target=run, name="dynatrain-ask", daemon=True).start()
@@ -89,9 +89,10 @@ def answered(ask: Callable[[], Answer], seconds: float) -> Answer:
 
 
 def _limit(store: Any, sockets: Mapping[int, int]) -> None:
-    """Make calls on a store end if it does not answer, or if the world for which it is opened is aborted.
+    """Limit how long calls on a store wait for an answer, and make them end if the world for which it is opened is
+    aborted.
 
-    sockets: new sockets, the store's among them.
+    sockets: new sockets, which include the store's.
     """
     while isinstance(store, PrefixStore):
         store = store.underlying_store

@@ -1,7 +1,7 @@
 """Secrets: a job's token, which is proved and never sent, and the token of readers who watch the job over HTTP.
 
-The readers' token travels unencrypted, so it is a separate secret, with which nobody can join the job. A job without a
-given readers' token uses one that is kept in a file of its user.
+The readers' token is sent unencrypted, so it is a separate secret that does not let anybody join the job. If a job is
+given no readers' token, it uses the one in a file that belongs to its user.
 """
 
 from __future__ import annotations
@@ -23,18 +23,20 @@ from ds_dynatrain.elastic.address import Address, listen
 from ds_dynatrain.errors import ConfigError, ElasticError
 
 STATE = "XDG_STATE_HOME"
-"""Environment variable with the user's folder for program state; `~/.local/state` by default."""
+"""Environment variable with the user's folder for program state; the default folder is `~/.local/state`."""
 SHORTEST_TOKEN = 16
-"""The fewest characters of a token; `openssl rand -hex 32` gives 64."""
+"""The fewest characters that a token may have; `openssl rand -hex 32` gives 64."""
 
 NAME_ONE = "make one (openssl rand -hex 32), and name its file in DYNATRAIN_TOKEN_FILE"
 READERS = "readers"
-"""File name of a user's own readers' token."""
+"""Name of the file with a user's own token for readers."""
 
 
 def read_token(path: str | Path) -> str:
-    """Return the token in a file, stripped of white space; ConfigError if it cannot be read, is too short, or is
-    readable by others."""
+    """Return the token in a file, stripped of white space.
+
+    Raises ConfigError if the file cannot be read, if others can read it, or if the token is too short.
+    """
     try:
         with Path(path).open(encoding="utf-8") as file:
             others = _others_who_read(os.fstat(file.fileno()))
@@ -51,10 +53,10 @@ def read_token(path: str | Path) -> str:
 
 
 def made_token(path: Path) -> str:
-    """Return the token in a file of this user's, which is made with a new token if it is missing. Concurrent callers
-    get the same token.
+    """Return the token in a file of this user; a missing file is made with a new token first.
 
-    ConfigError as in `read_token`, if the file cannot be made, and if it belongs to another user.
+    Concurrent callers get the same token. Raises ConfigError if the file cannot be made or belongs to another user, and
+    as in `read_token`.
     """
     try:
         if not path.exists():
@@ -70,7 +72,7 @@ def made_token(path: Path) -> str:
 
 
 def _make(path: Path) -> None:
-    """Create the file with a new token atomically, unless another process was first."""
+    """Create the file with a new token atomically, unless another process has created it first."""
     new = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
         file.write(secrets.token_hex(32) + "\n")
@@ -83,15 +85,17 @@ def _make(path: Path) -> None:
 
 
 def _others_who_read(file: os.stat_result) -> str:
-    """Return who else has rights to a file; empty if nobody has. A group may have rights to another user's file: that
-    is how this user reads it, as in a Kubernetes pod."""
+    """Return, in words, who else has rights to a file; empty if nobody has.
+
+    A group may have rights to another user's file: that is how this user reads it, as in a Kubernetes pod.
+    """
     if file.st_mode & stat.S_IRWXO:
         return "every user of this machine"
     return "its group" if file.st_mode & stat.S_IRWXG and file.st_uid == os.geteuid() else ""
 
 
 def checked_token(token: str, where: str) -> str:
-    """Return the token; ConfigError, which does not repeat it, if it is too short to be a secret."""
+    """Return the token. Raises ConfigError, without repeating the token, if it is too short to be a secret."""
     if len(token) < SHORTEST_TOKEN:
         raise ConfigError(
             f"{where}: {len(token)} characters, a token has at least {SHORTEST_TOKEN}; make one with: openssl rand "
@@ -101,21 +105,26 @@ def checked_token(token: str, where: str) -> str:
 
 
 def derive(token: str | None, purpose: str) -> bytes:
-    """Return a key for one purpose alone; without a token, one that everybody knows."""
+    """Return a key for one purpose alone. Without a token, the key is one that everybody can compute."""
     return hmac.digest((token or "").encode(), f"ds_dynatrain {purpose}".encode(), "sha256")
 
 
 def users_file(name: str, variables: Mapping[str, str] = os.environ) -> Path:
     """Return the path of a secret that all jobs of this user share, and make its folder."""
     folder = Path(variables.get(STATE) or os.path.expanduser("~/.local/state")) / "dynatrain"
-    with suppress(OSError):  # it is told when the file cannot be made
+    with suppress(OSError):  # reported when the file cannot be made
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder / name
 
 
 @dataclass(frozen=True)
 class Reading:
-    """A port for readers: where to listen, the token that readers have to send, and its file."""
+    """The port for readers who watch a job.
+
+    address: the address at which to listen.
+    token: the token that readers have to send.
+    token_file: the file with that token.
+    """
 
     address: Address
     token: str
@@ -123,8 +132,10 @@ class Reading:
 
     @classmethod
     def of(cls, address: str | None, token_file: str | Path | None, job_token: str) -> Reading | None:
-        """Return the port for readers; None without an address. ConfigError for an invalid address or token file, or
-        for the job's own token."""
+        """Return the port for readers; None without an address.
+
+        Raises ConfigError if the address or the token file is invalid, or if the token is the job's own.
+        """
         if not address:
             if token_file is not None:
                 raise ConfigError(
@@ -143,7 +154,7 @@ class Reading:
         return cls(where, token, str(file))
 
     def listen(self) -> socket.socket:
-        """Return a listening socket. ElasticError if the address is taken or another machine's."""
+        """Return a listening socket. Raises ElasticError if the address is taken or belongs to another machine."""
         try:
             return listen(self.address, is_guarded=True)
         except OSError as error:
@@ -153,13 +164,15 @@ class Reading:
             ) from error
 
     def permits(self, authorization: str) -> bool:
-        """Return whether to answer a request with this Authorization header; empty if it has none."""
+        """Return whether a request may be answered. authorization: its Authorization header; empty if it has none."""
         return hmac.compare_digest(_secret_of(authorization).encode(), self.token.encode())
 
 
 def _secret_of(authorization: str) -> str:
-    """Return the secret of a `Bearer SECRET` header, or of `Basic` with any name: browsers ask people for a secret only
-    that way."""
+    """Return the secret in an Authorization header: `Bearer SECRET`, or `Basic` with any name; empty for any other.
+
+    `Basic` is accepted because it is the only scheme for which browsers ask people for a secret.
+    """
     scheme, _, rest = authorization.strip().partition(" ")
     if scheme.lower() == "bearer":
         return rest.strip()

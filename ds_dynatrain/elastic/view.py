@@ -1,4 +1,4 @@
-"""View of a job as one value: the content of `/status.json`, from which the page and the metrics are made.
+"""View of a job as one value: the content of `/status.json`, from which the web page and the metrics are made.
 
 Times are seconds since 1970 by the coordinator's clock.
 """
@@ -29,20 +29,24 @@ State = Literal["waiting", "running", "changing", "standing", "paused", "lost", 
 STATES: tuple[State, ...] = get_args(State)
 LEAST_QUIET_SECONDS = 10.0
 QUIET_STEPS = 5.0
-"""A job stands when its last step was longer ago than this many usual steps, and than `LEAST_QUIET_SECONDS`."""
+"""A job is in state "standing" if its last step was longer ago than this many times the usual step, and than
+`LEAST_QUIET_SECONDS`."""
 MOST_NAMED = 5
 REPORTED = {"entered", "step", "layout", "pause_ms", "protected", "waits_for"}
-"""Fields of a member's report that the status shows."""
+"""Fields of a member's report that the status shows, too."""
 FRESH_SECONDS = 0.5
-"""The shortest time between two values of a feed, however many readers ask."""
+"""The shortest time in seconds between two values of a feed, however many readers ask."""
 REST = 20.0
-"""The shortest time between two values, as a multiple of how long the last one took to make."""
+"""The shortest time between two values of a feed, as a multiple of the time that the last one took to make."""
 PATIENCE_SECONDS = 2.0
 """How long a reader waits for a fresh value before it gets the last one."""
 
 
 class PointView(WireRecord):
-    """Steps between two samples of the history. samples_per_second: standstills included."""
+    """Steps between two samples of the history.
+
+    samples_per_second: the rate over the whole time between the samples, standstills included.
+    """
 
     at: float
     step: Count
@@ -52,7 +56,11 @@ class PointView(WireRecord):
 
 
 class GoodputView(WireRecord):
-    """Account of the job's time, in seconds. ratio: ETTR of the accounted time, without the step under way."""
+    """Account of the job's time, in seconds.
+
+    ratio: effective training time ratio (ETTR), the productive fraction of the time accounted for; the current step is
+    left out.
+    """
 
     ratio: Seconds
     goodput_time: Seconds
@@ -63,7 +71,7 @@ class GoodputView(WireRecord):
 
 
 class View(WireRecord):
-    """One job at one instant."""
+    """View of one job at one instant."""
 
     at: float
     state: State
@@ -72,7 +80,7 @@ class View(WireRecord):
     step: Count
     samples: Count
     quiet_seconds: Seconds | None
-    """Time since a new step was last reported."""
+    """Time since a new step was last reported; None before the first."""
     goodput: GoodputView
     counts: Counts
     points: tuple[PointView, ...]
@@ -82,7 +90,11 @@ class View(WireRecord):
 
 
 def view(status: Status, history: JobHistory, now: float, wall: float) -> View:
-    """Return the view of a job. now: the coordinator's clock; wall: the same instant in seconds since 1970."""
+    """Return the view of a job.
+
+    now: the time by the coordinator's clock.
+    wall: the same instant in seconds since 1970.
+    """
     counts, ago = history.counts, wall - now
     quiet = None if history.stepped_at is None else max(0.0, now - history.stepped_at)
     usual = _usual_seconds(history)
@@ -112,7 +124,8 @@ def view(status: Status, history: JobHistory, now: float, wall: float) -> View:
 
 
 def _usual_seconds(history: JobHistory) -> float:
-    """Return the seconds that a step takes, by the last points."""
+    """Return how many seconds a step usually takes: the longest time per step in the last eight points of the
+    history."""
     last = list(history.points)[-8:]
     return max((each.seconds / each.steps for each in last), default=0.0)
 
@@ -128,8 +141,11 @@ def _point(point: Point, ago: float) -> PointView:
 
 
 def standing(status: Status, quiet: float | None, usual: float) -> tuple[State, str]:
-    """Return the state of a job, and why. quiet: seconds since the last step, None before the first; usual: seconds of
-    a step."""
+    """Return the state of a job, and the reason in words.
+
+    quiet: seconds since the last step; None before the first.
+    usual: seconds that a step usually takes.
+    """
     if status.finished:
         return "finished", "the scripts of those that worked have ended"
     if status.generation == 0:
@@ -165,7 +181,7 @@ def is_lost(status: Status) -> bool:
 
 
 def is_unprotected(status: Status) -> bool:
-    """Return whether a member that trains has reported that its death would cost more than the newest steps."""
+    """Return whether any member that trains has reported that its death would cost more than the newest steps."""
     return any(one.protected == "no" for one in status.members if one.rank is not None)
 
 
@@ -179,7 +195,7 @@ def _before_the_start(status: Status) -> str:
 
 
 def _awaited(members: Iterable[MemberStatus]) -> str:
-    """Return the members that are waited for, or what they themselves say they wait for."""
+    """Return, in words, which members are waited for, or whom those members report to wait for."""
     members = list(members)
     said = [f"{one.member} waits for {one.waits_for}" for one in members if one.waits_for]
     if said:
@@ -197,7 +213,7 @@ def _count(number: int, what: str) -> str:
 
 
 def snapshot(membership: MembershipStateMachine, job: str, now: float) -> Status:
-    """Return the status at `now`: workers in the order of their ranks, then those without a rank by name."""
+    """Return the status at `now`. Workers are in the order of their ranks, followed by those without a rank by name."""
     world = membership.world or NO_WORLD
     place = {member: rank for rank, member in enumerate(world.members)}
     members = [
@@ -240,14 +256,18 @@ def snapshot(membership: MembershipStateMachine, job: str, now: float) -> Status
 
 
 def _starting(membership: MembershipStateMachine, now: float) -> tuple[StartingNode, ...]:
-    """Return the nodes whose agent is connected and that have no worker yet, the longest waiting first."""
+    """Return the nodes whose agent is connected and that have no worker yet, the longest waiting one first."""
     started = nodes_of(membership.roster.members)
     waiting = sorted((since, node) for node, since in membership.watched.items() if node not in started)
     return tuple(StartingNode(node=node, seconds=max(0.0, now - since)) for since, node in waiting)
 
 
 class Feed(Generic[Value]):
-    """The newest value, for other threads. make: run by `call_soon`, and only once a reader has asked."""
+    """The newest value of some kind, for readers on other threads.
+
+    make: makes the value; run through `call_soon`, and only if a reader has asked.
+    call_soon: schedules a call on the thread that may make values.
+    """
 
     def __init__(self, make: Callable[[], Value], call_soon: Callable[[Callable[[], None]], object]) -> None:
         self._make, self._call_soon = make, call_soon
@@ -257,8 +277,10 @@ class Feed(Generic[Value]):
         self._is_asked = False
 
     def read(self) -> Value | None:
-        """Return a fresh value, or the last one if none comes in time; None if there never was one. May be called from
-        any thread."""
+        """Return a fresh value, or the last one if no fresh one comes in time; None if there never was one.
+
+        May be called from any thread.
+        """
         with self._changed:
             if time.monotonic() >= self._fresh_until and not self._is_asked:
                 self._is_asked = True

@@ -1,5 +1,5 @@
-"""Signals and process lifetime for a worker: it ends with its agent, its forked children stay silent, and it hears
-SIGTERM.
+"""Signals and process lifetime of a worker: it ends with its agent, notices SIGTERM, and keeps its forked children
+silent.
 
 Python runs a signal's handler when the main thread is back in Python: seconds late, or never, while that thread waits
 inside a collective. The interpreter's wake-up descriptor gets a byte at once, and a thread reads it.
@@ -24,14 +24,17 @@ from typing import Any
 from ds_dynatrain.errors import ElasticError
 
 PR_SET_PDEATHSIG = 1
-"""The number of the request in <sys/prctl.h>."""
+"""The number of this prctl request in <sys/prctl.h>."""
 SIGTERM = bytes([signal.SIGTERM])
 
 
 def end_with_parent(agent: int | None = None) -> None:
-    """Let Linux kill this process when the thread that started it ends; exit at once if its agent is gone already.
+    """Let Linux kill this process when the thread that started it ends; exit at once if the agent is already gone.
 
-    torchrun starts workers in sessions of their own: otherwise they would train on, alone, when their agent is killed.
+    torchrun starts workers in sessions of their own. Without this, they would keep training alone when their agent is
+    killed.
+
+    agent: process id of the agent; None if unknown.
     """
     if sys.platform != "linux":
         return
@@ -42,15 +45,16 @@ def end_with_parent(agent: int | None = None) -> None:
 
 
 def at_exit(call: Callable[..., Any], *arguments: Any) -> None:
-    """Call a function when this process ends, but not when a child that the user has forked from it ends."""
+    """Call a function when this process ends, but not when a child forked from it ends."""
     process = os.getpid()
     atexit.register(lambda: call(*arguments) if os.getpid() == process else None)
 
 
 def in_forked_children(method: Callable[[], Any]) -> None:
-    """Call a bound method in every process that is forked from this one, as long as the method's object lives.
+    """Call a bound method in every process that is forked from this one, as long as the method's object is alive.
 
-    Processes started by fork and exec inherit none of Python's sockets and need nothing.
+    Processes started by fork and exec inherit none of Python's sockets and need no such call. Raises TypeError if
+    `method` is not a bound method.
     """
     if not isinstance(method, MethodType):
         raise TypeError(f"expected a bound method, got {method!r}")
@@ -65,8 +69,10 @@ def in_forked_children(method: Callable[[], Any]) -> None:
 
 
 def _is_alive(process: int) -> bool:
-    """Return whether a process runs. False for a zombie: killed and not waited for, as in a container without an
-    init."""
+    """Return whether a process runs.
+
+    False for a zombie, which was killed and not waited for, as in a container without an init process.
+    """
     try:
         os.kill(process, 0)
         stat = Path(f"/proc/{process}/stat").read_text(encoding="ascii", errors="replace")
@@ -78,7 +84,8 @@ def _is_alive(process: int) -> bool:
 
 
 class Termination:
-    """Watch for SIGTERM, as a descriptor that becomes readable. The user's own handler is called as before."""
+    """Watcher for SIGTERM, with a descriptor that becomes readable when the signal arrives. The user's own handler is
+    called as before."""
 
     def __init__(self) -> None:
         self._receiver, self._sender = socket.socketpair()
@@ -89,7 +96,7 @@ class Termination:
         self._wakes = False
 
     def watch(self) -> None:
-        """Begin to watch. ElasticError if called outside the main thread."""
+        """Begin to watch. Raises ElasticError if called outside the main thread."""
         if threading.current_thread() is not threading.main_thread():
             raise ElasticError(
                 "signals can be watched from the main thread only, and this is thread "
@@ -98,17 +105,17 @@ class Termination:
         self._previous = signal.signal(signal.SIGTERM, self._handle)
         taken = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
         self._wakes = taken == -1
-        if not self._wakes:  # an event loop's, which keeps it: SIGTERM is noticed a little later
+        if not self._wakes:  # an event loop keeps its own: SIGTERM is noticed a little later
             signal.set_wakeup_fd(taken)
         self._is_watching = True
         in_forked_children(self._leave_to_the_parent)
 
     def fileno(self) -> int:
-        """Return the descriptor to poll."""
+        """Return the descriptor that becomes readable after a signal, for polling."""
         return self._receiver.fileno()
 
     def read(self) -> bool:
-        """Return whether SIGTERM is among the signals since the last call; never blocks."""
+        """Return whether SIGTERM was among the signals received since the last call; never blocks."""
         try:
             return SIGTERM in self._receiver.recv(4096)
         except BlockingIOError:
@@ -119,7 +126,7 @@ class Termination:
         self._send(b"\0")
 
     def stop(self) -> None:
-        """Restore the user's handler, on the main thread; no effect elsewhere."""
+        """Restore the user's handler. No effect outside the main thread."""
         if self._is_watching and threading.current_thread() is threading.main_thread():
             self._restore()
 
@@ -133,7 +140,7 @@ class Termination:
             signal.raise_signal(number)
 
     def _send(self, what: bytes) -> None:
-        with suppress(BlockingIOError):  # full: it is readable
+        with suppress(BlockingIOError):  # the buffer is full, so it is readable
             self._sender.send(what)
 
     def _restore(self) -> None:
@@ -144,8 +151,10 @@ class Termination:
             signal.signal(signal.SIGTERM, self._previous)
 
     def _leave_to_the_parent(self) -> None:
-        """Stop watching in a forked child: a data loader's worker that is ended must not look like its parent being
-        told to go."""
+        """Stop watching, in a forked child.
+
+        Otherwise a signal that ends a data loader's worker would look as if the parent had been told to leave.
+        """
         if self._is_watching:
             self._restore()
             os.close(self._receiver.detach())

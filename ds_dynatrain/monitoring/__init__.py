@@ -2,10 +2,10 @@
 
 | file | what it does |
 |---|---|
-| `server` | HTTP, for readers with the token |
-| `metrics` | the job for Prometheus |
-| `page` | the job for a browser: one self-contained document |
-| `static/` | the page's parts; uPlot, as it was published |
+| `server` | the HTTP server, for readers with the token |
+| `metrics` | the metrics of the job, for Prometheus |
+| `page` | the web page of the job: one self-contained document |
+| `static/` | the page's parts, and uPlot as it was published |
 
 All of it comes from the coordinator: `elastic/history` and `elastic/view`.
 

@@ -1,6 +1,6 @@
 """A view of a job as Prometheus metrics: in the text format, or in OpenMetrics for clients that ask for it.
 
-Each answer has its own registry, filled from one view, so it says nothing else of the process or of Python.
+Each answer has its own registry, filled from one view, so it contains nothing else about the process or Python.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PHASES: tuple[Phase, ...] = ("warming", "waiting", "building", "working", "leavi
 
 
 def encoded(view: View, accept: str) -> tuple[bytes, str]:
-    """Return the body and its content type, in the format that an Accept header asks for."""
+    """Return the body of an answer and its content type, in the format that the Accept header asks for."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Collector(view))
     encode, content_type = choose_encoder(accept)
@@ -111,8 +111,10 @@ def _changes(view: View) -> Iterator[Metric]:
 
 
 def _goodput(view: View) -> Iterator[Metric]:
-    """Yield the account of time under the names of ml-goodput-measurement. The metrics are gauges, because seconds of
-    steps that are lost later stop counting."""
+    """Yield the account of time, under the names of ml-goodput-measurement.
+
+    The metrics of time are gauges, because seconds of steps that are lost later stop counting.
+    """
     found = view.goodput
     yield _gauge("dynatrain_goodput_ratio", "ETTR: share of the time that became training.", found.ratio)
     good = _labelled("dynatrain_goodput_time_seconds", "Time of steps that count.", "goodput_source")

@@ -1,6 +1,6 @@
-"""The page for a browser: one document that contains everything it needs and sends requests to this server alone.
+"""The web page: one document that contains everything it needs and sends requests to this server alone.
 
-`static/` has its parts. uPlot is as npm has it (`npm pack uplot@1.6.32`), with its licence beside it.
+`static/` has its parts. uPlot is unchanged from npm (`npm pack uplot@1.6.32`), with its licence beside it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _page() -> bytes:
 
 
 def _policy() -> str:
-    """Return the content security policy of the page: it may run its own scripts, and send requests to this server."""
+    """Return the page's content security policy: it may run its own scripts, and send requests to this server."""
 
     def hashes(names: tuple[str, ...]) -> str:
         digests = (hashlib.sha256(_text(name).encode()).digest() for name in names)

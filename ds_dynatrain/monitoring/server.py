@@ -1,4 +1,5 @@
-"""The monitoring port: GET of three paths, answered in its own threads from a value that the coordinator made.
+"""The monitoring port: GET requests for three paths, answered in threads of its own from a value that the coordinator
+made.
 
 Each reader has a few seconds and a few kilobytes, and few are served at a time: a slow or hostile reader loses its own
 connection, and never holds the coordinator up.
@@ -23,11 +24,11 @@ from ds_dynatrain.monitoring.metrics import encoded
 from ds_dynatrain.monitoring.page import PAGE, POLICY
 
 LARGEST_REQUEST = 8 * 1024
-"""The most bytes of a request, headers included."""
+"""The maximum size of a request in bytes, headers included."""
 READ_SECONDS = 5.0
 WRITE_SECONDS = 10.0
 MOST_READERS = 8
-"""The most readers at a time; further ones are turned away."""
+"""The maximum number of simultaneous readers; further ones are turned away."""
 LEAST_SPACING = 0.005
 """The shortest time between two connections, in seconds, so that readers never occupy the whole interpreter."""
 POLL_SECONDS = 0.2
@@ -36,11 +37,14 @@ END = b"\r\n\r\n"
 logger = logging.getLogger("ds_dynatrain.elastic")
 
 Answer = tuple[HTTPStatus, str, bytes]
-"""The status, the content type, and the body."""
+"""The HTTP status, the content type, and the body of an answer."""
 
 
 class Monitor:
-    """HTTP server of a feed's values, from `start` to `stop`. ElasticError as in `Reading.listen`."""
+    """HTTP server of a job's view, from `start` to `stop`.
+
+    Raises ElasticError as in `Reading.listen`.
+    """
 
     def __init__(self, reading: Reading) -> None:
         listener = reading.listen()
@@ -50,7 +54,7 @@ class Monitor:
         self._thread = threading.Thread(target=self._serve, name="dynatrain-monitor", daemon=True)
 
     def start(self, feed: Feed[View]) -> None:
-        """Serve values of this feed from now on, in a thread."""
+        """Serve the values of this feed from now on, in a thread."""
         self._server.feed = feed
         self._thread.start()
         logger.info("the job can be watched at http://%s/ with the token in %s", self._where, self._token_file)
@@ -67,7 +71,7 @@ class Monitor:
 
 
 class _Server(ThreadingHTTPServer):
-    """A server on a socket that listens already."""
+    """HTTP server on a socket that is already listening."""
 
     daemon_threads = True
     block_on_close = False
@@ -87,25 +91,25 @@ class _Server(ThreadingHTTPServer):
         return True
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve a connection in a thread, or close it if there are `MOST_READERS` already."""
+        """Serve a connection in a thread, or close it if `MOST_READERS` are being served already."""
         if self._places.acquire(blocking=False):
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Serve a connection to its end, then free its place."""
+        """Serve a connection to its end, then make room for another reader."""
         try:
             super().process_request_thread(request, client_address)
         finally:
             self._places.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log at debug level that a connection has broken off."""
+        """Log, at debug level, that a connection has broken off."""
         logger.debug("monitoring: %s: the connection ended", client_address, exc_info=True)
 
     def answer(self, path: str, accept: str) -> Answer:
-        """Return the answer for a path; it is rendered once for all readers of the same view."""
+        """Return the answer for a path. It is rendered once for all readers of the same view."""
         if path == "/":
             return HTTPStatus.OK, "text/html; charset=utf-8", PAGE
         if path not in PATHS:
@@ -135,22 +139,22 @@ def _status(view: View, accept: str) -> Answer:
 
 
 PATHS: dict[str, Callable[[View, str], Answer]] = {"/metrics": _metrics, "/status.json": _status}
-"""Paths that show the view, with the functions that render it."""
+"""Paths that show the view, each with the function that renders it."""
 
 
 class _Request(BaseHTTPRequestHandler):
-    """One request on one connection."""
+    """Handler of one request on one connection."""
 
     server: _Server
     server_version, sys_version = "ds-dynatrain", ""
 
     def setup(self) -> None:
-        """Read the whole request first, in bounded time, however slowly it comes."""
+        """Read the whole request first, within `READ_SECONDS`, however slowly it comes."""
         super().setup()
         self.rfile.close()
         self._said = _head(self.connection)
-        self.rfile = BytesIO(self._said)  # all that is asked of it is readline
-        self.connection.settimeout(WRITE_SECONDS)  # of sendall: for all of the bytes together
+        self.rfile = BytesIO(self._said)  # only its readline is used
+        self.connection.settimeout(WRITE_SECONDS)  # sendall's limit for all bytes together
 
     def handle(self) -> None:
         """Answer one request, if it is complete."""
@@ -161,7 +165,7 @@ class _Request(BaseHTTPRequestHandler):
             self.send_error(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
 
     def parse_request(self) -> bool:
-        """Accept GET alone, with the readers' token; answer any other request with an error."""
+        """Accept only GET requests with the readers' token; answer any other request with an error."""
         self.close_connection = True
         if not super().parse_request():
             return False
@@ -191,7 +195,7 @@ class _Request(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Send the phrase of an HTTP error alone, which repeats nothing of the request."""
+        """Send only the phrase of an HTTP error, without repeating anything of the request."""
         self._say((HTTPStatus(code), TEXT, f"{HTTPStatus(code).phrase}\n".encode()))
 
     def log_message(self, format: str, *arguments: Any) -> None:
@@ -199,8 +203,10 @@ class _Request(BaseHTTPRequestHandler):
 
 
 def _head(connection: socket.socket) -> bytes:
-    """Return a request up to the end of its headers, or its first `LARGEST_REQUEST` bytes; TimeoutError if it does not
-    come in time."""
+    """Return a request up to the end of its headers, or its first `LARGEST_REQUEST` bytes.
+
+    Raises TimeoutError if it does not come in time.
+    """
     end, said = time.monotonic() + READ_SECONDS, b""
     while END not in said and len(said) < LARGEST_REQUEST:
         left = end - time.monotonic()
