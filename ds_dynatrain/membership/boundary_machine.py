@@ -1,29 +1,30 @@
 """Decisions of a process at a boundary, about switches and changes of members, without sockets, threads or engines.
 
-The machine takes in what is on the boards and what this process holds, and gives out what is to be done (`Action`).
+The machine reads what is on the boards and what state this process holds, and returns what is to be done (`Action`).
 
-A *switch* that the script or an extension has asked for stays within the generation. It is on the present board of its
+A *switch* that the script or an extension has asked for stays within the generation. It uses the present board of its
 engine: working members meet at the step that was asked for, or that rank 0 names once all are prepared. Idle members
-follow what they read there. A launch of fixed size has nothing else: its generation never changes.
+follow what they read there. A launch of fixed size has only such switches: its generation never changes.
 
 A *change of members* leads to another generation, which the coordinator publishes. It has boards of its own, one for
-each engine of a process. Every member decides alike:
+each engine of a process. Every member goes through the same stages:
 
 | stage | what it waits for | keys |
 |---|---|---|
-| agree | after a failure: all that may hold state (all members, if none may) say what they hold | `survivor/<id>` |
-| prove | before copies are used: their givers read them; damaged ones are left out | `sound/<try>/<m>` |
-| learn | on an idle member: what the job is doing, for its own engines to do the same | `job`, `built/<m>` |
-| follow | rank 0 of those that train leads: it proposes a layout for each engine | `copies`, `change/<attempt>` |
+| agree | after a failure: all that may hold state (all members, if none may) report what they hold | `survivor/<id>` |
+| prove | before copies are used: their holders read them; damaged ones are left out | `sound/<try>/<m>` |
+| learn | on an idle member: what the job is doing, so that its own engines do the same | `job`, `built/<m>` |
+| follow | rank 0 of the working members leads: it proposes a layout for each engine | `copies`, `change/<attempt>` |
 | meet | all are prepared; rank 0 names its next step; there it is a switch like any | `prepared`, `meet`, `record` |
 | | all leave: the step at which all stand, or the one after it if one has waited | `stands/<step>/<m>`, `meet` |
 | window | a late switch between its votes: the new world makes its first step, or goes back | `entered`, `record` |
 | over | a later generation, since this one could not be restored | |
 
-If nothing moves (a newcomer has no place, an idle member goes) all enter the generation at the meeting. An attempt that
-is rolled back is followed by another, after two by one without the newcomers. A later generation overtakes all this at
-any point but the window, which is ended first, by its record (`transacted`). Only the first attempt of a change is
-late. A switch that was asked for comes before a planned change, and none is carried out once a change was proposed.
+If nothing moves (a newcomer gets no rank, or an idle member leaves) all enter the generation at the meeting. An attempt
+that is rolled back is followed by another one; after two such attempts, the next leaves the newcomers out. A later
+generation overtakes all this at any point except in the window, which first ends by its record (`transacted`). Only the
+first attempt at a change is late: state that no forward pass reads then moves during the new world's first step. A
+switch that was asked for comes before a planned change; no such switch is carried out once a change was proposed.
 """
 
 from __future__ import annotations
@@ -55,21 +56,30 @@ from ds_dynatrain.space.layout import Layout
 Proposals = tuple[Proposal, ...]
 """Proposals of a change, one for each engine of a process."""
 IN_THE_PAUSE = -1
-"""Value for a step: communicators are made during the switch itself."""
+"""Value in place of a step: communicators are made during the switch itself."""
 
 
 @dataclass(frozen=True)
 class HeldState:
-    """State that one engine of this process holds just now.
+    """Present state of one engine of this process.
 
-    number: of this member. rank: None if the engine is idle. attempt: the highest generation number that was proposed
-    to it. board: of its present generation. is_clean: no optimizer step is under way. pending: the switch that is being
-    prepared. is_in_window: it is a late one, between its votes. settle: waits until this member's device has done what
-    came before, so that it reads the board after all that others have posted by then. lacks: returns whether the next
-    world needs communicators that the present one does not have; None where none are made before the pause.
-    can_restore: it has backups. registered, frozen: as in `Survivor`; since: the same, but asks the store.
-    copies: returns those of this process. damaged: reads the copies that this process is to give, and returns the ranks
-    of damaged ones. goes_late: whether masters and moments are to follow after the pause of a switch to a layout.
+    number: the number of this member.
+    rank: the engine's rank; None if the engine is idle.
+    attempt: the highest generation number that was proposed to the engine.
+    board: the board of the engine's present generation.
+    is_clean: whether no optimizer step is under way.
+    pending: the switch that is being prepared, if any.
+    is_in_window: whether a late switch is between its votes.
+    settle: waits until this member's device has finished all earlier work; the board, read afterwards, then shows all
+        that others had posted by that time.
+    lacks: returns whether the next world needs communicators that the present one does not have; None if no
+        communicators are made before the pause.
+    can_restore: whether the engine has backups.
+    registered, frozen: the same as in `Survivor`.
+    since: returns the `since` of `Survivor`; it asks the store.
+    copies: returns the copies that this process has.
+    damaged: reads the copies that this process is to give, and returns the ranks whose copies are damaged.
+    goes_late: returns whether masters and moments are to move after the pause of a switch to the given layout.
     """
 
     number: int
@@ -96,12 +106,15 @@ class HeldState:
 
 @dataclass(frozen=True)
 class OwnFacts:
-    """Facts that a process knows of itself.
+    """Facts that a process knows about itself.
 
-    world: the generation that it has entered; registry: the numbers of its members. is_aborted: nothing of the world
-    that trains can be used any more. is_leaving: it was told to leave. engines: in the order in which they were made;
-    the first one speaks for all. at: which of them stands at a boundary. has_waited: whether training continues if the
-    others are not at this boundary, too.
+    world: the generation that it has entered.
+    registry: the numbers of that generation's members.
+    is_aborted: whether nothing of the current world can be used any more.
+    is_leaving: whether this process was asked to leave.
+    engines: the process's engines, in the order in which they were made; the first one decides for all.
+    at: the index of the engine that stands at a boundary.
+    has_waited: whether training continues if the others are not at this boundary, too.
     """
 
     member: str
@@ -134,7 +147,10 @@ class OwnFacts:
         return not self.is_aborted and (self.world is None or not self.world.paused)
 
     def goes_late(self, world: Generation, targets: Sequence[tuple[Layout, tuple[int, ...]]]) -> bool:
-        """Return whether masters and moments are to follow in a generation's first step. targets: of each engine."""
+        """Return whether masters and moments are to move in a generation's first step.
+
+        targets: the layout and members that each engine goes to.
+        """
         if not self.makes_steps or world.paused or not world.members:
             return False
         moving = [(one, to) for one, to in zip(self.engines, targets, strict=True) if to != (one.layout, one.members)]
@@ -143,7 +159,7 @@ class OwnFacts:
 
 @dataclass(frozen=True)
 class GiveUpPreparation:
-    """Give up any preparation: it cannot come about."""
+    """Give up any switch that is being prepared, as it cannot take place."""
 
     reason: str
 
@@ -157,7 +173,10 @@ class Open:
 
 @dataclass(frozen=True)
 class Know:
-    """Take over the numbers of all members. records: on an idle member, those of `PostJob` for each engine."""
+    """Take over the numbers of all members.
+
+    records: on an idle member, what `PostJob` has posted for each engine; empty on others.
+    """
 
     registry: Registry
     records: tuple[dict[str, Any], ...] = ()
@@ -165,8 +184,10 @@ class Know:
 
 @dataclass(frozen=True)
 class Post:
-    """Post a value on the board of an engine. is_decision: unless another member was first. is_present: on the board of
-    the present generation.
+    """Post a value on a board of an engine.
+
+    is_decision: whether a value that another member has posted first stays.
+    is_present: whether to post on the board of the present generation, and not of the next one.
     """
 
     key: str
@@ -185,28 +206,28 @@ class PostJob:
 
 @dataclass(frozen=True)
 class Void:
-    """Discard this process's copies from before that stretch of training."""
+    """Discard this process's copies that are older than a stretch of training (see `Mark.stretch`)."""
 
     before: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class LetGo:
-    """Give the state of all engines up. lost: what is gone for good, in words."""
+    """Give up the state of all engines. lost: what is gone for good, in words."""
 
     lost: str = ""
 
 
 @dataclass(frozen=True)
 class Hold:
-    """Continue from the sources, one for each engine; a member outside of a source gives up that engine's state."""
+    """Continue from whole states, one for each engine; a member outside of one gives up that engine's state."""
 
     sources: tuple[WholeState, ...]
 
 
 @dataclass(frozen=True)
 class Prepare:
-    """Prepare each engine for its part; `prepared` is posted at the end."""
+    """Prepare each engine for its part in a change of members; `prepared` is posted at the end."""
 
     proposals: Proposals
 
@@ -221,7 +242,7 @@ class Follow:
 
 @dataclass(frozen=True)
 class PassBy:
-    """Take in how a switch has ended in which an idle engine had no part."""
+    """Record the outcome of a switch in which an idle engine had no part."""
 
     engine: int
     proposal: Proposal
@@ -230,7 +251,7 @@ class PassBy:
 
 @dataclass(frozen=True)
 class Connect:
-    """Connect to the members of an engine's next world, all at once, before its switch; give that up if it fails."""
+    """Connect all members of an engine's next world before its switch; give the switch up if that fails."""
 
     engine: int
 
@@ -239,7 +260,7 @@ class Connect:
 class Transact:
     """Take part in the prepared switch of one engine, or of all of them in a change of members.
 
-    Call `BoundaryMachine.transacted` after a change: of a late one, after its record.
+    Call `BoundaryMachine.transacted` after a change of members; after a late one, once its record is written.
     """
 
     engine: int | None = None
@@ -247,9 +268,9 @@ class Transact:
 
 @dataclass(frozen=True)
 class Restore:
-    """Take the state from copies, one for each engine, or else from a checkpoint, with all members of the target.
+    """Restore the state, together with all members of the target: from copies of each engine, or from a checkpoint.
 
-    Call `BoundaryMachine.restored` then.
+    Call `BoundaryMachine.restored` afterwards. copies: the copies to use, one set for each engine; () for a checkpoint.
     """
 
     proposals: Proposals
@@ -258,7 +279,7 @@ class Restore:
 
 @dataclass(frozen=True)
 class Serve:
-    """Give this member's copies to those that restore, without being one of them."""
+    """Give this member's copies to the members that restore from them, without restoring itself."""
 
     proposals: Proposals
     copies: tuple[WholeCopies, ...]
@@ -266,7 +287,10 @@ class Serve:
 
 @dataclass(frozen=True)
 class Spend:
-    """Use up the numbers of an attempt that was rolled back on all members."""
+    """Count an attempt that was rolled back on all members: the generation numbers of its proposals are used up.
+
+    tries: the number of attempts that have failed so far.
+    """
 
     proposals: Proposals
     tries: int
@@ -275,7 +299,7 @@ class Spend:
 
 @dataclass(frozen=True)
 class Enter:
-    """Enter the generation, each engine at the place in its proposal."""
+    """Enter the generation, with each engine in the layout and at the rank that its proposal gives."""
 
     world: Generation
     registry: Registry
@@ -284,7 +308,7 @@ class Enter:
 
 @dataclass(frozen=True)
 class EndProcess:
-    """End the process, which has handed its state over. must_save: no member was there to take it."""
+    """End the process. must_save: whether it has to save its state first, as no member was there to take it."""
 
     must_save: bool = False
 
@@ -332,9 +356,11 @@ class ChangeStage(Enum):
 
 
 class BoundaryMachine:
-    """Decisions of one process. destinations: says where to go, if this member leads; None if there is no way.
+    """State machine that decides what one process does at a boundary.
 
-    world: the generation that it is on its way to, None while it is in the newest. proposals: those tried just now.
+    destinations: returns the layout and members for each engine if this member leads; None if there are none.
+    world: the generation that the process is on its way to; None while it is in the newest one.
+    proposals: the proposals that are being tried now.
     """
 
     def __init__(self, destinations: Callable[[DestinationFacts], list[Destination] | None]) -> None:
@@ -346,27 +372,30 @@ class BoundaryMachine:
         self.tries = 0
         self.restores = False
         self.meets_at: int | None = None
-        """Step at which all meet, once it is named."""
+        """Step at which all members meet; None until rank 0 has named it."""
         self._copies: tuple[WholeCopies, ...] = ()
         self._survivors: list[dict[str, Survivor]] = []
-        """Survivors of each engine by id, as all that may hold state have said, less copies found damaged since."""
+        """For each engine, what every member that may hold state has reported, by id, less copies found damaged since.
+        """
         self._proofs = 0
         self._lost = 0
-        """Number of an engine that has lost state."""
+        """Index of the first engine that has lost state."""
         self._leader = ""
         self._said: set[str] = set()
         self._passed_over = 0
-        """Number of the last generation that went on without this member, which has no state and waits for the next."""
+        """Number of the last generation that left this idle member out; the member waits for the next one."""
         self._ahead: tuple[Proposal | None, int] = None, IN_THE_PAUSE
-        """A switch that was asked for, and the step at which its communicators are made, as rank 0 has named it."""
+        """A switch that was asked for, and the step, named by rank 0, at which its communicators are made."""
 
     # ---- events ------------------------------------------------------------------------------------------------------
 
     def advance(self, own: OwnFacts, newest: Generation | None, boards: Sequence[Board]) -> list[Action]:
         """Return the next actions. Call it again until there are none, and then from time to time.
 
-        newest: the last generation that was published. boards: those of `world`, one for each engine of the process; ()
-        while they are not open. Members come and go at boundaries of the first engine.
+        newest: the last generation that was published.
+        boards: the boards of `world`, one for each engine of the process; () while they are not open.
+
+        Members come and go only at boundaries of the first engine.
         """
         if self.stage is ChangeStage.WINDOW or any(engine.is_in_window for engine in own.engines):
             return []
@@ -387,17 +416,17 @@ class BoundaryMachine:
         return self._switch(own)
 
     def tries_now(self, proposal: Proposal) -> bool:
-        """Return whether a proposal is one of those tried just now, and none of the user's."""
+        """Return whether a proposal belongs to the change of members under way, and not to a switch asked for."""
         return any(one is proposal for one in self.proposals)
 
     def transacted(self, own: OwnFacts, is_committed: bool, reason: str) -> list[Action]:
-        """Take in that `Transact` has ended, on all members alike, and return what follows."""
+        """Return the actions that follow the end of `Transact`, which is the same on all members."""
         if self.world is None:
             return []
         return self._enter(own, self.world) if is_committed else self._failed(self.proposals, reason)
 
     def restored(self, own: OwnFacts, is_whole: bool) -> list[Action]:
-        """Take in that `Restore` has ended, and return what follows.
+        """Return the actions that follow the end of `Restore`.
 
         is_whole: whether the state is restored; if not, a member has died, and a later generation will come.
         """
@@ -409,7 +438,7 @@ class BoundaryMachine:
         return [self._record(), *self._enter(own, self.world)]
 
     def board_is_lost(self, reason: str) -> list[Action]:
-        """Forget what was read on the board, and connect again."""
+        """Forget what was read on a board that was lost, and return the actions that connect to it again."""
         self.proposals, self.tries, self._said = (), 0, set()
         if self.stage in (ChangeStage.FOLLOW, ChangeStage.MEET):
             self.stage = ChangeStage.LEARN
@@ -449,7 +478,9 @@ class BoundaryMachine:
     # ---- a switch within the generation ------------------------------------------------------------------------------
 
     def _switch(self, own: OwnFacts) -> list[Action]:
-        """Decide about switches that were asked for: of the engine at whose boundary this is, or of all idle ones."""
+        """Return the actions for a switch that was asked for: of the engine at this boundary or, if it is idle, of any
+        idle engine.
+        """
         here = own.engines[own.at]
         if here.rank is None:
             engines = () if self.world is not None else enumerate(own.engines)
@@ -461,7 +492,7 @@ class BoundaryMachine:
         return connecting or self._meet_for_switch(own.at, here, here.pending, ahead=int(own.makes_steps))
 
     def _give_up_hopeless(self, own: OwnFacts, newest: Generation) -> list[Action]:
-        """Give up, for all, a switch in which an idle member was to work that is not in the newest generation."""
+        """Give up, for all members, a switch that needs an idle member which the newest generation does not list."""
         there = {own.registry.numbers.get(member) for member in newest.members}
         asked = [(place, one.pending) for place, one in enumerate(own.engines) if one.pending is not None]
         hopeless = [(place, one) for place, one in asked if not there >= {*one.members} - {*one.source_members}]
@@ -472,7 +503,7 @@ class BoundaryMachine:
         return [*said, GiveUpPreparation(newest.reason)]
 
     def _connect(self, place: int, here: HeldState, asked: Proposal) -> list[Action]:
-        """Connect the next world's members at the step that rank 0 names: its next one, if it is before the switch."""
+        """Connect the next world's members at the step that rank 0 names: its next one, if it precedes the switch."""
         if here.lacks is None or asked.at is None:
             return []
         key = f"{asked.ahead_key}/step"
@@ -490,10 +521,10 @@ class BoundaryMachine:
         return [Connect(place)] if is_now else []
 
     def _meet_for_switch(self, place: int, here: HeldState, asked: Proposal, ahead: int) -> list[Action]:
-        """Meet at the step that was asked for, or that rank 0 names: its next one, once all are prepared.
+        """Meet at the step that was asked for or, without one, at the next step of rank 0 once all are prepared.
 
         No member can have passed that step: every step needs rank 0's gradients, and each member reads the board again
-        at every boundary. ahead: 0 while no member makes steps.
+        at every boundary. ahead: 1 if the members make steps, 0 if not.
         """
         meet = asked.at
         if meet is None:
@@ -595,9 +626,10 @@ class BoundaryMachine:
         return [*([Void(since)] if since else []), *self._go_on_from(of_engines)]
 
     def _answers(self, stay: Sequence[str], world: Generation, boards: Sequence[Board]) -> dict[str, Any] | None:
-        """Return what each member that may hold state has said; None until all have.
+        """Return what each member that may hold state has reported; None until all have.
 
-        A member that has handed its state over may end before it answers: those that took it say so.
+        A member that has handed its state over may end before it answers; no answer of it is needed if one of the
+        others reports that it was released.
         """
         if not boards[0].all_posted("survivor", stay):
             return None
@@ -609,18 +641,18 @@ class BoundaryMachine:
         return found | {one: boards[0].read(f"survivor/{one}") or {} for one in leaving}
 
     def _be_left_out(self, own: OwnFacts) -> list[Action]:
-        """Give up a share that no member asks for: of a newcomer, or one that the coordinator had not heard of yet.
+        """Give up the state of this member, for which nobody asks: it is new, or the coordinator did not know it yet.
 
-        The others continue without it, and without this member if the new generation does not list it.
+        The others continue without its state, and without the member itself if the new generation does not list it.
         """
         if self.world is not None and own.member not in self.world.members:
             return [LetGo(), EndProcess()]
         return [LetGo()] if own.is_all_idle or own.is_aborted else []
 
     def _go_on_from(self, of_engines: list[dict[str, Survivor]]) -> list[Action]:
-        """Continue from the state of the living; if one engine has lost state, all go back to copies or a checkpoint.
+        """Continue from the survivors' state; if one engine has lost state, all go back to copies or a checkpoint.
 
-        The engines of a process have one history.
+        All engines of a process go back together, since they share one history.
         """
         sources = [whole_state(of_engine) for of_engine in of_engines]
         whole = tuple(source for source in sources if source is not None)
@@ -630,11 +662,10 @@ class BoundaryMachine:
         return []
 
     def _prove(self, own: OwnFacts, world: Generation, boards: Sequence[Board]) -> list[Action]:
-        """Choose the newest state in copies that is whole in all engines; members that are to give some read them
-        first.
+        """Choose the newest copies that are whole for all engines; the members that are to give them read them first.
 
-        No other copy is read: a restoration waits for one copy of each member, and one more on members that keep those
-        of the dead.
+        No other copy is read, so a restoration waits while each member reads its own copy, and one more on the members
+        that keep copies of the dead.
         """
         found = whole_copies(self._survivors) if self._leader else ()
         if not found:
@@ -657,14 +688,17 @@ class BoundaryMachine:
         return [LetGo()]
 
     def _pass_over(self, found: tuple[WholeCopies, ...], said: dict[int, Sequence[Sequence[int]]]) -> None:
-        """Leave out damaged copies. said: member -> damaged ranks, of each engine."""
+        """Leave out damaged copies. said: member -> for each engine, the ranks whose copies are damaged there."""
         self._proofs += 1
         for engine, whole in enumerate(found):
             damaged = {giver: of_engines[engine] for giver, of_engines in said.items()}
             self._survivors[engine] = without(self._survivors[engine], whole.mark, damaged)
 
     def _go_back(self, own: OwnFacts, world: Generation, number: int, gone: str) -> list[Action]:
-        """Go back to a checkpoint with all engines, since one lost state. gone: whose joint loss it was, in words."""
+        """Go back to a checkpoint with all engines, since one of them has lost state.
+
+        number: the index of that engine. gone: whose copies were lost together with their holders, in words.
+        """
         lost = own.engines[number]
         if self._leader and lost.can_restore:
             self.restores = True
@@ -683,7 +717,7 @@ class BoundaryMachine:
     # ---- what the job is doing, and what it is to do -----------------------------------------------------------------
 
     def _leads(self, own: OwnFacts) -> bool:
-        """Return whether this member leads: rank 0 of the holders, or the first that made its engines."""
+        """Return whether this member leads: it has rank 0 or, in a restoration, is the first that made its engines."""
         return own.member == self._leader if self.restores else own.engines[0].rank == 0
 
     def _learn(self, own: OwnFacts, world: Generation, boards: Sequence[Board]) -> list[Action]:
@@ -717,7 +751,7 @@ class BoundaryMachine:
         return [Prepare(proposals)]
 
     def _lead(self, own: OwnFacts, world: Generation, boards: Sequence[Board]) -> list[Action]:
-        """Tell newcomers what to build; once they have, and no switch is being prepared, propose.
+        """Post what newcomers have to build; once they have built it, and no switch is being prepared, post proposals.
 
         A switch that was asked for meanwhile comes first: members find a proposal at different times, and one of them
         may be in that switch.
@@ -756,7 +790,7 @@ class BoundaryMachine:
     # ---- the meeting -------------------------------------------------------------------------------------------------
 
     def _meet(self, own: OwnFacts, world: Generation, boards: Sequence[Board]) -> list[Action]:
-        """Meet, as a working member, at the step that rank 0 names: its next one, which no member can be past."""
+        """Meet, as a working member, at the step that rank 0 names: its next step, which no member can have passed."""
         first, step = self.proposals[0], own.engines[0].step
         if not first.source_members:  # restored, and the board was lost before the record was written
             return self.restored(own, is_whole=True)
@@ -775,9 +809,10 @@ class BoundaryMachine:
         return [self._record(), *self._enter(own, world)]
 
     def _meet_to_end(self, own: OwnFacts, boards: Sequence[Board]) -> list[Action]:
-        """Meet at the boundary at which all happen to stand, since all were told to leave and time is short.
+        """Meet at the boundary at which all happen to stand, since all were asked to leave and time is short.
 
-        A member that has waited for the others names its next step, which none can be past; the first word counts.
+        A member that has waited in vain for the others names its next step, which none can have passed. The first step
+        that any member names counts.
         """
         first, step, number = self.proposals[0], own.engines[0].step, own.engines[0].number
         stands = f"stands/{step}"
@@ -789,7 +824,7 @@ class BoundaryMachine:
         return [Post(first.meeting_key, step + 1, is_decision=True)] if own.has_waited else []
 
     def _meet_idle(self, own: OwnFacts, world: Generation, boards: Sequence[Board]) -> list[Action]:
-        """Take part, as an idle member, in a switch that begins, or see how one without it has ended."""
+        """Take part, as an idle member, in a switch that begins, or follow the outcome of one without this member."""
         first = self.proposals[0]
         if not first.source_members and "restored" not in self._said:
             mine = self.registry.numbers[own.member]
@@ -830,19 +865,19 @@ class BoundaryMachine:
 
 
 def who_is_asked(world: Generation) -> tuple[str, ...]:
-    """Return the members that say after a failure what they hold: those that may hold state, or all if none may."""
+    """Return the members that report after a failure what they hold: those that may hold state, or all if none may."""
     return world.members[: world.survivors] or world.members
 
 
 def _name(own: OwnFacts, engine: int, mark: Mark, rank: int) -> str:
-    """Return the id of the member that had a rank at a moment; "" if that was in an earlier world."""
+    """Return the id of the member that had a rank when a copy was taken; "" if that was in an earlier world."""
     here, ids = own.engines[engine], {number: one for one, number in own.registry.numbers.items()}
     is_this = (mark.generation, mark.layout) == (here.generation, here.layout)
     return ids.get(here.members[rank], "") if is_this else ""
 
 
 def _survivor(own: OwnFacts, held: HeldState, gives: bool) -> Survivor:
-    """Return what an engine holds, for others. gives: whether this member stays to give its copies."""
+    """Return this member's report of what an engine holds. gives: whether this member stays to give its copies."""
     return Survivor(
         number=held.number,
         rank=held.rank,

@@ -26,19 +26,19 @@ from ds_dynatrain.errors import DynatrainError, MemberMissing, OutcomeUnknown, T
 
 LONGEST_POLL_SECONDS = 0.005
 POLL_RANGE = 16
-"""Longest time between two looks, divided by the shortest."""
+"""Longest time between two reads of the store, divided by the shortest."""
 POLLS_PER_SECOND = 30_000
-"""Looks per second that all members waiting for the same may take together: the store answers some 50,000."""
+"""Most reads per second by all members that wait for the same record: the store answers some 50,000."""
 LATER = 1 / 3
-"""Delay of the next look as a share of the time waited so far: a pause is short, other waits are long."""
+"""Delay of the next read as a fraction of the time waited so far: a pause is short, other waits are long."""
 STOP_SECONDS = 0.01
 MOST_STOP_SECONDS = 0.25
-"""Longest time between two looks for a reason to give up; `STOP_SECONDS` is the shortest."""
+"""Longest time between two checks for a reason to give up; `STOP_SECONDS` is the shortest."""
 LONGEST_SECONDS = 1800.0
 """Longest wait for work of unknown duration, on a disk: as long as DeepSpeed waits for a collective."""
 BEAT_SECONDS = 1.0
 SILENT_BEATS = 5
-"""Fewer missing beats than this may come of a slow store or a busy machine, however short the time-out."""
+"""Number of missing heartbeats below which a slow store or busy machine may be the cause, whatever the time-out."""
 AGAIN_SECONDS = 0.1
 """Time between two attempts to reach the store for a decision."""
 
@@ -70,11 +70,9 @@ class Control:
         self.member = member
         self.timeout_seconds = timeout_seconds
         self.watch = watch
-        """Raises an error once no member should wait on this board any longer: membership knows which members are
-        dead.
-        """
+        """Function that raises an error once no member should wait on this board any longer, such as after a death."""
         self.lost: OutcomeUnknown | None = None
-        """Error of a member that does not know what was decided, and must not train on; else None."""
+        """Error that is set if this member does not know what was decided and must not continue training; else None."""
 
     @property
     def store(self) -> Store:
@@ -96,7 +94,7 @@ class Control:
         self._store.set(key, self._packed(key, value))  # type: ignore[arg-type]
 
     def read(self, key: str) -> Any | None:
-        """Return the value under `key`, None if it was not posted yet."""
+        """Return the value under `key`; None if it was not posted yet."""
         return self.value(key) if self._store.check([key]) else None
 
     def value(self, key: str) -> Any:
@@ -106,9 +104,9 @@ class Control:
     def decide(self, key: str, value: Any) -> Any:
         """Post `value` unless another member was first; return the value that counts, the same for all.
 
-        One cut connection is not the end of the store: it is asked again, over new connections, for the time-out (a
-        value that is written once can be asked for twice). Only a fixed launch's store is: in a job whose members come
-        and go it may be another store by then, without the earlier values. Raises torch's DistError if there is no
+        In a launch of fixed size a cut connection is replaced, and the store asked again until the time-out: a value
+        that is written once can safely be asked for twice. In a job whose members come and go it is not asked again,
+        since it may be another store by then, without the earlier values. Raises torch's DistError if there is no
         answer.
         """
         data, begin = self._packed(key, value), time.monotonic()
@@ -139,7 +137,7 @@ class Control:
         self._store = PrefixStore(self._prefix, self._base)
 
     def remove(self, keys: Iterable[str]) -> None:
-        """Remove records that no member will read again. Not every store can; they stay then."""
+        """Remove records that no member will read again; they stay if the store cannot delete."""
         with suppress(RuntimeError):
             for key in keys:
                 self._store.delete_key(key)
@@ -149,7 +147,7 @@ class Control:
         return int(self._store.add(key, 1))
 
     def add_to_list(self, key: str, entry: int) -> None:
-        """Add a number to a list that all members write, without knowing which others will."""
+        """Append a number to a list that any member may write to."""
         self._store.append(key, f"{entry},")  # type: ignore[attr-defined]  # torch leaves it out of its stubs
 
     def read_list(self, key: str) -> list[int]:
@@ -157,7 +155,7 @@ class Control:
         return sorted(map(int, self._store.get(key).decode().rstrip(",").split(",")))
 
     def answers(self, seconds: float) -> bool:
-        """Return whether the store answers within so many seconds. A second call before the answer waits longer."""
+        """Return whether the store answers within `seconds`. A second call before the answer waits longer."""
         try:
             answered(lambda: self._store.check(["alive"]), seconds)
         except td.DistError:
@@ -194,12 +192,12 @@ class Control:
         is_there: bool = True,
         is_patient: bool = False,
     ) -> dict[int, Any]:
-        """Return each member's record under its own key, as soon as all were posted; as `gather`.
+        """Return each member's record as soon as all were posted; the same as `gather`, but with any keys.
 
-        crowd: how many members wait at the same time. longest: seconds between two looks at most, for a small crowd.
-        is_there: whether the records may have been posted already. is_patient: whether the work takes an unknown time;
-        then a member is missing once its heartbeat has stood still for the time-out, or after half an hour. A board
-        with a `watch` has no heartbeats, and knows who is alive.
+        keys: member -> the key of its record. crowd: how many members wait at the same time. longest: the most seconds
+        between two reads, for a small crowd. is_there: whether the records may have been posted already. is_patient:
+        whether the work takes an unknown time; a member then counts as missing once its heartbeat has stopped for the
+        time-out, or after half an hour. A board with a `watch` has no heartbeats, and waits half an hour.
         """
         begin, names, patience = time.monotonic(), list(keys.values()), self.timeout_seconds
         beats = dict[int, Any]()
@@ -241,7 +239,7 @@ class Control:
         return unpack(data if self._seal is None else self._seal.take(f"{self._prefix}/{key}", data))
 
     def track_teardown(self, thread: threading.Thread) -> None:
-        """Remember a thread that takes process groups down. All boards of a process have one list of them."""
+        """Remember a thread that takes process groups down, in a list that a board shares with its clones."""
         self._teardowns.add(thread)
 
     def finish_teardowns(self) -> None:
@@ -272,7 +270,7 @@ class Teardowns:
             thread.join(timeout_seconds)
 
 
-# ---- what lies on the board ------------------------------------------------------------------------------------------
+# ---- records on the board --------------------------------------------------------------------------------------------
 
 
 def pack(value: Any) -> bytes:
@@ -313,16 +311,17 @@ def _found(data: bytes, base: int, held: dict[str, Any]) -> Any:
 
 
 class RecordForged(DynatrainError, td.DistError):  # noqa: N818
-    """A record on the board that no member of the job has written.
+    """Error for a record on the board that no member of the job has written.
 
-    To its reader it is as if the store were gone: the decision under that key is unknown.
+    It is handled like the loss of the store, as a decision under that key is unknown.
     """
 
 
 class Seal:
-    """Tag that members of a job with a token put before each record.
+    """Authentication tag that members of a job with a token put before each record.
 
-    secret: known to these members alone and different in each generation, so no record of another generation passes.
+    secret: a key that only these members know and that differs in each generation, so that no record of another
+    generation is accepted.
     """
 
     def __init__(self, secret: bytes) -> None:

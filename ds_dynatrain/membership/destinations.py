@@ -1,4 +1,4 @@
-"""Destinations of a change: the layout for each engine, and the member at each of its ranks. Arithmetic of the leader.
+"""Destinations of a change, computed by the leader: the layout for each engine, and the member at each of its ranks.
 
 The layout for a world of n members follows from `dynatrain.layouts` of the configuration, read as a rule. "data" (the
 default) lets the data axis grow and shrink, and leaves the others as they are. "best" takes the layout that an
@@ -60,11 +60,14 @@ class Registry:
 
 @dataclass(frozen=True)
 class DestinationFacts:
-    """Facts by which a leader decides.
+    """Facts by which a leader chooses destinations.
 
-    registry: all members' numbers. present: the place of each engine. tries: attempts that failed. restores: no members
-    have the whole state any more, and it comes from copies or a checkpoint. has_copies: from copies, which lie where
-    the ranks were.
+    world: the generation to enter.
+    registry: the numbers of all members.
+    present: the present layout and members of each engine.
+    tries: the number of attempts that have failed.
+    restores: whether the state comes from copies or a checkpoint, since the members do not have all of it any more.
+    has_copies: whether it comes from copies, which are on the members that had the ranks or keep their copies.
     """
 
     world: Generation
@@ -82,9 +85,10 @@ class DestinationFacts:
 
 @dataclass(frozen=True)
 class Rules:
-    """Rules of one engine.
+    """Rules by which one engine gets its destination.
 
-    choose: returns the layout for a number of members. assign: returns the member at each rank of a layout.
+    choose: returns the layout for a number of members.
+    assign: returns the member at each rank of a layout.
     """
 
     choose: Callable[[int], ChosenLayout]
@@ -94,7 +98,7 @@ class Rules:
 def destinations(
     asked: DestinationFacts, engines: Sequence[Rules], say: Callable[[str], None]
 ) -> list[Destination] | None:
-    """Return where each engine goes, which is its present place if nothing has to move; None if there is no way.
+    """Return the destination of each engine, its present one if nothing has to move; None if no layout is possible.
 
     say: logs a message for users.
     """
@@ -155,7 +159,7 @@ def _of_restoring(
 
 
 def _choices(engines: Sequence[Rules], members: int) -> list[ChosenLayout]:
-    """Return each engine's layout for so many members, or for fewer, but of all engines for the same number."""
+    """Return each engine's layout for this many members, or for fewer so that all engines use the same number."""
     while True:
         choices = [engine.choose(members) for engine in engines]
         sizes = {0 if choice.layout is None else choice.layout.world_size for choice in choices}
@@ -164,7 +168,7 @@ def _choices(engines: Sequence[Rules], members: int) -> list[ChosenLayout]:
         members = min(sizes)
 
 
-# ---- which layout for so many members --------------------------------------------------------------------------------
+# ---- the layout for a number of members ------------------------------------------------------------------------------
 
 GROWS = "data"
 
@@ -174,15 +178,16 @@ Rule = Callable[[int, Layout], Iterator[Layout]]
 
 @dataclass(frozen=True)
 class ChosenLayout:
-    """Layout to go to; None if there is none for so many members. refusals: why better ones are not possible."""
+    """Layout to switch to, or None if there is none. refusals: the reasons why better ones are not possible."""
 
     layout: Layout | None
     refusals: tuple[str, ...] = ()
 
 
 def rule_of(layouts: str | Mapping[str, Mapping[str, Any]], best: Rule | None = None) -> Rule:
-    """Return the rule that `dynatrain.layouts` describes; raise ConfigError if it describes none. best: an engine's
-    own.
+    """Return the rule that `dynatrain.layouts` describes; raise ConfigError if it describes none.
+
+    best: the rule to use for "best"; without it, the data axis grows.
     """
     if layouts == BEST:
         return best or growing

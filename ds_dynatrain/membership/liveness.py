@@ -1,4 +1,4 @@
-"""Liveness of members: each one's thread counts up a number on the board, so no clocks are compared."""
+"""Liveness of members: a thread of each member counts up a number on the board, so no clocks are compared."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ds_dynatrain.membership.control import BEAT_SECONDS, SILENT_BEATS, Control
 from ds_dynatrain.report import logger
 
 FIRST_ERROR = "first_error"
-"""Key of the error that ended a script first: [member, words]."""
+"""Key of the first error that ended a script: [member, error text]."""
 LAST_WORDS_SECONDS = 2.0
 LONG_SECONDS = 10.0
-"""Length of a wait after which it says whom it waits for."""
+"""Time after which a wait reports whom it waits for."""
 
 
 class Heartbeat:
@@ -30,13 +30,11 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, name="dynatrain-heartbeat", daemon=True)
 
     def start(self) -> None:
-        """Start the thread that beats."""
+        """Start the thread that posts."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop, and wait for the thread, which a slow store may hold up; if it outlived Python it would abort the
-        process.
-        """
+        """Stop the thread and wait for it, as a slow store may delay it: outliving Python it would abort the process."""
         self._stop.set()
         self._thread.join(timeout=2 * BEAT_SECONDS + self._control.timeout_seconds)
 
@@ -52,10 +50,12 @@ class Heartbeat:
 
 @dataclass
 class Watch:
-    """Watch that a member with nothing to do keeps over others.
+    """Check, by a member that waits for work, on the other members.
 
-    by_hearts: judge them by their heartbeats. Otherwise the coordinator handles deaths, and the watch only looks for
-    scripts that have ended.
+    by_hearts: whether to judge them by their heartbeats. If not, the coordinator handles deaths, and only the ends of
+    scripts are checked.
+    seen: for each member, its last heartbeat and when that was first read.
+    checked: the time of the last check.
     """
 
     control: Control
@@ -66,8 +66,8 @@ class Watch:
     def look(self, members: Iterable[int]) -> bool:
         """Return whether all `members` have ended their scripts; cheap to call often.
 
-        Raises MemberMissing for one whose heartbeat has stood still for the time-out, SystemExit(1) if a script ended
-        with an error.
+        With `by_hearts`, raises MemberMissing for a member whose heartbeat has stopped for the time-out, and
+        SystemExit(1) if a script ended with an error.
         """
         now = time.monotonic()
         if now - self.checked < BEAT_SECONDS / 4:
@@ -118,9 +118,9 @@ def post_end(control: Control, error: BaseException | None = None) -> None:
 
 
 def say_last_words(control: Control, error: BaseException | None) -> None:
-    """Log the error that ended the job, and on which member, as the last words of a script that ends in an error.
+    """Log the error that ended the job, and its member; called before `post_end` in a script that ends in an error.
 
-    Where one member raises, the others' own errors only say that a connection was closed. Called before `post_end`.
+    If one member raises an error, the errors of the others only say that a connection was closed.
     """
     if error is None:
         return
@@ -137,10 +137,10 @@ def say_last_words(control: Control, error: BaseException | None) -> None:
 
 
 class Wait:
-    """A wait that tells whom it waits for: `with Wait(whom, say) as wait:`.
+    """Context of a wait that reports whom it waits for: `with Wait(whom, say) as wait:`.
 
-    whom: returns the present answer in words, called every `LONG_SECONDS`. say: takes it for the status; called with ""
-    once the wait is over.
+    whom: returns, in words, who is waited for; called every `LONG_SECONDS`.
+    say: reports these words in the job's status; called with "" once the wait is over.
     """
 
     def __init__(self, whom: Callable[[], str], say: Callable[[str], None]) -> None:
@@ -156,7 +156,7 @@ class Wait:
         self.rest()
 
     def look(self) -> None:
-        """Say whom this waits for if `LONG_SECONDS` have passed. Call it in every turn of the waiting loop."""
+        """Report who is waited for if `LONG_SECONDS` have passed. Call it in every iteration of the waiting loop."""
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + LONG_SECONDS

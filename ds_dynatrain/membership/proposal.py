@@ -25,11 +25,15 @@ class Board(Protocol):
 class Proposal:
     """A switch that all working members agreed to: the same record on every member.
 
-    generation: number of the next world; it is used up even if the switch does not come about. at: optimizer steps
-    after which it takes effect, None for the first boundary at which all are prepared. forms_anew: the source's groups
-    cannot be used any more. late: state that no forward pass reads moves during the next global batch. cause: the
-    extension that asked for it, "" for the script; a switch of an extension gives way to one of the script's.
-    predicted_gain: share of a step that it is expected to save, if that is why it is made.
+    generation: the number of the next world, which is used up even if the switch does not take place.
+    source_layout, source_members: the layout and members to switch from.
+    layout, members: the layout and members to switch to.
+    at: the number of optimizer steps after which it takes effect; None for the first boundary at which all are
+        prepared.
+    forms_anew: whether the process groups of the source cannot be used any more.
+    late: whether state that no forward pass reads moves during the next global batch.
+    cause: the extension that asked for it, "" for the script; an extension's switch gives way to the script's.
+    predicted_gain: the fraction of a step's time that it is expected to save, if that is why it is made.
     """
 
     generation: int
@@ -45,27 +49,27 @@ class Proposal:
 
     @property
     def key(self) -> str:
-        """Prefix on the board of what the members of both worlds do together in the switch."""
+        """Prefix of the keys under which the members of both worlds carry out the switch on the board."""
         return f"switch/{self.generation}"
 
     @property
     def record_key(self) -> str:
-        """Key of its record, which says whether it was committed."""
+        """Key of the record that says whether the switch was committed."""
         return f"record/{self.generation}"
 
     @property
     def meeting_key(self) -> str:
-        """Key of the step at which its members meet, which rank 0 names."""
+        """Key of the step, named by rank 0, at which the members meet for the switch."""
         return f"meet/{self.generation}"
 
     @property
     def ahead_key(self) -> str:
-        """Prefix on the board of what the members do together at a boundary before that of the switch."""
+        """Prefix of the keys under which the members connect at a boundary before that of the switch."""
         return f"ahead/{self.generation}"
 
     @property
     def moves_nothing(self) -> bool:
-        """Whether the same members stay in the same layout: only the members around them change then."""
+        """Whether the working members and their layout stay the same, so that no state moves."""
         return not self.forms_anew and (self.layout, self.members) == (self.source_layout, self.source_members)
 
     @property
@@ -79,7 +83,7 @@ class Proposal:
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def is_prepared(self, board: Board) -> bool:
-        """Return whether all members have said that they are ready, or cannot be. Polls; never blocks."""
+        """Return whether all members have reported that they are ready, or why not. Polls; never blocks."""
         return board.read(f"prepared/{self.generation}/all") is not None
 
     def has_begun(self, board: Board) -> bool:
@@ -89,5 +93,5 @@ class Proposal:
         return board.all_posted(f"{self.key}/meet/0", self.source_members[:1])
 
     def is_connecting(self, board: Board) -> bool:
-        """Return whether rank 0 stands where communicators are made. Called on idle members; polls and never blocks."""
+        """Return whether rank 0 has begun to make communicators. Called on idle members; polls and never blocks."""
         return board.all_posted(f"{self.ahead_key}/{CONNECTING}/0", self.source_members[:1])

@@ -1,18 +1,18 @@
-"""Steps that members do together: all make the same calls in the same order, and learn alike how every step ended.
+"""Steps that members do together: all make the same calls in the same order, and all learn the same outcome of each.
 
 The model is `_DistWrapper` of torch's distributed checkpoint (`torch/distributed/checkpoint/utils.py`).
 
 | verb | every member | ends on all members with |
 |---|---|---|
-| `agree` | says what it asks for, or why it cannot | one answer, or one refusal |
-| `first` | waits; the first one computes | the value, or the first one's error |
-| `all` | says something | what all have said |
-| `reduce` | says something that can be joined | the joined and judged value |
+| `agree` | posts what it asks for, or why it cannot take part | one answer, or one refusal |
+| `first` | waits, while the first member computes | the value, or the first member's error |
+| `all` | posts a value | the values of all members |
+| `reduce` | posts a value that can be joined with others | the joined and judged value |
 | `vote` | does its part, and reports | one decision: commit if it went well on all, otherwise no commit on any |
 
-What members say goes up a `Tree`: a member that leads others joins what they say with its own, and the first member
-answers all at once. Nothing here is a collective, and every wait has an end. A member that fails inside `vote` writes
-the record, which says no; a member that waits watches the record meanwhile and leaves with its reason.
+Values go up a `Tree`: a member that leads others joins their values with its own, and the first member posts one answer
+for all. Nothing here is a collective, and every wait has an end. A member that fails inside `vote` writes a record
+against the commit; members that wait watch this record and leave with its reason.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ from ds_dynatrain.membership.control import LONGEST_POLL_SECONDS, Control, pack,
 
 T = TypeVar("T")
 Join = Callable[[Any, Any], Any]
-"""Function that joins two parts of what members say, in their order. Associative: members are joined in groups."""
+"""Function that joins the values of two groups of members, in the members' order; it has to be associative."""
 Refused = Callable[[str, str], DynatrainError]
-"""Maker of the error of a refusal, from the reason and the way out."""
+"""Function that makes the error for a refusal, from the reason and the advice on what to do."""
 Differ = Callable[[int, int, Mapping[int, Any]], str]
-"""Maker of a message about two members that ask for different things, from their numbers and requests."""
+"""Function that makes the message about two members that ask for different things, from their numbers and requests."""
 
 ASK_ALL = "call it on every working member, at the same step and with the same arguments"
 ASK_ALIKE = "make the decision depend on engine.global_steps and on values that are equal on all ranks"
 WIDTH = 64
-"""Number of members that one leads, itself included: their reports take milliseconds to read."""
+"""Number of members that a leader reads from, itself included: so many reports take milliseconds to read."""
 
 
 @dataclass(frozen=True)
 class Tree:
-    """A tree of members: the first of every `width` leads them, the first of every `width` leaders leads these, etc.
+    """A tree of members: the first of every `width` members leads them, and so on with the leaders, level by level.
 
-    members: in any order that is the same on all; the first one is the root.
+    members: the members in any order that is the same on all of them; the first one is the root.
     """
 
     members: tuple[int, ...]
     width: int = WIDTH
 
     def heard_by(self, member: int) -> list[tuple[int, ...]]:
-        """Return the members that `member` hears on each level, from the leaves up; empty for one that leads nobody."""
+        """Return the members whose values `member` reads on each level, from the bottom up; empty if it leads none."""
         index, step, levels = self.members.index(member), 1, list[tuple[int, ...]]()
         while step < len(self.members) and index % (step * self.width) == 0:
             levels.append(self.members[index + step : index + step * self.width : step])
@@ -67,7 +67,11 @@ class Tree:
 
 @dataclass(frozen=True)
 class MemberRequest:
-    """One member's request, in plain JSON, or why it cannot take part: reason and way out."""
+    """One member's request.
+
+    asked: what it asks for, in plain JSON.
+    refusal: if it cannot take part, the reason and the advice on what to do.
+    """
 
     asked: Mapping[str, Any]
     refusal: tuple[str, str] | None = None
@@ -77,9 +81,12 @@ class MemberRequest:
 class VoteResult:
     """Result of a vote, the same on all members.
 
-    is_damaged: whether it failed because a checkpoint is not what was saved. said: the first member's account of it, in
-    plain JSON. interrupt: the cause if this member was stopped by something other than an error (Ctrl-C, SystemExit),
-    to be raised once the decision is carried out.
+    commit: whether the decision is to commit.
+    reason: why not, in words.
+    is_damaged: whether it failed because a checkpoint is not what was saved.
+    said: what the first member reports about it, in plain JSON.
+    interrupt: the exception that stopped this member if it is not an error (Ctrl-C, SystemExit); to be raised once the
+        decision is carried out.
     """
 
     commit: bool
@@ -90,7 +97,7 @@ class VoteResult:
 
     @property
     def checkpoint_error(self) -> type[CheckpointError]:
-        """Error class to raise for a checkpoint."""
+        """Error class to raise if the vote was on a checkpoint."""
         return CheckpointDamaged if self.is_damaged else CheckpointError
 
     def raise_interrupt(self) -> None:
@@ -100,11 +107,15 @@ class VoteResult:
 
 
 class Session:
-    """One thing that `members` do together.
+    """One joint task of `members`, such as a switch or a save.
 
-    board: the common records. key: unique on the board. what: the call, for errors. record: the key of the decision, if
-    it is not the session's own. is_patient: whether the work takes an unknown time, so that members are waited for as
-    long as they are alive. stop: called while waiting; it may raise. longest: seconds between two looks at most.
+    board: the board through which the members communicate.
+    key: the session's prefix, unique on the board.
+    what: the name of the task, for error messages.
+    record: the key of the decision; by default one below `key`.
+    is_patient: whether the work takes an unknown time, so that members are waited for as long as they are alive.
+    stop: called while waiting; it may raise.
+    longest: the most seconds between two reads of the board.
     """
 
     def __init__(
@@ -125,7 +136,7 @@ class Session:
 
     @property
     def is_first(self) -> bool:
-        """Whether this member is the first one, which gathers what all say and answers them."""
+        """Whether this member is the first one, which gathers the values of all members and answers them."""
         return self.board.member == self.members[0]
 
     # ---- verbs -------------------------------------------------------------------------------------------------------
@@ -133,8 +144,8 @@ class Session:
     def agree(self, mine: MemberRequest, answer: Any, refused: Refused, differ: Differ) -> Any:
         """Return `answer` of the first member, if all ask for the same and none refuses.
 
-        Raise `refused`, on all members alike, if one refuses, asks for something else, or does not ask within the
-        time-out; a member that comes late reads what all others decided.
+        Raise the error that `refused` makes, on all members alike, if one refuses, asks for something else, or does not
+        ask within the time-out. A member that is late reads what the others have decided.
         """
         refusal = None if mine.refusal is None else [self.board.member, *mine.refusal]
         asked = [[self.board.member, dict(mine.asked)]]
@@ -158,10 +169,11 @@ class Session:
         return said["answer"]
 
     def first(self, step: str, compute: Callable[[], T], doing: str) -> T:
-        """Return what the first member computes, in plain JSON; CheckpointError with its words, on all, if it fails.
+        """Return, on all members, what the first member computes, in plain JSON.
 
-        step: unique in the session. doing: what is waited for, for errors. An interrupt of the first member is raised
-        there.
+        step: a name that is unique in the session. doing: what the members wait for, for error messages. Raise
+        CheckpointError with the first member's error text, on all members, if `compute` fails. An interrupt such as
+        Ctrl-C is raised as it is on the first member.
         """
         board, first = self.board, self.members[0]
         if board.member == first:
@@ -180,11 +192,11 @@ class Session:
         return value
 
     def say(self, step: str, mine: Any) -> None:
-        """Post something for others to read with `said_by`."""
+        """Post a value for others to read with `said_by`."""
         self.board.post(f"{self.key}/{step}/{self.board.member}", mine)
 
     def said_by(self, member: int, step: str, doing: str) -> Any:
-        """Wait for what one member says, and return it."""
+        """Wait for the value that one member posts with `say`, and return it."""
         return self._wait({member: f"{self.key}/{step}/{member}"}, doing, self.stop)[member]
 
     def all(self, step: str, mine: Any) -> dict[int, Any]:
@@ -193,11 +205,11 @@ class Session:
         return {int(member): each for member, each in said.items()}
 
     def have_come(self, step: str) -> bool:
-        """Return whether all members have come to a `reduce`, also after it ended without them. Polls; never blocks."""
+        """Return whether all members have reached a `reduce`, even if it ended without them. Polls; never blocks."""
         return self.board.all_posted(f"{self.key}/{step}/0", self.members)
 
     def forget(self, step: str) -> None:
-        """Remove what this member has said in a `reduce` from the board; for steps that recur.
+        """Remove the values that this member has posted in a `reduce` from the board; for steps that recur.
 
         The answer stays, as others may not have read it yet: see `forget_answer`.
         """
@@ -208,15 +220,15 @@ class Session:
     def forget_answer(self, step: str) -> None:
         """Remove the answer of a `reduce`, on the first member, once all have read it.
 
-        A member that has come to a later `reduce` has read it.
+        A member that has reached a later `reduce` has read it.
         """
         if self.is_first:
             self.board.remove([f"{self.key}/{step}/answer"])
 
     def gather(self, step: str, mine: Any, join: Join | None = None) -> Any:
-        """Return, on the first member, what all say, joined, or by member without `join`.
+        """Return the values of all members on the first one: joined or, without `join`, by member.
 
-        All other members get None and go on.
+        All other members get None and do not wait for the first one.
         """
         if join is not None:
             said = self._up(f"{self.key}/{step}", mine, join, self.what, self.stop)
@@ -227,11 +239,12 @@ class Session:
     def reduce(
         self, step: str, mine: Any, join: Join, judge: Callable[[Any], Any] | None = None, doing: str = ""
     ) -> Any:
-        """Join what all members say, have the first one judge it, and return the answer, in records (see `pack`).
+        """Join the values of all members, have the first member judge the result, and return its answer on all.
 
-        judge: makes the answer from the joined value; short, as all members read it. Raise on all members alike:
-        MemberMissing if one says nothing within the time-out, CheckpointError with its words if `judge` fails,
-        SwitchFailed if a member's `stop` has raised that before there was an answer.
+        mine: this member's value; values and the answer are records (see `pack`). judge: makes the answer from the
+        joined value; the answer should be short, as all members read it. Raise on all members alike: MemberMissing if a
+        member posts nothing within the time-out, CheckpointError with the error text if `judge` fails, SwitchFailed if
+        a member's `stop` has raised it before there was an answer.
         """
         place, doing = f"{self.key}/{step}", doing or self.what
         key = f"{place}/answer"
@@ -259,11 +272,11 @@ class Session:
     def vote(
         self, work: Callable[[], Any], join: Join | None = None, judge: Callable[[Any], VoteResult] | None = None
     ) -> VoteResult:
-        """Do `work` and return the decision of all, which is to commit if no member has failed.
+        """Do `work` and return the common decision, which is to commit if no member has failed.
 
-        The first member decides once it has heard of all. work: returns what this member reports; join: as for
-        `reduce`; judge: makes the decision from all reports. Raise OutcomeUnknown if the decision cannot be read:
-        others may have committed, so this member must not train on.
+        work: does this member's part, and returns its report. join: joins reports, as in `reduce`. judge: called on the
+        first member, makes the decision from all reports. Raise OutcomeUnknown if the decision cannot be read: others
+        may have committed, so this member must not continue training.
         """
         mine, place, first = VoteResult(True), f"{self.key}/vote", self.members[0]
         try:
@@ -286,7 +299,7 @@ class Session:
             raise self.board.lost from mine.interrupt
 
     def give_up(self, error: BaseException) -> VoteResult:
-        """Decide against it, because of an error of this member, while others wait for it."""
+        """Decide against committing because of an error of this member, while others wait for its report."""
         return self.decide(self._against(error))
 
     def decide(self, mine: VoteResult) -> VoteResult:
@@ -313,9 +326,9 @@ class Session:
             raise VoteResult(False, is_damaged=found.get("is_damaged", False)).checkpoint_error(found["reason"])
 
     def _up(self, place: str, mine: Any, join: Join, doing: str, stop: Callable[[], None]) -> Any:
-        """Join what this member and those that it leads say, tell it to the leader of this one, and return it.
+        """Join the values of this member and of those that it leads, post the result for its own leader, and return it.
 
-        On the first member it is what all members say.
+        On the first member the result is the joined value of all members.
         """
         board, member = self.board, self.board.member
         levels = Tree(self.members).heard_by(member)
@@ -333,24 +346,27 @@ class Session:
         return self.board.wait(keys, doing, None, stop, *how)
 
     def _stop_if_answered(self, key: str, doing: str) -> None:
-        """Stop a leader's wait once the answer is there: another member has found that some are missing."""
+        """Raise MemberMissing in a leader's wait if there is an answer: another member has found that some are missing.
+
+        Called while waiting. Raise also whatever `stop` raises.
+        """
         self.stop()
         if self.board.read(key) is not None:
             raise MemberMissing(doing, (), 0.0)
 
     def _account(self, place: str, missing: MemberMissing) -> dict[str, Any]:
-        """Return which members have not come to a step or, if all have, which ones were waited for."""
+        """Return which members have not reached a step or, if all have, which ones were waited for."""
         absent = [one for one in self.members if not self.board.all_posted(f"{place}/0", [one])]
         return {"missing": absent or list(missing.members), "seconds": missing.seconds}
 
 
 def ask_for_different_things(one: int, other: int, asked: Mapping[int, Any]) -> str:
-    """Return the message of a refusal of different requests, which quotes both."""
+    """Return the message for two requests that differ, which quotes both."""
     return f"members {one} and {other} ask for different things: {asked[one]} and {asked[other]}"
 
 
 def joined_requests(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Join requests: the first refusal, and one request, or the first two that differ."""
+    """Join two groups of requests: keep the first refusal, and one request, or the first two that differ."""
     first = one["asked"][0]
     differing = [each for each in (*one["asked"][1:], *other["asked"]) if each[1] != first[1]]
     return {"refusal": one["refusal"] or other["refusal"], "asked": [first, *differing[:1]]}
@@ -365,7 +381,7 @@ def _nothing(_one: Any, _other: Any) -> None:
 
 
 def _words(error: BaseException, member: int) -> str:
-    """Return an error's words for all members; unless it speaks for itself, they name its member and type."""
+    """Return the text of an error for all members; unless it is enough alone, the member and the type come first."""
     if isinstance(error, CheckpointError | MemberMissing):
         return str(error)
     return (

@@ -1,9 +1,9 @@
-"""Survival of the state after a death: is it whole, at one step? Arithmetic on what the survivors say of themselves.
+"""Survival of the state after a death: whether it is whole at one step, computed from what the survivors report.
 
 Without ZeRO every data index holds everything, in a *replica* of ranks (one for each place on the other axes; experts
 need as many replicas side by side as their axis is long). One complete, clean replica has the whole state. With ZeRO
-each element has one owner, so the state is whole only if no member has died (a collective failed, say). Otherwise there
-may be copies (`copies`) of an earlier moment that are whole.
+each element has one owner, so the state is whole only if no member has died (if, say, a collective failed). Otherwise
+there may be whole copies of an earlier step (`copies`).
 """
 
 from __future__ import annotations
@@ -17,14 +17,19 @@ from ds_dynatrain.space.layout import Layout, whole_replicas
 
 @dataclass(frozen=True)
 class Survivor:
-    """State that one member holds: its rank in a layout after so many steps, or nothing (rank None).
+    """One member's report of the state that it holds of one engine.
 
-    entered: the job's generation that it entered last. generation: of the engine's world that it was in; members of
-    different generations of the job may count it alike. clean: no optimizer step was under way. is_aborted: a member of
-    that world is dead, or a collective of it has failed. copies: those of itself and of others. registered: how often
-    parameters were registered anew. since: see `Kept`; None if this member cannot know it, as it was idle and another
-    coordinator runs now. frozen: the (layout, rank) in which it had the frozen weights that are in no copy, if there
-    are any.
+    number: the member's number.
+    rank: its rank in `layout`; None if it holds no state.
+    generation: the number of the engine's world; members of different generations of the job may have the same.
+    step: the number of optimizer steps done.
+    clean: whether no optimizer step was under way.
+    is_aborted: whether a member of that world is dead, or a collective in it has failed.
+    copies: the copies that it has, of its own state and of others'.
+    frozen: the (layout, rank) in which it had the frozen weights that are in no copy, if there are any.
+    registered: how often parameters were registered anew.
+    since: see `Kept`; None if the member cannot know it, as it was idle and another coordinator runs now.
+    entered: the generation of the job that it entered last.
     """
 
     number: int
@@ -43,7 +48,7 @@ class Survivor:
 
 @dataclass(frozen=True)
 class WholeState:
-    """Whole state: a layout, and the members at its ranks, which all stand at one step."""
+    """A whole state: a layout, the member at each of its ranks, and the step at which all of them are."""
 
     layout: Layout
     members: tuple[int, ...]
@@ -51,10 +56,10 @@ class WholeState:
 
 
 def whole_state(survivors: Mapping[str, Survivor]) -> WholeState | None:
-    """Return the newest whole state among survivors, of as many ranks as possible; None if something is lost for good.
+    """Return the newest whole state that the survivors hold, with as many ranks as possible; None if there is none.
 
-    Ranks of different layouts do not go together: after several losses in a row some members may have taken the smaller
-    layout of what was left already, and others not yet.
+    Ranks of different layouts are not combined: after several losses in a row some members may already be in the
+    smaller layout, and others not yet.
     """
     holders = [one for one in survivors.values() if one.rank is not None and one.clean]
     if not holders:
@@ -83,15 +88,15 @@ def _complete(layout: Layout, alive: Mapping[int, int]) -> tuple[Layout, tuple[i
 
 
 def replaced_before(survivors: Iterable[Survivor]) -> tuple[int, ...] | None:
-    """Return the stretch of training of the newest load that any of the survivors knows of; None if none can know."""
+    """Return the stretch (`Mark.stretch`) of the newest load that any survivor knows of; None if no survivor can know."""
     known = [tuple(one.since) for one in survivors if one.since is not None]
     return max(known) if known else None
 
 
 def whole_copies(engines: Sequence[Mapping[str, Survivor]]) -> tuple[WholeCopies, ...]:
-    """Return the newest state in the survivors' copies that is whole in all engines, one for each; () if there is none.
+    """Return, for each engine, the survivors' newest copies that are whole for all engines; () if there are none.
 
-    engines: what survivors say of each.
+    engines: for each engine, the survivors' reports by member id.
     """
     found = newest_whole([_had(survivors) for survivors in engines])
     complete = [_with_frozen(whole, survivors) for whole, survivors in zip(found, engines, strict=False)]
@@ -100,8 +105,9 @@ def whole_copies(engines: Sequence[Mapping[str, Survivor]]) -> tuple[WholeCopies
 
 
 def _with_frozen(whole: WholeCopies, survivors: Mapping[str, Survivor]) -> WholeCopies | None:
-    """Return the copies with members that have the frozen weights in no copy; None if some of these weights are
-    gone.
+    """Return the copies, completed with members that have the frozen weights missing from them.
+
+    Return None if some of these weights are lost.
     """
     frozen = dict[Layout, dict[int, int]]()
     for one in survivors.values():
@@ -117,14 +123,14 @@ def _with_frozen(whole: WholeCopies, survivors: Mapping[str, Survivor]) -> Whole
 
 
 def _has_all(layout: Layout) -> bool:
-    """Return whether copies hold frozen weights, too."""
+    """Return whether copies of this layout contain all frozen weights."""
     return layout.zero_stage == 3 or layout.world_size == 1
 
 
 def without(
     survivors: Mapping[str, Survivor], mark: Mark, damaged: Mapping[int, Collection[int]]
 ) -> dict[str, Survivor]:
-    """Return the same survivors, less the copies of a moment that were found damaged. damaged: member -> ranks."""
+    """Return the survivors without the damaged copies of one mark. damaged: member -> the ranks of damaged copies."""
     return {
         name: replace(
             one,
@@ -141,8 +147,8 @@ def joint_loss(
 ) -> str:
     """Return, in words, whose copies were lost together with their holders; "" if there are no copies at all.
 
-    It tells of the first engine that lacks any. engines: see `whole_copies`. name: returns the member that had a rank
-    of an engine at that moment, if it is known.
+    The text is about the first engine that lacks any. engines: see `whole_copies`. name: returns the member that had a
+    rank of an engine when the copy was taken, or "" if it is not known.
     """
     found = [(each, *gone) for each, one in enumerate(engines) if (gone := missing(_had(one))) is not None]
     if not found:
@@ -166,9 +172,7 @@ def _replaced(engines: Sequence[Mapping[str, Survivor]]) -> str:
 
 
 def _had(survivors: Mapping[str, Survivor]) -> dict[int, list[Had]]:
-    """Return the copies that count: of the state that was loaded last, and of the parameters that were registered
-    last.
-    """
+    """Return the valid copies by member: those taken since the last load and the last registration of parameters."""
     since = replaced_before(survivors.values())
     registered = max((one.registered for one in survivors.values()), default=0)
     if since is None:

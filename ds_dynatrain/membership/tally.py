@@ -11,7 +11,7 @@ from ds_dynatrain.report import SwitchEvent
 
 
 class Clock:
-    """Clock of the first engine of a process. now: returns seconds, of any clock that never goes back."""
+    """Clock that splits the time of a process's first engine. now: returns seconds, on any clock that never goes back."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -24,7 +24,7 @@ class Clock:
 
     @property
     def tally(self) -> Tally:
-        """Figures up to now, of whole steps alone."""
+        """Figures up to now; only whole steps are counted."""
         return Tally(
             steps=self._steps,
             samples=self._samples,
@@ -34,7 +34,7 @@ class Clock:
         )
 
     def arrive(self, step: int) -> None:
-        """Note the arrival at a boundary. step: optimizer steps done."""
+        """Record the arrival at a boundary. step: the number of optimizer steps done."""
         is_first, seconds = self._since is None, self._lap()
         if not is_first and self._has_made_one(step):
             self._steps += 1
@@ -44,24 +44,24 @@ class Clock:
         self._is_at_boundary = True
 
     def depart(self, step: int, samples: int) -> None:
-        """Note the departure from a boundary. step, samples: optimizer steps and samples done in the present state."""
+        """Record the departure from a boundary. step, samples: the numbers of optimizer steps and samples done."""
         self._held += self._lap()
         self._step, self._samples, self._is_at_boundary = step, samples, False
 
     def start_over(self, step: int) -> None:
-        """Count the time since the last boundary as held: the work was void. step: of the state to continue with."""
+        """Count the time since the last boundary as held, as its work is lost. step: the step that training resumes from."""
         if not self._is_at_boundary:
             self._held += self._lap()
             self._steps += self._has_made_one(step)
             self._step = step
 
     def skip(self) -> None:
-        """Leave out the time since the last note, in which the member waited for work."""
+        """Leave out the time since the last call, in which the member waited for work."""
         self._lap()
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Return a block for the work of a checkpoint at a boundary, whose time is counted."""
+        """Return a context for saving a checkpoint at a boundary; its duration counts as saving time."""
         begin = self._now()
         try:
             yield
@@ -79,7 +79,7 @@ class Clock:
 
 
 def told(engine: int, event: SwitchEvent) -> Switched:
-    """Return a switch of an engine as a message that fits its limits. engine: the engine's number."""
+    """Return the message about a switch, cut to the message's limits. engine: the number of the engine that switched."""
     return Switched(
         engine=engine,
         number=event.generation,

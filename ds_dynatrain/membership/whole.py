@@ -1,4 +1,4 @@
-"""Choice of the copies that make up a whole state: arithmetic on what members say that they have."""
+"""Choice of the copies that make up a whole state, computed from the copies that each member reports."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from ds_dynatrain.space.layout import Layout
 
 @dataclass(frozen=True)
 class Mark:
-    """The moment that a copy is of; equal for all ranks' copies of it.
+    """Point in training at which a copy was taken; equal for the copies of all ranks that belong together.
 
-    generation, segment: of the engine's world (`EngineCore`). registered: how often the job has registered its
-    parameters anew, which makes another line each time. step: optimizer steps done. first: the moment of the first of
-    several engines of a process, at whose boundary all have taken copies; empty for its own.
+    generation, segment: the generation and segment of the engine's world (see `EngineCore`).
+    registered: how often the job has registered its parameters anew.
+    step: the number of optimizer steps done.
+    layout: the layout of the engine's world.
+    first: the moment of the process's first engine, at whose boundary all engines took copies; empty for that engine.
     """
 
     generation: int
@@ -27,23 +29,26 @@ class Mark:
 
     @property
     def moment(self) -> tuple[int, ...]:
-        """Key that is common to marks of all engines at one boundary.
+        """Key that the marks of all engines at one boundary share.
 
-        Of two moments of a job the larger one is the newer, also after a load of an older step.
+        A larger moment is always newer, even after a checkpoint of an earlier step was loaded.
         """
         return self.first or (self.generation, int(self.segment.partition(".")[2]), self.registered, self.step)
 
     @property
     def stretch(self) -> tuple[int, ...]:
-        """Part of the moment that a load makes larger: a smaller stretch belongs to a state that was replaced."""
+        """Part of `moment` that grows with every load; copies with a smaller stretch are of a state that was replaced."""
         return self.moment[:2]
 
 
 @dataclass(frozen=True)
 class Had:
-    """A copy that a member has. mark: its moment. rank: the rank that it is of, at that moment.
+    """A copy that a member has.
 
-    is_own: whether it is of the member itself. lacks_frozen: whether some frozen weights are in no copy of that moment.
+    mark: the point in training at which it was taken.
+    rank: the rank whose state it contains.
+    is_own: whether it contains the state of the member itself.
+    lacks_frozen: whether some frozen weights are in no copy with this mark.
     """
 
     mark: Mark
@@ -56,7 +61,7 @@ class Had:
 class Frozen:
     """Frozen weights that are in no copy, since many members hold them.
 
-    members: members that hold them, at the ranks of a layout without ZeRO.
+    layout: a layout without ZeRO. members: the member that holds them at each rank of this layout.
     """
 
     layout: Layout
@@ -65,9 +70,11 @@ class Frozen:
 
 @dataclass(frozen=True)
 class WholeCopies:
-    """A whole state at one moment. holders: the member that has the copy of each rank.
+    """Copies that make up a whole state.
 
-    frozen: members with the frozen weights that are in no copy, if there are any.
+    mark: the point in training at which they were taken.
+    holders: for each rank, the member that gives its copy.
+    frozen: the members with the frozen weights that are in no copy, if there are any.
     """
 
     mark: Mark
@@ -76,15 +83,15 @@ class WholeCopies:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Members that give something, ascending."""
+        """Members that give a copy or frozen weights, ascending."""
         return tuple(sorted({*self.holders, *(() if self.frozen is None else self.frozen.members)}))
 
 
 def newest_whole(engines: Sequence[Mapping[int, Iterable[Had]]]) -> tuple[WholeCopies, ...]:
-    """Return, for each engine, the copies of the newest moment of which all engines have a copy of every rank.
+    """Return, for each engine, the newest copies that are whole for all engines: a copy of every rank, of one moment.
 
-    Return nothing if there is no such moment. engines: the copies that each member has of each engine. If several
-    members have a rank's copy, that rank itself gives it, or the member that gives the fewest others.
+    Return () if there are none. engines: for each engine, the copies that each member has. If several members have a
+    rank's copy, the rank itself gives it, or else the member that gives the fewest others.
     """
     found = [
         {
@@ -99,14 +106,14 @@ def newest_whole(engines: Sequence[Mapping[int, Iterable[Had]]]) -> tuple[WholeC
 
 
 def missing(had: Mapping[int, Iterable[Had]]) -> tuple[Mark, tuple[int, ...]] | None:
-    """Return the newest moment of any copy, and the ranks of which it has none; None without copies."""
+    """Return the mark of the newest copy, and the ranks of which no copy with this mark exists; None without copies."""
     for mark, by_rank in _by_mark(had):
         return mark, tuple(rank for rank in range(mark.layout.world_size) if rank not in by_rank)
     return None
 
 
 def _by_mark(had: Mapping[int, Iterable[Had]]) -> list[tuple[Mark, dict[int, dict[int, bool]]]]:
-    """Return each moment, newest first: for each rank the members with a copy of it, and whether it is their own."""
+    """Return for each mark, newest first, and each rank: the members with its copy, and whether it is their own."""
     found: dict[Mark, dict[int, dict[int, bool]]] = {}
     for member, copies in sorted(had.items()):
         for copy in copies:
