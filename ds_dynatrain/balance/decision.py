@@ -135,7 +135,8 @@ class DecisionHistory:
     """The memory of decisions; immutable, so its methods return the next state.
 
     waits: the number of steps to wait after the next move.
-    since: the last few steps at which costs changed, or the step at which measuring began.
+    since: the steps at which costs changed, beginning with the step at which measuring began; only the last few are
+    kept.
     cool_from: the step from which moves are allowed again.
     factor: measured gain ÷ predicted gain of the last move if that was below a half, otherwise 1.
     open: the move that no window has judged yet.
