@@ -21,7 +21,7 @@ from ds_dynatrain.space import Layout, LogicalTensor
 from ds_dynatrain.space.kind import WEIGHT
 
 WHOLE, REST = "model", "rest"
-"""Names of the one layer of a model without stages, and of the remainder where modules are named."""
+"""Names of a model without stages that is timed as one layer, and of the remainder of a model if modules are named."""
 
 
 class TimedModel:

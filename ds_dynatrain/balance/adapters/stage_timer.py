@@ -54,7 +54,7 @@ class StageTimer(Timer):
         self._output_bytes, self._kept_bytes = [0] * self._layers, [0] * self._layers
         self._kept: set[int] = set()
         self._wholes, self._loads, self._messages = list[float](), list[float](), list[float]()
-        """Thread seconds of each step, of loading each micro-batch, and of each message."""
+        """The thread's seconds in each step, in loading each micro-batch, and in each message."""
 
     @contextmanager
     def timing(self) -> Iterator[None]:
