@@ -150,7 +150,7 @@ def _best(profile: Profile, at: Situation, move_to: MoveTo) -> FittingLayout:
         if layout == present:
             return False
         is_of_shape = at.shape == "any" or layout.data == present.data
-        may_share = at.shape == "any" or at.slow or present.shares  # no longer slow: samples go back
+        may_share = at.shape == "any" or at.slow or present.shares  # if no rank is slow any more, samples go back
         has_new_shares = layout.shares != present.shares and not may_share
         is_same_size = layout.world_size == present.world_size
         return not is_same_size or not is_of_shape or has_new_shares or move_to(layout, ()) is None

@@ -85,7 +85,7 @@ class Acting:
         if self._asked is None:
             return
         event = self._asked[1].event
-        if event is not None:  # a committed one has gone through `_note_switch`
+        if event is not None:  # a committed switch has gone through `_note_switch`
             self._asked = None
             self._put_off(event.reason)
 
@@ -292,7 +292,7 @@ class Balancer:
         timer, self._timer = self._timer, None
         try:
             course = self._share(timer.times())
-        except WorldChanged as error:  # training finds it as well
+        except WorldChanged as error:  # training will raise it as well
             logger.debug("balance: the window of step %d is lost: %s", engine.global_steps, error)
             return
         self._acting.follow(course, self._model.present)

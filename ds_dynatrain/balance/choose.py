@@ -206,7 +206,7 @@ class Search:
         yield from (Deal.of(profile, layout, number, False) for number in tried if number <= share)
 
     def _in_columns(self, profile: Profile, layout: Layout) -> Iterator[Deal]:
-        """Yield the deals of a layout in which all micro-batches have one size."""
+        """Yield the deals (divisions of the samples) of a layout in which all micro-batches have one size."""
         given, limit = (layout.data, layout.shares), profile.micro_batch_size
         if self.micro_batches is None:
             limits = range(min(self.least_micro_batch or limit, limit), limit + 1)
@@ -373,7 +373,7 @@ class _Choosing:
         return layout.pipe > 1 and layout.data > 1 and not self.members.are_alike
 
     def _sizes(self) -> Iterator[tuple[int, int]]:
-        """Yield the pairs (number of stages, number of data ranks) to try."""
+        """Yield pairs to try: the number of pipeline stages and the number of data ranks."""
         per_data = self.present.sequence * self.present.tensor
         most = min(len(self.members.speeds) // per_data, self.profile.train_batch_size * len(self.profile.layers))
         for pipe in self.search.pipes or range(1, min(most, len(self.profile.layers)) + 1):
@@ -382,7 +382,7 @@ class _Choosing:
                     yield pipe, data
 
     def _candidates(self, pipe: int, data: int) -> Iterator[tuple[Layout, Deal]]:
-        """Yield the layouts that can be trained, without boundaries, each with its deal."""
+        """Yield the layouts that can be trained, without boundaries, each with its deal (division of the samples)."""
         for zero_stage in self.search.zero_stages or STAGES:
             layout = self.present.replace(pipe=pipe, data=data, zero_stage=zero_stage, boundaries=None)
             for shared in self._shared(layout):
@@ -391,8 +391,8 @@ class _Choosing:
                         yield shared, deal
 
     def _deals(self, layout: Layout) -> tuple[Deal, ...]:
-        """Return the deals of a layout. Unless the job sets the number of micro-batches itself, they do not depend on
-        the number of stages.
+        """Return the deals (divisions of the samples) of a layout. Unless the job sets the number of micro-batches
+        itself, they do not depend on the number of stages.
         """
         if self.search.accumulation is not None:
             return tuple(self.search.deals(self.profile, layout))

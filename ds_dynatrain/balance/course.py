@@ -111,7 +111,7 @@ class Course:
 
     @classmethod
     def new(cls, rules: BalanceConfig, step: int = 0) -> Course:
-        """Return the course before any measurement."""
+        """Return the state of the course before any measurement."""
         return cls(DecisionHistory.new(rules, step))
 
     def at(self, since: tuple[int, ...], slow: Slow | None = None) -> Course:

@@ -56,7 +56,7 @@ class Deal:
     def of(
         cls, profile: Profile, layout: Layout, micro_batches: int | None = None, pipeline: bool | None = None
     ) -> Deal:
-        """Return the deal of a layout.
+        """Return the deal (division of the samples) of a layout.
 
         micro_batches: the number of micro-batches; None for micro-batches as large as the timed ones.
         pipeline: whether the model is a PipelineModule, whose micro-batches have one size (`space.columns`); None if it
@@ -77,7 +77,7 @@ class Deal:
 
     @classmethod
     def in_columns(cls, columns: Columns) -> Deal:
-        """Return the deal of columns (the pipelines that run side by side, one for each data index)."""
+        """Return the division of samples among columns (pipelines that run side by side, one for each data index)."""
         return cls(columns.shares, columns.longest)
 
     @cached_property

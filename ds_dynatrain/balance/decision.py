@@ -48,7 +48,7 @@ class Answer(Enum):
 
 
 class MoveVerdict(Enum):
-    """The judgement of a move by the window that follows it."""
+    """The judgement of a move by the first window after it."""
 
     KEPT = "it gained at least half of what was predicted"
     LESS = "it gained less than half of that: predictions count for as much less"
@@ -154,7 +154,7 @@ class DecisionHistory:
         return cls(rules.cooldown_steps, (step,))
 
     def moved(self, move: PastMove) -> DecisionHistory:
-        """Return the history after a move, which waits for its judgement."""
+        """Return the history after a move that a window has yet to judge."""
         return dataclasses.replace(self, open=move, cool_from=move.step + self.waits)
 
     def horizon(self, rules: BalanceConfig, step: int) -> float:
@@ -315,5 +315,5 @@ class Slow:
         )
 
     def counted(self, step: int, steps: int) -> frozenset[int]:
-        """Return the members that have been slow for this many steps."""
+        """Return the members that have been slow for at least this many steps."""
         return frozenset(member for member, since in self.since.items() if step - since >= steps)

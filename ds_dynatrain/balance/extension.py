@@ -220,11 +220,11 @@ class Balance(Extension):
     # ---- in a step ---------------------------------------------------------------------------------------------------
 
     def around_forward(self) -> AbstractContextManager[None]:
-        """Time a forward pass of training if its step is in a window."""
+        """Return a context that times a forward pass of training if its step is in a window."""
         return self._around_pass(is_backward=False)
 
     def around_backward(self) -> AbstractContextManager[None]:
-        """Time a backward pass if its step is in a window."""
+        """Return a context that times a backward pass if its step is in a window."""
         return self._around_pass(is_backward=True)
 
     def _around_pass(self, is_backward: bool) -> AbstractContextManager[None]:
@@ -233,11 +233,11 @@ class Balance(Extension):
         return self.balancer.timed_pass(is_backward)
 
     def around_batch(self) -> AbstractContextManager[None]:
-        """Time the layers of a stage if the step is in a window."""
+        """Return a context that times the layers of a stage if the step is in a window."""
         return nullcontext() if self.balancer is None else self.balancer.timed_step()
 
     def around_update(self) -> AbstractContextManager[None]:
-        """Time the optimizer's step if a window is open."""
+        """Return a context that times the optimizer's step if a window is open."""
         return nullcontext() if self.balancer is None else self.balancer.timed_update()
 
     def after_step(self) -> None:

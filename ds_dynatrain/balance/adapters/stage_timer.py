@@ -110,7 +110,7 @@ class StageTimer(Timer):
         return timed
 
     def _hook(self, tensors: Any, maker: int) -> None:
-        """Set a mark for the layer that made these tensors when their gradients arrive.
+        """Hook these tensors so that time counts for the layer that made them once their gradients arrive.
 
         If a layer returns an input unchanged, an earlier layer made it. A stage's outputs get hooks as well: if there
         are several, DeepSpeed runs their backward passes one after the other.

@@ -88,8 +88,9 @@ class LeafEngine(DynatrainEngine):
         raise usage("exact: torch.compile").error("engine.compile")
 
     def micro_batch(self, one: MicroBatch, is_divided: bool = False) -> AbstractContextManager[None]:
-        """Prepare a micro-batch. Raises UnsupportedError if its loss is already divided: a leaf's loss may be
-        multiplied by its weight only.
+        """Return the context in which a micro-batch is trained.
+
+        Raises UnsupportedError if its loss is already divided: a leaf's loss may be multiplied by its weight only.
         """
         if is_divided:
             raise usage("exact: a loss that is divided").error("engine.micro_batch(is_divided=True)")
@@ -111,7 +112,9 @@ class LeafEngine(DynatrainEngine):
         return scaled if grad is None or scaled is grad else grad * self._host.loss_weight
 
     def allreduce_gradients(self, bucket_size: int = MEMORY_OPT_ALLREDUCE_SIZE) -> None:
-        """Add the gradients of the leaf at the end of every backward pass, also in ZeRO stage 1."""
+        """Add the gradients of the leaf (a micro-batch of fixed size) at the end of every backward pass, also in ZeRO
+        stage 1.
+        """
         self.optimizer.set_gradient_accumulation_boundary(self.is_gradient_accumulation_boundary())
         self.optimizer.overlapping_partition_gradients_reduce_epilogue()
 

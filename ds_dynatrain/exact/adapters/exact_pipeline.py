@@ -113,7 +113,7 @@ class LeafPipelineEngine(LeafEngine, DynatrainPipelineEngine):
     _host: LeafStageHost
 
     def _train_samples(self, samples: Iterator[Any]) -> torch.Tensor:
-        """Train the leaves of a global batch, and return the loss.
+        """Train the leaves (micro-batches of fixed size) of a global batch, and return the loss.
 
         Raises UnsupportedError unless the samples come from a loader of the engine, and for reentrant activation
         checkpointing.
@@ -200,8 +200,8 @@ class LeafPipelineEngine(LeafEngine, DynatrainPipelineEngine):
     }
 
     def _total_loss(self) -> torch.Tensor:
-        """Return the mean loss over all samples, with the losses of leaves added in their order. Outside a global batch
-        of leaves it is DeepSpeed's loss.
+        """Return the mean loss over all samples, adding the losses of leaves (micro-batches of fixed size) in their
+        order. If no global batch of leaves is being trained, it is DeepSpeed's loss.
         """
         if self._leaves is None:
             return super()._total_loss()

@@ -181,8 +181,8 @@ class LeafSums:
 
     @torch.no_grad()
     def _close(self, line: int, leaves: int) -> torch.Tensor:
-        """Return the sum of all leaves (micro-batches of fixed size) for this rank's part of a line; zeros in it are
-        never negative.
+        """Return the sum over all leaves (micro-batches of fixed size) of this rank's part of a line (gradients that
+        are reduced together); zeros in it are never negative.
         """
         levels = self._sums_of(line)
         newest, *older = rest_of(leaves)
@@ -192,7 +192,9 @@ class LeafSums:
         return total.add_(0.0)
 
     def _sums_of(self, line: int) -> list[torch.Tensor]:
-        """Return the partial sums of a line by level, allocating those that are missing. Their padding stays 0."""
+        """Return the partial sums by level of a line (gradients that are reduced together), allocating those that are
+        missing. Padding stays 0.
+        """
         held = self._levels.setdefault(line, [])
         while len(held) < levels_of(self._present().leaves):
             held.append(torch.zeros(self._lines.lengths[line], dtype=torch.float32, device="cpu"))

@@ -1,8 +1,8 @@
 """The positions of gradients in ZeRO stages 1 to 3, by which the gradient sums of an exact job are planned.
 
-A *line* is the part of jointly reduced gradients that a rank owns: one line for each optimizer group in stages 1 and 2,
-one for all parameters in stage 3. A *chunk* is sent in one message; each rank owns a part of it, which is contiguous in
-the rank's line.
+A *line* is an array of gradients that are reduced together: those of an optimizer group in stages 1 and 2, those of all
+parameters in stage 3. Each rank owns an equal part of a line. A *chunk* is sent in one message; each rank owns a part
+of it, which is contiguous in the rank's part of the line.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Chunk:
     line: the number of the line (the gradients that are reduced together).
     pieces: the ranges of gradients in the chunk.
     splits: the number of elements that each rank owns.
-    begin: the offset of this rank's part in its line.
+    begin: the offset of this rank's part of the chunk in its part of the line.
     freed: the parameters without a later chunk, whose gradients are dropped after this one.
     """
 
@@ -92,11 +92,13 @@ class Lines:
         return [self._zero.dp_process_group]
 
     def group(self, line: int) -> Any:
-        """Return the process group whose ranks own the parts of a line."""
+        """Return the process group whose ranks own the parts of a line (the gradients that are reduced together)."""
         return self._zero.dp_process_group
 
     def take(self, line: int, total: torch.Tensor) -> None:
-        """Give DeepSpeed the sum of a line over a whole global batch, so that the optimizer's step uses it."""
+        """Give DeepSpeed the sum of a line (the gradients that are reduced together) over a whole global batch, for its
+        next step.
+        """
         raise NotImplementedError
 
     def held(self) -> list[torch.Tensor]:
@@ -105,7 +107,7 @@ class Lines:
 
 
 def lines_of(zero: Any, order: Mapping[int, int]) -> Lines | None:
-    """Return the lines of a ZeRO optimizer of stages 1 to 3; None for another optimizer.
+    """Return the `Lines` (positions of gradients) of a ZeRO optimizer of stages 1 to 3; None for another optimizer.
 
     order: the number of each parameter in the module, by the parameter's id.
     """
@@ -115,8 +117,8 @@ def lines_of(zero: Any, order: Mapping[int, int]) -> Lines | None:
 
 
 class FlatLines(Lines):
-    """The lines of ZeRO stages 1 and 2: a group's parameters lie end to end, and are cut into equal parts, even within
-    a parameter.
+    """The gradients in ZeRO stages 1 and 2: a group's parameters lie end to end, and are cut into equal parts, even
+    within a parameter.
     """
 
     def __init__(self, zero: Any, order: Mapping[int, int]) -> None:
@@ -156,8 +158,8 @@ class FlatLines(Lines):
 
 
 class CutLines(Lines):
-    """The line of ZeRO stage 3: each parameter is cut into equal parts, the last one padded; a rank's parts lie end to
-    end.
+    """The gradients in ZeRO stage 3: each parameter is cut into equal parts, the last one padded; a rank's parts lie
+    end to end.
     """
 
     def __init__(self, zero: Any, order: Mapping[int, int]) -> None:
@@ -204,7 +206,9 @@ class CutLines(Lines):
             yield self._chunk(taken, begin, ranks)
 
     def _chunk(self, parameters: Sequence[nn.Parameter], begin: int, ranks: int) -> Chunk:
-        """Return the chunk of parameters that are adjacent in the line."""
+        """Return the chunk of parameters that are adjacent in the line, the array of gradients that are reduced
+        together.
+        """
         parts = [(held, int(held.partition_numel()), int(held.ds_numel)) for held in parameters]  # type: ignore[attr-defined]
         size, pieces = sum(part for _, part, _ in parts), []
         for rank in range(ranks):

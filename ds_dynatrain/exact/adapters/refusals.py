@@ -129,7 +129,7 @@ def machine(low: bool = True) -> dict[str, str]:
         MODE: os.environ.get(MODE, ""),
         "deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),
     }
-    if low:  # oneDNN multiplies 16-bit matrices by the best of these
+    if low:  # oneDNN multiplies 16-bit matrices with the best of these
         names = ("avx512_bf16", "amx_tile", "amx_fp16")
         held = [name for name in names if getattr(torch.cpu, f"_is_{name}_supported")()]
         found["instructions for 16 bits (torch.cpu)"] = " ".join(held) or "none"

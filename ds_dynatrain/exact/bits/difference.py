@@ -40,7 +40,7 @@ class Difference:
 class BitComparison:
     """The result of comparing two runs.
 
-    steps: the steps that both runs have, up to the first that differs.
+    steps: the steps that both runs have, before the first that differs.
     states: those of `steps` for which both runs have digests of weights and moments.
     unknown: the number of losses and norms in these steps that only one run has, for example because a rank died with
     its own.

@@ -77,7 +77,7 @@ class ExactSteps:
         step = self._engine.host.micro_step
         if step is not None:
             mine = range(self._engine.place("data"), step.leaves, step.data)
-            self._losses = {leaf: _kept(loss) for leaf, loss in zip(mine, losses, strict=False)}  # else it is borrowed
+            self._losses = {leaf: _kept(loss) for leaf, loss in zip(mine, losses, strict=False)}  # others are borrowed
 
     def forget_batch(self) -> None:
         """Forget the losses of the open global batch."""
